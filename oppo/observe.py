@@ -13,8 +13,10 @@ now: Callable[[], float] = time.monotonic
 """Seconds on the clock used off the event loop: monotonic, shared by all processes of a machine."""
 
 
-Role: TypeAlias = Literal["decode", "score", "update", "other"]
-"""A work's contribution to a step: tokens, scores, new weights (publishing included), or something else."""
+Role: TypeAlias = Literal["decode", "score", "update", "evaluate", "other"]
+"""A work's contribution to a step: tokens, scores, new weights (publishing included), an evaluation beside it, or
+something else.
+"""
 
 SpanKind: TypeAlias = Literal["work", "execution", "step"]
 """The extent of a span: a piece of work, one execution of a stage with its waits, or a whole step."""

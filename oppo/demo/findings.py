@@ -11,9 +11,7 @@ from typing import cast
 from oppo.demo.exactness import Digests
 from oppo.evaluation import Comparison
 from oppo.report.journal import JOURNAL
-from oppo.report.metrics import column
 from oppo.report.records import read
-from oppo.report.rundir import metrics_of
 
 LENGTH_HACK = 2.0
 """Responses this many times as long as before suggest that the policy exploits their length."""
@@ -27,7 +25,7 @@ class Findings:
         scores: on held-out prompts, before and after.
         kl: nats a response, from the base policy, on held-out prompts.
         length_before, length_after: mean tokens in a response to a held-out prompt.
-        hidden_fraction: fraction of the scoring seconds hidden behind decoding or training.
+        hidden_fraction: fraction of the scoring seconds hidden behind decoding or training; ``None``: hardly any.
         deferred_fraction: fraction of the finished rollouts that were carried into a later step.
         deferral_steps: rollouts carried over, by the number of steps.
         digests: of a serial and of a streamed run in exact mode.
@@ -42,7 +40,7 @@ class Findings:
     kl: float
     length_before: float
     length_after: float
-    hidden_fraction: float
+    hidden_fraction: float | None
     deferred_fraction: float
     deferral_steps: Mapping[int, int]
     digests: Digests
@@ -85,7 +83,7 @@ class Findings:
             "deviations of the base policy's scores",
             "KL": f"{self.kl:.1f} nats a response from the base policy",
             "length": f"{self.length_before:.0f} tokens before, {self.length_after:.0f} after{hack}",
-            "overlap": f"{self.hidden_fraction:.0%} of the scoring was hidden behind decoding and training",
+            "overlap": self._overlap(),
             "deferral": self._deferral(),
             "exactness": f"a serial and a streamed run, in exact mode, made {same} tokens: "
             f"{self.digests.serial[:12]} and {self.digests.streamed[:12]}",
@@ -96,17 +94,16 @@ class Findings:
         }
         return [f"{name:<10} {finding}" for name, finding in found.items()]
 
+    def _overlap(self) -> str:
+        if self.hidden_fraction is None:
+            return "scoring took hardly any time: there was nothing to hide"
+        return f"{self.hidden_fraction:.0%} of the scoring was hidden behind decoding and training"
+
     def _deferral(self) -> str:
         if not self.deferral_steps:
             return "nothing was carried over: no number of extra rollouts promised to save more time than its lag costs"
         carried = ", ".join(f"{count} for {age}" for age, count in self.deferral_steps.items())
         return f"{self.deferred_fraction:.1%} of the rollouts were carried over; steps carried: {carried}"
-
-
-def hidden_fraction(run: Path) -> float:
-    """Return the fraction of a run's scoring seconds that was hidden behind decoding or training."""
-    records = metrics_of(run)
-    return 1 - sum(column(records, "timing_s/score_exposed")) / sum(column(records, "timing_s/score"))
 
 
 def deferrals(run: Path) -> tuple[float, dict[int, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 
 from rich.table import Table
 
@@ -45,6 +44,11 @@ class TimedRound:
         return self.steps[-1].end - self.steps[0].start
 
     @property
+    def pace(self) -> float:
+        """Seconds of a trained token."""
+        return self.seconds / self.tokens
+
+    @property
     def idle(self) -> float:
         """The mean idle fraction of the two halves of the cores: one decodes, the other scores, both update."""
         acting, scoring = self._busy("decode", "update"), self._busy("score", "update")
@@ -56,7 +60,7 @@ class TimedRound:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One schedule against the serial one; medians over rounds.
+    """One schedule against the serial one, each by its median round.
 
     Attributes:
         seconds: of a step.
@@ -71,14 +75,14 @@ class Standing:
 
     @classmethod
     def of(cls, schedule: str, rounds: Sequence[TimedRound], serial: Sequence[TimedRound]) -> Standing:
-        """Return the standing of a schedule; its rounds are compared with the serial ones in pairs."""
-        pairs = zip(rounds, serial, strict=True)
-        return cls(
-            schedule,
-            seconds=median(each.seconds / len(each.steps) for each in rounds),
-            speedup=median(base.seconds / base.tokens * own.tokens / own.seconds for own, base in pairs),
-            idle=median(each.idle for each in rounds),
-        )
+        """Return the standing of a schedule: its median round beside the serial one's."""
+        own, base = median_round(rounds), median_round(serial)
+        return cls(schedule, seconds=own.seconds / len(own.steps), speedup=base.pace / own.pace, idle=own.idle)
+
+
+def median_round(rounds: Sequence[TimedRound]) -> TimedRound:
+    """Return the round of the median seconds a token; of two in the middle the faster one."""
+    return sorted(rounds, key=lambda each: each.pace)[(len(rounds) - 1) // 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ class Gains:
     def table(self) -> Table:
         """Return a table; its caption describes the measurement."""
         effort = self.effort
-        rounds = "One round" if effort.rounds == 1 else f"Medians of {effort.rounds} interleaved rounds"
+        rounds = "One round" if effort.rounds == 1 else f"The median of {effort.rounds} interleaved rounds of each"
         shown = Table(
             title=f"What overlap gains: the same {effort.steps} steps of {effort.batch} responses in each schedule",
             caption=f"{rounds}. The models made above, but the reward model {effort.deeper} times as deep, the critic "

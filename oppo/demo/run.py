@@ -22,15 +22,15 @@ from oppo.app.train import FINAL, prepare, run
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.exactness import compare_schedules
 from oppo.demo.examination import DemoAnswers, examine
-from oppo.demo.findings import Findings, deferrals, hidden_fraction
+from oppo.demo.findings import Findings, deferrals
 from oppo.demo.gains import Effort, Gains
 from oppo.demo.schedules import excerpt, measure, starting
 from oppo.evaluation import compare
 from oppo.models import Sampling
 from oppo.report.files import require_unused
+from oppo.report.metrics import hidden_fraction
 from oppo.report.panel import harmless
-from oppo.report.rundir import write_page
-from oppo.report.timeline import Excerpt
+from oppo.report.rundir import metrics_of, write_page
 
 SHOWN = 3
 """Held-out prompts whose responses are shown."""
@@ -122,7 +122,7 @@ def demo(
         kl=float(after.kl.mean()),
         length_before=float(np.mean(before.lengths)),
         length_after=float(np.mean(after.lengths)),
-        hidden_fraction=hidden_fraction(settings.run_directory),
+        hidden_fraction=hidden_fraction(metrics_of(settings.run_directory)),
         deferred_fraction=deferred_fraction,
         deferral_steps=deferral_steps,
         digests=digests,
@@ -160,9 +160,9 @@ def note(summary: Path, facts: Mapping[str, object]) -> None:
 
 
 def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> Gains:
-    """Return the speedup by overlap; put two steps of each schedule into the timeline of the run's page."""
+    """Return the speedup by overlap; put the median round of each schedule into the timeline of the run's page."""
     rounds = measure(settings, effort, narrator.tell)
-    write_page(settings.run_directory, [Excerpt(name, excerpt(made)) for name, made in rounds.items()])
+    write_page(settings.run_directory, [excerpt(name, made) for name, made in rounds.items()])
     return Gains.of(effort, rounds)
 
 

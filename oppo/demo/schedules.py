@@ -20,10 +20,11 @@ from transformers import LlamaForSequenceClassification, PreTrainedModel
 from oppo.app.compose import roles_of
 from oppo.app.settings import Settings
 from oppo.app.train import PreparedRun, prepare
-from oppo.demo.gains import Effort, TimedRound
+from oppo.demo.gains import Effort, TimedRound, median_round
 from oppo.hf.loading.models import load_scalar, load_tokenizer, quiet
 from oppo.observe import silent
-from oppo.report.timed import TimedStep, Timekeeper
+from oppo.report.timed import Timekeeper
+from oppo.report.timeline import Excerpt
 from oppo.stages.hold import held
 
 LEARNING_RATE: Final = 1e-9
@@ -144,8 +145,7 @@ def deepened(model: PreTrainedModel, times: int) -> PreTrainedModel:
     return model
 
 
-def excerpt(rounds: Sequence[TimedRound]) -> Sequence[TimedStep]:
-    """Return the two steps in the middle of the last round."""
-    steps = rounds[-1].steps
-    middle = max(1, len(steps) // 2)
-    return steps[middle - 1 : middle + 1]
+def excerpt(name: str, rounds: Sequence[TimedRound]) -> Excerpt:
+    """Return the median round of a schedule, which is the one in the table."""
+    which = "one round" if len(rounds) == 1 else f"the median of {len(rounds)} rounds"
+    return Excerpt(f"{name} ({which})", median_round(rounds).steps)

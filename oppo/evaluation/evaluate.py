@@ -14,6 +14,7 @@ from oppo.events import Drop, Prompt, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Policy, Scorer
 from oppo.numeric import require_whole
+from oppo.observe import WorkContext, working_for
 from oppo.stages import ScoredRollout
 from oppo.turns import Environment
 
@@ -78,6 +79,10 @@ class Evaluation:
 
     async def measure(self, step: int, progress: Progress = unseen) -> Evaluated:
         """Return the held-out scores of the weights at hand; see :func:`examine`."""
+        with working_for(WorkContext(None if step == BEFORE else step, "evaluate")):
+            return await self._measured(step, progress)
+
+    async def _measured(self, step: int, progress: Progress) -> Evaluated:
         start, version = anyio.current_time(), self.greedy.version
         total = len(self.prompts) * (1 + (self.samples if self.sampled else 0))
 

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import anyio
 
 from oppo.graph.step_link import StepLink
-from oppo.observe import Role, Span, SpanListener, WorkContext, silent, working_for
+from oppo.observe import Role, Span, SpanListener, WorkContext, silent, work_context, working_for
 
 M = TypeVar("M")
 
@@ -132,7 +132,8 @@ class Step:
             ...             await self.trainer.update(batch)
         """
         start, context = anyio.current_time(), WorkContext(self.index, role)
-        with working_for(context):
+        outer = work_context()  # the steps of an evaluation are none of the run that is evaluated
+        with working_for(outer if outer.role == "evaluate" else context):
             yield
         span = context.span(self.stage, label or role, start, anyio.current_time())
         self.record(span)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from oppo.events import StepReport
 
 Metrics: TypeAlias = dict[str, float | int | None]
+
+SCORING: Final = 0.01
+"""The least share of a step's seconds from which scoring is worth hiding; a reward of milliseconds is below."""
 
 
 def step_metrics(report: StepReport) -> Metrics:
@@ -43,8 +46,17 @@ def summary(records: Sequence[Mapping[str, float | None]]) -> dict[str, float | 
         "score_last": _mean(column(records[-10:], "score")),
         "kl_last": _mean(column(records[-10:], "objective/kl")),
         "tokens_per_s_median": _median(column(records, "throughput/tokens_per_s")),
-        "hidden_fraction_mean": _mean(column(records, "overlap/hidden_fraction")),
+        "hidden_fraction": hidden_fraction(records),
     }
+
+
+def hidden_fraction(records: Sequence[Mapping[str, float | None]]) -> float | None:
+    """Return the share of a run's scoring seconds that decoding or training hid, 0 to 1.
+
+    ``None`` where scoring took less than ``SCORING`` of the steps' seconds: there is nothing to hide.
+    """
+    scoring, exposed = (math.fsum(column(records, f"timing_s/{name}")) for name in ("score", "score_exposed"))
+    return 1 - exposed / scoring if scoring > SCORING * math.fsum(column(records, "seconds")) else None
 
 
 def column(records: Sequence[Mapping[str, float | None]], name: str) -> list[float]:

@@ -9,7 +9,7 @@ from html import escape
 from oppo.admission.bottleneck import PARTS, PREFIX, Bottleneck, together
 from oppo.report.charts import lines, stacked
 from oppo.report.evaluations import by_version
-from oppo.report.metrics import summary
+from oppo.report.metrics import hidden_fraction, summary
 from oppo.report.records import Record
 
 _STYLE = """
@@ -17,8 +17,8 @@ _STYLE = """
 @media (prefers-color-scheme:dark){:root{--ink:#e5e7eb;--paper:#14161b;--line:#333a45}}
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:1180px;margin:2rem auto}
 body{padding:0 1rem}figure{margin:0 0 1rem;overflow-x:auto}figure svg{min-width:720px}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:1rem}
-svg{width:100%;border:1px solid var(--line);border-radius:8px;color:var(--ink)}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:1rem;align-items:start}
+svg{width:100%;box-sizing:border-box;border:1px solid var(--line);border-radius:8px;color:var(--ink)}
 table{border-collapse:collapse;width:100%}
 td,th{border-bottom:1px solid var(--line);padding:.35rem .5rem;text-align:left}
 td.text{white-space:pre-wrap;overflow-wrap:anywhere}td.number,th.number{text-align:right;white-space:nowrap}
@@ -47,19 +47,19 @@ def page(
         [
             *_held_out(evaluations),
             lines("Score", {"score": _column(records, "score")}),
-            lines("KL to the reference", {"KL (nats a rollout)": _column(records, "objective/kl")}),
+            lines("KL to the reference", {"KL (nats a rollout)": _column(records, "objective/kl")}, within=(0,)),
             lines(
                 "Response length (tokens)",
                 {"mean": _column(records, "response_length/mean"), "longest": _column(records, "response_length/max")},
+                within=(0,),
             ),
             stacked("Step time by phase (s)", _phases(records)),
             stacked("Step time by bottleneck (share)", {part: _column(records, PREFIX + part) for part in PARTS}),
-            lines("Rollouts carried into the next step", {"deferred": _column(records, "deferred")}),
-            lines(
-                "Scoring hidden behind decoding and training", {"fraction": _column(records, "overlap/hidden_fraction")}
-            ),
+            *_carried(records),
+            *_hidden(records),
         ]
     )
+    charts = charts or "<p>No step was made.</p>"
     opening = f"<h2>When each model worked</h2><figure>{timeline}</figure>" if timeline else ""
     facts = "".join(
         f'<tr><th>{escape(key)}</th><td class="number">{escape(_number(value))}</td></tr>'
@@ -67,10 +67,25 @@ def page(
     )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style></head><body><h1>{escape(name)}</h1>{opening}"
         f'<div class="charts">{charts}</div>{_bottleneck(records)}<h2>Summary</h2><table>{facts}</table>'
         f"<h2>Samples</h2>{_samples(samples)}</body></html>\n"
     )
+
+
+def _carried(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
+    """Yield the chart of what was carried, if anything was."""
+    carried = _column(records, "deferred")
+    if any(carried):
+        yield lines("Rollouts carried into the next step", {"deferred": carried}, within=(0,))
+
+
+def _hidden(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
+    """Yield the chart of how much of the scoring was hidden, if there was scoring to hide."""
+    if hidden_fraction(records) is not None:
+        shares = _column(records, "overlap/hidden_fraction")
+        yield lines("Scoring hidden behind decoding and training (share)", {"share": shares}, within=(0, 1))
 
 
 def _held_out(evaluations: Sequence[Record]) -> Iterator[str]:
@@ -79,12 +94,9 @@ def _held_out(evaluations: Sequence[Record]) -> Iterator[str]:
     passed = {
         name: name for each in evaluations[-1:] for name in each if name.startswith(("eval/passed", "eval/pass_at_"))
     }
-    named = {"Held-out score": scores, "Held-out prompts passed (share)": passed}
-    for title, names in named.items():
+    for title, names, within in (("Held-out score", scores, ()), ("Held-out prompts passed (share)", passed, (0, 1))):
         known = {label: by_version(evaluations, name) for label, name in names.items()}
-        drawn = {label: values for label, values in known.items() if any(value is not None for value in values)}
-        if drawn:
-            yield lines(title, drawn, gaps=False)
+        yield lines(title, known, gaps=False, within=within)
 
 
 def _phases(records: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-COLOURS: Final = ("#3b82f6", "#d97706", "#10a37a", "#8b5cf6", "#ef4444")
+COLOURS: Final = ("#3b82f6", "#d97706", "#10a37a", "#8b5cf6", "#ef4444", "#ec4899", "#84cc16", "#6b7280")
 """Distinct for most people, on white and on black."""
+
+ROW: Final = 15
+"""Height of a line of a legend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,9 @@ class Axes:
         """Return a drawing over rules at three levels of y, in format ``y``; labels are of the x axis and its ends."""
         levels = [self.bottom + part * (self.top - self.bottom) for part in (0.0, 0.5, 1.0)]
         rules = (rule(0, self.y(level), self.width, self.y(level)) for level in levels)
-        names = (text(-6, self.y(level) + 4, f"{level:{y}}", anchor="end") for level in levels)
+        near_zero = 1e-3 * (self.top - self.bottom)
+        shown = [f"{level if abs(level) > near_zero else 0.0:{y}}" for level in levels]
+        names = (text(-6, self.y(level) + 4, name, anchor="end") for level, name in zip(levels, shown, strict=True))
         below = self.height + 16
         ends = (
             text(0, below, start),
@@ -74,13 +79,18 @@ def rule(x1: float, y1: float, x2: float, y2: float, *, opacity: float = 0.2, da
     return f'<line {ends} stroke="currentColor" stroke-opacity="{opacity}"{dashed}/>'
 
 
-def legend(x: float, y: float, entries: Iterable[tuple[str, str]]) -> str:
-    """Return names from left to right, each after a square of its colour."""
-    drawn = []
+def legend(x: float, y: float, entries: Iterable[tuple[str, str]], width: float) -> tuple[str, int]:
+    """Return names from left to right, each after a square of its colour, and how many lines of ``width`` they take."""
+    drawn: list[str] = []
+    at, rows = 0.0, 1
     for name, colour in entries:
-        drawn += [box(x, y - 9, 10, 10, colour), text(x + 14, y, name)]
-        x += 26 + 7 * len(name)
-    return "".join(drawn)
+        needed = 26 + 7 * len(name)
+        if at and at + needed > width:
+            at, rows = 0.0, rows + 1
+        line = y + ROW * (rows - 1)
+        drawn += [box(x + at, line - 9, 10, 10, colour), text(x + at + 14, line, name)]
+        at += needed
+    return "".join(drawn), rows
 
 
 def placed(x: float, y: float, drawn: str) -> str:

@@ -8,21 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Final
 
 from oppo.observe import Role, Span
 from oppo.overlap import Interval, union
-from oppo.report.svg import COLOURS, Axes, box, inline, legend, placed, rule, text
+from oppo.report.svg import COLOURS, ROW, Axes, box, inline, legend, placed, rule, text
 from oppo.report.timed import TimedStep
 
-ROLES: Final[Mapping[Role, str]] = dict(zip(("decode", "score", "update"), COLOURS, strict=False))
+ROLES: Final[Mapping[Role, str]] = dict(zip(("decode", "score", "update", "evaluate"), COLOURS, strict=False))
 """Colours of the roles, in the order of their rows."""
 
 WIDTH, LEFT, RIGHT = 1120, 110, 60
-_HEAD, _ROW, _SPACE, _ARROWS, _AXIS, _LEGEND = 38, 18, 3, 22, 38, 30
+_HEAD, _ROW, _SPACE, _ARROWS, _AXIS, _LEGEND = 38, 18, 3, 22, 38, 45
 _ACROSS = WIDTH - LEFT - RIGHT
 _TICKS = 10  # at most
+_LABELS = 75  # between a step's start and its cut, for both to be named
 _STUB = 24  # of an arrow that has no step to lead to
 _FAINT = 0.35  # opacity
 
@@ -70,13 +71,22 @@ def timeline(excerpts: Sequence[Excerpt]) -> str:
         drawn.append(placed(LEFT, y, _block(each, scale)))
         y += _HEAD + _height(each) + _ARROWS
     grid = placed(LEFT, y, _axis(scale, y))
-    names = [(role, colour) for role, colour in ROLES.items()]
     y += _AXIS + _LEGEND
-    notes = "dashed: the cut; arrows: responses carried into the next step"
-    if any(step.beside for each in shown for step in each.steps):
-        notes += "; faint: work for other steps"
-    key = legend(LEFT, y - 10, names) + text(LEFT + 230, y - 10, notes)
+    names, notes = _key(shown)
+    key = legend(LEFT, y - 10 - ROW, names, _ACROSS)[0] + text(LEFT, y - 10, notes)
     return inline(WIDTH, y, "When each model worked", grid + "".join(drawn) + key, size=12)
+
+
+def _key(shown: Sequence[Excerpt]) -> tuple[list[tuple[str, str]], str]:
+    """Return the roles that are drawn, with their colours, and what the other marks mean."""
+    steps = [step for each in shown for step in each.steps]
+    roles = {span.role for each in shown for span in each.work}
+    notes = {
+        "dashed: the cut": any(step.cut is not None for step in steps),
+        "arrows: responses carried into the next step": any(step.carried for step in steps),
+        "faint: work for other steps": any(span.step not in each.shown for each in shown for span in each.work),
+    }
+    return [pair for pair in ROLES.items() if pair[0] in roles], "; ".join(compress(notes, notes.values()))
 
 
 def _height(excerpt: Excerpt) -> float:
@@ -98,7 +108,9 @@ def _block(excerpt: Excerpt, scale: Axes) -> str:
         if step.cut is not None:
             at = scale.x(step.cut - origin)
             foot = bottom + (12 if step.carried else 0)
-            drawn += [rule(at, 22, at, foot, opacity=0.9, dashes="4 3"), text(at - 4, _HEAD - 6, "cut", anchor="end")]
+            label = "cut" if at - x >= _LABELS else ""
+            top = 22 if label else _HEAD - 3
+            drawn += [rule(at, top, at, foot, opacity=0.9, dashes="4 3"), text(at - 4, _HEAD - 6, label, anchor="end")]
     end = scale.x(excerpt.seconds)
     drawn.append(rule(end, 20, end, bottom, opacity=0.6))
     starts = [scale.x(after.start - origin) for _, after in pairwise(excerpt.steps)] + [end + _STUB]

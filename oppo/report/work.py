@@ -12,14 +12,14 @@ Work: TypeAlias = dict[str, dict[str, list[float]]]
 
 
 def work_of(spans: Iterable[Span]) -> Work:
-    """Return the work in the spans of models.
+    """Return the work in the spans of models; that of evaluations, which is no part of a step, is left out.
 
     Example:
         >>> work_of([Span("reward", "extend", 0.0, 0.5), Span("reward", "extend", 1.0, 1.25)])
         {'reward': {'extend': [2, 0.75]}}
     """
     found: Work = {}
-    for span in spans:
+    for span in (span for span in spans if span.role != "evaluate"):
         calls = found.setdefault(span.track, {}).setdefault(span.label, [0, 0.0])
         calls[0] += 1
         calls[1] = round(calls[1] + span.end - span.start, 6)

@@ -15,9 +15,11 @@ from hypothesis import example, given, strategies as st
 from oppo.chunking import Fixed, WholeRollout
 from oppo.errors import DataError, GraphError, RewardError
 from oppo.evaluation import Answering, Answers, Evaluate, Evaluated, Evaluation, examine, respond
+from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Chunk, Drop, Finish, Given, Prompt, StepReport
 from oppo.graph import Graph
 from oppo.models import Cut, Decode, Decoding, Scorer, Weights
+from oppo.observe import WorkContext, work_context
 from oppo.stages import Update
 from oppo.testing import FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
 from oppo.turns import Answer, Turn
@@ -272,6 +274,28 @@ def test_an_evaluation_counts_towards_no_step_without_lookahead() -> None:
     play(evaluated, evaluating(evaluated, 1))
     assert [each.seconds for each in evaluated.reports] == pytest.approx([each.seconds for each in plain.reports])
     assert all(each.metrics["eval/seconds"] > 0 for each in evaluated.reports)
+
+
+class Overheard(FakeScorer[float]):
+    """Keeps for which step and in which role it was called."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.contexts: set[WorkContext] = set()
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+        self.contexts.add(work_context())
+        return await super().finish(finished)
+
+
+def test_the_models_work_for_the_evaluation_and_not_for_steps_of_training_with_the_same_number() -> None:
+    pipeline, scorer = Pipeline(Setting(steps=4)), Overheard(fake_scalar)
+    play(pipeline, evaluating(pipeline, 2, reward=scorer))
+    assert scorer.contexts == {WorkContext(1, "evaluate"), WorkContext(3, "evaluate")}
+    scorer.contexts.clear()
+    first = Evaluation(prompts=HELD_OUT, reward=scorer, greedy=FakePolicy())
+    run_virtual(first.measure, BEFORE)
+    assert scorer.contexts == {WorkContext(None, "evaluate")}, "before the first step it is part of none"
 
 
 def test_a_stage_after_the_result_has_a_name_of_its_own_and_reads_what_it_sends() -> None:

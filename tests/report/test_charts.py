@@ -12,7 +12,7 @@ VALUES = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_si
 
 
 def bars(chart: str) -> list[dict[str, float]]:
-    root = ET.fromstring(chart)
+    root = ET.fromstring(chart or "<svg/>")
     rects = [rect for rect in root.iter(f"{SVG}rect") if rect.get("width") != "10.00"]  # not those of the legend
     return [{name: float(rect.get(name, "nan")) for name in ("x", "y", "width", "height")} for rect in rects]
 
@@ -21,7 +21,9 @@ def bars(chart: str) -> list[dict[str, float]]:
 def test_any_series_gives_a_well_formed_chart_inside_its_frame(
     first: list[float | None], second: list[float | None]
 ) -> None:
-    ET.fromstring(lines("a < b", {"one & two": first, "three": second}))
+    series = {"one & two": first, "three": second}
+    for chart in (lines("a < b", series), lines("a < b", series, within=(0, 1)), stacked("a < b", series)):
+        assert not chart or ET.fromstring(chart).get("aria-label") == "a < b"
     for bar in bars(stacked("a < b", {"one & two": first, "three": second})):
         assert -0.1 <= bar["x"] <= WIDTH
         assert -0.1 <= bar["y"] <= bar["y"] + bar["height"] <= HEIGHT
@@ -68,6 +70,41 @@ def test_a_missing_value_is_a_gap_in_the_line() -> None:
     assert path.get("d", "").count("M") == 2
 
 
-def test_a_chart_of_nothing_says_so() -> None:
-    assert "nothing measured" in lines("x", {"x": [None, float("nan")]})
-    assert "nothing measured" in stacked("x", {})
+def test_there_is_no_chart_of_nothing() -> None:
+    assert lines("x", {"x": [None, float("nan")]}, within=(0, 1)) == ""
+    assert stacked("x", {}) == stacked("x", {"x": [0.0, None]}) == ""
+
+
+def words(chart: str) -> list[tuple[str, float, float]]:
+    """Return each text of a chart, where it begins, and where its line is."""
+    found = ET.fromstring(chart).iter(f"{SVG}text")
+    return [(each.text or "", float(each.get("x", "nan")), float(each.get("y", "nan"))) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("values", "within", "ends"),
+    [
+        ([3.0, 7.0], (0,), ("0", "7")),
+        ([0.0, 0.0], (0, 1), ("0", "1")),
+        ([0.25, 0.5], (0, 1), ("0", "1")),
+        ([-4.7e-7, 8.5], (0,), ("0", "8.5")),
+        ([1.0, 2.0], (), ("0.95", "2.05")),
+    ],
+)
+def test_the_axis_of_a_count_begins_at_0_and_that_of_a_share_ends_at_1(
+    values: list[float], within: tuple[float, ...], ends: tuple[str, str]
+) -> None:
+    levels = [text for text, x, _ in words(lines("x", {"x": values}, within=within)) if x == -6]
+    assert (levels[0], levels[-1]) == ends
+
+
+def test_a_legend_names_every_series_that_is_drawn_within_the_picture() -> None:
+    many = {f"eval/pass_at_{2**k}, of the responses that were drawn": [k / 10, 0.9] for k in range(9)}
+    chart = lines("passed", {"nothing": [None], **many}, within=(0, 1))
+    root = ET.fromstring(chart)
+    height = float(root.get("viewBox", "").split()[-1])
+    named = [(x, y) for text, x, y in words(chart) if text in many]
+    assert len(named) == 9 == len(list(root.iter(f"{SVG}path")))
+    assert all(x + 6 * len(next(iter(many))) <= WIDTH and y <= height for x, y in named)
+    assert "nothing" not in [text for text, _, _ in words(chart)]
+    assert {text for text, _, _ in words(stacked("time", {"a": [1.0], "b": [0.0], "c": [None]}))} & set("abc") == {"a"}

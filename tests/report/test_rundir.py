@@ -14,6 +14,8 @@ from oppo.events import Defer
 from oppo.observe import Span
 from oppo.report import RunDirectory, observations, story
 from oppo.report.journal import JOURNAL, read_replay
+from oppo.report.metrics import summary
+from oppo.report.page import page
 from oppo.report.records import Record, rewind
 from oppo.report.rundir import RECORDS, write_page
 from oppo.report.timed import TimedStep
@@ -117,7 +119,7 @@ def test_the_trace_has_a_track_for_each_worker_and_an_arrow_for_each_rollout(tmp
 
 def test_the_page_is_self_contained_and_escapes_what_models_say(tmp_path: Path) -> None:
     html = (written(tmp_path) / "report.html").read_text()
-    assert html.count("<svg") == 7
+    assert html.count("<svg") == 5
     assert not re.search(r"<(script|link|img)|url\(|@import", html)
     assert "&lt;b&gt;two&lt;/b&gt;" in html
     assert "<b>two</b>" not in html
@@ -133,7 +135,7 @@ def test_the_page_opens_with_the_latest_two_steps_as_they_were(tmp_path: Path) -
     assert html.index("the latest steps: 2 steps in 4.00 s") < html.index("Score")
     assert "policy: 1.000 s for step 1, from 2.000 s on" in html
     assert "1 carried" in html
-    assert html.count("<svg") == 8
+    assert html.count("<svg") == 6
 
 
 def test_a_page_can_be_written_again_with_other_steps_and_the_same_records(tmp_path: Path) -> None:
@@ -163,10 +165,18 @@ def test_the_summary_says_what_the_run_came_to(tmp_path: Path) -> None:
     assert summary["score_last"] == 0.5
 
 
+@pytest.mark.parametrize(("scoring", "hidden"), [(0.004, None), (0.4, 0.75)])
+def test_scoring_of_milliseconds_is_not_said_to_be_hidden(scoring: float, hidden: float | None) -> None:
+    times = {"timing_s/score": scoring, "timing_s/score_exposed": scoring / 4, "overlap/hidden_fraction": 0.75}
+    records = [{"step": float(step), "seconds": 2.0, **times} for step in range(3)]
+    assert summary(records)["hidden_fraction"] == (None if hidden is None else pytest.approx(hidden))
+    assert ("Scoring hidden behind" in page("run", records, [])) == (hidden is not None)
+
+
 def test_a_run_without_a_step_leaves_readable_files(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "empty"):
         pass
-    assert "nothing measured" in (tmp_path / "empty" / "report.html").read_text()
+    assert "No step was made." in (tmp_path / "empty" / "report.html").read_text()
     assert json.loads((tmp_path / "empty" / "trace.json").read_text())
 
 

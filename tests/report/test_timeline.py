@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -9,6 +10,7 @@ from oppo.events import Defer
 from oppo.observe import Role, Span
 from oppo.report.timed import TimedStep, Timekeeper
 from oppo.report.timeline import LEFT, RIGHT, WIDTH, Excerpt, timeline
+from oppo.report.work import work_of
 from tests.report.synthetic import CHANNELS, finish, report
 
 ROLES: dict[str, Role] = {"policy": "decode", "reward model": "score", "critic": "score", "trainer": "update"}
@@ -81,6 +83,19 @@ def test_a_cut_is_a_dashed_line_and_what_it_carried_an_arrow_to_the_next_step() 
     (head,) = (path.get("d", "") for path in ET.fromstring(picture).iter(f"{SVG}path"))
     assert head.startswith(f"M{ACROSS / 2:.1f} ")
     assert (ACROSS * 4 / 20, ACROSS / 2 - 6) in [tuple(map(float, ends)) for ends in rules(picture, dashed=False)]
+
+
+def test_an_evaluation_is_drawn_in_a_colour_of_its_own_that_the_legend_names() -> None:
+    evaluated = Span("policy", "decode", 8.0, 10.0, 0, "evaluate")
+    plain = step(0, 0.0, *BUSY, cut=4.0)
+    both = Excerpt("evaluated", [replace(plain, spans=[*plain.spans, evaluated])])
+    root = ET.fromstring(timeline([both]))
+    key = {"decode", "score", "update", "evaluate"}
+    assert key & set(words(timeline([both]))) == key
+    assert key & set(words(timeline([Excerpt("plain", [plain])]))) == key - {"evaluate"}
+    assert not [rect for rect in root.iter(f"{SVG}rect") if rect.get("fill-opacity")]
+    assert words(timeline([both]))[-1] == "dashed: the cut"
+    assert work_of(both.work)["policy"] == {"work": [1, 4.0]}, "an evaluation is no work of the step"
 
 
 def test_work_that_reaches_beyond_the_steps_is_drawn_within_them() -> None:
