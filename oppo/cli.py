@@ -221,8 +221,8 @@ def simulate(
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
     layout: Literal["shared", "split"] = "shared",
     lag: float = 1.0,
-    steps: int = 24,
-    seeds: int = 4,
+    steps: Annotated[int | None, Parameter(show_default=False)] = None,
+    seeds: int = 3,
     json: Path | None = None,
 ) -> int:
     """Say what each schedule would take: for a run that has finished, or for hardware as a TOML file describes it.
@@ -240,13 +240,13 @@ def simulate(
     lag
         The most updates between a token and its training, on average, of a schedule that is recommended.
     steps
-        Steps of each simulated run, of which the first quarter does not count; more take longer and vary less.
+        Steps of each simulated run, of which the first quarter does not count: 24 unless given, 12 of large batches.
     seeds
-        Runs of each schedule, with other lengths.
+        Runs of each schedule, with other lengths; with fewer than 3 no schedule is recommended.
     json
         Write the figures to this file too.
     """
-    for name, count in (("--steps", steps), ("--seeds", seeds)):
+    for name, count in (("--steps", 1 if steps is None else steps), ("--seeds", seeds)):
         require_whole(name, count, 1, error=ConfigError)
     require_real("--lag", lag, 0.0, error=ConfigError)
     if (profile is None) == (run is None):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Final, Literal
 
+from oppo.admission import Admission
 from oppo.app.compose import admission_of
 from oppo.app.config import load
 from oppo.app.profile import load_profile
@@ -25,6 +27,12 @@ AS_IT_RAN: Final = "as it ran"
 CLOSE: Final = 0.10
 """The relative error of the simulated seconds of the run's own schedule up to which a calibration describes it."""
 
+ROLLOUTS: Final = 3072
+"""In a simulated run of as many steps as are usual: more take longer, and vary hardly less."""
+
+STEPS: Final = (12, 24)
+"""The fewest and the most steps of it."""
+
 Layout = Literal["shared", "split"]
 
 
@@ -35,6 +43,7 @@ class Simulation:
     Attributes:
         baseline: name of the schedule that the others are compared with.
         measured: median seconds for each trained token of the baseline, where it has run.
+        refused: why a schedule does not go with the settings of the run, by name.
     """
 
     system: System
@@ -42,10 +51,14 @@ class Simulation:
     schedules: Mapping[str, Schedule]
     baseline: str
     measured: float | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
 
-    def run(self, *, steps: int, seeds: int, tell: Callable[[str], None]) -> Study:
-        """Simulate every schedule."""
-        return study(
+    def run(self, *, steps: int | None, seeds: int, tell: Callable[[str], None]) -> Study:
+        """Simulate every schedule; ``None``: as many steps as hold about ``ROLLOUTS``, within ``STEPS``."""
+        if steps is None:
+            least, most = STEPS
+            steps = max(least, min(most, ROLLOUTS // (self.workload.batch * self.workload.samples)))
+        found = study(
             self.system,
             self.workload,
             self.schedules,
@@ -54,6 +67,7 @@ class Simulation:
             seeds=range(seeds),
             tell=tell,
         )
+        return replace(found, refused=self.refused)
 
     def verdict(self, found: Study) -> str:
         """Return how well the simulation describes the run that it is calibrated on; empty where there is none."""
@@ -84,6 +98,7 @@ def of_profile(path: Path, overrides: Sequence[str] = ()) -> Simulation:
         chunk=given.chunk,
         max_deferrals=given.max_deferrals,
         price=given.lag_price,
+        on_publish="recompute" if given.recompute else "keep",
     )
     return Simulation(profile.system(), profile.work(), schedules, "serial")
 
@@ -118,18 +133,43 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
         lengths=record.lengths,
         cap=min(settings.sampling.max_new_tokens, record.cap),
     )
-    own = own_schedule(settings, record.cap)
+    own = own_schedule(settings, record.cap, directory / "config.toml")
     rungs = ladder(
         step.batch,
         extra=step.extra or max(1, step.batch // 14),
         chunk=own.chunk or 32,
         max_deferrals=step.max_deferrals,
         price=step.lag_price,
+        on_publish=step.on_publish,
     )
-    return Simulation(system, workload, {AS_IT_RAN: own, **rungs}, AS_IT_RAN, _measured(record.steps))
+    return Simulation(
+        system,
+        workload,
+        {AS_IT_RAN: own, **rungs},
+        AS_IT_RAN,
+        _measured(record.steps),
+        {name: why for name, each in rungs.items() if (why := _refusal(settings, each))},
+    )
 
 
-def own_schedule(settings: Settings, cap: int) -> Schedule:
+def _refusal(settings: Settings, schedule: Schedule) -> str:
+    """Return why a schedule does not go with the other settings of a run; empty if it does."""
+    if not schedule.step:
+        return "no settings of oppo train give it"
+    try:
+        settings.changed({"step": schedule.step})
+    except ConfigError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def _admission(config: Path) -> Admission:
+    """Return a new admission of the run with these settings; this works in any process."""
+    settings = load(config)
+    return settings.own_admission() or admission_of(settings.step)
+
+
+def own_schedule(settings: Settings, cap: int, config: Path) -> Schedule:
     """Return the schedule of a run; a chunk size that is tuned is taken as the middle one of its candidates."""
     step = settings.step
     chunk = step.chunk if isinstance(step.chunk, int) else None if step.chunk == "whole" else max(1, cap // 8)
@@ -139,7 +179,7 @@ def own_schedule(settings: Settings, cap: int) -> Schedule:
     return Schedule(
         name=AS_IT_RAN,
         about=f"{step.admission}{carried}, chunk {step.chunk}{ahead}{', in flight' if in_flight else ''}",
-        admission=lambda: settings.own_admission() or admission_of(step),
+        admission=partial(_admission, config),
         chunk=chunk,
         lookahead=step.lookahead,
         in_flight=in_flight,

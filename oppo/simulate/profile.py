@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -230,7 +230,7 @@ class Profile:
                 publish=engine.publish_seconds,
                 device="trainer" if layout.train else "actor",
             ),
-            interference=lambda kind, other: 2 / layout.corunning - 1,
+            interference=partial(_slowed, layout.corunning),
             cache=actor.cache,
         )
 
@@ -290,6 +290,12 @@ class Profile:
             else:
                 busy = busy + seconds
         return float(np.maximum(total + engine.fixed_seconds + engine.publish_seconds, busy).mean())
+
+
+def _slowed(corunning: float, kind: str, other: str) -> float:
+    """Return by how much work takes longer beside other work, as a share."""
+    del kind, other
+    return 2 / corunning - 1
 
 
 def _named(name: str, known: Mapping[str, T], key: str, what: str) -> T:

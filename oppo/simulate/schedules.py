@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -30,6 +30,7 @@ class Schedule:
         held: scoring waits until decoding has ended.
         lookahead: number of steps that begin before the current one has ended.
         in_flight: the actor gets new weights between two decode steps, instead of at the cut.
+        step: the keys of ``[step]`` with which ``oppo train`` runs it; empty: it has none.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Schedule:
     held: bool = False
     lookahead: int = 0
     in_flight: bool = False
+    step: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_declared(self)
@@ -48,7 +50,15 @@ class Schedule:
         return WholeRollout() if self.chunk is None else Fixed(max(1, self.chunk // grain))
 
 
-def ladder(batch: int, *, extra: int, chunk: int, max_deferrals: int = 2, price: float = 1.0) -> Mapping[str, Schedule]:
+def ladder(
+    batch: int,
+    *,
+    extra: int,
+    chunk: int,
+    max_deferrals: int = 2,
+    price: float = 1.0,
+    on_publish: str = "recompute",
+) -> Mapping[str, Schedule]:
     """Return the schedules by name, each with one overlap more than one before it.
 
     Args:
@@ -57,41 +67,73 @@ def ladder(batch: int, *, extra: int, chunk: int, max_deferrals: int = 2, price:
         chunk: tokens that travel at once.
         max_deferrals: of what is carried.
         price: of lag, to the adaptive schedules.
+        on_publish: what becomes of the KV cache of carried rollouts, as of ``step.on_publish``.
     """
-    waiting = partial(Synchronous, batch)
-    carrying = partial(Overcommit, batch, extra, max_deferrals)
     foreseen = min(max_deferrals, FORESEEN)
-    adaptive = partial(TailAdaptive, batch, price=price, max_deferrals=foreseen)
     live = max(1, batch // 2)
+    waiting = _admitting(partial(Synchronous, batch), extra=0)
+    carrying = _admitting(partial(Overcommit, batch, extra, max_deferrals), extra=extra)
+    adaptive = _admitting(
+        partial(TailAdaptive, batch, price=price, max_deferrals=foreseen),
+        admission="adaptive",
+        extra=batch // 4,
+        max_deferrals=foreseen,
+        lag_price=price,
+    )
+    refilling = _admitting(partial(Continuous, batch, live, max_deferrals), admission="continuous", extra=live)
     carried = f"{extra} stragglers carried into the next step"
+
+    def schedule(
+        name: str,
+        about: str,
+        admitting: tuple[MakeAdmission, Mapping[str, object]],
+        *,
+        chunk: int | None = chunk,
+        lookahead: int = 0,
+        in_flight: bool = False,
+    ) -> Schedule:
+        make, keys = admitting
+        step = {
+            "batch": batch,
+            "admission": "overcommit",
+            "max_deferrals": max_deferrals,
+            "chunk": chunk or "whole",
+            "on_publish": on_publish,
+            "lookahead": lookahead,
+            "publish": "in-flight" if in_flight else "cut",
+            **keys,
+        }
+        return Schedule(
+            name=name, about=about, admission=make, chunk=chunk, lookahead=lookahead, in_flight=in_flight, step=step
+        )
+
     schedules = (
-        Schedule(name="serial", about="decode, then score, then train", admission=waiting, held=True),
-        Schedule(name="rollout", about="each response is scored when it ends", admission=waiting),
-        Schedule(name="chunk", about="responses are scored while they are written", admission=waiting, chunk=chunk),
-        Schedule(name="fixed", about=f"chunk, {carried}", admission=carrying, chunk=chunk),
-        Schedule(name="adaptive", about="chunk, as many carried as pay", admission=adaptive, chunk=chunk),
-        Schedule(
-            name="lookahead 1", about="chunk, decodes during training", admission=waiting, chunk=chunk, lookahead=1
-        ),
-        Schedule(name="lookahead 1, fixed", about=f"both, {carried}", admission=carrying, chunk=chunk, lookahead=1),
-        Schedule(
-            name="lookahead 2, fixed", about="the same, two steps ahead", admission=carrying, chunk=chunk, lookahead=2
-        ),
-        Schedule(
-            name="in flight",
-            about="the same, weights adopted while tokens are written",
-            admission=carrying,
-            chunk=chunk,
+        Schedule(name="serial", about="decode, then score, then train", admission=waiting[0], held=True),
+        schedule("rollout", "each response is scored when it ends", waiting, chunk=None),
+        schedule("chunk", "responses are scored while they are written", waiting),
+        schedule("fixed", f"chunk, {carried}", carrying),
+        schedule("adaptive", "chunk, as many carried as pay", adaptive),
+        schedule("lookahead 1", "chunk, decodes during training", waiting, lookahead=1),
+        schedule("lookahead 1, fixed", f"both, {carried}", carrying, lookahead=1),
+        schedule("lookahead 2, fixed", "the same, two steps ahead", carrying, lookahead=2),
+        schedule(
+            "in flight",
+            "the same, weights adopted while tokens are written",
+            carrying,
             lookahead=2,
             in_flight=True,
         ),
-        Schedule(
-            name="continuous",
-            about=f"the same, {live} decoded at a time: each that ends is replaced at once",
-            admission=partial(Continuous, batch, live, max_deferrals),
-            chunk=chunk,
+        schedule(
+            "continuous",
+            f"the same, {live} decoded at a time: each that ends is replaced at once",
+            refilling,
             lookahead=2,
             in_flight=True,
         ),
     )
-    return {schedule.name: schedule for schedule in schedules}
+    return {each.name: each for each in schedules}
+
+
+def _admitting(make: MakeAdmission, **keys: object) -> tuple[MakeAdmission, Mapping[str, object]]:
+    """Return an admission with its keys of ``[step]``."""
+    return make, keys

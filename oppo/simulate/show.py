@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Final
 
+import tomli_w
 from rich.table import Table
 
-from oppo.simulate.study import Spread, Standing, Study
+from oppo.simulate.schedules import Schedule
+from oppo.simulate.study import FEWEST, Spread, Standing, Study
 
 WIDTH: Final = 120
 """Columns where the output is no terminal."""
@@ -17,8 +19,11 @@ WIDTH: Final = 120
 LEGEND: Final = (
     "Speed is trained tokens a second over those of {baseline!r} (*); ranges are over seeds. Lag is in updates, from "
     "a response's first token to its training. Idle is the share of the time in which the actor decodes nothing; in "
-    "flight is what it decodes at once at the most, with its keys and values."
+    "flight is what it decodes at once at the most, with its KV cache."
 )
+
+
+NOT_SIMULATED: Final = "not simulated: streamed updates (step.stream_updates), slope and tail-batched admissions"
 
 
 def table(study: Study) -> Table:
@@ -64,19 +69,35 @@ def ranged(spread: Spread) -> str:
 
 
 def advice(study: Study, most_lag: float) -> str:
-    """Return what to do, in words."""
+    """Return what to do, in words, why not what is faster, and the settings to paste."""
+    if len(study.seeds) < FEWEST:
+        return f"{len(study.seeds)} seeds are too few to recommend a schedule: give --seeds {FEWEST} or more"
     name = study.recommended(most_lag)
-    if name == study.baseline:
-        return (
-            f"leave it as it is: no schedule of a mean lag of at most {most_lag:g} is 5 % faster than {name!r} with "
-            "every seed"
-        )
     chosen = study.standings[name]
-    return (
-        f"choose {name!r} ({chosen.schedule.about}): {ranged(chosen.speed)} times as fast as {study.baseline!r}, at a "
-        f"mean lag of {chosen.lag:.2f} updates, {chosen.longest_lag} at most; what lag costs in learning is not "
-        "simulated (docs/learning.md)"
-    )
+    seeds = f"over {len(study.seeds)} seeds"
+    if name == study.baseline:
+        said = (
+            f"leave it as it is: no schedule of a mean lag of at most {most_lag:g} is 5 % faster than {name!r} with "
+            f"every seed ({seeds})"
+        )
+    else:
+        said = (
+            f"choose {name!r} ({chosen.schedule.about}): {ranged(chosen.speed)} times as fast as {study.baseline!r} "
+            f"{seeds}, at a mean lag of {chosen.lag:.2f} updates, {chosen.longest_lag} at most; what lag costs in "
+            "learning is not simulated (docs/learning.md)"
+        )
+    faster = [
+        f"  {other!r}, {ranged(study.standings[other].speed)} times as fast: {why}"
+        for other, why in study.left_out(most_lag).items()
+    ]
+    left_out = ["", "faster, and left out:", *faster] if faster else []
+    settings = [] if name == study.baseline else ["", f"the settings of {name!r}:", "", snippet(chosen.schedule)]
+    return "\n".join([said, *left_out, "", NOT_SIMULATED, *settings])
+
+
+def snippet(schedule: Schedule) -> str:
+    """Return the settings with which ``oppo train`` runs a schedule, as TOML."""
+    return tomli_w.dumps({"step": dict(schedule.step)}).rstrip()
 
 
 def as_json(study: Study, most_lag: float) -> str:
@@ -84,6 +105,7 @@ def as_json(study: Study, most_lag: float) -> str:
     schedules = {
         name: {
             "about": each.schedule.about,
+            "step": dict(each.schedule.step),
             "seconds": asdict(each.seconds),
             "speed": asdict(each.speed),
             "lag": each.lag,
@@ -96,7 +118,8 @@ def as_json(study: Study, most_lag: float) -> str:
     }
     facts = {
         "baseline": study.baseline,
-        "recommended": study.recommended(most_lag),
+        "recommended": study.recommended(most_lag) if len(study.seeds) >= FEWEST else None,
+        "left_out": dict(study.left_out(most_lag)),
         "seeds": list(study.seeds),
         "schedules": schedules,
     }

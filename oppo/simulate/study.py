@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import active_children, get_context, parent_process
 from typing import Final
 
 from oppo.simulate.outcome import LAST, ScheduleOutcome
@@ -16,6 +23,9 @@ WORTHWHILE: Final = 1.05
 
 ALIKE: Final = 0.97
 """Of schedules within 3 % of the fastest, the one with the least lag is recommended."""
+
+FEWEST: Final = 3
+"""The fewest seeds for a recommendation: with fewer, chance decides."""
 
 WARM: Final = 4
 """Every so-many-th of the steps does not count: those in which a schedule fills its buffers."""
@@ -90,27 +100,46 @@ class Study:
     Attributes:
         standings: by name, in the order given.
         baseline: the schedule that the others are compared with.
-        cache: bytes of keys and values for a token of the actor; 0: unknown.
+        cache: bytes of KV cache for a token of the actor; 0: unknown.
+        refused: why a schedule cannot be chosen, whatever it takes; by name.
     """
 
     standings: Mapping[str, Standing]
     baseline: str
     cache: float = 0.0
     seeds: Sequence[int] = field(default=(0,))
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def recommended(self, most_lag: float) -> str:
         """Return the name of the schedule to choose: the baseline's if no other is worth a change.
 
-        It is the one with the least lag among those within 3 % of the fastest, of all whose mean lag is at most
-        ``most_lag``; and it is at least 5 % faster than the baseline with every seed.
+        It is the one with the least lag among those within 3 % of the fastest, of all that can be chosen, whose mean
+        lag is at most ``most_lag``, and that are at least 5 % faster than the baseline with every seed.
         """
-        allowed = {name: each for name, each in self.standings.items() if each.lag <= most_lag + 1e-9}
+        allowed = {name: each for name, each in self.standings.items() if not self._fault(name, most_lag)}
         if not allowed:
             return self.baseline
         fastest = max(each.speed.mean for each in allowed.values())
         close = [name for name, each in allowed.items() if each.speed.mean >= ALIKE * fastest]
-        chosen = min(close, key=lambda name: (round(allowed[name].lag, 3), -allowed[name].speed.mean))
-        return chosen if allowed[chosen].speed.low >= WORTHWHILE else self.baseline
+        return min(close, key=lambda name: (round(allowed[name].lag, 3), -allowed[name].speed.mean))
+
+    def left_out(self, most_lag: float) -> Mapping[str, str]:
+        """Return why each schedule that is faster than the recommended one is not recommended, by name."""
+        chosen = self.recommended(most_lag)
+        faster = [name for name, each in self.standings.items() if each.speed.mean > self.standings[chosen].speed.mean]
+        alike = f"less than 3 % faster than {chosen!r}, at more lag"
+        return {name: self._fault(name, most_lag) or alike for name in faster}
+
+    def _fault(self, name: str, most_lag: float) -> str:
+        """Return why a schedule is not worth a change; empty if it is."""
+        each = self.standings[name]
+        if name in self.refused:
+            return self.refused[name]
+        if each.lag > most_lag + 1e-9:
+            return f"its mean lag of {each.lag:.2f} updates is above --lag {most_lag:g}"
+        if each.speed.low < WORTHWHILE:
+            return f"not 5 % faster than {self.baseline!r} with every seed"
+        return ""
 
 
 def study(
@@ -123,7 +152,7 @@ def study(
     seeds: Sequence[int],
     tell: Callable[[str], None] = lambda sentence: None,
 ) -> Study:
-    """Simulate every schedule with every seed.
+    """Simulate every schedule with every seed, in processes, one a core.
 
     Args:
         baseline: name of the schedule that the others are compared with.
@@ -131,11 +160,14 @@ def study(
         tell: called with a sentence before each schedule.
     """
     outcomes: dict[str, list[ScheduleOutcome]] = {}
-    for name, schedule in schedules.items():
-        tell(f"simulating {name}: {steps} steps, {len(seeds)} seeds")
-        extra = LAST + schedule.lookahead
-        runs = [SimulatedRun(system, workload, schedule, steps + extra, max(1, steps // WARM), seed) for seed in seeds]
-        outcomes[name] = [each.run() for each in runs]
+    with _workers(len(schedules) * len(seeds)) as pool:
+        made = {
+            name: [pool.submit(_outcome, system, workload, each, steps, seed) for seed in seeds]
+            for name, each in schedules.items()
+        }
+        for name, futures in made.items():
+            tell(f"simulating {name}: {steps} steps, {len(seeds)} seeds")
+            outcomes[name] = [future.result() for future in futures]
     base = outcomes[baseline]
     standings = {
         name: Standing(
@@ -144,3 +176,42 @@ def study(
         for name, each in outcomes.items()
     }
     return Study(standings, baseline, system.cache, seeds)
+
+
+def _outcome(system: System, workload: Workload, schedule: Schedule, steps: int, seed: int) -> ScheduleOutcome:
+    count = steps + LAST + schedule.lookahead
+    return SimulatedRun(system, workload, schedule, count, max(1, steps // WARM), seed).run()
+
+
+@contextmanager
+def _workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Yield processes for so many simulated runs; an error or a signal ends them at once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    others = set(active_children())
+    context = get_context("spawn")
+    pool = ProcessPoolExecutor(min(cores, jobs), mp_context=context, initializer=_begin)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in set(active_children()) - others:
+            child.terminate()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _begin() -> None:
+    """Prepare a process that simulates."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its children
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # a run's tasks live for a step: collecting often finds nothing, at a tenth more
+
+
+def _follow_parent() -> None:
+    """End with a parent that was killed: nothing else tells a process that waits for work."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
