@@ -264,7 +264,7 @@ def simulate(
     if verdict := simulation.verdict(found):
         console.print(f"{verdict}\n", highlight=False)
     console.print(table(found))
-    console.print(f"\n{legend(found)}\n\n{advice(found, lag)}", highlight=False)
+    console.print(f"\n{legend(found)}\n\n{advice(found, lag)}", highlight=False, markup=False)
     if json is not None:
         put(json, [as_json(found, lag)])
     return DONE

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from oppo.admission import Admission
 from oppo.app.compose import admission_of
-from oppo.app.config import load
+from oppo.app.config import load, resolve
 from oppo.app.profile import load_profile
 from oppo.app.settings import Settings
 from oppo.errors import ConfigError
@@ -148,16 +148,17 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
         {AS_IT_RAN: own, **rungs},
         AS_IT_RAN,
         _measured(record.steps),
-        {name: why for name, each in rungs.items() if (why := _refusal(settings, each))},
+        {name: why for name, each in rungs.items() if (why := refusal(settings, each))},
     )
 
 
-def _refusal(settings: Settings, schedule: Schedule) -> str:
+def refusal(settings: Settings, schedule: Schedule) -> str:
     """Return why a schedule does not go with the other settings of a run; empty if it does."""
     if not schedule.step:
         return "no settings of oppo train give it"
+    document = settings.document()
     try:
-        settings.changed({"step": schedule.step})
+        resolve({**document, "step": {**document["step"], **schedule.step}}, Path())
     except ConfigError as error:
         return " ".join(str(error).split())
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,11 +62,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_finished_run_is_simulated_in_every_schedule(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, figures = workplace / "runs" / "finished", workplace / "figures.json"
-    assert main(["simulate", "--from", str(run), "--steps", "8", "--seeds", "2", "--json", str(figures)]) == 0
+    assert main(["simulate", "--from", str(run), "--steps", "4", "--json", str(figures)]) == 0
     printed = capsys.readouterr()
     assert "as it ran, a step of as many tokens took" in printed.out
-    assert "simulating chunk: 8 steps, 2 seeds" in printed.err
+    assert "simulating chunk: 4 steps, 3 seeds" in printed.err
     assert "leave it as it is:" in printed.out or "choose '" in printed.out
+    assert "not simulated: streamed updates" in printed.out
     found = json.loads(figures.read_text())
     assert found["baseline"] == "as it ran"
     assert {"as it ran", *SCHEDULES} <= found["schedules"].keys()
@@ -87,6 +89,18 @@ def test_a_run_says_how_long_each_model_worked(workplace: Path) -> None:
     assert seconds > 0
 
 
+def test_what_is_advised_can_be_pasted(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = workplace / "advised.json"
+    command = ["simulate", str(workplace / "profile.toml"), "--steps", "6", "--lag", "9", "--json", str(figures)]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(figures.read_text())
+    assert f"choose {found['recommended']!r}" in printed
+    pasted = tomllib.loads(printed[printed.index("\n[step]\n") :])
+    assert pasted == {"step": found["schedules"][found["recommended"]]["step"]}
+    assert found["left_out"].keys() < found["schedules"].keys()
+
+
 def test_a_profile_is_simulated(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "simulate",
@@ -94,7 +108,7 @@ def test_a_profile_is_simulated(workplace: Path, capsys: pytest.CaptureFixture[s
         "--set",
         "workload.batch=10",
         "--steps",
-        "8",
+        "4",
         "--seeds",
         "2",
     ]
@@ -103,6 +117,7 @@ def test_a_profile_is_simulated(workplace: Path, capsys: pytest.CaptureFixture[s
     assert all(any(line.startswith(name) for line in printed.splitlines()) for name in SCHEDULES)
     assert "serial *" in printed
     assert "GB in flight" in printed
+    assert "2 seeds are too few to recommend a schedule" in printed
 
 
 @pytest.mark.parametrize(

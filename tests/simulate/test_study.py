@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from oppo.app.compose import admission_of
+from oppo.app.config import load, resolve
+from oppo.app.simulation import own_schedule, refusal
 from oppo.simulate.calibrate import LAYOUTS
 from oppo.simulate.outcome import ScheduleOutcome
 from oppo.simulate.schedules import ladder
-from oppo.simulate.show import advice, as_json, legend, ranged, table
+from oppo.simulate.show import advice, as_json, legend, ranged, snippet, table
 from oppo.simulate.study import Spread, Standing, Study, study
 from tests.simulate.systems import WORKLOAD, machine
 
@@ -36,9 +40,10 @@ def standing(name: str, lag: float, *speeds: float) -> Standing:
     return Standing(SCHEDULES[name], [replace(OUTCOME, lag=lag, longest_lag=round(lag)) for _ in speeds], speeds)
 
 
-def made(*others: Standing) -> Study:
+def made(*others: Standing, **refused: str) -> Study:
     base = standing("chunk", 0.0, 1.0, 1.0)
-    return Study({each.schedule.name: each for each in (base, *others)}, "chunk", cache=1e6, seeds=(0, 1))
+    known = {each.schedule.name: each for each in (base, *others)}
+    return Study(known, "chunk", cache=1e6, seeds=(0, 1, 2), refused=refused)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,7 @@ def made(*others: Standing) -> Study:
         ((standing("fixed", 0.1, 1.3, 1.4), standing("lookahead 1", 1.0, 1.8, 1.9)), "lookahead 1"),
         ((standing("fixed", 0.1, 1.3, 1.4), standing("lookahead 2, fixed", 2.1, 2.8, 2.9)), "fixed"),
         ((standing("fixed", 0.1, 0.8, 0.9),), "chunk"),
+        ((standing("fixed", 0.1, 1.3, 1.4), standing("adaptive", 0.05, 1.04, 2.0)), "fixed"),
     ],
     ids=[
         "nothing else",
@@ -60,6 +66,7 @@ def made(*others: Standing) -> Study:
         "faster with lag",
         "too much lag",
         "slower",
+        "faster in the mean, not with every seed",
     ],
 )
 def test_the_least_stale_of_the_fastest_is_recommended_or_to_leave_it_as_it_is(
@@ -70,6 +77,55 @@ def test_the_least_stale_of_the_fastest_is_recommended_or_to_leave_it_as_it_is(
     said = advice(found, 1.0)
     assert said.startswith("leave it as it is: no schedule" if chosen == "chunk" else f"choose {chosen!r}")
     assert json.loads(as_json(found, 1.0))["recommended"] == chosen
+
+
+def test_what_is_faster_and_left_out_is_named_with_the_reason() -> None:
+    faster = (
+        standing("in flight", 2.5, 2.5, 2.66),
+        standing("adaptive", 0.5, 1.36, 1.38),
+        standing("rollout", 0, 3, 3),
+    )
+    found = made(standing("fixed", 0.1, 1.3, 1.4), *faster, rollout="models.engine = 'x' cannot do it")
+    said = advice(found, 1.0)
+    assert said.startswith("choose 'fixed'")
+    assert "1.35 (1.30 - 1.40) times as fast as 'chunk' over 3 seeds" in said
+    assert "'in flight', 2.58 (2.50 - 2.66) times as fast: its mean lag of 2.50 updates is above --lag 1\n" in said
+    assert "'adaptive', 1.37 (1.36 - 1.38) times as fast: less than 3 % faster than 'fixed', at more lag\n" in said
+    assert "'rollout', 3.00 times as fast: models.engine = 'x' cannot do it\n" in said
+    assert "not simulated: streamed updates" in said
+    assert json.loads(as_json(found, 1.0))["left_out"].keys() == {"in flight", "adaptive", "rollout"}
+    assert advice(found, 3.0).startswith("choose 'in flight'")
+    assert "left out" in advice(made(standing("in flight", 2.5, 2.5, 2.66)), 1.0), "beside a baseline that stays too"
+
+
+def test_few_seeds_are_no_ground_for_advice() -> None:
+    found = replace(made(standing("fixed", 0.1, 1.3, 1.4)), seeds=(0, 1))
+    assert advice(found, 1.0) == "2 seeds are too few to recommend a schedule: give --seeds 3 or more"
+    assert json.loads(as_json(found, 1.0))["recommended"] is None
+
+
+@pytest.mark.parametrize("name", [name for name, each in SCHEDULES.items() if each.step])
+def test_the_settings_of_each_schedule_are_ones_that_training_takes(name: str, tmp_path: Path) -> None:
+    found = made(standing(name, 0.5, 2.0, 2.0)) if name != "chunk" else made()
+    pasted = snippet(SCHEDULES[name])
+    assert name == "chunk" or advice(found, 1.0).endswith(pasted)
+    own = '[models]\npolicy = "actor"\nreward = "reward"\n[data]\nprompts = "prompts.jsonl"\n'
+    (tmp_path / "config.toml").write_text(own + pasted + "\n")
+    settings, schedule = load(tmp_path / "config.toml"), SCHEDULES[name]
+    assert type(admission_of(settings.step)) is type(schedule.admission())
+    taken = own_schedule(settings, 300, tmp_path / "config.toml")
+    assert (taken.chunk, taken.lookahead, taken.in_flight) == (schedule.chunk, schedule.lookahead, schedule.in_flight)
+    assert type(taken.admission()) is type(admission_of(settings.step))
+
+
+def test_what_the_settings_of_a_run_refuse_is_not_recommended() -> None:
+    settings = resolve(
+        {"models": {"policy": "actor", "reward": "reward"}, "data": {"prompts": "p.jsonl"}, "run": {"exact": True}},
+        Path("/nowhere"),
+    )
+    why = {name: refusal(settings, each) for name, each in SCHEDULES.items()}
+    assert {name for name, said in why.items() if said} == {"serial", "adaptive", "in flight", "continuous"}
+    assert "run.exact" in why["in flight"]
 
 
 def test_a_table_has_a_line_for_each_schedule_and_says_what_each_does() -> None:
