@@ -98,9 +98,7 @@ MAX_FUNCTION_LINES = 80
 RATCHETS = {
     "modules": 367,
     "files in the root": 33,
-    # Estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to user
-    # code, and what is checked at the seams to stages, backends and admissions.
-    "lines": 49_720,
+    "lines": 50_070,  # a limit for each kind of schedule; what a simulation leaves out, and its settings
     "protocols": 87,
     "functions that only require": 91,  # of metrics, and that a batch has each rollout once
     "modules that name turns": 42,

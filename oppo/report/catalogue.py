@@ -306,7 +306,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric(
                 "bottleneck/limit",
                 RATIO,
-                "The largest speed-up by all schedules of as many rows together: streaming, carrying, lookahead, "
+                "The largest speed-up by all schedules of as many rows together: streaming, carrying, steps in flight, "
                 "streamed updates, in-flight weight sync. More rows at a time and other hardware are left out.",
             ),
             Metric("bottleneck/limit_stream", RATIO, "The same by scoring responses while they are decoded alone."),
@@ -314,7 +314,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric(
                 "bottleneck/limit_lookahead",
                 RATIO,
-                "The same by scoring and updating beside decoding (lookahead, streamed updates), where "
+                "The same by scoring and updating beside decoding (steps in flight, streamed updates), where "
                 "each has hardware of its own.",
             ),
             Metric("bottleneck/scoring", RATIO, "Busy time of the slowest scorer over that of decoding."),

@@ -55,7 +55,7 @@ def hidden_fraction(records: Sequence[Mapping[str, float | None]]) -> float | No
 
     ``None`` where scoring took less than ``SCORING`` of the steps' seconds: there is nothing to hide.
     """
-    scoring, exposed = (math.fsum(column(records, f"timing_s/{name}")) for name in ("score", "score_exposed"))
+    scoring, exposed = (math.fsum(column(records, name)) for name in ("timing_s/score", "timing_s/score_exposed"))
     return 1 - exposed / scoring if scoring > SCORING * math.fsum(column(records, "seconds")) else None
 
 

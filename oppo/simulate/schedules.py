@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -71,69 +71,41 @@ def ladder(
     """
     foreseen = min(max_deferrals, FORESEEN)
     live = max(1, batch // 2)
-    waiting = _admitting(partial(Synchronous, batch), extra=0)
-    carrying = _admitting(partial(Overcommit, batch, extra, max_deferrals), extra=extra)
-    adaptive = _admitting(
-        partial(TailAdaptive, batch, price=price, max_deferrals=foreseen),
-        admission="adaptive",
-        extra=batch // 4,
-        max_deferrals=foreseen,
-        lag_price=price,
-    )
-    refilling = _admitting(partial(Continuous, batch, live, max_deferrals), admission="continuous", extra=live)
     carried = f"{extra} stragglers carried into the next step"
-
-    def schedule(
-        name: str,
-        about: str,
-        admitting: tuple[MakeAdmission, Mapping[str, object]],
-        *,
-        chunk: int | None = chunk,
-        lookahead: int = 0,
-        in_flight: bool = False,
-    ) -> Schedule:
-        make, keys = admitting
-        step = {
-            "batch": batch,
-            "admission": "overcommit",
-            "max_deferrals": max_deferrals,
-            "chunk": chunk or "whole",
-            "on_publish": on_publish,
-            "lookahead": lookahead,
-            "publish": "in-flight" if in_flight else "cut",
-            **keys,
-        }
-        return Schedule(
-            name=name, about=about, admission=make, chunk=chunk, lookahead=lookahead, in_flight=in_flight, step=step
-        )
-
-    schedules = (
-        Schedule(name="serial", about="decode, then score, then train", admission=waiting[0], held=True),
-        schedule("rollout", "each response is scored when it ends", waiting, chunk=None),
-        schedule("chunk", "responses are scored while they are written", waiting),
-        schedule("fixed", f"chunk, {carried}", carrying),
-        schedule("adaptive", "chunk, as many carried as pay", adaptive),
-        schedule("lookahead 1", "chunk, decodes during training", waiting, lookahead=1),
-        schedule("lookahead 1, fixed", f"both, {carried}", carrying, lookahead=1),
-        schedule("lookahead 2, fixed", "the same, two steps ahead", carrying, lookahead=2),
-        schedule(
-            "in flight",
-            "the same, weights adopted while tokens are written",
-            carrying,
-            lookahead=2,
-            in_flight=True,
-        ),
-        schedule(
-            "continuous",
-            f"the same, {live} decoded at a time: each that ends is replaced at once",
-            refilling,
-            lookahead=2,
-            in_flight=True,
-        ),
+    waiting = partial(Synchronous, batch)
+    carrying = partial(Overcommit, batch, extra, max_deferrals)
+    adaptive = partial(TailAdaptive, batch, price=price, max_deferrals=foreseen)
+    refilling = partial(Continuous, batch, live, max_deferrals)
+    keys: Mapping[MakeAdmission, Mapping[str, object]] = {
+        waiting: {"admission": "overcommit", "extra": 0},
+        carrying: {"admission": "overcommit", "extra": extra},
+        adaptive: {"admission": "adaptive", "extra": batch // 4, "max_deferrals": foreseen, "lag_price": price},
+        refilling: {"admission": "continuous", "extra": live},
+    }
+    serial = Schedule(name="serial", about="decode, then score, then train", admission=waiting, held=True)
+    rungs: Sequence[tuple[str, str, MakeAdmission, int, bool]] = (
+        ("rollout", "each response is scored when it ends", waiting, 0, False),
+        ("chunk", "responses are scored while they are written", waiting, 0, False),
+        ("fixed", f"chunk, {carried}", carrying, 0, False),
+        ("adaptive", "chunk, as many carried as pay", adaptive, 0, False),
+        ("lookahead 1", "chunk, decodes during training", waiting, 1, False),
+        ("lookahead 1, fixed", f"both, {carried}", carrying, 1, False),
+        ("lookahead 2, fixed", "the same, two steps ahead", carrying, 2, False),
+        ("in flight", "the same, weights adopted while tokens are written", carrying, 2, True),
+        ("continuous", f"the same, {live} decoded at a time: each that ends is replaced at once", refilling, 2, True),
     )
-    return {each.name: each for each in schedules}
-
-
-def _admitting(make: MakeAdmission, **keys: object) -> tuple[MakeAdmission, Mapping[str, object]]:
-    """Return an admission with its keys of ``[step]``."""
-    return make, keys
+    found = {"serial": serial}
+    for name, about, admission, lookahead, in_flight in rungs:
+        size = None if name == "rollout" else chunk
+        shared = {"batch": batch, "max_deferrals": max_deferrals, "chunk": size or "whole", "on_publish": on_publish}
+        step = {**shared, "lookahead": lookahead, "publish": "in-flight" if in_flight else "cut", **keys[admission]}
+        found[name] = Schedule(
+            name=name,
+            about=about,
+            admission=admission,
+            chunk=size,
+            lookahead=lookahead,
+            in_flight=in_flight,
+            step=step,
+        )
+    return found
