@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,11 @@ def test_responses_that_have_become_far_longer_are_called_a_length_hack() -> Non
 def test_runs_that_made_other_tokens_are_said_to_have_done_so() -> None:
     assert "made OTHER tokens: aa and ab" in "\n".join(findings(30.0).lines())
     assert findings(30.0).facts()["tokens_identical_to_serial"] is False
+
+
+def test_scoring_that_took_no_time_is_not_said_to_be_hidden() -> None:
+    assert "80% of the scoring was hidden" in "\n".join(findings(30.0).lines())
+    assert "nothing to hide" in "\n".join(replace(findings(30.0), hidden_fraction=None).lines())
 
 
 def test_where_the_models_and_the_prompts_are_is_told() -> None:

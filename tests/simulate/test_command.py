@@ -91,8 +91,8 @@ def test_a_run_says_how_long_each_model_worked(workplace: Path) -> None:
 
 def test_what_is_advised_can_be_pasted(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = workplace / "advised.json"
-    command = ["simulate", str(workplace / "profile.toml"), "--steps", "6", "--lag", "9", "--json", str(figures)]
-    assert main(command) == 0
+    small = ["--set", "workload.batch=6", "--steps", "4", "--lag", "9"]
+    assert main(["simulate", str(workplace / "profile.toml"), *small, "--json", str(figures)]) == 0
     printed = capsys.readouterr().out
     found = json.loads(figures.read_text())
     assert f"choose {found['recommended']!r}" in printed
