@@ -132,6 +132,13 @@ def require_arguments(arguments: Mapping[str, object], *, settings: bool = False
         raise ConfigError("\n".join(faults))
 
 
+def computes_on_cpu() -> bool:
+    """Return whether the installed vLLM computes on a CPU."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - takes seconds to import
+
+    return bool(current_platform.is_cpu())
+
+
 def known_arguments() -> frozenset[str]:
     """Return the names of the engine's arguments in the installed version."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds to import

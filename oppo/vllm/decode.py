@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from oppo.decodes import BufferedDecode
@@ -46,8 +47,8 @@ class VllmDecode(BufferedDecode):
         self._policy = policy
         self._stopping = stopping
         self._tokens = response.tokens.tolist()
-        self._versions: list[int] = []
-        self._last: list[tuple[int, float, Support]] = []
+        self._made = 0  # tokens of the request
+        self._last: list[tuple[int, float, int, Support]] = []
         self._reason: FinishReason | None = None
 
     @property
@@ -80,27 +81,30 @@ class VllmDecode(BufferedDecode):
         """Whether the response has ended, and its end has not been reported."""
         return self.finished and not self.ended
 
-    def take(self, output: Output, version: int) -> None:
+    def take(self, output: Output, version_at: Callable[[int], int]) -> None:
         """Take what is new of the request; of a response that ends, all of it is withheld until :meth:`release`.
 
         It may come late, when the rollout is parked already.
 
+        Args:
+            output: of the request.
+            version_at: returns the version of the weights that made a token, by its index in the request.
+
         Raises:
-            ModelError: a log-prob is not finite, or the engine ended the request for a reason of its own.
-            ProtocolError: the engine says that other weights made a token.
+            ModelError: a log-prob is not finite.
+            ProtocolError: the engine ended the request for a reason of its own.
         """
         (completion,) = output.outputs
-        fresh = drawn(completion, self.sampling, self.written)
-        for count, (token, _, _) in enumerate(fresh, 1):
+        fresh = []
+        for token, logprob, support in drawn(completion, self.sampling, self.written):
+            fresh.append((token, logprob, version_at(self._made), support))
             self._tokens.append(token)
-            self._versions.append(version)
+            self._made += 1
             self._reason = self._stopping.reason(self._tokens, self.limit)
             if self.finished:
-                fresh = fresh[:count]
                 break
         turn = self._reason if self.turns and self._reason != "length" else None
         if completion.finish_reason is not None:
-            self._require_versions(completion)
             if not self.finished:
                 raise ProtocolError(
                     f"vLLM ended rollout {self.prompt.rollout} with reason {completion.finish_reason!r} after "
@@ -113,7 +117,7 @@ class VllmDecode(BufferedDecode):
             self._last = fresh
             return
         going: PieceState = "live" if self.live else "cut"
-        for at, (token, logprob, support) in enumerate(fresh, 1):
+        for at, (token, logprob, version, support) in enumerate(fresh, 1):
             self.put(token, logprob, version, support, turn if turn and at == len(fresh) else going)
 
     def release(self) -> None:
@@ -124,14 +128,12 @@ class VllmDecode(BufferedDecode):
         if self._reason is None:
             raise ProtocolError(f"rollout {self.prompt.rollout} has not ended")
         last, self._last = self._last, []
-        for token, logprob, support in last[:-1]:
-            self.put(token, logprob, self._versions[-1], support, "live")
-        token, logprob, support = last[-1]
-        self.put(token, logprob, self._versions[-1], support, self._reason)
+        for at, (token, logprob, version, support) in enumerate(last, 1):
+            self.put(token, logprob, version, support, self._reason if at == len(last) else "live")
 
     def submitted(self, request: str, collector: Collector) -> None:
         """Take what the engine makes for a new request from now on."""
-        self.request, self.collector, self._versions = request, collector, []
+        self.request, self.collector, self._made = request, collector, 0
 
     def answered(self, given: IntArray) -> None:
         """Append an answer to the response, and have a new request made for what follows it."""
@@ -152,14 +154,3 @@ class VllmDecode(BufferedDecode):
     def usable_by(self, policy: VllmPolicy) -> bool:
         """Return whether ``policy`` may decode it."""
         return self._policy is policy and self.usable
-
-    def _require_versions(self, completion: object) -> None:
-        """Compare the versions with those that the engine names, where it names any."""
-        spans = getattr(completion, "weight_versions", None)
-        for span in spans or ():
-            ours = set(self._versions[span.start : span.end])
-            if ours - {self._policy.number_of(span.version)}:
-                raise ProtocolError(
-                    f"vLLM says that weights {span.version} made tokens {span.start} .. {span.end} of rollout "
-                    f"{self.prompt.rollout}, which are counted as those of versions {sorted(ours)}"
-                )

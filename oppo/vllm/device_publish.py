@@ -8,10 +8,10 @@ them; it has never run on a GPU.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import anyio.to_thread
 import torch
@@ -70,15 +70,56 @@ class BlockingClient:
         """Begin an update."""
         self._call(self._llm.start_weight_update)
 
-    def update_weights(self, update_info: Any) -> None:
+    def update_weights(self, update_info: dict[str, Any]) -> None:
         """Have the workers load weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415
 
+        if handles := update_info.get("ipc_handles"):
+            update_info = {**update_info, "ipc_handles": plain(handles)}
         self._call(self._llm.update_weights, WeightTransferUpdateRequest(update_info=update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End the update."""
         self._call(self._llm.finish_weight_update, weight_version)
+
+
+_TYPES: Final = (torch.Tensor, torch.storage.TypedStorage, torch.storage.UntypedStorage)
+
+_NAMED: Final[Mapping[str, object]] = {
+    **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in _TYPES},
+    **{str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)},
+}
+"""What the handle of a GPU's memory holds besides numbers and bytes."""
+
+Handles: TypeAlias = Sequence[Mapping[str, Sequence[object]]]
+"""Of each tensor, by the UUID of its GPU, the arguments of torch's ``rebuild_cuda_tensor``."""
+
+
+def plain(handles: Handles) -> list[dict[str, list[object]]]:
+    """Return handles with names for types, so that they travel without pickles: vLLM then need not allow these.
+
+    Raises:
+        ModelError: one holds something else, as a later torch might.
+    """
+    names = {value: name for name, value in _NAMED.items()}
+
+    def spelt(value: object) -> object:
+        if isinstance(value, tuple):
+            return list(value)
+        if isinstance(value, type | torch.dtype) and value not in names:
+            raise ModelError(f"the handle of a tensor in a GPU's memory holds {value}, which has no name for vLLM")
+        return names.get(value, value) if isinstance(value, type | torch.dtype) else value
+
+    return [{gpu: [spelt(each) for each in arguments] for gpu, arguments in handle.items()} for handle in handles]
+
+
+def restored(handles: Handles) -> list[dict[str, list[object]]]:
+    """Return handles of :func:`plain` with the types themselves."""
+
+    def meant(value: object) -> object:
+        return _NAMED.get(value, value) if isinstance(value, str) else value
+
+    return [{gpu: [meant(each) for each in arguments] for gpu, arguments in handle.items()} for handle in handles]
 
 
 class TrainerSide(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +14,10 @@ import torch
 
 from oppo.errors import ConfigError, OppoError, ProtocolError, one_line, running_loop
 from oppo.observe import now, silent
-from oppo.vllm.arguments import engine_arguments, require_arguments
+from oppo.vllm.arguments import computes_on_cpu, engine_arguments, require_arguments
 from oppo.vllm.device_publish import DeviceSender
 from oppo.vllm.heeded import heeded
-from oppo.vllm.plugin import TRANSFER, register
+from oppo.vllm.plugin import register, transfer_of
 from oppo.vllm.processes import Children, EngineLog, cores_of, environment, guarded, logging_to
 from oppo.vllm.publish import FileSender, WeightSender
 from oppo.vllm.route import route_of
@@ -108,6 +107,7 @@ class VllmEngine:
                 the engine, or it could not be started.
         """
         require_arguments(arguments or {})
+        on_cpu = computes_on_cpu()
         began = now()
         tell(f"starting vLLM with {Path(model).name}")
         children = Children()
@@ -115,10 +115,11 @@ class VllmEngine:
             file = stack.enter_context(EngineLog(log))
             stack.callback(children.join, 0.0)
             stack.enter_context(logging_to(file.path))
-            with _telling(began, file.path, tell), guarded(), environment(file.path, cores_of(cores)):
+            chosen = environment(file.path, cores_of(cores), on_cpu=on_cpu)
+            with _telling(began, file.path, tell), guarded(), chosen:
                 try:
                     with heeded():
-                        llm, sender = _async_llm(str(model), arguments or {}, trainer)
+                        llm, sender = _async_llm(str(model), arguments or {}, trainer, on_cpu=on_cpu)
                 except (KeyboardInterrupt, SystemExit, ConfigError):
                     raise
                 except BaseException as error:
@@ -193,20 +194,18 @@ def _nothing(timeout: float | None = None) -> None:
     del timeout
 
 
-def _async_llm(model: str, given: Mapping[str, object], trainer: torch.device | str) -> tuple[Any, WeightSender]:
+def _async_llm(
+    model: str, given: Mapping[str, object], trainer: torch.device | str, *, on_cpu: bool
+) -> tuple[Any, WeightSender]:
     """Return the ``AsyncLLM``, ready, and what sends weights to it."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds to import
-    from vllm.platforms import current_platform  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
     register()
-    on_cpu = bool(current_platform.is_cpu())
     route = route_of(given, torch.device(trainer), on_cpu=on_cpu)
-    if route.backend == "ipc":  # handles of a GPU's memory are pickled, and both sides must agree on that for good
-        os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    by_file = route.backend == "file"
-    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=TRANSFER if by_file else route.backend)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), FileSender() if by_file else DeviceSender(route)
+    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=transfer_of(route.backend))
+    sender = FileSender() if route.backend == "file" else DeviceSender(route)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), sender
 
 
 def served_by(config: VllmConfig) -> ServedWeights | None:

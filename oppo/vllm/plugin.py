@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -19,8 +20,8 @@ PARENT: Final = "OPPO_VLLM_PARENT"
 LOG: Final = "OPPO_VLLM_LOG"
 """Environment variable: the file for what the engine's processes write."""
 
-TRANSFER: Final = "oppo-file"
-"""Name of the weight-transfer backend that reads a file."""
+TRANSFERS: Final[Mapping[str, str]] = {"file": "FileTransfer", "ipc": "HandleTransfer"}
+"""Our weight transfers by backend, in :mod:`oppo.vllm.transfer`; any other backend is vLLM's own."""
 
 LOOK: Final = 0.5
 """Seconds between two looks at the parent."""
@@ -37,10 +38,13 @@ def register() -> None:
     parent = os.environ.get(PARENT)
     if parent is None:
         return
-    register_transfer()
+    register_transfers()
     if int(parent) == os.getpid():
         return
-    spin_briefly()
+    from vllm.platforms import current_platform  # noqa: PLC0415 - an extra
+
+    if current_platform.is_cpu():  # beside a GPU nothing else needs the core, and a wake-up is longer than a step
+        spin_briefly()
     if starter() == int(parent):
         leave_terminal()
         end_with(int(parent))
@@ -52,12 +56,18 @@ def starter() -> int:
     return os.getppid() if started is None or started.pid is None else started.pid
 
 
-def register_transfer() -> None:
-    """Make :class:`oppo.vllm.transfer.FileTransfer` known to vLLM."""
+def transfer_of(backend: str) -> str:
+    """Return the name by which vLLM knows the transfer of a backend."""
+    return f"oppo-{backend}" if backend in TRANSFERS else backend
+
+
+def register_transfers() -> None:
+    """Make the transfers of :mod:`oppo.vllm.transfer` known to vLLM."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # noqa: PLC0415 - an extra
 
-    with suppress(ValueError):  # it is registered already
-        WeightTransferEngineFactory.register_engine(TRANSFER, "oppo.vllm.transfer", "FileTransfer")
+    for backend, name in TRANSFERS.items():
+        with suppress(ValueError):  # it is registered already
+            WeightTransferEngineFactory.register_engine(transfer_of(backend), "oppo.vllm.transfer", name)
 
 
 def spin_briefly() -> None:

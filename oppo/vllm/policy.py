@@ -5,7 +5,7 @@
     decoding            one request a rollout; the engine is paused between two decodings
     cut                 the engine is paused, what it had made by then is drained, and requests stay as they are
     overrun             what finished between the cut and the pause: reported first at the next decoding
-    load                paused, drained, new weights, drained of what came late, resumed: between two decode steps
+    load                paused, drained, new weights, resumed: between two decode steps
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Literal, cast
 from uuid import uuid4
 
@@ -298,7 +299,9 @@ class VllmPolicy:
                     self.notice()
 
     def take(self, decode: VllmDecode, output: Output) -> None:
-        """Take what is new of a rollout, as made by the present weights.
+        """Take what is new of a rollout.
+
+        Each token is counted to the weights that the engine names: its output may come when others are served already.
 
         Raises:
             ModelError: a log-prob is not finite, or the engine ended the request for a reason of its own.
@@ -306,7 +309,7 @@ class VllmPolicy:
         """
         before = decode.written
         try:
-            decode.take(output, self.version)
+            decode.take(output, partial(self._version_at, self._starts(decode, output)))
         finally:
             self.tokens += decode.written - before
             if decode.idle:
@@ -362,10 +365,26 @@ class VllmPolicy:
                 await self.engine.sender.send(llm, tensors, self._label(version))
             else:
                 await llm.update_weight_version(self._label(version))
-            self._drain()  # what came late is of the weights before
             self.version = version
             if tensors and self._recompute and not await llm.reset_prefix_cache(reset_running_requests=True):
                 raise ModelLost(f"vLLM has kept keys and values of the weights before version {version}")
+
+    def _starts(self, decode: VllmDecode, output: Output) -> Sequence[tuple[str, int]]:
+        """Return the labels of the weights behind a request's tokens, each with the index of its first token."""
+        if spans := getattr(output.outputs[0], "weight_versions", None):
+            return [(span.version, span.start) for span in spans]
+        states = self.engine.llm.output_processor.request_states
+        state = None if decode.collector is None else states.get(decode.collector.request_id)
+        return () if state is None else state.weight_version_starts
+
+    def _version_at(self, starts: Sequence[tuple[str, int]], index: int) -> int:
+        label = next((label for label, start in reversed(starts) if start <= index), self._label(self.version))
+        if (version := self.number_of(label)) is None:
+            raise ProtocolError(
+                f"vLLM says that weights {label} made token {index} of a request, and this policy has had it load "
+                f"versions up to {self.version}, as {self._label(self.version)}"
+            )
+        return version
 
     def _label(self, version: int) -> str:
         return f"{self._nonce}-{version}"

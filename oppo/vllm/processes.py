@@ -23,30 +23,36 @@ from typing import Final, Self
 from oppo.vllm.plugin import LOG, PARENT
 
 DEFAULTS: Final = {
-    # Each publish packs the weights anew: in huge pages, and in the memory that the packed ones before have left.
-    "GLIBC_TUNABLES": f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit threads' locks, and torch's thread pool
     "VLLM_LOGGING_COLOR": "0",
 }
 """Set for an engine's processes unless the user's environment has another value."""
 
+ON_CPU: Final = {
+    # Each publish packs the weights anew: in huge pages, and in the memory that the packed ones before have left.
+    "GLIBC_TUNABLES": f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}",
+}
+"""Likewise, for an engine on a CPU."""
+
 FORMAT: Final = "%(levelname)s %(asctime)s [%(processName)s] %(message)s"
 
 
 @contextmanager
-def environment(log: Path, cores: Sequence[int] | None) -> Iterator[None]:
+def environment(log: Path, cores: Sequence[int] | None, *, on_cpu: bool) -> Iterator[None]:
     """Set the environment that the processes of an engine inherit, for as long as the context lasts.
 
     Args:
         log: the file for what they write.
         cores: the CPU cores of the engine; ``None``: as vLLM chooses.
+        on_cpu: whether it computes there.
     """
     file = str(log)
     with TemporaryDirectory(prefix="oppo-vllm-") as folder:
         config = Path(folder, "logging.json")
         config.write_text(json.dumps(logging_config(file)), encoding="utf-8")
-        chosen = {name: os.environ.get(name, value) for name, value in DEFAULTS.items()}
+        defaults = {**DEFAULTS, **(ON_CPU if on_cpu else {})}
+        chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
         chosen |= {PARENT: str(os.getpid()), LOG: file, "VLLM_LOGGING_CONFIG_PATH": str(config)}
         if cores is not None and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
             chosen["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -70,6 +71,7 @@ def route_of(arguments: Mapping[str, object], trainer: torch.device, *, on_cpu: 
     if number not in used:
         return Route("nccl", workers, trainer)
     if workers == 1:
+        _require_sharable_memory()
         return Route("ipc", workers, trainer)
     free = next(each for each in range(len(used) + 1) if each not in used)
     sizes = ", ".join(f"vllm.{size} = {arguments[size]}" for size in SIZES if arguments.get(size, 1) != 1)
@@ -78,6 +80,17 @@ def route_of(arguments: Mapping[str, object], trainer: torch.device, *, on_cpu: 
         f"go from one GPU to several only if none of these is its own: set models.device = 'cuda:{free}', or "
         "vllm.device_ids to other GPUs"
     )
+
+
+def _require_sharable_memory() -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        settings = os.environ.get(name, "").lower().replace(" ", "").split(",")
+        if "expandable_segments:true" in settings:
+            raise ConfigError(
+                f"{name} has expandable_segments:True, and vLLM, on the GPU of the trainer, reads weights by CUDA IPC, "
+                "which needs memory of cudaMalloc: leave that out, or give the trainer another GPU than vLLM "
+                "(placement.trainer)"
+            )
 
 
 def _used(chosen: object, workers: int) -> Sequence[int]:

@@ -54,8 +54,32 @@ class Output(Protocol):
         """One completion."""
 
 
+class Labelled(Protocol):
+    """vLLM's ``RequestState``: what it knows of a request that has not ended."""
+
+    @property
+    def weight_version_starts(self) -> Sequence[tuple[str, int]]:
+        """The versions that made its tokens, each with the index of its first token."""
+
+
+class Labelling(Protocol):
+    """vLLM's ``OutputProcessor``.
+
+    Attributes:
+        request_states: of the requests that have not ended, by the engine's own ids.
+    """
+
+    request_states: Mapping[str, Labelled]
+
+
 class Collector(Protocol):
-    """vLLM's ``RequestOutputCollector``: holds what is new of a request until it is taken."""
+    """vLLM's ``RequestOutputCollector``: holds what is new of a request until it is taken.
+
+    Attributes:
+        request_id: the engine's own id of the request.
+    """
+
+    request_id: str
 
     def get_nowait(self) -> Output | None:
         """Take what is there."""
@@ -65,7 +89,13 @@ class Collector(Protocol):
 
 
 class AsyncEngine(Protocol):
-    """vLLM's ``AsyncLLM``."""
+    """vLLM's ``AsyncLLM``.
+
+    Attributes:
+        output_processor: takes the engine's outputs, and names the weights that made each token.
+    """
+
+    output_processor: Labelling
 
     @property
     def errored(self) -> bool:

@@ -1,22 +1,26 @@
-"""The worker's side of publishing from a CPU: weights are read from a file that the trainer's process has written.
+"""The worker's side of publishing: weights are read from a file, or from memory of a GPU that the trainer has too.
 
-vLLM imports this in its workers; :mod:`oppo.vllm.publish` is the other side.
+vLLM imports this in its workers; :mod:`oppo.vllm.publish` and :mod:`oppo.vllm.device_publish` are the other side.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from oppo.vllm.device_publish import restored
 
 
 class Unpacked(UnquantizedEmbeddingMethod):
@@ -41,6 +45,14 @@ class FileUpdate(WeightTransferUpdateInfo):
     """
 
     path: str
+
+
+class HandleTransfer(IPCWeightTransferEngine):
+    """vLLM's transfer within a GPU, of handles that came without pickles."""
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
+        """Return the update with handles as torch has them."""
+        return super().parse_update_info({**update_dict, "ipc_handles": restored(update_dict["ipc_handles"])})
 
 
 class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):

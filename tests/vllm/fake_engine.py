@@ -61,7 +61,8 @@ class Output:
 class Collector:
     """Merges what is new until it is taken, as vLLM's does."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
         self._output: Output | None = None
         self._error: Exception | None = None
         self._ready = anyio.Event()
@@ -101,10 +102,12 @@ class Request:
     prompt: list[int]
     salt: str
     params: Any
-    collector: Collector = field(default_factory=Collector)
+    collector: Collector
     tokens: list[int] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     cached: int = 0
+    delivered: int = 0
+    weight_version_starts: list[tuple[str, int]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -139,9 +142,10 @@ class FakeAsyncLLM:
     recomputed: int = 0
     cached: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     rows: list[int] = field(default_factory=list)
+    output_processor: Any = field(default_factory=lambda: SimpleNamespace(request_states={}))
     _updating: bool = False
     _open: dict[str, Request] = field(default_factory=dict)
-    _sent: list[tuple[float, Request, Output]] = field(default_factory=list)
+    _sent: list[tuple[float, Request, Output, str]] = field(default_factory=list)
     _mail: anyio.Event = field(default_factory=anyio.Event)
     _work: anyio.Event = field(default_factory=anyio.Event)
 
@@ -160,14 +164,16 @@ class FakeAsyncLLM:
     async def add_request(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> Collector:
         self._require_alive()
         await anyio.lowlevel.checkpoint()
-        request = Request(request_id, list(prompt["prompt_token_ids"]), str(prompt["cache_salt"]), params)
+        salt, collector = str(prompt["cache_salt"]), Collector(f"{request_id}-inside")
+        request = Request(request_id, list(prompt["prompt_token_ids"]), salt, params, collector)
         self.requests[request_id] = self._open[request_id] = request
+        self.output_processor.request_states[collector.request_id] = request
         self._work.set()
         return request.collector
 
     async def abort(self, request_id: Sequence[str]) -> None:
         for each in request_id:
-            if request := self._open.pop(each, None):  # its collector learns it at once
+            if request := self._ended(each):  # its collector learns it at once
                 request.collector.put(Output([Completion([], [], "abort")]))
         if self.errored:
             return
@@ -255,16 +261,24 @@ class FakeAsyncLLM:
             if not self._sent:
                 self._mail = anyio.Event()
                 await self._mail.wait()
-            due, request, output = self._sent.pop(0)
+            due, request, output, version = self._sent.pop(0)
             await anyio.sleep(max(0.0, due - anyio.current_time()))
-            self._put(request, output)
+            self._put(request, output, version)
 
-    def _put(self, request: Request, output: Output) -> None:
+    def _put(self, request: Request, output: Output, version: str) -> None:
         if request.id not in self._open:  # it was aborted meanwhile
             return
+        if not request.weight_version_starts or request.weight_version_starts[-1][0] != version:
+            request.weight_version_starts.append((version, request.delivered))
+        request.delivered += len(output.outputs[0].token_ids)
         if output.outputs[0].finish_reason is not None:
-            del self._open[request.id]
+            self._ended(request.id)
         request.collector.put(output)
+
+    def _ended(self, name: str) -> Request | None:
+        if request := self._open.pop(name, None):
+            del self.output_processor.request_states[request.collector.request_id]
+        return request
 
     def _advance(self, request: Request) -> None:
         position = len(request.prompt) + len(request.tokens)
@@ -288,10 +302,10 @@ class FakeAsyncLLM:
             output.outputs[0].weight_versions = self._spans(request)
             self.done.append(self.requests.pop(request.id))
         if self.late:
-            self._sent.append((anyio.current_time() + self.late, request, output))
+            self._sent.append((anyio.current_time() + self.late, request, output, self.version))
             self._mail.set()
         else:
-            self._put(request, output)
+            self._put(request, output, self.version)
 
     def _hit(self, request: Request) -> int:
         """Return how many tokens of a prompt are cached, never all of them; cache the whole blocks."""

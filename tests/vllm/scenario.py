@@ -121,6 +121,10 @@ class Reading:
     def cached(self) -> int:
         return max(int(getattr(output, "num_cached_tokens", 0) or 0) for output in self.outputs)
 
+    def starts(self, llm: AsyncEngine) -> list[tuple[str, int]]:
+        """Return the versions behind the tokens of a request that has not ended, each with its first token."""
+        return list(llm.output_processor.request_states[self.collector.request_id].weight_version_starts)
+
     def drain(self) -> int:
         """Take what is there; return how many tokens that were."""
         output = self.collector.get_nowait()
@@ -157,6 +161,7 @@ async def generating(engine: Engine) -> None:
     assert (short.tokens, short.reason, short.spans) == (4, "length", [("one", 0, 4)])
     await long.until(5)
     assert not long.reason
+    assert long.starts(llm) == [("one", 0)]
     await engine.pause()
     long.drain()
     made = long.tokens
@@ -177,6 +182,7 @@ async def generating(engine: Engine) -> None:
     gone = await engine.add("gone", prompt, 2 * MADE)
     await llm.resume_generation()
     await gone.until(3)
+    assert gone.starts(llm) == [("two", 0)]
     await long.until(MADE)
     assert (long.tokens, long.reason) == (MADE, "length")
     assert long.spans == [("one", 0, made), ("two", made, MADE)]

@@ -65,7 +65,7 @@ def test_versions_are_compared_with_those_that_the_engine_names() -> None:
     async def main() -> None:
         await bench.step(await bench.policy.open(varied(1)))
 
-    with pytest.raises(ProtocolError, match=r"vLLM says that weights another-9 made tokens 0 \.\. "):
+    with pytest.raises(ProtocolError, match="vLLM says that weights another-9 made token"):
         bench.run(main)
 
 

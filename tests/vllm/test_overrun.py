@@ -27,7 +27,7 @@ class Case:
 
     Attributes:
         at: how many rollouts end before the cut, by step.
-        late: as :class:`FakeAsyncLLM` has it; a publish, which takes 0.02 s, ends later.
+        late: as :class:`FakeAsyncLLM` has it; a publish takes 0.02 s, so outputs may come when it has ended.
         delay: seconds from the beginning of a step to a publish.
     """
 
@@ -44,7 +44,7 @@ CASES = st.builds(
     st.integers(1, 6),
     st.lists(st.integers(1, 3), max_size=4).map(tuple),
     st.integers(0, 5),
-    st.sampled_from([0.0, 0.004, 0.015]),
+    st.sampled_from([0.0, 0.004, 0.015, 0.05]),
     st.integers(1, 30),
     st.sampled_from([0.0, 0.003, 0.01]),
 )
@@ -54,6 +54,7 @@ CASES = st.builds(
 @example(Case(), "keep", True)
 @example(Case(overrun=0, late=0.015), "keep", True)
 @example(Case(overrun=0, late=0.015), "recompute", False)
+@example(Case(overrun=0, late=0.05), "recompute", True)
 def test_no_token_is_lost_doubled_or_counted_to_other_weights_whatever_the_overrun(
     case: Case, on_publish: str, loads: bool
 ) -> None:

@@ -20,11 +20,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from oppo.errors import ModelError, ModelLost
-from oppo.vllm.device_publish import DeviceSender
+from oppo.vllm.device_publish import DeviceSender, plain, restored
 from oppo.vllm.publish import FileSender
 from oppo.vllm.route import Backend, Route
 
 TENSORS = {"first": torch.arange(6.0).reshape(2, 3), "second": torch.ones(2)}
+HANDLES = [
+    {"GPU": (torch.Tensor, torch.Size([2, 3]), (3, 1), 0, torch.storage.TypedStorage, torch.bfloat16, 1, b"h", None)}
+]
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Receiving:
     files: list[Path] = field(default_factory=list)
     fails: Exception | None = None
     seconds: float = 0.0
+    handles: Any = None
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self.calls.append("init")
@@ -48,6 +52,7 @@ class Receiving:
         await anyio.sleep(self.seconds)
         if self.fails is not None:
             raise self.fails
+        self.handles = request.update_info.get("ipc_handles")
         if "path" in request.update_info:
             self.files.append(Path(request.update_info["path"]))
             self.read = load_file(self.files[-1])
@@ -84,7 +89,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names = [meta.name for meta in self.source.metadata()]
             assert names == [name for name, _ in self.source]
             did.append(f"sent {', '.join(names)}")
-            self._call(self.client.update_weights, {"names": names})
+            handles = {} if self.apart else {"ipc_handles": HANDLES}
+            self._call(self.client.update_weights, {"names": names, **handles})
             self.client.finish_weight_update()
 
     @contextmanager
@@ -190,6 +196,17 @@ def test_on_gpus_vllm_sends_by_its_own_means_from_the_gpu_of_the_trainer(
     assert vllm == [*waited, joined, "sent first, second", *waited, "sent first, second"]
     once = ["start", "update", "finish None"]
     assert receiving.calls == ["init", *once, "version run-1", *once, "version run-2"]
+
+
+def test_handles_of_the_memory_of_a_gpu_travel_without_pickles() -> None:
+    receiving = Receiving()
+    send(receiving, "run-1", sender=DeviceSender(Route("ipc", 1, GPU)), tensors=ON_GPU)
+    ((gpu, sent),) = receiving.handles[0].items()
+    assert (gpu, {type(each) for each in sent}) == ("GPU", {str, list, int, bytes, type(None)})
+    ((_, had),) = restored(receiving.handles)[0].items()
+    assert [tuple(each) if isinstance(each, list) else each for each in had] == list(HANDLES[0]["GPU"])
+    with pytest.raises(ModelError, match="Parameter"):
+        plain([{"GPU": (torch.nn.Parameter,)}])
 
 
 def test_weights_on_another_device_than_announced_are_refused_before_anything_is_sent(vllm: list[str]) -> None:

@@ -45,6 +45,16 @@ def test_weights_go_within_a_gpu_or_between_several(
     assert route_of(arguments, trainer, on_cpu=False) == expected
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_cuda_ipc_cannot_share_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
+    with pytest.raises(ConfigError, match=rf"{name} has expandable_segments:True.*placement\.trainer"):
+        route_of({}, FIRST, on_cpu=False)
+    assert route_of({}, SECOND, on_cpu=False).backend == "nccl"
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert route_of({}, FIRST, on_cpu=False).backend == "ipc"
+
+
 @pytest.mark.parametrize("trainer", [CPU, FIRST])
 def test_an_engine_on_a_cpu_reads_a_file_wherever_the_trainer_is(trainer: torch.device) -> None:
     assert route_of({"tensor_parallel_size": 2}, trainer, on_cpu=True) == Route("file", 2, trainer)
