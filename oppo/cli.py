@@ -182,6 +182,7 @@ def doctor(
     *,
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
     ray: Annotated[str | None, Parameter(show_default=False)] = None,
+    assume: Annotated[str | None, Parameter(show_default=False)] = None,
     trial: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> int:
     """Show where each model of a run goes and the memory it will need there; ends with code 2 if that is too much.
@@ -194,17 +195,27 @@ def doctor(
         Change one setting: section.key=value, the value as in TOML. Can be repeated.
     ray
         A Ray cluster, as of `oppo train`.
+    assume
+        Check the run for such machines in place of this one: 8xH100-80GB, or 2x8xH100-80GB for two of them.
     trial
         Load the models too and make one step, with all responses as long as they may be; save nothing.
     """
     from oppo.app.config import load  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.app.doctor import examine  # noqa: PLC0415 - likewise
+    from oppo.app.engines import require_engine  # noqa: PLC0415 - likewise
     from oppo.app.train import require_installed  # noqa: PLC0415 - likewise
     from oppo.app.trial import attempt  # noqa: PLC0415 - likewise
+    from oppo.hf.memory.capacity import Hardware  # noqa: PLC0415 - likewise
 
+    if trial and assume:
+        raise ConfigError("--trial makes a step on this machine, and --assume is about another: leave one of them out")
+    assumed = Hardware.assumed(assume) if assume else None
     settings, console = load(config, in_cluster(override, ray)), Console()
-    require_installed(settings)
-    found = examine(settings)
+    if assumed is None:
+        require_installed(settings)
+    else:
+        require_engine(settings, assumed)
+    found = examine(settings, assumed, note)
     console.out(*map(harmless, found.lines()), sep="\n", highlight=False)
     if found.faults:
         return UNUSABLE

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
+import torch
 from transformers import PreTrainedModel
 
 from benchmarks.ladder.directory import Files
@@ -15,6 +16,7 @@ from benchmarks.ladder.layout import Seat
 from oppo.demo.once import made_once
 from oppo.events import Prompt
 from oppo.hf.device import DeviceThread
+from oppo.hf.memory.estimate import at_rest
 from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Policy, Sampling
 from oppo.observe import SpanListener
@@ -91,6 +93,7 @@ def on_vllm(part: Part) -> Acting:
             "dtype": workload.models.dtype,
             "max_model_len": workload.positions,
             "max_num_seqs": 2 * workload.batch,  # as many may be carried as a batch holds
+            **_share(part),
         },
         cores=part.seat.threads,
         log=ERRORS,
@@ -98,6 +101,16 @@ def on_vllm(part: Part) -> Acting:
     policy = VllmPolicy(engine, sampling=part.sampling, limit=part.limit)
     policy.reporter.listener = lambda span: part.listener(replace(span, track="actor"))
     return Acting(policy, lambda: Progress(0, policy.progress), engine.close)
+
+
+def _share(part: Part) -> dict[str, object]:
+    """Return vLLM's share of a GPU: half of what is left when actor and critic have what training keeps."""
+    if part.device == "cpu":
+        return {}
+    free, total = torch.cuda.mem_get_info(part.device)
+    kept = at_rest(lambda: part.actor)
+    left = free - 2 * (kept.optimizer + kept.gradients)
+    return {"gpu_memory_utilization": max(0.05, round(left / 2 / total, 2))}
 
 
 def _directory(part: Part) -> Path:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from oppo.app.critics import Critic, load_critic
 from oppo.app.engines import SERVING, Serve, ServeRequest, Serving, serve
-from oppo.app.expected import require_memory
+from oppo.app.expected import require_memory, share_beside
 from oppo.app.layout import devices_of, layout_of
 from oppo.app.reward_models import Judge, JudgeFactory, ModelReading
 from oppo.app.rewards import UserCode
@@ -23,7 +23,6 @@ from oppo.app.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
-from oppo.hf.device import CPU
 from oppo.hf.device_layout import DeviceLayout, Devices
 from oppo.hf.introspection import end_ids
 from oppo.hf.loading.models import load_tokenizer, quiet
@@ -156,13 +155,14 @@ def assemble(
     """
     devices = devices_of(settings)
     require_memory(settings, devices)
+    share = share_beside(settings, devices)
     places = layout_of(settings, devices, tell)
     with ExitStack() as stack:
         stack.callback(places.close)
         code = UserCode.of(settings.models, settings.data, tokenizer, tell, _here(places))
 
         def started(request: ServeRequest) -> Serving:
-            serving = serve(replace(request, log=engine_log, tell=tell))
+            serving = serve(replace(request, share=share, log=engine_log, tell=tell))
             stack.callback(serving.close)
             return serving
 
@@ -194,11 +194,11 @@ def _assembled(
     sampling = _sampling(settings.sampling, tokenizer, actor)
     trained = ActorCritic(actor, critic.trained)
     if not settings.shares_weights:
-        trained = trained.copied(CPU if len(devices.trainer) > 1 else devices.trainer[0])
+        trained = trained.copied(devices.weights)
     copies = _copies(settings, load, critic, devices) if "trainer" in devices.elsewhere else None
     trainer = _trainer(settings, trained, sampling, places.training, devices.trainer, copies=copies)
     served = _actor_recipe(settings, load, devices.policy) if "policy" in devices.elsewhere else actor
-    serving = serve(ServeRequest(settings, actor, served, sampling, tokenizer, places))
+    serving = serve(ServeRequest(settings, actor, served, sampling, tokenizer, places, devices))
     value = None
     if critic.served is not None:
         value = ValueModel(critic.served, thread=_scoring(places, "critic"), exact=exact)

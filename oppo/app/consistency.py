@@ -152,11 +152,11 @@ def _require_possible_placement(settings: Settings) -> None:
                 f"{settings.placement.key_of(model)} names {numbered[0]!r}, and an actor has the GPU that Ray gives "
                 "it: expected 'cuda' or 'cpu'"
             )
-    if models.shared_trunk and devices["critic"] != devices["policy"]:
+    if models.shared_trunk and devices["critic"][0] != settings.actor_device:
         raise ValueError(
             f"models.shared_trunk = true makes the critic a head on the policy's trunk, which is on "
-            f"{devices['policy'][0]!r}, and {settings.placement.key_of('critic')} = {devices['critic'][0]!r}: set "
-            "placement.critic to the policy's device"
+            f"{settings.actor_device!r}, and {settings.placement.key_of('critic')} = {devices['critic'][0]!r}: set "
+            f"placement.critic = {settings.actor_device!r}"
         )
     ranks = devices["trainer"]
     if len({device.partition(":")[0] for device in ranks}) > 1:
@@ -166,7 +166,8 @@ def _require_possible_placement(settings: Settings) -> None:
         )
     if ranks[0] != "cpu" and len(set(ranks)) < len(ranks) and "trainer" not in settings.elsewhere:
         raise ValueError(
-            f"placement.trainer = {list(ranks)} names a device twice: expected one of its own for each rank"
+            f"placement.trainer = {list(ranks)} names a device twice: expected one of its own for each rank, or a "
+            "cluster for all ranks but the first (--ray, placement.cluster)"
         )
     if settings.placement.cluster and not settings.elsewhere:
         raise ValueError(

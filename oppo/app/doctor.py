@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -11,13 +11,13 @@ from typing import Final
 from rich.filesize import decimal
 
 from oppo.app.assemble import policy_tokenizer
-from oppo.app.expected import Expected, advice, by_device, crowded, expected, load_of
+from oppo.app.expected import SHARE, Expected, advice, by_device, crowded, expected, load_of
 from oppo.app.layout import devices_of
 from oppo.app.provenance import Provenance
 from oppo.app.settings import Settings
 from oppo.app.supply import supplied
 from oppo.hf.cpu import available_cores
-from oppo.hf.memory.capacity import free
+from oppo.hf.memory.capacity import Hardware, memory_of
 from oppo.hf.memory.estimate import Bytes, Load
 from oppo.observe import silent
 
@@ -34,11 +34,13 @@ class Diagnosis:
         needs: of each model.
         load: for which they were estimated.
         faults: sentences about devices with too little memory, and what would fit; empty if there is enough.
+        assumed: the hardware that was meant; ``None``: this machine.
     """
 
     needs: Sequence[Expected]
     load: Load
     faults: Sequence[str]
+    assumed: Hardware | None = None
 
     def lines(self) -> Iterator[str]:
         """Yield the diagnosis for people."""
@@ -51,24 +53,33 @@ class Diagnosis:
         yield from _table(self.needs)
         yield ""
         for device, models in by_device(self.needs).items():
-            total = sum(each.bytes.total for each in models)
-            yield f"{device}: {decimal(total)} needed, {decimal(free(device))} free; {_largest(models)}"
+            total, memory = sum(each.bytes.total for each in models), memory_of(device, self.assumed)
+            there = "" if memory is None else f", {decimal(memory[0])} {'free' if self.assumed is None else 'assumed'}"
+            yield f"{device}: {decimal(total)} needed{there}; {_largest(models)}"
+        for share in {each.share for each in self.needs} - {None}:
+            yield f"vLLM takes {share} of its GPUs' memory (vllm.{SHARE}); what its weights leave is the KV cache"
         yield "PyTorch itself, the work space of kernels, and what an allocator keeps come on top."
         yield from (f"too little memory: {fault}" for fault in self.faults)
 
 
-def examine(settings: Settings) -> Diagnosis:
+def examine(settings: Settings, assumed: Hardware | None = None, tell: Callable[[str], None] = silent) -> Diagnosis:
     """Return the diagnosis of a run; prompts and tokenizer are read, weights are not.
+
+    Args:
+        assumed: the hardware that is meant; ``None``: this machine.
+        tell: receives a sentence before each model is counted, which takes seconds for a large one.
 
     Raises:
         OppoError: a setting, the data or a model cannot be used.
     """
-    devices = devices_of(settings)
+    if assumed is not None and assumed.machines > 1 and not settings.placement.cluster:
+        tell("the run is on one machine: --ray, or placement.cluster, places models on others")
+    devices = devices_of(settings, assumed)
     tokenizer = policy_tokenizer(settings.models, silent)
     load = load_of(settings, supplied(settings, tokenizer, silent, Provenance.of(settings)).longest)
-    needs = expected(settings, devices, load)
-    found = crowded(needs)
-    return Diagnosis(needs, load, [*found, advice(settings, devices, load)] if found else ())
+    needs = expected(settings, devices, load, assumed, lambda model: tell(f"counting the memory of the {model}"))
+    found = crowded(needs, assumed)
+    return Diagnosis(needs, load, [*found, advice(settings, devices, load, assumed)] if found else (), assumed)
 
 
 def versions() -> str:

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
+import torch
 from transformers import PreTrainedModel
 
+from oppo.app.layout import devices_of
 from oppo.app.settings import Settings
 from oppo.durable import make
 from oppo.hf.cpu import available_cores
-from oppo.hf.device import device_of
-from oppo.hf.device_layout import DeviceLayout, acting_share
+from oppo.hf.device_layout import DeviceLayout, Devices, acting_share
 from oppo.hf.introspection import longest
 from oppo.hf.loading.hub import located
+from oppo.hf.memory.capacity import Hardware
 from oppo.hf.out_of_memory import ModelPlace
 from oppo.hf.recipe import Loadable
 from oppo.hf.serve.policy import HfPolicy
@@ -71,6 +73,7 @@ class ServeRequest:
     Attributes:
         actor: the model that is trained, as transformers has loaded it.
         served: the same; or, of a policy on another machine, how it is loaded there.
+        share: of the memory of each of the engine's GPUs that it may take; ``None``: as it chooses.
         log: the file for what the engine's processes write; ``None``: nowhere.
         tell: receives a sentence about each thing that is done.
     """
@@ -81,6 +84,8 @@ class ServeRequest:
     sampling: Sampling
     tokenizer: HfTokenizer
     places: DeviceLayout
+    devices: Devices
+    share: float | None = None
     log: Path | None = None
     tell: Callable[[str], None] = silent
 
@@ -98,23 +103,43 @@ def serve(request: ServeRequest) -> Serving:
     return ENGINES[request.settings.models.engine](request)
 
 
-def require_engine(name: str, arguments: Mapping[str, object], device: str = "auto") -> None:
+def require_engine_installed(name: str) -> None:
+    """Raise ``ConfigError`` unless the engine of this name is installed."""
+    if name == "vllm":
+        from oppo.vllm.arguments import require_installed  # noqa: PLC0415 - likewise
+
+        require_installed()
+
+
+def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
     """Check, before anything is loaded, that an engine is installed, and takes its arguments and the trainer's weights.
 
     Args:
-        name: of the engine.
-        arguments: those that the settings have for it.
-        device: of the trainer.
+        assumed: the hardware that is meant, where the engine need not be installed here; ``None``: this machine.
 
     Raises:
         ConfigError: it is not, or it does not.
     """
-    if name == "vllm":
-        from oppo.vllm.arguments import require_arguments  # noqa: PLC0415 - vLLM takes seconds to import
-        from oppo.vllm.route import require_route  # noqa: PLC0415
+    if settings.models.engine == "vllm":
+        from oppo.vllm.arguments import computes_on_cpu, require_arguments  # noqa: PLC0415 - takes seconds to import
+        from oppo.vllm.route import placed, route_of  # noqa: PLC0415
 
-        require_arguments(arguments, settings=True)
-        require_route(arguments, device_of(device))
+        require_arguments(settings.vllm, settings=True, planned=assumed is not None)
+        devices = devices_of(settings, assumed)
+        on_cpu = computes_on_cpu() if assumed is None else devices.policy.type == "cpu"
+        gpus = None if assumed is None else assumed.gpus
+        route_of(placed(settings.vllm, devices.policy), devices.weights, on_cpu=on_cpu, gpus=gpus)
+
+
+def served_dtype(settings: Settings, trained: torch.dtype) -> str:
+    """Return the name of the type in which vLLM serves the policy: that of the trained weights, unless chosen.
+
+    Merged adapters are served in float32: they change a weight by less than 16 bits can hold.
+    """
+    chosen = settings.vllm.get("dtype", "auto")
+    if chosen != "auto":
+        return str(chosen)
+    return "float32" if settings.models.lora_rank else str(trained).removeprefix("torch.")
 
 
 def _on_transformers(request: ServeRequest) -> Serving:
@@ -133,6 +158,7 @@ def _on_transformers(request: ServeRequest) -> Serving:
 def _on_vllm(request: ServeRequest) -> Serving:
     """Serve a copy of the weights in processes of their own, with the actor's share of the cores."""
     from oppo.vllm import VllmEngine, VllmPolicy  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
+    from oppo.vllm.route import placed  # noqa: PLC0415
 
     settings, models, data = request.settings, request.settings.models, request.settings.data
     directory = located(models.policy, weights=True, allow_pickle=models.allow_pickle, tell=request.tell)
@@ -140,14 +166,15 @@ def _on_vllm(request: ServeRequest) -> Serving:
         make(request.log.parent)
     reach = min(longest(request.actor), data.max_prompt_tokens + request.sampling.max_new_tokens)
     given: dict[str, object] = {
-        "dtype": str(request.actor.dtype).removeprefix("torch."),
+        "dtype": served_dtype(settings, request.actor.dtype),
         "trust_remote_code": models.trust_remote_code,
         "max_model_len": reach,
+        **({} if request.share is None else {"gpu_memory_utilization": request.share}),
     }
     engine = VllmEngine.start(
         directory,
-        arguments={**given, **settings.vllm},
-        trainer=request.actor.device,
+        arguments=placed({**given, **settings.vllm}, request.devices.policy),
+        trainer=request.devices.weights,
         cores=acting_share(settings.run.cores or available_cores()),
         log=request.log,
         tell=request.tell,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from oppo.app.compose import most_extra
 from oppo.app.critics import critic_source
+from oppo.app.engines import served_dtype
 from oppo.app.layout import scored
 from oppo.app.reward_models import ModelReading
 from oppo.app.settings import Settings
@@ -27,7 +28,7 @@ from oppo.hf.loading.kinds import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR,
 from oppo.hf.loading.outline import outline
 from oppo.hf.loading.reward_kind import RewardKind, reward_kind
 from oppo.hf.lora import add_lora
-from oppo.hf.memory.capacity import free
+from oppo.hf.memory.capacity import Hardware, memory_of
 from oppo.hf.memory.estimate import (
     Bytes,
     Load,
@@ -44,6 +45,23 @@ from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.trunk import value_model_on
 from oppo.models import Sampling, SamplingSettings
 from oppo.observe import silent
+from oppo.vllm.arguments import GIB
+from oppo.vllm.route import gpus_of, placed, workers_of
+
+SHARE: Final = "gpu_memory_utilization"
+"""The engine's argument with its share of a GPU's memory."""
+
+CACHE: Final = "kv_cache_memory_bytes"
+"""The engine's argument with the size of its KV cache, which takes the place of a share."""
+
+ALONE: Final = 0.92
+"""The share that vLLM takes of a GPU by itself."""
+
+BESIDE: Final = 1.1
+"""What models take beside an engine, by what they need: allocators keep blocks that are free."""
+
+LEAST_CACHE: Final = GIB
+"""Bytes of a KV cache and of work space without which no engine starts."""
 
 KINDS: Final[Mapping[RewardKind, Kind]] = {
     "scalar": SCALAR,
@@ -69,17 +87,23 @@ class Expected:
         model: its name, with the number of a training rank.
         bytes: at its worst moment.
         elsewhere: the device is one of another machine, whose memory is not known here.
+        share: of its device's memory that an engine takes; ``None``: it takes what it needs.
     """
 
     model: str
     device: torch.device
     bytes: Bytes
     elsewhere: bool = False
+    share: float | None = None
 
     @property
     def where(self) -> str:
         """The device, and whether it is in the cluster."""
         return f"{self.device} in the cluster" if self.elsewhere else str(self.device)
+
+    def __str__(self) -> str:
+        chosen = "" if self.share is None else f", vllm.{SHARE} = {self.share}"
+        return f"{self.model} {decimal(self.bytes.total)}{chosen}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,42 +170,106 @@ class Outlines:
 def load_of(settings: Settings, prompt: int) -> Load:
     """Return the most that a run asks of its models, with prompts of up to ``prompt`` tokens."""
     response, chunk = settings.sampling.max_new_tokens, settings.step.chunk
-    rollouts = settings.step.batch + most_extra(settings.step)
+    rollouts = (settings.step.batch + most_extra(settings.step)) * settings.algorithm.responses
     return Load(rollouts, prompt, response, chunk if isinstance(chunk, int) else response)
 
 
-def expected(settings: Settings, devices: Devices, load: Load | None) -> list[Expected]:
+def expected(
+    settings: Settings,
+    devices: Devices,
+    load: Load | None,
+    assumed: Hardware | None = None,
+    tell: Callable[[str], None] = silent,
+) -> list[Expected]:
     """Return what each model of a run needs.
 
     Args:
         devices: of the models.
         load: the most that is asked of them; ``None``: nothing, so that they hold weights, and what training keeps.
+        assumed: the hardware that is meant; ``None``: this machine.
+        tell: receives the name of each model before it is counted.
 
     Raises:
         ConfigError: there is no such model.
         ModelRefused: one cannot be used.
     """
     made = Outlines(settings)
-    needs = [Expected("policy", devices.policy, _policy(settings, made, load), "policy" in devices.elsewhere)]
-    for model in scored(settings):
+    own_engine = settings.models.engine != "transformers"
+    needs, uncounted = list[Expected](), own_engine and not settings.shares_weights
+    if not own_engine:
+        tell("policy")
+        policy = _policy(settings, made, load)
+        needs.append(Expected("policy", devices.policy, policy, "policy" in devices.elsewhere))
+    for model in sorted(scored(settings), key=lambda model: model != "proximal"):
         device, elsewhere = devices.scoring()[model], model in devices.elsewhere
         if model != "reward":
+            tell(model)
             make = made.critic if model == "critic" else made.actor if model == "proximal" else made.reference
             served = _served(make, _SERVED[model], load)
             shares = _shares_the_policy_s(settings, devices, model)
+            if shares and uncounted and model != "critic":  # the first that is served over the policy's weights
+                shares = uncounted = False
             needs.append(Expected(model, device, replace(served, weights=0) if shares else served, elsewhere))
         for key, part in settings.models.rewards.items() if model == "reward" else ():
             if not part.is_function:
+                tell(key)
                 needs.append(Expected(key, device, made.reward(key, load), elsewhere))
     unshared = None
     if settings.shares_weights:
         apart = {"policy": made.actor, "critic": made.critic}
-        unshared = sum(at_rest(make).weights for model, make in apart.items() if model in devices.elsewhere)
-    return [*needs, *_training(settings, devices, _trainer(settings, made, load), unshared)]
+        there = devices.elsewhere | ({"policy"} if own_engine else set())
+        unshared = sum(at_rest(make).weights for model, make in apart.items() if model in there)
+    tell("trainer")
+    needs += _training(settings, devices, _trainer(settings, made, load), unshared)
+    return [*_engine(settings, devices, made, needs, assumed), *needs] if own_engine else needs
+
+
+def _engine(
+    settings: Settings, devices: Devices, made: Outlines, others: Sequence[Expected], assumed: Hardware | None
+) -> list[Expected]:
+    """Return what each worker of an engine takes: its share of a GPU, or weights and cache where that is chosen."""
+    arguments, trained = placed(settings.vllm, devices.policy), made.actor().dtype
+    served = getattr(torch, served_dtype(settings, trained), trained)
+    replicas = int(str(arguments.get("data_parallel_size") or 1))
+    each = at_rest(made.actor).weights * served.itemsize // trained.itemsize * replicas // workers_of(arguments)
+    if devices.policy.type == "cpu":
+        return [Expected("policy", CPU, Bytes(each, keys_values=int(str(arguments.get(CACHE) or GIB))))]
+    share = engine_share(settings, devices, others, assumed)
+    gpus = gpus_of(arguments, None if assumed is None else assumed.gpus)
+    needs = []
+    for number, gpu in enumerate(gpus):
+        device = torch.device("cuda", gpu)
+        memory = memory_of(device, assumed)
+        taken = int(share * memory[1]) if memory is not None and share is not None else 0
+        cache = int(str(arguments[CACHE])) if arguments.get(CACHE) else max(LEAST_CACHE, taken - each)
+        name = "policy" if len(gpus) == 1 else f"policy, worker {number}"
+        needs.append(Expected(name, device, Bytes(each, keys_values=cache), share=share))
+    return needs
+
+
+def engine_share(
+    settings: Settings, devices: Devices, others: Sequence[Expected], assumed: Hardware | None = None
+) -> float | None:
+    """Return the share of a GPU's memory that an engine takes: the one that is chosen, or what others leave.
+
+    ``None`` where the size of its cache is chosen, or it computes on a CPU.
+    """
+    if devices.policy.type == "cpu" or settings.vllm.get(CACHE):
+        return None
+    if chosen := settings.vllm.get(SHARE):
+        return float(str(chosen))
+    gpus = gpus_of(placed(settings.vllm, devices.policy), None if assumed is None else assumed.gpus)
+    shares = [ALONE]
+    for device, models in by_device(others).items():
+        memory = memory_of(device, assumed)
+        if device.type == "cuda" and device.index in gpus and memory is not None:
+            left = memory[0] - BESIDE * sum(each.bytes.total for each in models) - GIB
+            shares.append(max(0.0, round(left / memory[1], 2)))
+    return min(shares)
 
 
 def _policy(settings: Settings, made: Outlines, load: Load | None) -> Bytes:
-    if load is None or settings.models.engine != "transformers":
+    if load is None:
         return Bytes(at_rest(made.actor).weights)
     return of_policy(made.actor, load, _sampling(settings), prefill_tokens=PREFILL_TOKENS)
 
@@ -253,15 +341,65 @@ def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:
     return found
 
 
-def crowded(needs: Iterable[Expected]) -> list[str]:
-    """Return a sentence about each device that has less memory than its models need."""
+def crowded(needs: Sequence[Expected], assumed: Hardware | None = None) -> list[str]:
+    """Return a sentence about each device that has less memory than its models need.
+
+    Args:
+        needs: of the models.
+        assumed: the hardware that is meant, with that of a cluster; ``None``: this machine, without its cluster.
+    """
     sentences = []
     for device, models in by_device(needs).items():
-        total, there = sum(each.bytes.total for each in models), free(device)
-        if total > there:
-            each = ", ".join(f"{one.model} {decimal(one.bytes.total)}" for one in models)
-            sentences.append(f"{device} has {decimal(there)} free, and its models need {decimal(total)} ({each})")
-    return sentences
+        total, memory = sum(each.bytes.total for each in models), memory_of(device, assumed)
+        if memory is not None and total > memory[0]:
+            each = ", ".join(map(str, models))
+            sentences.append(f"{device} has {decimal(memory[0])} free, and its models need {decimal(total)} ({each})")
+    return sentences if assumed is None else [*sentences, *_crowded_cluster(needs, assumed)]
+
+
+def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware) -> Iterator[str]:
+    """Yield a sentence about each GPU that a cluster lacks, or that is too small: an actor has one, of any machine."""
+    actors: dict[str, list[Expected]] = {}
+    for each in needs:
+        if each.elsewhere and each.device.type == "cuda":
+            actors.setdefault(each.model.partition(".")[0], []).append(each)
+    there = (assumed.machines - 1) * assumed.gpus
+    if len(actors) > there:
+        yield (
+            f"{len(actors)} models are actors with a GPU each ({', '.join(actors)}), and beside this machine {there} "
+            f"GPUs are assumed ({assumed})"
+        )
+    for models in actors.values():
+        if sum(each.bytes.total for each in models) > assumed.bytes:
+            held = ", ".join(map(str, models))
+            yield f"a GPU of the cluster has {decimal(assumed.bytes)}, and an actor would hold {held}"
+
+
+def share_beside(settings: Settings, devices: Devices) -> float | None:
+    """Return the share of its GPUs' memory that an engine may take beside the models of a run, before they are loaded.
+
+    ``None``: it takes what it would alone, or what ``[vllm]`` says.
+
+    Raises:
+        ConfigError: there is no such model, or they leave too little.
+        ModelRefused: one cannot be used.
+    """
+    # `vllm.gpu_memory_utilization` of vLLM itself is most of an empty GPU, which is refused where others have a part.
+    if (
+        settings.models.engine == "transformers"
+        or devices.policy.type == "cpu"
+        or settings.vllm.keys() & {SHARE, CACHE}
+    ):
+        return None
+    gpus = gpus_of(placed(settings.vllm, devices.policy))
+    if not any(device.type == "cuda" and device.index in gpus for device in devices.distinct()):
+        return None
+    needs = expected(settings, devices, load_of(settings, settings.data.max_prompt_tokens))
+    if found := crowded([each for each in needs if each.device.type == "cuda" and each.device.index in gpus]):
+        raise ConfigError(
+            f"{'; '.join(found)}: give the policy a GPU of its own (placement.policy), or choose vllm.{SHARE} yourself"
+        )
+    return next(each.share for each in needs if each.share is not None)
 
 
 def require_memory(settings: Settings, devices: Devices) -> None:
@@ -280,15 +418,15 @@ def require_memory(settings: Settings, devices: Devices) -> None:
         raise ConfigError(f"{'; '.join(found)}: {advice(settings, devices, None)}")
 
 
-def advice(settings: Settings, devices: Devices, load: Load | None) -> str:
+def advice(settings: Settings, devices: Devices, load: Load | None, assumed: Hardware | None = None) -> str:
     """Return what would need less memory, and whether that fits."""
     fitting = []
     for name, changes in _SMALLER:
         try:
-            needs = expected(settings.changed(changes), devices, load)
+            needs = expected(settings.changed(changes), devices, load, assumed)
         except (ConfigError, ModelRefused, ValueError):
             continue
-        if not crowded(needs):
+        if not crowded(needs, assumed):
             fitting.append(f"{name} would fit ({decimal(sum(each.bytes.total for each in needs))} in all)")
     return "; ".join(
         [

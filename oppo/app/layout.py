@@ -9,16 +9,21 @@ from oppo.app.actors import places_elsewhere
 from oppo.app.settings import Settings
 from oppo.hf.cpu import available_cores
 from oppo.hf.device_layout import SCORED, DeviceLayout, Devices
+from oppo.hf.memory.capacity import Hardware
 
 
-def devices_of(settings: Settings) -> Devices:
-    """Return the device of each model.
+def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
+    """Return the device of each model, on this machine or on one that is assumed.
 
     Raises:
         ConfigError: there is no such device.
     """
     return Devices.found(
-        settings.devices, settings.placement.key_of, exact=settings.run.exact, elsewhere=settings.elsewhere
+        {**settings.devices, "actor": (settings.actor_device,)},
+        settings.placement.key_of,
+        exact=settings.run.exact,
+        elsewhere=settings.elsewhere,
+        gpus=None if assumed is None else assumed.gpus,
     )
 
 

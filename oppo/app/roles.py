@@ -166,8 +166,8 @@ class RoleLoader:
 
     def _device(self, model: str) -> torch.device:
         """Return the device that a model is loaded on; of one that is served elsewhere, where it is trained."""
-        found: torch.device = getattr(self._devices, model)
-        return self._devices.trainer[0] if model in self._devices.elsewhere else found
+        found: torch.device = getattr(self._devices, "actor" if model == "policy" else model)
+        return self._devices.trainer[0] if model in self._devices.elsewhere - {"policy"} else found
 
     def _located(self, path: str) -> Path:
         return located(path, weights=False, trust_remote_code=self._models.trust_remote_code, tell=self._tell)

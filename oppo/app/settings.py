@@ -143,12 +143,27 @@ class Settings(BaseModel):
         return self.placement.names(self.models.device)
 
     @property
+    def actor_device(self) -> str:
+        """The device on which transformers loads the policy here: where it decodes, or else where it is trained.
+
+        Ranks on GPUs have the whole weights on the CPU only. What reads the policy again is then beside the reference.
+        """
+        devices = self.devices
+        if self.models.engine == "transformers" and "policy" not in self.elsewhere:
+            return devices["policy"][0]
+        ranks = devices["trainer"]
+        by_ranks = len(ranks) > 1 and ranks[0] != "cpu" and "reference" not in self.elsewhere
+        return devices["reference"][0] if by_ranks else ranks[0]
+
+    @property
     def trains_where_it_serves(self) -> bool:
-        """Whether updates are made on the device of the policy and the critic that are served here, if any are.
+        """Whether updates are made on the device of the policy and the critic that transformers serves here, if any.
 
         Ranks are processes, which share no memory of GPUs.
         """
-        devices, models = self.devices, {"policy"} | ({"critic"} if self.algorithm.has_critic else set())
+        devices, models = self.devices, {"critic"} if self.algorithm.has_critic else set()
+        if self.models.engine == "transformers":
+            models.add("policy")
         ranks = devices["trainer"]
         if len(ranks) > 1 and ranks[0] != "cpu":
             return False

@@ -215,7 +215,7 @@ def require_installed(settings: Settings) -> None:
     """
     from oppo.app.engines import require_engine  # noqa: PLC0415 - torch takes seconds to import
 
-    require_engine(settings.models.engine, settings.vllm, settings.models.device)
+    require_engine(settings)
     require_trackers(settings.run.track)
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from oppo import observe
 from oppo.app.config import resolve
-from oppo.app.engines import require_engine
+from oppo.app.engines import require_engine_installed
 from oppo.app.sections import Engine
 from oppo.app.settings import Settings
 from oppo.app.train import FINAL, prepare, run
@@ -100,7 +100,7 @@ def demo(
     Raises:
         ConfigError: ``directory`` cannot hold a run, or the engine is not installed.
     """
-    require_engine(engine, {})
+    require_engine_installed(engine)
     plan = SHORT if short else FULL
     target = unused(directory)
     require_unused(target)

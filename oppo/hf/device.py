@@ -23,22 +23,26 @@ CPU = torch.device("cpu")
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def device_of(name: str, *, exact: bool = False) -> torch.device:
+def device_of(name: str, *, exact: bool = False, gpus: int | None = None) -> torch.device:
     """Return the available device of that name, with its number.
 
     Args:
         name: ``cpu``, ``cuda``, ``cuda:1`` ...; ``auto`` is the first CUDA device, or the CPU without one.
         exact: ``auto`` is the CPU, whose kernels alone compute bits that do not depend on timing.
+        gpus: how many CUDA devices there are on the machine that is meant; ``None``: this one.
 
     Raises:
         ConfigError: there is no such device.
     """
-    if name == "cpu" or (name == "auto" and (exact or not torch.cuda.is_available())):
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = here if gpus is None else gpus
+    if name == "cpu" or (name == "auto" and (exact or not count)):
         return CPU
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     number = torch.device("cuda" if name == "auto" else name).index or 0
     if number >= count:
         known = ", ".join(["cpu", *(f"cuda:{each}" for each in range(count))])
+        if gpus is not None:
+            raise ConfigError(f"there is no {name!r} on the machine that is assumed, which has {known}")
         build = "" if torch.version.cuda else f"; torch {torch.__version__} was built without CUDA"
         raise ConfigError(f"there is no {name!r} here: torch finds {known}{build}")
     return torch.device("cuda", number)

@@ -18,7 +18,7 @@ import torch
 
 from oppo.errors import ConfigError
 from oppo.hf.cpu import use_cores
-from oppo.hf.device import DeviceThread, device_of
+from oppo.hf.device import CPU, DeviceThread, device_of
 from oppo.placement import Place, Process, Ranks, Thread
 from oppo.placement.answered_place import AnsweredPlace
 
@@ -28,19 +28,24 @@ Scorers: TypeAlias = Literal["auto"] | Home
 SCORED: Final = ("reference", "reward", "critic", "proximal")
 """The models that read what the policy has written."""
 
+OF_ONE: Final = ("policy", "reference", "reward", "critic")
+"""The models that have one device each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Devices:
     """The device of each model of a run.
 
     Attributes:
-        policy: decodes.
+        policy: where it decodes; of an engine with several GPUs the first.
+        actor: of the policy as transformers loads it on this machine.
         trainer: of each training rank.
         elsewhere: the models that are on other machines, which have such a device; of the ``trainer``, every rank but
             the first.
     """
 
     policy: torch.device
+    actor: torch.device
     trainer: tuple[torch.device, ...]
     reference: torch.device
     reward: torch.device
@@ -50,7 +55,7 @@ class Devices:
     @classmethod
     def all_on(cls, device: torch.device) -> Devices:
         """Return one device for all models."""
-        return cls(device, (device,), device, device, device)
+        return cls(device, device, (device,), device, device, device)
 
     @classmethod
     def found(
@@ -60,6 +65,7 @@ class Devices:
         *,
         exact: bool = False,
         elsewhere: frozenset[str] = frozenset(),
+        gpus: int | None = None,
     ) -> Devices:
         """Return the devices of these names.
 
@@ -67,6 +73,7 @@ class Devices:
             names: by model, one or, of the trainer, several.
             key_of: returns the setting that names a model's device.
             exact: see :func:`~oppo.hf.device.device_of`.
+            gpus: likewise.
             elsewhere: models on other machines, whose devices are not looked for here; ``auto`` is as it is here.
 
         Raises:
@@ -77,7 +84,7 @@ class Devices:
             if model in elsewhere and (number or model != "trainer") and name != "auto":
                 return torch.device(name)
             try:
-                return device_of(name, exact=exact)
+                return device_of(name, exact=exact, gpus=gpus)
             except ConfigError as error:
                 raise ConfigError(f"{key_of(model)}: {error}") from error
 
@@ -86,12 +93,12 @@ class Devices:
             for model, named in names.items()
         }
         one = {model: devices[0] for model, devices in each.items()}
-        return cls(one["policy"], each["trainer"], one["reference"], one["reward"], one["critic"], elsewhere)
+        return cls(trainer=each["trainer"], elsewhere=elsewhere, **{name: one[name] for name in ("actor", *OF_ONE)})
 
     @property
-    def actor(self) -> torch.device:
-        """Of the policy on this machine: where it is trained, if it decodes on another."""
-        return self.trainer[0] if "policy" in self.elsewhere else self.policy
+    def weights(self) -> torch.device:
+        """Where the trained weights lie, whole: those of several ranks are gathered on the CPU."""
+        return self.trainer[0] if len(self.trainer) == 1 else CPU
 
     @property
     def proximal(self) -> torch.device:
@@ -104,8 +111,8 @@ class Devices:
 
     def here(self, scored: Sequence[str]) -> dict[str, torch.device]:
         """Return the devices of what scores on this machine; the CPU for functions beside a model of another."""
-        cpu, on = torch.device("cpu"), self.scoring(scored)
-        return {model: cpu if model in self.elsewhere else device for model, device in on.items()}
+        on = self.scoring(scored)
+        return {model: CPU if model in self.elsewhere else device for model, device in on.items()}
 
     def distinct(self) -> list[torch.device]:
         """Return each device of this machine once."""
@@ -179,7 +186,7 @@ class DeviceLayout:
             ConfigError: a process is chosen for models on a GPU, whose memory is not shared.
         """
         elsewhere = elsewhere or Elsewhere()
-        _require_cpu("policy", policy, [] if elsewhere.acting else [devices.policy])
+        _require_cpu("policy", policy, [] if elsewhere.acting else [devices.actor])
         _require_cpu("trainer", trainer, devices.trainer)
         _require_cpu("scorers", scorers, devices.here(scored).values())
 
@@ -201,7 +208,7 @@ class DeviceLayout:
         places = {device: scoring(device, name) for device, name in names.items()}
         ranks = elsewhere.training or _ranks(len(devices.trainer), cores, tell)
         return cls(
-            elsewhere.acting or place("actor", policy, acting_share(cores), devices.policy),
+            elsewhere.acting or place("actor", policy, acting_share(cores), devices.actor),
             {model: places[device] for model, device in on.items()},
             ranks or place("trainer", trainer, cores, devices.trainer[0]),
             Thread("saver"),

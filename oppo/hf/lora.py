@@ -6,6 +6,7 @@ The reference is a second module over the same base parameters: both are served 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +69,13 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def merged(model: nn.Module) -> dict[str, Tensor]:
-    """Return the ``state_dict`` of the model without adapters, their products added to its weights."""
+def merged(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return the ``state_dict`` of the model without adapters, their products added to its weights.
+
+    Args:
+        model: may have adapters.
+        dtype: of the weights that have one; ``None``: as they are, though 16 bits round small products away.
+    """
     state: dict[str, Tensor] = model.state_dict()
     if not has_adapters(model):
         return state
@@ -80,5 +86,28 @@ def merged(model: nn.Module) -> dict[str, Tensor]:
     for name, layer in layers.items():
         weight = plain[f"{name}.weight"]
         delta = torch.stack([layer.get_delta_weight(adapter) for adapter in layer.active_adapters]).sum(0)
-        plain[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype)
+        plain[f"{name}.weight"] = (weight.float() + delta.float()).to(dtype or weight.dtype)
     return plain
+
+
+@torch.no_grad()
+def rounding_loss(state: Mapping[str, object], merged: Mapping[str, object], dtype: torch.dtype) -> float:
+    """Return which part of the adapters' products is lost when merged weights are rounded: a ratio of norms.
+
+    Args:
+        state: the ``state_dict`` of a model with adapters.
+        merged: its weights of :func:`merged`, in float32.
+        dtype: to which they are rounded.
+
+    Example:
+        >>> base, served = torch.ones(1), torch.full((1,), 1.001)
+        >>> rounding_loss({"a.base_layer.weight": base}, {"a.weight": served}, torch.bfloat16)
+        1.0
+    """
+    added = lost = 0.0
+    for name, weight in state.items():
+        whole = merged.get(name.replace(".base_layer.", "."))
+        if ".base_layer." in name and isinstance(weight, Tensor) and isinstance(whole, Tensor):
+            added += float((whole.float() - weight.float()).square().sum())
+            lost += float((whole.to(dtype).float() - whole.float()).square().sum())
+    return (lost / added) ** 0.5 if added else 0.0

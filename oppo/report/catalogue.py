@@ -242,6 +242,12 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric("timing_s/update", SECONDS, "The update."),
             Metric("timing_s/publish", SECONDS, "Publishing the weights."),
             Metric(
+                "sync/rounding_loss",
+                SHARE,
+                "Of the norm of what adapters add to the weights, the part that the dtype of vLLM rounds away; absent "
+                "without adapters, or where transformers decodes.",
+            ),
+            Metric(
                 "overlap/hidden_fraction",
                 SHARE,
                 "Of the scoring time, what decoding or training hid; absent without scoring.",

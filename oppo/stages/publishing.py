@@ -73,6 +73,12 @@ class Publishing:
         for each in self._followings:
             await each.settled()
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last sync, of the followers that measure it as their ``sync_metrics``."""
+        measured = [getattr(each, "sync_metrics", {}) for each in self._followers]
+        return {name: value for metrics in measured for name, value in metrics.items()}
+
     async def publish(self, step: Step) -> float:
         """Give every follower the weights, when it may have them; return the seconds that this took after all waits.
 

@@ -160,6 +160,7 @@ class Update:
                     "timing_s/rollouts": scored - step.started,
                     "timing_s/update": updated - begun,
                     "timing_s/publish": publishing,
+                    **self._publishing.metrics,
                 },
             )
             found = bottleneck(observation(report, step))

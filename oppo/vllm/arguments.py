@@ -115,18 +115,20 @@ def require_installed() -> None:
         raise ConfigError(f"models.engine = 'vllm' needs vLLM, which is not installed here: {INSTALL}")
 
 
-def require_arguments(arguments: Mapping[str, object], *, settings: bool = False) -> None:
+def require_arguments(arguments: Mapping[str, object], *, settings: bool = False, planned: bool = False) -> None:
     """Check arguments of the engine before anything is loaded.
 
     Args:
         arguments: by the names of vLLM's ``AsyncEngineArgs``.
         settings: they are the table ``[vllm]`` of a settings file.
+        planned: they are for another machine, so that vLLM need not be installed here, which alone knows their names.
 
     Raises:
         ConfigError: vLLM is not installed, has no such argument, or oppo sets it.
     """
-    require_installed()
-    owned, known = {**OWNED, **(SETTINGS if settings else {})}, known_arguments()
+    if not planned:
+        require_installed()
+    owned, known = {**OWNED, **(SETTINGS if settings else {})}, None if planned else known_arguments()
     faults = [fault for name, value in arguments.items() if (fault := _fault(name, value, owned, known))]
     if faults:
         raise ConfigError("\n".join(faults))
@@ -146,7 +148,7 @@ def known_arguments() -> frozenset[str]:
     return frozenset(each.name for each in fields(AsyncEngineArgs))
 
 
-def _fault(name: str, value: object, owned: Mapping[str, str], known: frozenset[str]) -> str | None:
+def _fault(name: str, value: object, owned: Mapping[str, str], known: frozenset[str] | None) -> str | None:
     if name in owned:
         return f"vllm.{name} is set by oppo, since {owned[name]}: leave it out"
     if name == "load_format" and value == "dummy":
@@ -155,7 +157,7 @@ def _fault(name: str, value: object, owned: Mapping[str, str], known: frozenset[
         expected, reason = VALUES[name]
         listed = " or ".join(repr(each) for each in expected if each is not None)
         return f"vllm.{name} = {value!r} is refused, since {reason}: expected {listed}, or leave it out"
-    if name in known:
+    if known is None or name in known:
         return None
     near = difflib.get_close_matches(name, sorted(known - owned.keys()), n=1, cutoff=0.5)
     hint = f"; did you mean vllm.{near[0]}?" if near else ""

@@ -44,6 +44,8 @@ class VllmEngine:
         name: of its model.
         vocabulary: upper bound of token ids.
         longest: the longest sequence, prompt and response, in tokens.
+        dtype: of the weights that it serves.
+        dtype_chosen: its arguments say so; else the model does.
         requests: ids of the requests that policies have open.
         config: vLLM's own.
         weights: those of its model; ``None`` for one that transformers cannot train, or that pools.
@@ -62,6 +64,7 @@ class VllmEngine:
         *,
         log: EngineLog,
         weights: ServedWeights | None = None,
+        dtype_chosen: bool = True,
     ) -> None:
         self.llm = llm
         self.sender = sender
@@ -69,6 +72,8 @@ class VllmEngine:
         self.name = Path(str(self.config.model_config.model)).name
         self.vocabulary = int(self.config.model_config.get_vocab_size())
         self.longest = int(self.config.model_config.max_model_len)
+        self.dtype: torch.dtype = self.config.model_config.dtype
+        self.dtype_chosen = dtype_chosen
         self.requests: set[str] = set()
         self.weights = weights
         self._children = children
@@ -127,7 +132,15 @@ class VllmEngine:
                     raise ConfigError(_failure(model, error, file.path)) from error
             children.keep()
             tell(f"vLLM is ready after {now() - began:.0f} s")
-            return cls(llm, sender, children, stack.pop_all(), log=file, weights=served_by(llm.vllm_config))
+            return cls(
+                llm,
+                sender,
+                children,
+                stack.pop_all(),
+                log=file,
+                weights=served_by(llm.vllm_config),
+                dtype_chosen="dtype" in (arguments or {}),
+            )
 
     @staticmethod
     def params(keywords: Mapping[str, object]) -> object:
@@ -250,4 +263,6 @@ def last_line(log: Path, containing: str = "") -> str:
 
 def _failure(model: str | Path, error: BaseException, log: Path) -> str:
     cause = last_line(log, "Error: ") or one_line(error)
-    return f"vLLM could not be started with {model}: {cause}; everything that it wrote is in {log}"
+    share = "gpu_memory_utilization, or give the other models another GPU"
+    hint = f"; lower vllm.{share}" if "GPU memory utilization" in cause else ""
+    return f"vLLM could not be started with {model}: {cause}{hint}; everything that it wrote is in {log}"

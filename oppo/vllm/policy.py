@@ -83,6 +83,7 @@ class VllmPolicy:
         self._numbers = itertools.count()
         self._gate = anyio.Lock()
         self._paused = self._prepared = False
+        self._rounded: float | None = None
         self._lost: ModelLost | None = None
         self._submitted: dict[VllmDecode, None] = {}  # an ordered set: those whose requests are in the engine
         self._loop: DecodingLoop | None = None
@@ -102,6 +103,11 @@ class VllmPolicy:
     def progress(self) -> int:
         """A number that grows while it decodes."""
         return self.tokens
+
+    @property
+    def sync_metrics(self) -> Mapping[str, float]:
+        """Metrics of the last weight sync, by name."""
+        return {} if self._rounded is None else {"sync/rounding_loss": self._rounded}
 
     def with_sampling(self, sampling: Sampling) -> VllmSampling:
         """Return a policy on the same engine, with the same weights, that draws so.
@@ -327,7 +333,7 @@ class VllmPolicy:
             ProtocolError: the engine is closed, or works on another event loop.
         """
         with self.reporter.reported("load"):
-            actor = await anyio.to_thread.run_sync(weights.standalone) if weights.merge else weights.actor
+            actor = await anyio.to_thread.run_sync(self._merged, weights) if weights.merge else weights.actor
             tensors = cast("Mapping[str, Tensor]", actor)
             if tensors and self.engine.weights is not None:
                 self.engine.weights.require(tensors)
@@ -338,6 +344,20 @@ class VllmPolicy:
                         await self._send(tensors, weights.version)
                 finally:
                     await self._resume()
+
+    def _merged(self, weights: Weights) -> Mapping[str, object]:
+        """Return the actor's weights with its adapters, of which 16 bits would round most away."""
+        from oppo.hf.lora import rounding_loss  # noqa: PLC0415 - transformers takes seconds to import
+
+        actor, engine = weights.standalone(), self.engine
+        self._rounded = rounding_loss(weights.actor, actor, engine.dtype)
+        if self._rounded and not engine.dtype_chosen:
+            raise ModelError(
+                f"adapters are merged into the weights of {engine.name}, which vLLM has in {engine.dtype}, and that "
+                f"rounds {self._rounded:.0%} of what they add away: start the engine with dtype = 'float32', or, if "
+                "it should be so, with this dtype in its arguments"
+            )
+        return actor
 
     async def _send(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Have the engine serve weights; unless it is known which it serves afterwards, it is lost."""

@@ -54,24 +54,6 @@ class Output(Protocol):
         """One completion."""
 
 
-class Labelled(Protocol):
-    """vLLM's ``RequestState``: what it knows of a request that has not ended."""
-
-    @property
-    def weight_version_starts(self) -> Sequence[tuple[str, int]]:
-        """The versions that made its tokens, each with the index of its first token."""
-
-
-class Labelling(Protocol):
-    """vLLM's ``OutputProcessor``.
-
-    Attributes:
-        request_states: of the requests that have not ended, by the engine's own ids.
-    """
-
-    request_states: Mapping[str, Labelled]
-
-
 class Collector(Protocol):
     """vLLM's ``RequestOutputCollector``: holds what is new of a request until it is taken.
 
@@ -92,10 +74,12 @@ class AsyncEngine(Protocol):
     """vLLM's ``AsyncLLM``.
 
     Attributes:
-        output_processor: takes the engine's outputs, and names the weights that made each token.
+        output_processor: vLLM's ``OutputProcessor``, whose ``request_states`` holds, by the engine's own ids, the
+            requests that have not ended; ``weight_version_starts`` of one has the versions behind its tokens, each with
+            the index of its first token.
     """
 
-    output_processor: Labelling
+    output_processor: Any
 
     @property
     def errored(self) -> bool:

@@ -6,11 +6,9 @@ It decodes with transformers, on weights of its own that only a publish reaches,
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import pytest
@@ -96,21 +94,17 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandIn]]:
-    def require(arguments: Mapping[str, object], *, settings: bool) -> None:
+    def require(arguments: Mapping[str, object], *, settings: bool, planned: bool) -> None:
         assert settings
+        assert not planned
         if "max_num_seq" in arguments:
             raise ConfigError("unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)")
 
-    def reach(arguments: Mapping[str, object], trainer: torch.device) -> None:
-        assert trainer == torch.device("cpu")
-        if "tensor_parallel_size" in arguments:
-            raise ConfigError("set models.device to another GPU")
-
     StandIn.started.clear()
-    vllm = SimpleNamespace(VllmEngine=StandIn, VllmPolicy=StandInPolicy)
-    monkeypatch.setitem(sys.modules, "oppo.vllm", vllm)
-    monkeypatch.setitem(sys.modules, "oppo.vllm.arguments", SimpleNamespace(require_arguments=require))
-    monkeypatch.setitem(sys.modules, "oppo.vllm.route", SimpleNamespace(require_route=reach))
+    monkeypatch.setattr("oppo.vllm.VllmEngine", StandIn)
+    monkeypatch.setattr("oppo.vllm.VllmPolicy", StandInPolicy)
+    monkeypatch.setattr("oppo.vllm.arguments.require_arguments", require)
+    monkeypatch.setattr("oppo.vllm.arguments.computes_on_cpu", lambda: True)
     yield StandIn.started
     assert all(engine.closed for engine in StandIn.started)
 
@@ -182,7 +176,6 @@ def test_a_run_is_resumed_on_its_checkpoints_weights(workplace: Path, stand_in: 
     ("override", "sentence"),
     [
         ("vllm.max_num_seq=3", "unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)"),
-        ("vllm.tensor_parallel_size=2", "set models.device to another GPU"),
         ("run.exact=true", "run.exact makes every bit independent of timing"),
         ("sampling.top_p=0.5", "vLLM does not say which those were"),
     ],

@@ -152,7 +152,7 @@ def test_a_copy_on_another_device_has_all_parameters_there_and_leaves_the_origin
         (('placement.trainer=["cpu", "tpu"]',), "expected 'auto', 'cpu', 'cuda'"),
         ((BOTH, "run.trainer=process"), "run.trainer = 'process' is one process, and placement.trainer has 2 ranks"),
         (("models.share_weights=true", "placement.trainer=cuda:7"), "models.share_weights = true trains the weights"),
-        (("models.shared_trunk=true", "placement.critic=cuda:7"), "set placement.critic to the policy's device"),
+        (("models.shared_trunk=true", "placement.critic=cuda:7"), "set placement.critic = 'auto'"),
         (("step.algorithm=rloo", "placement.critic=cpu"), "has no critic and cannot use placement.critic = 'cpu'"),
         (("run.exact=true", "placement.reward=cuda"), "run.exact needs placement.reward = 'cpu'"),
         (("placement.actor=cpu",), "placement.actor"),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from oppo.chunking import Fixed
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.digest import weights_digest
-from oppo.hf.lora import add_lora, share_base
+from oppo.hf.lora import add_lora, merged, rounding_loss, share_base
 from oppo.hf.probe import probe
 from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Weights
@@ -174,3 +174,20 @@ def test_an_engine_without_adapters_is_given_merged_weights(name: str) -> None:
     anyio.run(main)
     plain.load_state_dict(receiver.weights)
     assert torch.allclose(logits(plain), logits(actor), atol=1e-5)
+
+
+def test_small_steps_of_adapters_reach_16_bit_weights_in_float32_only() -> None:
+    actor = tiny.causal("llama", seed=1).bfloat16()
+    add_lora(actor, 4, 8, seed=3)
+    with torch.no_grad():
+        for name, parameter in trained(actor).items():
+            parameter.add_(1e-6 if "lora_B" in name else 0.0)
+    state = actor.state_dict()
+    name = next(each for each in state if ".base_layer." in each)
+    plain = name.replace(".base_layer.", ".")
+    whole = merged(actor, torch.float32)
+    assert whole[plain].dtype == torch.float32
+    assert not torch.equal(whole[plain], state[name].float())
+    assert torch.equal(merged(actor)[plain], state[name]), "16 bits have lost the whole step"
+    assert rounding_loss(state, whole, torch.bfloat16) > 0.9
+    assert rounding_loss(state, whole, torch.float32) == 0.0

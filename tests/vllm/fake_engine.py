@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import anyio
 import anyio.lowlevel
+import torch
 from torch import Tensor
 
 from oppo.errors import as_itself
@@ -131,6 +132,7 @@ class FakeAsyncLLM:
     late: float = 0.0
     longest: int = 500
     mislabelled: bool = False
+    dtype: torch.dtype = torch.float32
     logprob: Callable[[int], float] = lambda position: -1.0 - position / 1000
     version: str = "as loaded"
     paused: bool = False
@@ -153,7 +155,10 @@ class FakeAsyncLLM:
     def vllm_config(self) -> Any:
         return SimpleNamespace(
             model_config=SimpleNamespace(
-                model="models/fake", max_model_len=self.longest, get_vocab_size=lambda: VOCABULARY
+                model="models/fake",
+                max_model_len=self.longest,
+                get_vocab_size=lambda: VOCABULARY,
+                dtype=self.dtype,
             ),
             cache_config=SimpleNamespace(block_size=BLOCK),
         )

@@ -59,6 +59,28 @@ def test_weights_that_cannot_be_sent_leave_the_engine_running_on_the_old_ones() 
     assert bench.policy.version == 0
 
 
+@pytest.mark.parametrize("served", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chosen", [True, False])
+def test_adapters_that_rounding_would_take_away_are_refused_unless_the_dtype_was_chosen(
+    served: torch.dtype, chosen: bool
+) -> None:
+    bench = Bench(FakeAsyncLLM(dtype=served))
+    bench.engine.dtype_chosen = chosen
+    base = torch.full((4,), 0.5, dtype=torch.bfloat16)
+    whole = {"head.weight": base.float() + torch.tensor([1e-4, -1e-4, 1e-4, 0.25])}
+
+    async def main() -> None:
+        await bench.policy.load(Weights(1, {"head.base_layer.weight": base}, merge=lambda: whole))
+
+    if served == torch.bfloat16 and not chosen:
+        with pytest.raises(ModelError, match=r"bfloat16.*dtype = 'float32'"):
+            bench.run(main, threads=True)
+        return
+    bench.run(main, threads=True)
+    lost = bench.policy.sync_metrics["sync/rounding_loss"]
+    assert lost == (0.0 if served == torch.float32 else pytest.approx(3**0.5 * 1e-4 / 0.25, rel=0.01))
+
+
 def test_versions_are_compared_with_those_that_the_engine_names() -> None:
     bench = Bench(FakeAsyncLLM(mislabelled=True))
 

@@ -67,7 +67,7 @@ def test_an_engine_on_a_cpu_reads_a_file_wherever_the_trainer_is(trainer: torch.
             {"tensor_parallel_size": 2},
             [
                 "vllm.tensor_parallel_size = 2 puts vLLM on the GPUs 0, 1, and the trainer is on GPU 1,",
-                "set models.device = 'cuda:2', or vllm.device_ids",
+                "set placement.trainer = 'cuda:2', or placement.policy",
             ],
         ),
         (
@@ -77,12 +77,12 @@ def test_an_engine_on_a_cpu_reads_a_file_wherever_the_trainer_is(trainer: torch.
                 "cuda:4",
             ],
         ),
-        ({"data_parallel_size": 2, "device_ids": [2, 1]}, ["on the GPUs 2, 1,", "set models.device = 'cuda:0'"]),
+        ({"data_parallel_size": 2, "device_ids": [2, 1]}, ["on the GPUs 2, 1,", "set placement.trainer = 'cuda:0'"]),
         (
             {"device_ids": ["GPU-zz"]},
             [
-                "vllm.device_ids = ['GPU-zz'] names a GPU that is not visible here: expected numbers from 0",
-                "GPU-a1",
+                "on the GPUs ['GPU-zz']: expected numbers from 0 to 3, or some of GPU-a1",
+                "vllm.device_ids",
             ],
         ),
     ],

@@ -99,7 +99,8 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
         sampling: how tokens are drawn.
         prefill_tokens: see :class:`oppo.hf.HfPolicy`.
     """
-    model = _bare(make)
+    model, whole = _bare(make), at_rest(make).weights
+    layers = _keep_one_layer(model)
     with without_data() as live, torch.inference_mode():
         model = _attending(strip(model))
         weights, reader = live.now, Incremental(model)
@@ -114,7 +115,7 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
             places, at = [(row.key, 0) for row in rows], [load.response] * len(rows)
             noise = Noise(sampling.seed)(places, at, logits.shape[-1], logits.device)
         draw(logits, noise, sampling)
-        return _serving(live, weights, reader.memory())
+        return _serving(live, weights, reader.memory(), whole, layers)
 
 
 def of_reference(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
@@ -140,7 +141,8 @@ def of_critic(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
 def _of_scorer(
     make: Callable[[], PreTrainedModel], worker_of: Callable[[PreTrainedModel], ScorerWorker[T]], load: Load
 ) -> Bytes:
-    model = _bare(make)
+    model, whole = _bare(make), at_rest(make).weights
+    layers = _keep_one_layer(model)
     with without_data() as live, torch.inference_mode():
         worker = worker_of(strip(model))
         weights = live.now
@@ -149,7 +151,7 @@ def _of_scorer(
         for start in range(0, load.response, load.chunk):
             tokens = np.zeros(min(load.chunk, load.response - start), np.int32)
             worker.extend(ScorerInput([_chunk(each, start, tokens) for each in rollouts]))
-        return _serving(live, weights, worker.memory())
+        return _serving(live, weights, worker.memory(), whole, layers)
 
 
 def of_trainer(
@@ -245,6 +247,23 @@ def _scoring(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _serving(live: LiveBytes, weights: int, memory: tuple[int, int]) -> Bytes:
+def _keep_one_layer(model: PreTrainedModel) -> int:
+    """Leave out all layers but the first where all are alike: return how many it stands for, so that counting is quick.
+
+    A layer's activations are gone when the next one begins, so only the cache of one is multiplied.
+    """
+    config = model.config.get_text_config()
+    count, kinds = int(config.num_hidden_layers), set(getattr(config, "layer_types", None) or ())
+    for part in model.modules():
+        for name, layers in part.named_children():
+            if isinstance(layers, nn.ModuleList) and len(layers) == count and len(kinds) <= 1:
+                shapes = {tuple((key, each.shape) for key, each in layer.named_parameters()) for layer in layers}
+                if len(shapes) == 1:
+                    setattr(part, name, layers[:1])
+                    return count
+    return 1
+
+
+def _serving(live: LiveBytes, weights: int, memory: tuple[int, int], whole: int, layers: int) -> Bytes:
     keys_values, _ = memory
-    return Bytes(weights, keys_values=keys_values, activations=live.peak - weights - keys_values)
+    return Bytes(whole, keys_values=keys_values * layers, activations=live.peak - weights - keys_values)

@@ -128,7 +128,7 @@ class HfTrainerCore:
     def weights(self) -> Weights:
         """Return the current weights, by reference."""
         critic = {} if self.critic is None else self.critic.state_dict()
-        merge = partial(merged, self.actor) if has_adapters(self.actor) else None
+        merge = partial(merged, self.actor, torch.float32) if has_adapters(self.actor) else None
         return Weights(self.counts.version, actor=self.actor.state_dict(), critic=critic, merge=merge)
 
     def write(self, directory: Path) -> None:

@@ -210,11 +210,11 @@ def spans_named(monkeypatch: pytest.MonkeyPatch) -> dict[int, Sequence[WeightVer
     named: dict[int, Sequence[WeightVersionSpan]] = {}
     take = VllmDecode.take
 
-    def noting(self: VllmDecode, output: Output, version: int) -> None:
+    def noting(self: VllmDecode, output: Output, version_at: Callable[[int], int]) -> None:
         spans = getattr(output.outputs[0], "weight_versions", None)
         if spans is not None:
             named[self.prompt.rollout] = spans
-        take(self, output, version)
+        take(self, output, version_at)
 
     monkeypatch.setattr(VllmDecode, "take", noting)
     return named
