@@ -107,7 +107,7 @@ $(PEER)/.installed: benchmarks/peer/requirements.txt
 	@touch $@
 
 # A torch that is already there and in range stays; otherwise the constraints decide.
-HAS_TORCH := import importlib.metadata as m; v = m.version("torch").split("."); raise SystemExit(not ("2", 9) <= (v[0], int(v[1])) < ("3", 0))
+HAS_TORCH := import importlib.metadata as m; v = m.version("torch").split("."); raise SystemExit(not ("2", 9) <= (v[0], int(v[1])) < ("2", 14))
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"oppo needs Python 3.11 or newer, this is {sys.version.split()[0]}"'
 	test -x $(BIN)/python || $(PYTHON) -m venv $$($(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null && echo --system-site-packages) $(VENV)

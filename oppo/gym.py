@@ -8,10 +8,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, Final
 
 from oppo.errors import DataError, one_line
+from oppo.libraries import require
 from oppo.numeric import require_whole
 
 LIBRARY: Final = "reasoning-gym"
@@ -106,8 +106,7 @@ def require_library() -> None:
     Raises:
         DataError: it is not.
     """
-    if find_spec("reasoning_gym") is None:
-        raise DataError(f"tasks of {LIBRARY} need it: pip install 'oppo[{LIBRARY}]'")
+    require(LIBRARY, "a task", module="reasoning_gym", error=DataError)
 
 
 def _library() -> Any:

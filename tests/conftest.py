@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores
 os.environ["HF_HUB_OFFLINE"] = "1"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a shell that runs the tests in the background
+    # Tests send it to themselves and to the programs they start, which inherit that it is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["pytest_oppo"]  # ours, also where the package was installed before it had a plugin
 

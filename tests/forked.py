@@ -136,6 +136,5 @@ def _run(code: str, argv: list[str], environment: dict[str, str], folder: str, s
         os.close(ours)
     os.environ.update(environment)
     os.chdir(folder)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
     sys.argv = argv
     exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})

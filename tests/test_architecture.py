@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "numeric", "declared", "signals"}),
+    frozenset({"errors", "libraries", "numeric", "declared", "signals"}),
     frozenset({"events", "observe", "overlap", "scheduling", "support", "token_rewards"}),
     frozenset(
         {

@@ -87,7 +87,7 @@ def test_a_task_that_is_not_there_or_refuses_its_config_is_named(task: str, conf
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oppo.gym.find_spec", lambda name: None)
+    monkeypatch.setattr("oppo.libraries.find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"pip install 'oppo\[reasoning-gym\]'"):
         task_rows("chain_sum")
 

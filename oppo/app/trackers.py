@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Protocol
 
 from oppo.app.sections import Tracker
 from oppo.app.settings import Settings
-from oppo.errors import ConfigError
+from oppo.libraries import require
 from oppo.observe import Expendable, Observer
 
 EVENTS: Final = "tensorboard"
@@ -31,8 +30,7 @@ def require_trackers(names: Sequence[Tracker]) -> None:
         ConfigError: one is not; names the extra to install.
     """
     for name in names:
-        if find_spec(name) is None:
-            raise ConfigError(f"run.track names {name!r}, which is not installed: pip install 'oppo[{name}]'")
+        require(name, f"run.track = [{name!r}]")
 
 
 @contextmanager

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from oppo.data.rows import READERS, Located
 from oppo.errors import DataError, one_line
+from oppo.libraries import require
 from oppo.observe import silent
 
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -89,8 +89,7 @@ def _library(source: str) -> Any:
     Raises:
         DataError: it is not installed.
     """
-    if find_spec("datasets") is None:
-        raise DataError(f"{source}: reading a dataset needs the library datasets: pip install 'oppo[datasets]'")
+    require("datasets", f"{source}: a dataset", error=DataError)
     import datasets  # noqa: PLC0415 - an extra, which takes a second to import
 
     return datasets

@@ -1,5 +1,11 @@
 """The transformers backend: a slab cache, the policy, the scorers and the trainer. Importing it loads torch."""
 
+# ruff: noqa: E402 - the check of versions comes first
+
+from oppo.libraries import warn_of_untested
+
+warn_of_untested()  # first: what is imported below may fail for it
+
 from oppo.hf.as_text.bridge import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
 from oppo.hf.device import DeviceThread

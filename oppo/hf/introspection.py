@@ -32,6 +32,15 @@ def keeps_logits(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
+def cache_argument(model: PreTrainedModel) -> str | None:
+    """Return the name by which the forward pass takes a KV cache; ``None`` if it takes none.
+
+    ``past_key_values`` is ``cache`` since transformers 5.24, but for models whose code is not theirs.
+    """
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in taken), None)
+
+
 def vocabulary(model: PreTrainedModel) -> int:
     """Return the number of token ids that ``model`` reads.
 

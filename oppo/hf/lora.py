@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from importlib.metadata import version
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import check_peft_version
 
-from oppo.errors import ConfigError, ModelRefused
+from oppo.errors import ConfigError, ModelRefused, one_line
 from oppo.hf.introspection import routed
+from oppo.libraries import require
 
 
 def share_base(model: PreTrainedModel) -> PreTrainedModel:
@@ -39,17 +43,16 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
         seed: of the matrices that are not zero.
 
     Raises:
-        ConfigError: PEFT is not installed.
+        ConfigError: PEFT is not installed, or not in a version that works with that of transformers.
         ModelRefused: the model is a mixture of experts, whose linear layers PEFT does not find.
     """
     if routed(model):
         raise ModelRefused(
             f"{type(model).__name__} is a mixture of experts, to which no adapters are added: set models.lora_rank = 0"
         )
-    try:
-        from peft import LoraConfig  # noqa: PLC0415 - an extra, for adapters only
-    except ImportError as error:
-        raise ConfigError("models.lora_rank needs PEFT: pip install 'oppo[lora]'") from error
+    require_peft("models.lora_rank")
+    from peft import LoraConfig  # noqa: PLC0415 - an extra, for adapters only
+
     transposed = any(isinstance(module, Conv1D) for module in model.modules())
     adapter = LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", fan_in_fan_out=transposed
@@ -61,6 +64,23 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # 16 bits would round small optimizer steps away
     model.train(mode=False)
+
+
+def require_peft(what: str) -> None:
+    """Check that PEFT is installed and that its version and that of transformers work together; ``what`` needs them.
+
+    Raises:
+        ConfigError: they do not; names both versions.
+    """
+    require("lora", what, module="peft")
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+        import peft  # noqa: F401, PLC0415 - it imports names of transformers that come and go
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{what}: peft {version('peft')} and transformers {version('transformers')} do not work together "
+            f"({one_line(error)}): install versions that do with pip install 'oppo[lora]'"
+        ) from error
 
 
 def has_adapters(model: nn.Module) -> bool:

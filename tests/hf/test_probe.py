@@ -91,9 +91,9 @@ def test_a_kind_of_attention_that_a_model_was_not_loaded_for_is_refused() -> Non
     ):
         probe(tiny.causal("llama"), attention="eager")
     with pytest.raises(
-        ModelRefused, match=r"GPTJ.* 'padded': it was loaded with 'eager', so expected 'eager' or 'auto'"
+        ModelRefused, match=r"XGLM.* 'padded': it was loaded with 'eager', so expected 'eager' or 'auto'"
     ):
-        probe(tiny.causal("gptj"), attention="padded")
+        probe(tiny.own_attention(), attention="padded")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
@@ -204,11 +204,13 @@ def test_attention_sinks_and_a_router_pass_together() -> None:
     probe(tiny.of(gpt_oss))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gptj"])
-def test_a_boolean_mask_under_eager_attention_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [lambda: tiny.causal("gemma2"), tiny.own_attention], ids=["gemma2", "xglm"])
+def test_a_boolean_mask_under_eager_attention_is_found(
+    make: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Masks, "_encoded", lambda masks, allowed: allowed)
     with pytest.raises(ModelRefused, match="read in pieces"):
-        probe(tiny.causal(name))
+        probe(make())
 
 
 def mixture(dtype: torch.dtype) -> PreTrainedModel:
@@ -302,7 +304,7 @@ def test_a_fault_of_segmented_attention_is_found_though_short_rows_would_be_one_
         probe(tiny.causal("llama"), attention="segmented")
     assert set(made) == {2, 3}
     assert probe(tiny.causal("llama")) == "padded", "what does not serve is not taken"
-    assert probe(tiny.causal("gptj")) == "eager"
+    assert probe(tiny.own_attention()) == "eager"
 
 
 @pytest.mark.parametrize("name", tiny.WINDOWED)

@@ -32,7 +32,7 @@ from tests.hf import tiny
 from tests.hf.ranked import FailsOnce, blind, deadly, gathered_bytes, gradient, local_bytes, parts_of_gradient
 from tests.hf.test_streamed_update import rows_of
 from tests.hf.test_trainer import rollouts
-from tests.hf.test_trainer_places import KINDS, SAMPLING, Models, plain
+from tests.hf.test_trainer_places import KINDS, MARKED, SAMPLING, Models, plain
 from tests.placement.instances import gone
 
 SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=1, micro_batch_tokens=40)
@@ -135,7 +135,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*MARKED, *(name for name in CASES if name not in KINDS)])
 async def test_two_ranks_learn_what_one_process_learns(
     name: str, shard: bool, ranks: Ranks, thread: Thread, batch: Batch
 ) -> None:
@@ -203,7 +203,7 @@ async def test_a_checkpoint_is_gathered_one_tensor_at_a_time_and_kept_by_rank_0(
 
 
 @pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MARKED)
 async def test_a_checkpoint_opens_in_any_number_of_ranks(  # noqa: PLR0917 - fixtures, passed by name
     kind: str, shard: bool, ranks: Ranks, thread: Thread, batch: Batch, tmp_path: Path
 ) -> None:

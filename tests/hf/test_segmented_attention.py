@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from oppo.hf.device import CPU
@@ -106,9 +108,9 @@ def test_segments_attend_as_each_would_alone(queries: int) -> None:
     assert torch.equal(together, torch.cat((long, short)))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gptj"])
-def test_a_model_whose_attention_is_its_own_is_stepped_as_one_rectangle(name: str) -> None:
-    model = tiny.causal(name)
+@pytest.mark.parametrize("make", [lambda: tiny.causal("gemma2"), tiny.own_attention], ids=["gemma2", "xglm"])
+def test_a_model_whose_attention_is_its_own_is_stepped_as_one_rectangle(make: Callable[[], PreTrainedModel]) -> None:
+    model = make()
     was = model.config._attn_implementation
     assert not attend_in_segments(model)
     assert model.config._attn_implementation == was

@@ -71,6 +71,7 @@ def test_what_is_shared_already_is_shared_as_it_is() -> None:
     assert all(bool((each.get_parameter("score.weight") == 3).all()) for each in (first, second))
 
 
+@pytest.mark.adapters
 def test_a_reference_over_the_base_of_an_actor_with_adapters_crosses_without_them() -> None:
     actor = tiny.causal()
     reference = share_base(actor)

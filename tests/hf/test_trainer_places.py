@@ -87,6 +87,7 @@ def one_trunk() -> Models:
 
 
 KINDS = {"ppo": plain, "grpo": without_critic, "lora": adapters, "trunk": one_trunk}
+MARKED = [pytest.param(kind, marks=[pytest.mark.adapters] * (kind == "lora")) for kind in KINDS]
 
 
 def graph_of(models: Models, trainer: HfTrainer, acting: Hosting, scoring: Place) -> Graph[StepReport]:
@@ -150,7 +151,7 @@ async def trained(kind: str, training: Place, acting: Hosting, scoring: Place, *
     return become
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MARKED)
 async def test_final_weights_are_the_same_to_the_bit_wherever_they_lie_and_are_trained(
     kind: str, thread: Thread, process: Process, actor_process: Process
 ) -> None:

@@ -37,6 +37,7 @@ from tests.hf import tiny
 from tests.hf.test_trainer import SAMPLING, Served, rollouts, trainer_of
 
 SCALAR = [name for name in tiny.CONFIGS if name not in tiny.WITHOUT_SCALAR]
+ADAPTED = [pytest.param(name, True, marks=pytest.mark.adapters) for name in ("llama", "gpt2")]
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def two_passes(actor: PreTrainedModel, critic: PreTrainedModel, part: MicroBatch
     return logits[part.row, part.column], values.squeeze(-1)[part.row, part.column]
 
 
-@pytest.mark.parametrize(("name", "lora"), [*((name, False) for name in SCALAR), ("llama", True), ("gpt2", True)])
+@pytest.mark.parametrize(("name", "lora"), [*((name, False) for name in SCALAR), *ADAPTED])
 def test_one_pass_says_what_two_passes_say(name: str, lora: bool) -> None:
     actor, critic = one_trunk(name, lora=lora)
     part, both, reads = packed(actor, critic), ActorCritic(actor, critic), 0
@@ -133,7 +134,7 @@ def test_logits_that_a_model_scales_are_scaled() -> None:
     torch.testing.assert_close(values, want_values, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "lora"), [("llama", False), ("gemma2", False), ("gpt2", False), ("llama", True)])
+@pytest.mark.parametrize(("name", "lora"), [("llama", False), ("gemma2", False), ("gpt2", False), ADAPTED[0]])
 def test_the_gradient_is_that_of_the_sum_of_the_two_losses(thread: Thread, name: str, lora: bool) -> None:
     actor, critic = one_trunk(name, lora=lora)
     part, total = packed(actor, critic), 31.0
@@ -224,7 +225,9 @@ def equivalence_models(*, lora: bool) -> dict[str, PreTrainedModel]:
     return models | {"critic": over(models["actor"])}
 
 
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+    "lora", [False, pytest.param(True, marks=[pytest.mark.deep, pytest.mark.adapters])], ids=["weights", "adapters"]
+)
 def test_streamed_and_serial_runs_over_one_trunk_agree_bit_for_bit(lora: bool) -> None:
     torch.set_num_threads(1)
     ours, theirs = equivalence_models(lora=lora), equivalence_models(lora=lora)
@@ -245,7 +248,7 @@ def test_streamed_and_serial_runs_over_one_trunk_agree_bit_for_bit(lora: bool) -
     assert np.abs(serial[2].values).max() > 0
 
 
-@pytest.mark.parametrize(("name", "lora"), [("llama", False), ("gpt2", False), ("llama", True), ("gpt2", True)])
+@pytest.mark.parametrize(("name", "lora"), [("llama", False), ("gpt2", False), *ADAPTED])
 def test_what_was_learned_loads_as_two_models(thread: Thread, tmp_path: Path, name: str, lora: bool) -> None:
     tiny.causal(name, seed=1).save_pretrained(tmp_path / "base")
     actor = AutoModelForCausalLM.from_pretrained(tmp_path / "base")

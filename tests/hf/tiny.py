@@ -44,6 +44,7 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
+    XGLMConfig,
     YoutuConfig,
 )
 
@@ -81,6 +82,15 @@ _OPT = {
     "ffn_dim": 48,
     "word_embed_proj_dim": 16,
     "init_std": 0.2,
+}
+_XGLM = {
+    "d_model": HIDDEN,
+    "ffn_dim": 48,
+    "num_layers": 2,
+    "attention_heads": 4,
+    "max_position_embeddings": LONGEST,
+    "init_std": 0.2,
+    **{name: value for name, value in _TOKENS.items() if name != "initializer_range"},
 }
 
 
@@ -194,6 +204,11 @@ def of(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.fl
 def causal(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return a causal LM in training mode with weights drawn from ``seed``."""
     return of(CONFIGS[name](), seed=seed, dtype=dtype)
+
+
+def own_attention() -> PreTrainedModel:
+    """Return a causal LM (XGLM) whose attention is code of its own, so that it attends eagerly only."""
+    return of(build(XGLMConfig, _XGLM))
 
 
 def scalar(name: str = "llama", *, seed: int = 0, labels: int = 1, pad: int | None = 0) -> PreTrainedModel:

@@ -31,7 +31,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("vllm.engine.arg_utils")
     module.__dict__["AsyncEngineArgs"] = make_dataclass("AsyncEngineArgs", names)
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("oppo.libraries.find_spec", lambda name: object())
 
 
 def refused(**arguments: object) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.hf.introspection import keeps_logits, longest
+from oppo.hf.introspection import cache_argument, keeps_logits, longest
 from oppo.hf.kv.attention import Masks, attend_in_segments
 from oppo.hf.kv.cache import KVView, SlabCache
 from oppo.hf.kv.decode_batch import DecodeBatch
@@ -83,6 +83,7 @@ class Incremental:
         self._ordered = ordered
         self._masks = Masks(model)
         self._keeps_logits = keeps_logits(model)
+        self._cache_argument = cache_argument(model) or "cache"
         self._class_slabs = [Slab(columns) for columns in _class_lengths(classes, self.max_length)]
         self._decode_slabs: list[Slab] = []
         self._cache = SlabCache(int(text.num_hidden_layers))
@@ -318,14 +319,15 @@ class Incremental:
         return DecodeBatch(list(rows), views, index([self.length(row) for row in batch], device), picks)
 
     def _forward(self, views: Sequence[KVView], ids: Tensor, positions: Tensor, *, keep: int) -> Tensor:
-        kept = {"logits_to_keep": keep} if self._keeps_logits else {}
+        options: dict[str, object] = {self._cache_argument: self._cache.at(views)}
+        if self._keeps_logits:
+            options["logits_to_keep"] = keep
         output = self._model(
             input_ids=ids,
             attention_mask=self._masks(positions, max(region.end for _, region in views)),
             position_ids=positions,
-            past_key_values=self._cache.at(views),
             use_cache=True,
-            **kept,
+            **options,
         )
         outputs: Tensor = output.logits if "logits" in output else output.last_hidden_state
         outputs = outputs[:, -keep:]

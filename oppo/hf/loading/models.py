@@ -29,6 +29,7 @@ from oppo.hf.loading.directory import CONFIG, entries_of, require_adapter, requi
 from oppo.hf.loading.fit import Info, first_of, require_finite, require_fit, require_kind
 from oppo.hf.loading.hub import located
 from oppo.hf.loading.kinds import CAUSAL, PROCESS, SCALAR, Kind
+from oppo.hf.lora import require_peft
 from oppo.hf.out_of_memory import ran_out
 from oppo.hf.probe import probe
 from oppo.hf.shared_memory import ALIGNMENT
@@ -231,6 +232,8 @@ def load(
     find = partial(located, weights=True, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, tell=tell)
     directory = find(path)
     adapter = require_adapter(directory, allow_pickle=allow_pickle)
+    if adapter is not None:
+        require_peft(f"the adapter in {directory}")
     base = directory if adapter is None else find(adapter.base)
     with reading(base, f"no model can be made of {base / CONFIG} and the weights beside it"):
         tensors = require_data(base, trusted=trust_remote_code, allow_pickle=allow_pickle)

@@ -11,12 +11,11 @@ exchange crosses by ``torch.distributed``. No code does: oppo, and what calls na
 in one version.
 """
 
-from oppo.errors import ConfigError
+# ruff: noqa: E402 - what is imported below needs Ray
 
-try:
-    import ray  # noqa: F401 - the modules below need it
-except ImportError as missing:
-    raise ConfigError("a place on other machines needs Ray, here and there: pip install 'oppo[ray]'") from missing
+from oppo.libraries import require
+
+require("ray", "a place on other machines")
 
 from oppo.placement.ray.cluster import Cluster, Room
 from oppo.placement.ray.place import RayPlace

