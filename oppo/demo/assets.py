@@ -26,7 +26,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from oppo import observe
 from oppo.demo import language, preference
@@ -34,10 +34,13 @@ from oppo.demo.once import alone, made_once
 from oppo.demo.pretrain import Progress, Shape, TrainingBudget, train_policy, write
 from oppo.demo.reward import normalise, pair_accuracy, scalar_model, score, train_reward
 from oppo.demo.tokenizer import train_tokenizer
+from oppo.hf.cpu import available_cores
 from oppo.hf.loading.models import quiet
 
+CORES: Final = 2
+"""The models are made on: more would gain nothing for models so small."""
+
 SOURCES: Final = ("language", "preference", "tokenizer", "pretrain", "reward", "assets", "once")
-SAMPLED_AT_ONCE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,7 @@ def make_assets(directory: Path, *, seed: int = 0, small: bool = False, progress
     target = directory / recipe.digest()
 
     def build(built: Path) -> None:
-        with alone(seed):
+        with alone(seed, cores=min(CORES, available_cores())):
             _build(built, recipe, progress)
 
     made_once(target, build)
@@ -194,9 +197,9 @@ def _build(directory: Path, recipe: AssetRecipe, progress: Progress) -> None:
         tokenizer, recipe.shape, recipe.policy, seed=recipe.seed, progress=_part(progress, 0.02, 0.65)
     )
     reward = train_reward(actor, tokenizer, recipe.reward, seed=recipe.seed, progress=_part(progress, 0.65, 0.92))
-    asks = language.training_prompts(recipe.samples, recipe.seed + 1)
-    prompts = [ask.text for ask in asks]
-    written = _sample(actor, tokenizer, prompts, recipe.limit, _part(progress, 0.92, 0.98))
+    prompts = [ask.text for ask in language.training_prompts(recipe.samples, recipe.seed + 1)]
+    progress("reading what the untrained policy writes", 0.92)
+    written = write(actor, tokenizer, prompts, limit=recipe.limit, seed=recipe.seed)
     texts = [text for text, _ in written]
     normalise(reward, tokenizer, prompts, texts)
     critic = scalar_model(reward)
@@ -231,16 +234,6 @@ def percentiles(lengths: Sequence[int]) -> dict[str, float]:
         "p99": float(np.percentile(lengths, 99)),
         "mean": float(np.mean(lengths)),
     }
-
-
-def _sample(
-    actor: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], limit: int, progress: Progress
-) -> list[tuple[preference.Review, int]]:
-    written: list[tuple[preference.Review, int]] = []
-    for first in range(0, len(prompts), SAMPLED_AT_ONCE):
-        progress("reading what the untrained policy writes", first / len(prompts))
-        written += write(actor, tokenizer, prompts[first : first + SAMPLED_AT_ONCE], limit=limit)
-    return written
 
 
 def _write_prompts(path: Path, asks: Iterable[language.Ask]) -> None:

@@ -6,17 +6,27 @@ attend to another. The loss covers responses only.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
+import anyio
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from oppo.data import read_prompts
 from oppo.demo import language
 from oppo.demo.preference import Review
+from oppo.evaluation import Answering, respond
+from oppo.hf.cpu import use_cores
+from oppo.hf.probe import probe
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.tokenizer import HfTokenizer
+from oppo.models import Sampling
+from oppo.placement import Thread
 
 Progress: TypeAlias = Callable[[str, float], None]
 """``progress(sentence, fraction)``: the work in progress, and the fraction done."""
@@ -156,33 +166,27 @@ def _packed(documents: Iterator[Document], width: int) -> Iterator[Row]:
             row = ([], [], [])
 
 
-class _Writer(Protocol):
-    """The method of a causal model that transformers' stubs lack."""
-
-    def generate(self, **options: object) -> torch.Tensor: ...
-
-
-@torch.no_grad()
 def write(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], *, limit: int
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[str],
+    *,
+    limit: int,
+    seed: int,
 ) -> list[tuple[Review, int]]:
-    """Return a sampled response to each prompt of one batch, and its number of tokens, the end token included.
-
-    Samples at temperature 1 from torch's global generator: seed it first.
-    """
-    inputs = tokenizer(list(prompts), padding=True, return_tensors="pt")
-    output = cast("_Writer", model).generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=limit,
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-    )
+    """Return a response to each prompt, sampled at temperature 1, and its number of tokens, the end token included."""
+    texts, cores = HfTokenizer(tokenizer), torch.get_num_threads()
+    asked = read_prompts([{"prompt": prompt} for prompt in prompts], texts)
+    sampling = Sampling(max_new_tokens=limit, stop=(tokenizer.eos_token_id,), seed=seed)
+    served = copy.deepcopy(model)  # it may attend in another way from now on
+    probe(served)
+    with Thread("writing", setup=lambda: use_cores(cores)) as thread:
+        policy = HfPolicy(served, sampling=sampling, thread=thread)
+        finished = anyio.run(respond, policy, asked, Answering(batch=len(asked)))
     written = []
-    for row in output[:, inputs["input_ids"].shape[1] :].tolist():
-        ended = tokenizer.eos_token_id in row
-        count = row.index(tokenizer.eos_token_id) + 1 if ended else len(row)
-        words = str(tokenizer.decode(row[: count - ended], skip_special_tokens=True))
-        written.append((Review(words, ended), count))
+    for each in finished:
+        tokens = each.response.tokens.tolist()
+        ended = tokens[-1] == tokenizer.eos_token_id
+        words = str(tokenizer.decode(tokens[: len(tokens) - ended], skip_special_tokens=True))
+        written.append((Review(words, ended), len(tokens)))
     return written
