@@ -100,17 +100,8 @@ def _row(entry: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def require_library() -> None:
-    """Check that reasoning-gym is installed, without importing it.
-
-    Raises:
-        DataError: it is not.
-    """
-    require(LIBRARY, "a task", module="reasoning_gym", error=DataError)
-
-
 def _library() -> Any:
-    require_library()
+    require(LIBRARY, "a task", module="reasoning_gym", error=DataError)
     import reasoning_gym  # noqa: PLC0415 - an extra that takes seconds to import
     import reasoning_gym.factory  # noqa: PLC0415
     import reasoning_gym.utils  # noqa: PLC0415

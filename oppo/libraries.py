@@ -18,17 +18,10 @@ from oppo.errors import ConfigError, OppoError
 def require(
     extra: str, what: str, *, module: str = "", install: str = "", error: type[OppoError] = ConfigError
 ) -> None:
-    """Check that the library of an extra is installed, without importing it; warn of versions that were not tested.
-
-    Args:
-        extra: of oppo's.
-        what: needs the library.
-        module: of the library, where it is not named as the extra.
-        install: how to install it, unless by the extra.
-        error: the type to raise.
+    """Check that ``module``, of an extra, is installed, without importing it; warn of versions that were not tested.
 
     Raises:
-        OppoError: it is not installed; says how to install it.
+        OppoError: of type ``error``: it is not, ``what`` needs it, and how to ``install`` it.
     """
     if find_spec(module or extra) is None:
         install = install or f"pip install 'oppo[{extra}]'"

@@ -10,10 +10,10 @@ from typing import Any
 from oppo.app.reward_settings import RewardPart
 from oppo.app.sections import DataSection, ModelsSection
 from oppo.environments import FunctionEnvironment
-from oppo.errors import ConfigError, DataError
 from oppo.events import Drop
-from oppo.gym import LIBRARY, require_library, verify
+from oppo.gym import LIBRARY, verify
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.libraries import require
 from oppo.models import Scorer
 from oppo.placement import Hosting
 from oppo.rewards import FunctionReward, Rewards, load_reward
@@ -100,10 +100,7 @@ def _of_tasks(key: str, tokenizer: HfTokenizer, options: Mapping[str, Any]) -> F
     Raises:
         ConfigError: reasoning-gym is not installed.
     """
-    try:
-        require_library()
-    except DataError as error:
-        raise ConfigError(f"models.{key}: {error}") from error
+    require(LIBRARY, f"models.{key}: {LIBRARY}", module="reasoning_gym")
     return FunctionReward(verify, tokenizer.decode, name=LIBRARY, **{**options, "process": bool(options["process"])})
 
 

@@ -31,16 +31,15 @@ from transformers import PreTrainedModel
 from oppo import observe
 from oppo.demo import language, preference
 from oppo.demo.once import alone, made_once
-from oppo.demo.pretrain import Progress, Shape, TrainingBudget, train_policy, write
+from oppo.demo.pretrain import Progress, Shape, TrainingBudget, train_policy, train_tokenizer, write
 from oppo.demo.reward import normalise, pair_accuracy, scalar_model, score, train_reward
-from oppo.demo.tokenizer import train_tokenizer
 from oppo.hf.cpu import available_cores
 from oppo.hf.loading.models import quiet
 
 CORES: Final = 2
 """The models are made on: more would gain nothing for models so small."""
 
-SOURCES: Final = ("language", "preference", "tokenizer", "pretrain", "reward", "assets", "once")
+SOURCES: Final = ("language", "preference", "pretrain", "reward", "assets", "once")
 
 
 @dataclass(frozen=True, slots=True)

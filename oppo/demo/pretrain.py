@@ -1,4 +1,4 @@
-"""The demo's base policy: a small Llama, taught the review language by supervised training.
+"""The demo's base policy and its tokenizer: a small Llama, taught the review language by supervised training.
 
 Reviews are packed into rows without a gap. Position ids restart at 0 with each review, so that transformers lets none
 attend to another. The loss covers responses only.
@@ -15,6 +15,7 @@ from typing import Final, TypeAlias, cast
 
 import anyio
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from oppo.data import read_prompts
@@ -33,6 +34,9 @@ Progress: TypeAlias = Callable[[str, float], None]
 
 WIDTH: Final = 256
 """Tokens in a packed row."""
+END: Final = "<|end|>"
+"""Ends a response; also the beginning-of-sequence token, as in GPT-2."""
+PAD: Final = "<|pad|>"
 IGNORED: Final = -100
 """The label of a token without loss, by the convention of torch and transformers."""
 WARMUP: Final = 0.1
@@ -74,6 +78,40 @@ class TrainingBudget:
     steps: int
     rows: int
     learning_rate: float
+
+
+def train_tokenizer(corpus: Iterable[str], *, vocabulary: int, longest: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of at most ``vocabulary`` tokens that gives back every text it is given, byte for byte.
+
+    Args:
+        corpus: texts to learn merges from.
+        vocabulary: tokens, the 256 bytes and two special ones included.
+        longest: the positions of its models.
+
+    Raises:
+        ValueError: ``vocabulary`` leaves no room for a merge.
+    """
+    if vocabulary <= 258:
+        raise ValueError(f"a byte-level vocabulary needs more than 258 tokens, not {vocabulary}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[PAD, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token=PAD,
+        padding_side="left",
+        model_max_length=longest,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def rate(step: int, budget: TrainingBudget) -> float:

@@ -15,14 +15,7 @@ from oppo.hf.loading.kinds import CAUSAL, Kind
 HEADS = ("lm_head.", "embed_out.")
 """Prefixes of the weights of a language model's head, which a critic made of it does not use."""
 
-OBSOLETE = (
-    ".attn.bias",
-    ".attn.masked_bias",
-    ".attn.embed_positions",
-    ".attention.bias",
-    ".attention.masked_bias",
-    "decoder.version",
-)
+OBSOLETE = (".attn.bias", ".attention.bias", ".masked_bias", ".attn.embed_positions", "decoder.version")
 """Suffixes of constants in older checkpoints of GPT-2, GPT-J, GPT-NeoX and OPT; models compute them today."""
 
 
