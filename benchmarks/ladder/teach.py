@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, cast
 
 import anyio
@@ -72,13 +73,16 @@ def taught(language: Countdown, shape: Shape, *, steps: int, positions: int, pro
     for step in range(steps):
         width = min(WIDTHS[step % len(WIDTHS)], positions)
         tokens, labels = _packed(language, TOKENS // width, width, rng)
-        loss = cast("torch.Tensor", model(input_ids=tokens, labels=labels, use_cache=False).loss)
-        descended = descend(optimizer, model, [loss], rate(step, budget))
+        descended = descend(optimizer, model, [partial(_loss, model, tokens, labels)], rate(step, budget))
         progress(f"teaching the actor to count down, loss {descended:.4f}", (step + 1) / steps)
     model.train(mode=False)
     with torch.no_grad():
         model.get_parameter("model.norm.weight").mul_(SHARPER)
     return model
+
+
+def _loss(model: PreTrainedModel, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cast("torch.Tensor", model(input_ids=tokens, labels=labels, use_cache=False).loss)
 
 
 def _packed(language: Countdown, rows: int, width: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:

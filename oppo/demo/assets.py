@@ -33,11 +33,7 @@ from oppo.demo import language, preference
 from oppo.demo.once import alone, made_once
 from oppo.demo.pretrain import Progress, Shape, TrainingBudget, train_policy, train_tokenizer, write
 from oppo.demo.reward import normalise, pair_accuracy, scalar_model, score, train_reward
-from oppo.hf.cpu import available_cores
 from oppo.hf.loading.models import quiet
-
-CORES: Final = 2
-"""The models are made on: more would gain nothing for models so small."""
 
 SOURCES: Final = ("language", "preference", "pretrain", "reward", "assets", "once")
 
@@ -56,8 +52,8 @@ class AssetRecipe:
 
     seed: int = 0
     shape: Shape = field(default_factory=Shape)
-    policy: TrainingBudget = field(default_factory=lambda: TrainingBudget(steps=350, rows=2, learning_rate=2.5e-3))
-    reward: TrainingBudget = field(default_factory=lambda: TrainingBudget(steps=75, rows=8, learning_rate=8e-4))
+    policy: TrainingBudget = field(default_factory=lambda: TrainingBudget(steps=240, rows=2, learning_rate=2.5e-3))
+    reward: TrainingBudget = field(default_factory=lambda: TrainingBudget(steps=50, rows=8, learning_rate=8e-4))
     limit: int = 256
     corpus: int = 3000
     samples: int = 128
@@ -171,7 +167,7 @@ def make_assets(directory: Path, *, seed: int = 0, small: bool = False, progress
     target = directory / recipe.digest()
 
     def build(built: Path) -> None:
-        with alone(seed, cores=min(CORES, available_cores())):
+        with alone(seed):
             _build(built, recipe, progress)
 
     made_once(target, build)

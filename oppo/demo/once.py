@@ -77,12 +77,12 @@ def _install(built: Path, target: Path) -> None:
 
 
 @contextmanager
-def alone(seed: int, cores: int = 1) -> Iterator[None]:
-    """Seed torch, give it ``cores`` threads and hide transformers' progress bars while the context is open."""
+def alone(seed: int) -> Iterator[None]:
+    """Seed torch, give it one thread and hide transformers' progress bars while the context is open."""
     before, bars = torch.get_num_threads(), transformers_logging.is_progress_bar_enabled()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        use_cores(cores)
+        use_cores(1)
         transformers_logging.disable_progress_bar()
         try:
             yield

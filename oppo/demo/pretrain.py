@@ -10,7 +10,9 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias, cast
 
 import anyio
@@ -142,7 +144,7 @@ def train_policy(
     smooth = 0.0
     model.train()
     for step in range(budget.steps):
-        losses = (_row_loss(model, next(examples), budget.rows) for _ in range(budget.rows))
+        losses = [partial(_row_loss, model, next(examples), budget.rows) for _ in range(budget.rows)]
         loss = descend(optimizer, model, losses, rate(step, budget))
         smooth = loss if step == 0 else 0.95 * smooth + 0.05 * loss
         progress(f"teaching the policy to write reviews, loss {smooth:.2f}", (step + 1) / budget.steps)
@@ -151,22 +153,29 @@ def train_policy(
 
 
 def descend(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, losses: Iterable[torch.Tensor], learning_rate: float
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    losses: Iterable[Callable[[], torch.Tensor]],
+    learning_rate: float,
 ) -> float:
     """Take one optimizer step on the sum of the losses, the gradient's norm clipped to 1; return that sum.
 
-    Each loss is differentiated before the next is computed, so that memory holds one graph.
+    Two cores compute and differentiate a loss each. Of two losses the bits do not depend on which ends first.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.zero_grad()
-    total = 0.0
-    for loss in losses:
-        loss.backward()
-        total += loss.item()
+    with ThreadPoolExecutor(2, initializer=use_cores, initargs=(1,)) as cores:
+        total = sum(cores.map(_differentiated, losses))
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return total
+
+
+def _differentiated(loss: Callable[[], torch.Tensor]) -> float:
+    value = loss()
+    value.backward()
+    return value.item()
 
 
 def _row_loss(model: LlamaForCausalLM, row: Row, of: int) -> torch.Tensor:
@@ -213,12 +222,12 @@ def write(
     seed: int,
 ) -> list[tuple[Review, int]]:
     """Return a response to each prompt, sampled at temperature 1, and its number of tokens, the end token included."""
-    texts, cores = HfTokenizer(tokenizer), torch.get_num_threads()
+    texts = HfTokenizer(tokenizer)
     asked = read_prompts([{"prompt": prompt} for prompt in prompts], texts)
     sampling = Sampling(max_new_tokens=limit, stop=(tokenizer.eos_token_id,), seed=seed)
     served = copy.deepcopy(model)  # it may attend in another way from now on
     probe(served)
-    with Thread("writing", setup=lambda: use_cores(cores)) as thread:
+    with Thread("writing", setup=lambda: use_cores(1)) as thread:
         policy = HfPolicy(served, sampling=sampling, thread=thread)
         finished = anyio.run(respond, policy, asked, Answering(batch=len(asked)))
     written = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Final, cast
 
@@ -20,7 +21,7 @@ from oppo.demo.preference import Preferences, Review, sample_preferences
 from oppo.demo.pretrain import Progress, TrainingBudget, descend, rate
 
 PARTS: Final = 2
-"""Micro-batches of a step, so that memory holds the graph of one."""
+"""Micro-batches of a step, one for each core."""
 RIDGE: Final = 0.1
 """Regularises the direction along which every final hidden state has the same component."""
 
@@ -56,7 +57,7 @@ def train_reward(
     model.train()
     for step in range(budget.steps):
         batch = sample_preferences(training_prompts(budget.rows, rng.getrandbits(32)), rng)
-        losses = (_loss(model, tokenizer, batch[k::PARTS]) for k in range(PARTS))
+        losses = [partial(_loss, model, tokenizer, batch[k::PARTS]) for k in range(PARTS)]
         loss = descend(optimizer, model, losses, rate(step, budget))
         smooth = loss if step == 0 else 0.9 * smooth + 0.1 * loss
         progress(f"teaching the reward model what readers prefer, loss {smooth:.2f}", (step + 1) / budget.steps)

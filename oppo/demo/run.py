@@ -68,7 +68,7 @@ FULL = DemoPlan(
     max_new_tokens=256,
     learning_rate=2.5e-4,
     examined=128,
-    effort=Effort(batch=12, extra=3, steps=5, rounds=3, deeper=4),
+    effort=Effort(batch=12, extra=3, steps=4, rounds=3, deeper=4),
 )
 SHORT = DemoPlan(
     small=True,

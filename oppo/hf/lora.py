@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import check_peft_version
+from transformers.utils.peft_utils import check_peft_version
 
 from oppo.errors import ConfigError, ModelRefused, one_line
 from oppo.hf.introspection import routed
