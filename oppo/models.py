@@ -80,12 +80,20 @@ class Sampling(SamplingSettings):
     Attributes:
         stop: token ids that end a response (reason ``eos`` for the first, ``stop`` for the others); each is part of
             the response.
+        vocabulary: the ids below it are drawn, and log-probs, entropies and KL are over these alone: a model's table
+            may be padded with ids that the tokenizer does not have. 0: the whole table.
 
     Raises:
         ValueError: a value is out of range.
     """
 
     stop: tuple[int, ...] = ()
+    vocabulary: Count = 0
+
+    @property
+    def drawn(self) -> slice:
+        """The ids that may be drawn, as an index of logits [..., V]."""
+        return slice(self.vocabulary or None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

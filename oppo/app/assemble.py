@@ -24,7 +24,7 @@ from oppo.declared import declared
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
 from oppo.hf.device_layout import DeviceLayout, Devices
-from oppo.hf.introspection import end_ids
+from oppo.hf.introspection import end_ids, vocabulary
 from oppo.hf.loading.models import load_tokenizer, quiet
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.out_of_memory import ModelPlace
@@ -191,7 +191,7 @@ def _assembled(
     critic = load_critic(settings, actor, [*judges.values()], load, devices=devices, tell=tell)
     read = [positions_of(model) for model in (actor, reference, critic.trained) if model is not None]
     read += [judge.positions for judge in judges.values() if judge.positions is not None]
-    sampling = _sampling(settings.sampling, tokenizer, actor)
+    sampling = _sampling(settings.sampling, tokenizer, actor, tell)
     trained = ActorCritic(actor, critic.trained)
     if not settings.shares_weights:
         trained = trained.copied(devices.weights)
@@ -315,7 +315,11 @@ def _proximal(
     return ProximalLogprobs(actor, sampling=sampling, thread=thread, exact=exact, on_publish=settings.step.on_publish)
 
 
-def _sampling(section: SamplingSection, tokenizer: HfTokenizer, actor: PreTrainedModel) -> Sampling:
+def _sampling(
+    section: SamplingSection, tokenizer: HfTokenizer, actor: PreTrainedModel, tell: Callable[[str], None]
+) -> Sampling:
     settings = {name: getattr(section, name) for name in declared(SamplingSettings)}
     settings["stop_strings"] = tokenizer.stop_strings(section.stop_strings)
-    return Sampling(**settings, stop=tokenizer.stop(section.stop, end_ids(actor)))
+    stop = tokenizer.stop(section.stop, end_ids(actor), eos=section.eos, tell=tell)
+    padded = tokenizer.size < vocabulary(actor)
+    return Sampling(**settings, stop=stop, vocabulary=tokenizer.size if padded else 0)

@@ -42,14 +42,19 @@ class RoleLoader:
         self._tokenizer = tokenizer
         self._devices = devices
         self._tell = tell
-        self._actor: PreTrainedModel | None = None
 
     def policy(self) -> PreTrainedModel:
         """Return the causal language model that is trained."""
         path = self._models.policy
         with self.attributed("policy"):
-            self._actor = self._loaded("policy", load_causal, path)
-        return self._actor
+            actor = self._loaded("policy", load_causal, path)
+            if self._tokenizer.size > (known := vocabulary_of(actor)):
+                raise ConfigError(
+                    f"the ids of its tokenizer go up to {self._tokenizer.size - 1}, but the model at {path!r} reads "
+                    f"those below {known}: take the tokenizer that belongs to the model, or save the model after "
+                    "resize_token_embeddings()"
+                )
+        return actor
 
     def reference(self) -> Loadable:
         """Return the causal language model that the policy is compared with."""
@@ -178,7 +183,7 @@ class RoleLoader:
         has_tokenizer = path != policy and holds_tokenizer(self._located(path))
         if has_tokenizer and (difference := self._tokenizer.differs(self.tokenizer(path))) is not None:
             return f"does not share the policy's tokenizer ({difference})"
-        ours, theirs = vocabulary_of(self._actor or model), vocabulary_of(model)
+        ours, theirs = self._tokenizer.size, vocabulary_of(model)
         if theirs < ours:
-            return f"knows the token ids below {theirs}, but the policy {policy} may choose any below {ours}"
+            return f"knows the token ids below {theirs}, but those of the policy {policy} go up to {ours - 1}"
         return None

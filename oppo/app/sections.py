@@ -280,7 +280,11 @@ class SamplingSection(SamplingSettings):
     """``[sampling]``: how the policy draws tokens (see :class:`oppo.models.Sampling`)."""
 
     stop: Annotated[tuple[int | Filled, ...], FromList()] = setting(
-        (), "token ids, or texts that are one token each; the tokenizer's end of sequence when empty"
+        (), "token ids, or texts that are one token each, which end a response as the end of sequence does"
+    )
+    eos: bool = setting(
+        default=True,
+        description="whether the tokens of the tokenizer and the model that mean the end of sequence end a response",
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,7 +20,14 @@ from oppo.observe import silent
 T = TypeVar("T")
 
 OverLongPrompt: TypeAlias = Literal["filter", "truncate", "error"]
-Message: TypeAlias = dict[str, str]
+Message: TypeAlias = Mapping[str, object]
+"""A chat message: ``role``, and what the chat template reads besides: ``content``, ``tool_calls`` or others."""
+
+CHARACTERS: Final = 1 << 20
+"""The last characters of a prompt that are tokenized, or 256 for each of ``max_prompt_tokens`` if that is more.
+
+A longer prompt is over-long however it is tokenized.
+"""
 
 
 class Tokenizer(Protocol):
@@ -29,11 +37,16 @@ class Tokenizer(Protocol):
     def has_chat_template(self) -> bool:
         """Whether :meth:`encode_chat` works."""
 
-    def encode(self, text: str) -> Sequence[int]:
-        """Return the token ids of a prompt, special tokens included as the tokenizer adds them."""
+    def encode(self, text: str, *, last: int | None = None) -> Sequence[int]:
+        """Return the token ids of a prompt, or of its ``last`` characters, begun as the tokenizer begins texts."""
 
-    def encode_chat(self, messages: Sequence[Message]) -> Sequence[int]:
-        """Return the token ids of a conversation, up to where the assistant's next message begins."""
+    def encode_chat(self, messages: Sequence[Message], *, last: int | None = None) -> Sequence[int]:
+        """Return the token ids of a conversation, up to where the assistant's next message begins or goes on.
+
+        Args:
+            messages: as the data has them.
+            last: only so many characters, the last ones, are tokenized; ``None``: all.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +55,9 @@ class Encoding:
 
     Attributes:
         tokenizer: of the policy.
-        column: the column that holds the prompt: a string, or a list of ``{"role": ..., "content": ...}`` to which the
-            tokenizer's chat template is applied.
+        column: the column that holds the prompt: a string, or a list of chat messages, ``{"role": ..., "content": ...}`` with
+            any further fields, to which the tokenizer's chat template is applied; a last message of the assistant is
+            continued.
         max_prompt_tokens: a prompt of more tokens is over-long.
         over_long: what becomes of those: they are left out, keep their last ``max_prompt_tokens`` tokens, or are an
             error.
@@ -68,7 +82,8 @@ class Encoding:
         """
         if self.column not in row:
             raise DataError(f"{place}: no column {self.column!r}; the columns there are {', '.join(row) or '(none)'}")
-        return _encoded(row[self.column], self.tokenizer, f"{place}, column {self.column!r}")
+        read = max(CHARACTERS, 256 * self.max_prompt_tokens)
+        return _encoded(row[self.column], self.tokenizer, read, f"{place}, column {self.column!r}")
 
     def fitted(self, tokens: IntArray) -> IntArray | None:
         """Return an over-long prompt's last tokens, or ``None`` for one that is left out; others as they are."""
@@ -95,8 +110,8 @@ def read_prompts(
             of a dataset at a hub (the last two need the extra ``datasets``), or rows of a program, of which there is an
             end; one row a prompt.
         tokenizer: of the policy.
-        column: the column that holds the prompt: a string, or a list of ``{"role": ..., "content": ...}`` to which the
-            tokenizer's chat template is applied. Reward functions get all columns unchanged.
+        column: the column that holds the prompt: a string, or a list of chat messages; see :class:`Encoding`. Reward
+            functions get all columns unchanged.
         max_prompt_tokens: a prompt of more tokens is over-long.
         over_long: leave such prompts out, keep their last ``max_prompt_tokens`` tokens, or refuse the source.
         split: of a dataset with several.
@@ -156,12 +171,12 @@ def rows_of(
     return str(path), rows_of_file(path)
 
 
-def _encoded(value: object, tokenizer: Tokenizer, place: str) -> IntArray:
+def _encoded(value: object, tokenizer: Tokenizer, read: int, place: str) -> IntArray:
     """Return int32 [P], P >= 1."""
     tokens: Sequence[int] = ()
     if isinstance(value, str):
         if value.strip():
-            tokens = _encoded_by(tokenizer.encode, value, place, "the policy's tokenizer")
+            tokens = _encoded_by(partial(tokenizer.encode, last=read), value, place, "the policy's tokenizer")
     elif isinstance(value, list):
         messages = [_message(each, place) for each in value]
         if messages and not tokenizer.has_chat_template:
@@ -170,7 +185,8 @@ def _encoded(value: object, tokenizer: Tokenizer, place: str) -> IntArray:
                 "give the prompt as plain text, or set the tokenizer's chat_template"
             )
         if messages:
-            tokens = _encoded_by(tokenizer.encode_chat, messages, place, "the chat template of the policy's tokenizer")
+            encode = partial(tokenizer.encode_chat, last=read)
+            tokens = _encoded_by(encode, messages, place, "the chat template of the policy's tokenizer")
     else:
         raise DataError(f"{place}: expected text or a list of chat messages, got {shown(value)}")
     if not len(tokens):
@@ -181,15 +197,24 @@ def _encoded(value: object, tokenizer: Tokenizer, place: str) -> IntArray:
 def _encoded_by(encode: Callable[[T], Sequence[int]], value: T, place: str, by: str) -> Sequence[int]:
     try:
         return encode(value)
-    except MemoryError:
-        raise
     except Exception as error:  # any kind: a template is a program, and a tokenizer may be one too
         raise DataError(f"{place}: {by} cannot read {shown(value)}: {one_line(error)}") from error
 
 
 def _message(value: object, place: str) -> Message:
-    if isinstance(value, dict):
-        role, content = value.get("role"), value.get("content")
-        if isinstance(role, str) and isinstance(content, str):
-            return {"role": role, "content": content}
-    raise DataError(f"{place}: a chat message is {{'role': text, 'content': text}}, got {shown(value)}")
+    """Return a chat message with all of its fields."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise DataError(f"{place}: a chat message is {{'role': text, 'content': text}}, got {shown(value)}")
+    content = value.get("content")
+    parts = content if isinstance(content, list) else []
+    if others := [part for part in parts if not isinstance(part, dict) or not isinstance(part.get("text"), str)]:
+        raise DataError(
+            f"{place}: a part of a chat message is {{'type': 'text', 'text': text}}, got {shown(others[0])}"
+        )
+    has_other = any(each is not None for key, each in value.items() if key not in {"role", "content"})
+    if not isinstance(content, str | list) and not (content is None and has_other):
+        raise DataError(
+            f"{place}: a chat message is {{'role': text, 'content': text}}, got {shown(value)}; content may be absent "
+            "beside other fields"
+        )
+    return value

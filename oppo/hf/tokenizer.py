@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
 from oppo.errors import ConfigError
+from oppo.observe import silent
+
+Span: TypeAlias = tuple[int, int]
+"""The first character of a part of a text, and the one behind its last."""
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Mark special tokens that data spells, while a template renders it: noncharacters, which text never contains."""
+
+_MARKED: Final = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLOSE}]")
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text to be tokenized.
+
+    Attributes:
+        pair: the second segment, for models that read two; it is data.
+        special: whether the tokenizer adds its special tokens; a chat template has them already.
+        data: the spans of ``text`` that are data: a special token that they spell is ordinary text.
+    """
+
+    text: str
+    pair: str | None = None
+    special: bool = True
+    data: Sequence[Span] = ()
+
+    def after(self, start: int) -> Rendered:
+        """Return the text from a character on."""
+        data = [(max(0, first - start), end - start) for first, end in self.data if end > start]
+        return replace(self, text=self.text[start:], data=data)
 
 
 class HfTokenizer:
@@ -24,18 +58,112 @@ class HfTokenizer:
         """Whether :meth:`encode_chat` can be used."""
         return bool(self.inner.chat_template)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, special tokens included as the tokenizer adds them."""
-        return list(self.inner.encode(text))
+    def encode(self, text: str, *, last: int | None = None) -> list[int]:
+        """Return the token ids of a prompt: those that the text spells, behind what the tokenizer begins texts with.
 
-    def encode_exactly(self, text: str) -> list[int]:
-        """Return the token ids of a text, special tokens only where the text has them: an answer within a response."""
+        A rendered prompt, which spells that beginning, gets no second one, and a prompt never ends with what the
+        tokenizer ends texts with.
+
+        Args:
+            text: special tokens that it spells are special tokens.
+            last: only so many characters, the last ones, are read; ``None``: all.
+        """
+        before, _ = self.around
+        ids = self.encode_whole(text if last is None else text[-last:])
+        return ids if ids[: len(before)] == before else [*before, *ids]
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Return the token ids of a text; special tokens that it spells, and no others, are special tokens."""
         return list(self.inner.encode(text, add_special_tokens=False))
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Return the token ids of a conversation up to the start of the assistant's turn."""
-        text = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        return list(self.inner.encode(str(text), add_special_tokens=False))  # the template contains them
+    def encode_exactly(self, text: str) -> list[int]:
+        """Return the token ids of data, such as a tool's answer: whatever it spells, none is a special token."""
+        return list(self.inner.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]], *, last: int | None = None) -> list[int]:
+        """Return the token ids of a conversation, up to the start of the assistant's turn.
+
+        A last message of the assistant is left open: the response continues it. Special tokens are those of the
+        template; one that a message spells is ordinary text.
+
+        Args:
+            messages: with all of their fields.
+            last: only so many characters, the last ones, are tokenized; ``None``: all.
+        """
+        rendered = self.rendered(messages, answered=False)
+        start = 0 if last is None else max(0, len(rendered.text) - last)
+        return self.encode_rendered(rendered.after(start))
+
+    def rendered(self, messages: Sequence[Mapping[str, object]], *, answered: bool) -> Rendered:
+        """Return a conversation as the chat template renders it.
+
+        Args:
+            messages: with all of their fields; a field that is ``None`` counts as absent.
+            answered: the last message is the response, and complete; otherwise the text ends where the response begins.
+        """
+        marked = [self._marked(message) for message in messages]
+        continued = not answered and bool(messages) and messages[-1].get("role") == "assistant"
+        text: Any = self.inner.apply_chat_template(
+            marked,
+            add_generation_prompt=not answered and not continued,
+            continue_final_message=continued,
+            tokenize=False,
+        )
+        if marked == list(messages):
+            return Rendered(text, special=False)
+        parts, data, length, end = [], [], 0, 0
+        for found in _MARKED.finditer(text):
+            spelt = found[1] or ""
+            parts += [text[end : found.start()], spelt]
+            start = length + found.start() - end
+            length, end = start + len(spelt), found.end()
+            data.append((start, length))
+        return Rendered("".join([*parts, text[end:]]), special=False, data=data)
+
+    def encode_rendered(self, rendered: Rendered) -> list[int]:
+        """Return the token ids of a text, without those that the tokenizer adds; special tokens in data are text."""
+        parts = self.segments(rendered)
+        return [token for text, data in parts for token in (self.encode_exactly if data else self.encode_whole)(text)]
+
+    def segments(self, rendered: Rendered) -> list[tuple[str, bool]]:
+        """Return the parts of a text that are tokenized apart, one after the other, and whether each is data.
+
+        That is the whole text, unless data in it spells a special token, which is a part of its own then.
+        """
+        text, data = rendered.text, rendered.data
+        if any(start <= 0 and stop >= len(text) for start, stop in data):
+            return [(text, True)]
+        parts, end = [], 0
+        for found in self._control_tokens.finditer(text) if data else ():
+            if any(start < found.end() and found.start() < stop for start, stop in data):
+                parts += [(text[end : found.start()], False), (found[0], True)]
+                end = found.end()
+        return [part for part in (*parts, (text[end:], False)) if part[0] or not text]
+
+    @cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before a text, and behind it."""
+        bare, whole = self.encode_whole("a"), list(self.inner.encode("a"))
+        starts = range(len(whole) - len(bare) + 1)
+        at = next((start for start in starts if whole[start : start + len(bare)] == bare), 0)
+        return whole[:at], whole[at + len(bare) :]
+
+    @cached_property
+    def _control_tokens(self) -> re.Pattern[str]:
+        longest_first = sorted(self._special_tokens(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def _special_tokens(self) -> set[str]:
+        added = self.inner.added_tokens_decoder.values()
+        return {*self.inner.all_special_tokens, *(token.content for token in added if token.special)} - {""}
+
+    def _marked(self, value: Any) -> Any:
+        """Return data, a copy where it spells a special token: marks enclose that."""
+        if isinstance(value, str):
+            return self._control_tokens.sub(lambda found: f"{_OPEN}{found[0]}{_CLOSE}", value)
+        if isinstance(value, Mapping):
+            return {key: self._marked(each) for key, each in value.items()}
+        return [self._marked(each) for each in value] if isinstance(value, list | tuple) else value
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
@@ -49,26 +177,44 @@ class HfTokenizer:
         """Return a token as the vocabulary spells it; empty for an id outside of it."""
         return str(self.inner.convert_ids_to_tokens(token) or "")
 
-    def stop(self, wanted: Sequence[int | str], generation_stop: Sequence[int]) -> tuple[int, ...]:
-        """Return the ids that end a response.
+    @cached_property
+    def size(self) -> int:
+        """The largest token id, and one."""
+        return max(self.inner.get_vocab().values(), default=-1) + 1
+
+    def stop(
+        self,
+        wanted: Sequence[int | str],
+        generation_stop: Sequence[int],
+        *,
+        eos: bool = True,
+        tell: Callable[[str], None] = silent,
+    ) -> tuple[int, ...]:
+        """Return the ids that end a response: the end-of-sequence ids, and those that are wanted besides.
 
         Args:
-            wanted: ids, and texts of one token each; when empty, the end-of-sequence ids.
+            wanted: ids, and texts of one token each.
             generation_stop: the end-of-sequence ids of the model's generation config.
+            eos: whether the end-of-sequence ids are among them.
+            tell: receives a message about an end-of-sequence id that no token has.
 
         Raises:
-            ConfigError: a text is not one token, an id is not in the vocabulary, or no id is left.
+            ConfigError: a text is not one token, an id is not in the vocabulary, or ``eos`` finds no id.
         """
-        if not wanted:
-            eos = self.inner.eos_token_id
-            ends = dict.fromkeys([*([eos] if isinstance(eos, int) else []), *generation_stop])
-            if not ends:
-                raise ConfigError("the policy's tokenizer has no end-of-sequence token: set sampling.stop")
-            return tuple(ends)
+        own = self.inner.eos_token_id
+        ends = dict.fromkeys([*([own] if isinstance(own, int) else []), *generation_stop]) if eos else {}
+        if beyond := [each for each in ends if not 0 <= each < self.size]:
+            tell(
+                f"the policy's generation config has the end-of-sequence ids {', '.join(map(str, beyond))}, which no "
+                f"token has: its tokenizer's ids go up to {self.size - 1}"
+            )
+        known = [each for each in ends if each not in beyond]
+        if eos and not known and not wanted:
+            raise ConfigError("the policy's tokenizer has no end-of-sequence token: set sampling.stop")
         ids = [self._id(each) for each in wanted]
-        if unknown := [each for each in ids if not 0 <= each < len(self.inner)]:
-            raise ConfigError(f"sampling.stop: {unknown[0]} is no token id; there are {len(self.inner)} tokens")
-        return tuple(ids)
+        if unknown := [each for each in ids if not 0 <= each < self.size]:
+            raise ConfigError(f"sampling.stop: {unknown[0]} is no token id; they go up to {self.size - 1}")
+        return tuple(dict.fromkeys([*known, *ids]))
 
     def ending_with(self, endings: Sequence[str]) -> tuple[int, ...]:
         """Return the ids of all tokens whose text ends with one of ``endings``, a line break for example.
@@ -88,10 +234,8 @@ class HfTokenizer:
         Raises:
             ConfigError: a text contains a special token, which decoded text never does.
         """
-        added = self.inner.added_tokens_decoder.values()
-        special = {*self.inner.all_special_tokens, *(token.content for token in added if token.special)}
         for stop in wanted:
-            if hidden := sorted(token for token in special if token and token in stop):
+            if hidden := sorted(token for token in self._special_tokens() if token in stop):
                 number = self.inner.convert_tokens_to_ids(hidden[0])
                 raise ConfigError(
                     f"sampling.stop_strings: {stop!r} contains the special token {hidden[0]!r}, which is left out of "

@@ -204,7 +204,7 @@ class VllmPolicy:
         self._submitted[decode] = None
         self.engine.requests.add(decode.request)
         prompt = prompt_of(decode, self._label(self.version))
-        params = self.engine.params(params_of(decode.sampling, decode))
+        params = self.engine.params(params_of(decode.sampling, decode, self.engine.vocabulary))
         async with answered(self.engine, shield=True):
             decode.submitted(decode.request, await self.engine.llm.add_request(decode.request, prompt, params))
 

@@ -41,8 +41,13 @@ def seed_of(seed: int, prompt: Prompt, start: int) -> int:
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def params_of(sampling: Sampling, decode: VllmDecode) -> dict[str, object]:
-    """Return the keywords of a request's ``SamplingParams``."""
+def params_of(sampling: Sampling, decode: VllmDecode, vocabulary: int) -> dict[str, object]:
+    """Return the keywords of a request's ``SamplingParams`` for a model that has so many ids.
+
+    vLLM adds at least -100 to a logit: those of ids that are never drawn become so improbable that, in float32, no
+    log-prob of another id tells.
+    """
+    padding = range(sampling.vocabulary or vocabulary, vocabulary)
     start, truncated = decode.written, truncates(sampling)
     return {
         "temperature": sampling.temperature,
@@ -55,6 +60,7 @@ def params_of(sampling: Sampling, decode: VllmDecode) -> dict[str, object]:
         "ignore_eos": True,
         "logprobs": sampling.top_k if truncated else 0,
         "detokenize": False,
+        **({"logit_bias": dict.fromkeys(padding, -100.0)} if padding else {}),
     }
 
 

@@ -13,8 +13,10 @@ from tokenizers import Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oppo.data import read_prompts
+from oppo.data.prompts import CHARACTERS
 from oppo.errors import DataError
 from oppo.hf.tokenizer import HfTokenizer
+from tests.hf.spot_tokenizers import byte_tokenizer
 
 if TYPE_CHECKING:
     from oppo.data import OverLongPrompt
@@ -68,6 +70,66 @@ def test_a_chat_needs_a_template(tmp_path: Path) -> None:
     message = refused(jsonl(tmp_path, {"prompt": [{"role": "user", "content": "a"}]}))
     assert "line 1" in message
     assert "chat messages need a tokenizer with a chat template" in message
+
+
+def test_every_field_of_a_message_reaches_the_template() -> None:
+    template = (
+        "{% for m in messages %}[{{m.role}}]{% if m.reasoning_content %}<think>{{m.reasoning_content}}</think>"
+        "{% endif %}{% for c in m.tool_calls or [] %}<call {{c.name}}>{% endfor %}{{m.content}}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    chat = [
+        {"role": "user", "content": "sum?", "tool_calls": None},
+        {"role": "assistant", "content": "", "reasoning_content": "add", "tool_calls": [{"name": "plus"}]},
+        {"role": "assistant", "tool_calls": [{"name": "minus"}]},
+        {"role": "tool", "content": "3"},
+    ]
+    tokenizer = byte_tokenizer(template)
+    (prompt,) = read_prompts([{"prompt": chat}], tokenizer)
+    assert tokenizer.decode_whole(prompt.tokens.tolist()) == (
+        "[user]sum?[assistant]<think>add</think><call plus>[assistant]<call minus>[tool]3[assistant]"
+    )
+    assert prompt.columns["prompt"] == chat
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": None},
+        {"role": "user", "content": 3, "name": "x"},
+        {"content": "a"},
+        {"role": "user", "content": [{"type": "image", "url": "x"}]},
+    ],
+)
+def test_a_message_that_a_template_would_change_in_silence_is_refused(message: dict[str, object]) -> None:
+    with pytest.raises(DataError, match=r"row 1, column 'prompt': a .*chat message is"):
+        read_prompts([{"prompt": [message]}], byte_tokenizer(TEMPLATE))
+
+
+def test_of_a_prompt_of_megabytes_only_the_end_is_tokenized(tmp_path: Path) -> None:
+    longest = 0
+
+    class Counting(HfTokenizer):
+        def encode_whole(self, text: str) -> list[int]:
+            nonlocal longest
+            longest = max(longest, len(text))
+            return super().encode_whole(text)
+
+    long = "a b c d " * 500_000
+    tokenizer = Counting(tokenizer_of(TEMPLATE).inner)
+    rows: list[dict[str, object]] = [{"prompt": long}, {"prompt": [{"role": "user", "content": long}]}]
+    cut, chat = read_prompts(rows, tokenizer, max_prompt_tokens=3, over_long="truncate")
+    assert words(cut.tokens.tolist()) == "b c d"
+    assert words(chat.tokens.tolist()) == "d assistant :"
+    assert longest <= CHARACTERS
+    with pytest.raises(DataError, match="all are over-long"):
+        read_prompts(rows, tokenizer, max_prompt_tokens=3)
+
+
+def test_a_template_that_runs_out_of_memory_is_named() -> None:
+    tokenizer = byte_tokenizer("{{ 'x' * 10 ** 18 }}")
+    with pytest.raises(DataError, match=r"row 1, .*the chat template of the policy's tokenizer cannot read"):
+        read_prompts([{"prompt": [{"role": "user", "content": "a"}]}], tokenizer)
 
 
 def test_parquet_is_read_like_json_lines(tmp_path: Path) -> None:

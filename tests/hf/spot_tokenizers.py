@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 from tokenizers import (
+    AddedToken,
     Regex,
     Tokenizer,
     decoders,
@@ -124,4 +125,26 @@ def spot(make: str, template: str = "") -> HfTokenizer:
     )
     if template:
         tokenizer.chat_template = template
+    return HfTokenizer(tokenizer)
+
+
+def byte_tokenizer(template: str | None = None, *, ends: bool = False, special: tuple[str, ...] = ()) -> HfTokenizer:
+    """Return a tokenizer of single bytes that begins texts with ``<s>``.
+
+    Args:
+        template: for chats.
+        ends: it ends texts with ``</s>``.
+        special: special tokens besides ``<pad>``, ``<s>``, ``</s>`` and ``<|end|>``, which are 0 to 3.
+    """
+    names = ["<pad>", "<s>", "</s>", "<|end|>", *special]
+    vocabulary = {name: at for at, name in enumerate([*names, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.decoder = decoders.ByteLevel()
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.add_special_tokens([AddedToken(name, special=True) for name in names])
+    made.post_processor = processors.TemplateProcessing(
+        "<s> $A </s>" if ends else "<s> $A", None, [("<s>", 1), ("</s>", 2)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    tokenizer.chat_template = template
     return HfTokenizer(tokenizer)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -129,6 +131,28 @@ async def test_reference_log_probs_are_over_the_support_however_the_tokens_come(
             model, response.prompt, response.tokens.tolist(), response.support, sampling.temperature
         )
         np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("truncated", [{}, {"top_k": 20}, {"min_new_tokens": 6, "temperature": 0.7}])
+async def test_ids_of_a_padded_table_are_never_drawn_and_no_log_prob_counts_them(
+    truncated: Mapping[str, float], thread: Thread
+) -> None:
+    known = 70
+    actor, critic = tiny.causal("llama", seed=1), tiny.scalar("llama", seed=2)
+    sampling = replace(Sampling(max_new_tokens=24, stop=STOP, seed=5, vocabulary=known), **truncated)
+    with torch.no_grad():
+        actor.get_output_embeddings().weight[known:] *= 30
+    reference = ReferenceLogprobs(copy.deepcopy(actor), sampling=sampling, thread=thread)
+    finished = await rolled_out(actor, sampling, thread)
+    assert max(int(event.response.tokens.max()) for event in finished) < known
+    for event, logprobs in zip(finished, await score_serially(reference, finished), strict=True):
+        np.testing.assert_allclose(logprobs, event.response.logprobs, atol=1e-5)
+    batch = batch_of(finished, [event.response.logprobs for event in finished])
+    settings = TrainerSettings(epochs=1, micro_batch_tokens=100)
+    trainer = HfTrainer(actor, critic, sampling=sampling, thread=thread, settings=settings)
+    metrics = (await trainer.update(batch)).metrics
+    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert 0 < metrics["policy/entropy_avg"] < np.log(known)
 
 
 async def test_a_support_outside_of_the_references_vocabulary_is_refused(thread: Thread) -> None:

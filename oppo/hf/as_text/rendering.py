@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final, Literal, TypeAlias
 
 from oppo.data.prompts import Message
 from oppo.errors import ConfigError, one_line
 from oppo.events import Prompt
-from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.tokenizer import HfTokenizer, Rendered
 
 Form: TypeAlias = Literal["chat", "joined", "pair", "response"]
 """The model's own chat template; one text after the other; two segments; the response alone."""
@@ -20,28 +20,15 @@ _MARK: Final = "RESPONSE0OF0THE0POLICY"
 """Stands for the response where the text before it is wanted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A text to be tokenized.
-
-    Attributes:
-        pair: the second segment, for models that read two.
-        special: whether the tokenizer adds its special tokens; a chat template has them already.
-    """
-
-    text: str
-    pair: str | None = None
-    special: bool = True
-
-
 class Rendering:
     """Renders rollouts for one model.
 
     Args:
-        form: ``chat``: the model's own chat template, prompt messages and the response as the assistant's; a prompt
-            that is plain text is the user's message. ``joined``: the prompt's text and the response, one directly
-            after the other; of chat messages their contents, with a blank line after each. ``pair``: the same as two
-            segments. ``response``: the response alone.
+        form: ``chat``: the model's own chat template, prompt messages and the response as the assistant's, or behind
+            the assistant's last message; a prompt that is plain text is the user's message. ``joined``: the prompt's
+            text and the response, one directly after the other; of chat messages their contents, with a blank line
+            after each. ``pair``: the same as two segments. ``response``: the response alone. A special token that a
+            response or a message spells is ordinary text.
         reader: the model's tokenizer.
 
     Raises:
@@ -65,36 +52,39 @@ class Rendering:
         """
         match self.form:
             case "chat":
-                return Rendered(self._chat(prompt, response), special=False)
+                return self._chat(prompt, response)
             case "joined":
-                return Rendered(plain(prompt) + response)
+                text = plain(prompt)
+                data = (len(text) if isinstance(prompt, str) else 0, len(text) + len(response))
+                return Rendered(text + response, data=[data])
             case "pair":
-                return Rendered(plain(prompt), response)
+                text = plain(prompt)
+                return Rendered(text, response, data=[(0, len(text))])
             case "response":
-                return Rendered(response)
+                return Rendered(response, data=[(0, len(response))])
 
     def opening(self, prompt: PromptText) -> Rendered | None:
         """Return the text before the response; ``None`` if it depends on the response."""
         match self.form:
             case "chat":
-                opening, *rest = self._chat(prompt, _MARK).split(_MARK)
-                return Rendered(opening, special=False) if len(rest) == 1 else None
-            case "joined":
-                return Rendered(plain(prompt))
-            case "response":
-                return Rendered("")
+                rendered = self._chat(prompt, _MARK)
+                opening, *rest = rendered.text.split(_MARK)
+                return replace(rendered, text=opening) if len(rest) == 1 else None
+            case "joined" | "response":
+                return self.whole(prompt, "")
             case "pair":
                 return None
 
-    def _chat(self, prompt: PromptText, response: str) -> str:
+    def _chat(self, prompt: PromptText, response: str) -> Rendered:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        answer: Message = {"role": "assistant", "content": response}
+        if messages and messages[-1].get("role") == "assistant":
+            begun = messages.pop()
+            answer = {**begun, "content": content(begun) + response}
         try:
-            rendered = self._reader.inner.apply_chat_template(
-                [*messages, {"role": "assistant", "content": response}], tokenize=False
-            )
+            return self._reader.rendered([*messages, answer], answered=True)
         except Exception as error:  # any kind: a template is a program
             raise ConfigError(f"its chat template cannot render the messages of a prompt: {one_line(error)}") from error
-        return str(rendered)
 
 
 def prompt_text(prompt: Prompt, column: str, decode: Callable[[Sequence[int]], str]) -> PromptText:
@@ -103,10 +93,20 @@ def prompt_text(prompt: Prompt, column: str, decode: Callable[[Sequence[int]], s
     if isinstance(found, str):
         return found
     if isinstance(found, list) and found and all(isinstance(each, dict) for each in found):
-        return [{str(key): str(value) for key, value in each.items()} for each in found]
+        return found
     return decode(prompt.tokens.tolist())
 
 
 def plain(prompt: PromptText) -> str:
-    """Return a prompt as one text: of chat messages their contents, with a blank line after each."""
-    return prompt if isinstance(prompt, str) else "".join(f"{message['content']}\n\n" for message in prompt)
+    """Return a prompt as one text: of chat messages their contents, with a blank line after each that has ended."""
+    if isinstance(prompt, str):
+        return prompt
+    text = "".join(f"{content(message)}\n\n" for message in prompt)
+    return text.removesuffix("\n\n") if prompt and prompt[-1].get("role") == "assistant" else text
+
+
+def content(message: Message) -> str:
+    """Return the text of a message's content, which may be absent, or a list of parts."""
+    found = message.get("content")
+    parts = found if isinstance(found, list) else [{"text": found or ""}]
+    return "".join(str(part.get("text", "")) for part in parts)

@@ -8,13 +8,14 @@ tokenizer: where they differ from those that were sent, it goes back to the firs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Final
 
 from oppo.hf.as_text.growing_text import GrowingText
 from oppo.hf.as_text.reader import Pieces, Reader
 from oppo.hf.as_text.rendering import PromptText, Rendering
+from oppo.hf.tokenizer import Rendered
 
 TAIL: Final = 16
 """Tokens of a word that are held back at most: merges reach back less far."""
@@ -59,8 +60,8 @@ class Retokenizer:
         self._prompt = prompt
         opening = rendering.opening(prompt) if reader.knows_offsets else None
         self._streams = opening is not None
-        self._text = "" if opening is None else opening.text
-        self._special = opening is not None and opening.special
+        self._opening = opening or Rendered("")
+        self._text = self._opening.text
         self._end = 0  # of the text that was sent, in characters
         self._rewinds = 0
         self._growing = GrowingText(decode)
@@ -92,7 +93,7 @@ class Retokenizer:
         start = max(last_word(self._text[: self._end]), self._end - CONTEXT) if self._end else 0
         if not start:
             return self._restarted()
-        pieces = self._reader.pieces(self._text[start:], special=False)
+        pieces = self._reader.pieces(replace(self._so_far().after(start), special=False))
         ends = [start + end for end in pieces.ends]
         known = sum(1 for _ in takewhile(lambda end: end <= self._end, ends))
         if not known or ends[known - 1] != self._end or pieces.ids[known - 1] != self.sent[-1]:
@@ -102,9 +103,13 @@ class Retokenizer:
 
     def _restarted(self) -> Edit:
         """Return the difference to the tokens of all text so far."""
-        pieces = self._reader.pieces(self._text, special=self._special)
+        pieces = self._reader.pieces(self._so_far())
         stop = self._stable(pieces)
         return self._corrected(pieces.ids[:stop], pieces.ends[stop - 1] if stop else 0)
+
+    def _so_far(self) -> Rendered:
+        response = (len(self._opening.text), len(self._text))
+        return replace(self._opening, text=self._text, data=[*self._opening.data, response])
 
     def _corrected(self, ids: Sequence[int], end: int = 0) -> Edit:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.sent, ids, strict=False)))

@@ -13,8 +13,8 @@ from oppo.errors import ConfigError, ModelError, ProtocolError, RewardError, sho
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.hf.as_text.encoder import Encoder, Features
 from oppo.hf.as_text.reader import EMPTY, OverLong, Reader, TooLong
-from oppo.hf.as_text.rendering import Form, PromptText, Rendered, Rendering, prompt_text
-from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.as_text.rendering import Form, PromptText, Rendering, prompt_text
+from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority
 
@@ -224,7 +224,8 @@ class SimilarityReader(WholeReader):
     """Cosine similarities of one text to others; see :class:`SimilarityReward`."""
 
     def _texts(self, ended: EndedRollout) -> Sequence[Rendered]:
-        return [Rendered(text) for text in (self._policy.decode(ended.tokens), *ended.wanted)]
+        texts = (self._policy.decode(ended.tokens), *ended.wanted)
+        return [Rendered(text, data=[(0, len(text))]) for text in texts]
 
     def _score(self, outputs: torch.Tensor) -> float:
         own, *wanted = normalize(outputs, dim=-1)

@@ -120,7 +120,7 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
 
 def of_reference(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
     """Return what a served reference needs, a causal language model."""
-    return _of_scorer(make, lambda model: ReferenceWorker(_attending(model), False, 1.0), load)
+    return _of_scorer(make, lambda model: ReferenceWorker(_attending(model), False, Sampling()), load)
 
 
 def of_reward(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:

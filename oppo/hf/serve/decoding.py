@@ -207,7 +207,7 @@ class Decoder:
 
     def _draw(self, live: Sequence[DecodeRow], logits: Tensor) -> tuple[DecodeStep, Tensor]:
         """Append one token to each row; return the step and its tokens, int64 [n] on the model's device."""
-        lengths = [len(row.tokens) for row in live]
+        lengths, logits = [len(row.tokens) for row in live], logits[:, self._sampling.drawn]
         noise = None
         if self._sampling.temperature > 0:
             noise = self._noise([row.order for row in live], lengths, logits.shape[-1], logits.device)

@@ -29,7 +29,7 @@ class RecomputedLogprobs(ReferenceLogprobs):
 
     Args:
         model: the actor. It may be the module that is trained: nothing of it is changed here.
-        sampling: the policy's; only the temperature counts.
+        sampling: the policy's; only the temperature and the ids that may be drawn count.
         thread: where rollouts are read: any place.
         exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
@@ -58,7 +58,7 @@ class ProximalLogprobs(RecomputedLogprobs):
 
     Args:
         model: the actor. It may be the module that decodes: nothing of it is changed here.
-        sampling: the policy's; only the temperature counts.
+        sampling: the policy's; only the temperature and the ids that may be drawn count.
         thread: where rollouts are read: any place.
         exact: the bits of results do not depend on which rollouts finish together; slower.
         on_publish: what the policy does with the keys and values of parked rollouts. With ``keep``, no single version

@@ -23,6 +23,7 @@ from oppo.hf.serve.scorer_input import ScorerInput
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.weights import adopt
 from oppo.losses import SupportIndex, token_logprobs
+from oppo.models import Sampling
 
 T = TypeVar("T")
 
@@ -86,12 +87,12 @@ class ScorerWorker(ABC, Generic[T]):
 class ReferenceWorker(ScorerWorker[FloatArray]):
     """Log-probs of a response under a causal LM, float32 [n]; see :class:`oppo.hf.serve.scorers.ReferenceLogprobs`."""
 
-    def __init__(self, model: PreTrainedModel, exact: bool, temperature: float) -> None:
-        self._temperature = temperature
+    def __init__(self, model: PreTrainedModel, exact: bool, sampling: Sampling) -> None:
+        self._sampling = sampling
         super().__init__(model, Incremental(model), exact=exact, needs_logits=True)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return type(self), (SharedModel(self._model), self._exact, self._temperature)
+        return type(self), (SharedModel(self._model), self._exact, self._sampling)
 
     def load(self, weights: Mapping[str, object]) -> None:
         """Compute with ``weights`` from now on; without any, go on with those there are."""
@@ -110,8 +111,8 @@ class ReferenceWorker(ScorerWorker[FloatArray]):
             skipped = first - span.start
             targets = span.tokens[skipped:]
             support = SupportIndex.of(span.support.slice(skipped, len(span.tokens)), outputs.device)
-            before = before[len(before) - len(targets) :]
-            session.kept.append(token_logprobs(before, targets, self._temperature, support))
+            before = before[len(before) - len(targets) :, self._sampling.drawn]
+            session.kept.append(token_logprobs(before, targets, self._sampling.temperature, support))
         session.tail = outputs[-1:].clone()  # a view would keep the whole chunk's logits alive
 
 

@@ -87,7 +87,7 @@ class ReferenceLogprobs(StreamedScorer[FloatArray]):
 
     Args:
         model: a causal LM that shares the policy's tokenizer; or its recipe, for a place on another machine.
-        sampling: the policy's; only the temperature counts.
+        sampling: the policy's; only the temperature and the ids that may be drawn count.
         thread: where the model lives: any place.
         exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
@@ -96,7 +96,7 @@ class ReferenceLogprobs(StreamedScorer[FloatArray]):
     """
 
     def __init__(self, model: Loadable, *, sampling: Sampling, thread: Hosting, exact: bool = False) -> None:
-        super().__init__(worker_of(ReferenceWorker, model, exact, sampling.temperature), thread, supports=True)
+        super().__init__(worker_of(ReferenceWorker, model, exact, sampling), thread, supports=True)
 
 
 class RewardModel(StreamedScorer[float]):

@@ -116,7 +116,7 @@ def work(role: str, load: Load, *, small: bool) -> None:
     if role == "policy":
         decode(load, small=small)
     elif role == "reference":
-        score(ReferenceWorker(causal(small=small), False, 1.0), load)
+        score(ReferenceWorker(causal(small=small), False, Sampling()), load)
     elif role == "reward":
         score(RewardWorker(scalar(small=small), False), load)
     else:
