@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -60,14 +60,21 @@ def _json_rows(path: Path) -> Iterator[Located]:
 
 def _json_row(line: str, place: str) -> Row:
     try:
-        row: object = json.loads(line)
+        row: object = json.loads(line, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: not valid JSON: {error.msg} at character {error.pos + 1}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
+    except (ValueError, RecursionError) as error:  # a name twice, thousands of digits, lists in lists without end
         raise DataError(f"{place}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
         raise DataError(f"{place}: expected a JSON object, got {shown(row)}")
     return row
+
+
+def _object(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"an object names a column twice: {', '.join(name for name, _ in pairs)}")
+    return found
 
 
 def _csv_rows(path: Path) -> Iterator[Located]:
@@ -101,11 +108,14 @@ def _parquet_rows(path: Path) -> Iterator[Located]:
     from pyarrow import parquet  # noqa: PLC0415
 
     try:
-        batches = parquet.ParquetFile(path).iter_batches()
-        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        if len(set(names)) < len(names):
+            raise DataError(f"{path} names a column twice: {', '.join(names)}")
+        rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())
         for number, row in enumerate(rows, 1):
             yield f"{path}, row {number}", row
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # text that is no UTF-8, a struct that names a field twice
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 
 

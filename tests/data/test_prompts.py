@@ -254,6 +254,22 @@ def test_rows_of_a_program_are_read_like_a_file() -> None:
 
 
 @pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (pa.table([["a"], ["b"]], names=["prompt", "prompt"]), "names a column twice: prompt, prompt"),
+        (pa.table({"prompt": pa.array([b"\xff"]).view(pa.string())}), "is not a readable parquet file"),
+        (
+            pa.table({"x": pa.StructArray.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["y", "y"])}),
+            "is not a readable parquet file",
+        ),
+    ],
+)
+def test_a_parquet_file_of_which_columns_would_be_lost_is_refused(tmp_path: Path, table: pa.Table, words: str) -> None:
+    parquet.write_table(table, tmp_path / "prompts.parquet")
+    assert words in refused(tmp_path / "prompts.parquet", column="x")
+
+
+@pytest.mark.parametrize(
     ("row", "sentence"),
     [
         ("{'prompt': 1}", "line 2: not valid JSON: Expecting property name enclosed in double quotes at character 2"),
@@ -262,6 +278,8 @@ def test_rows_of_a_program_are_read_like_a_file() -> None:
         ({"prompt": "  "}, "line 2, column 'prompt': the prompt is empty"),
         ({"prompt": []}, "line 2, column 'prompt': the prompt is empty"),
         ({"prompt": 7}, "line 2, column 'prompt': expected text or a list of chat messages, got 7 (int)"),
+        ('{"prompt": "a", "x": 1, "prompt": "b"}', "line 2: not valid JSON: an object names a column twice: prompt, x"),
+        ('{"prompt": "a", "x": {"y": 1, "y": 2}}', "line 2: not valid JSON: an object names a column twice: y, y"),
         ({"prompt": [{"role": "user"}]}, "a chat message is {'role': text, 'content': text}, got {'role': 'user'}"),
     ],
 )

@@ -13,7 +13,7 @@ from oppo.stages import Update
 from oppo.testing import FakeTrainer, check_policy, run_virtual
 from oppo.vllm import VllmPolicy
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
-from tests.vllm.fake_engine import FakeAsyncLLM, engine_of, running
+from tests.vllm.fake_engine import VOCABULARY, FakeAsyncLLM, engine_of, running
 
 
 def test_it_keeps_the_contract_of_a_policy() -> None:
@@ -59,6 +59,17 @@ def test_requests_say_all_that_sampling_says() -> None:
         for piece in pieces:
             assert piece.support.holds(piece.tokens).all()
             assert set(np.abs(piece.support.counts).tolist()) <= {3, 4}
+
+
+def test_ids_of_a_padded_table_are_never_drawn() -> None:
+    bench = Bench(sampling=Sampling(max_new_tokens=5, vocabulary=VOCABULARY - 2))
+
+    async def main() -> None:
+        await bench.step(await bench.policy.open(varied(1)), limit=100)
+
+    bench.run(main)
+    (request,) = bench.llm.done
+    assert request.params.logit_bias == {VOCABULARY - 2: -100.0, VOCABULARY - 1: -100.0}
 
 
 def test_greedy_decoding_excludes_nothing() -> None:
