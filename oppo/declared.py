@@ -51,12 +51,16 @@ class MayBeInfinite:
 Fraction: TypeAlias = Annotated[float, Ge(0), Le(1)]
 NonNegative: TypeAlias = Annotated[float, Ge(0)]
 Positive: TypeAlias = Annotated[float, Gt(0)]
+LearningRate: TypeAlias = Annotated[float, Ge(0), Le(0.1)]
+"""A larger step of AdamW moves every weight by about as much as it is large, or more."""
 AtLeastOne: TypeAlias = Annotated[float, Ge(1)]
 Limit: TypeAlias = Annotated[float, Gt(0), MayBeInfinite()]
 """More than 0; ``inf`` for no limit."""
 Seconds: TypeAlias = Annotated[float, Ge(0), Lt(MOST)]
 Count: TypeAlias = Annotated[int, Ge(0), Lt(MOST)]
 PositiveCount: TypeAlias = Annotated[int, Gt(0), Lt(MOST)]
+Rollouts: TypeAlias = Annotated[int, Gt(0), Le(2**20)]
+"""Rollouts that are in memory together."""
 Seed: TypeAlias = Annotated[int, Ge(SEEDS.start), Lt(SEEDS.stop)]
 Filled: TypeAlias = Annotated[str, MinLen(1)]
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import difflib
 import math
 import re
 import sysconfig
@@ -366,3 +367,23 @@ def place_of(error: BaseException) -> str:
         return ""
     last = next(reversed(theirs or foreign), None)
     return "" if last is None else f" at {last.filename}:{last.lineno} in {last.name}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` with the known name that is most like ``name``; empty if none is.
+
+    Example:
+        >>> did_you_mean("gprpo", ["ppo", "grpo"])
+        " (did you mean 'grpo'?)"
+    """
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def did_you_mean_path(path: Path) -> str:
+    """Return the same with what lies beside the first part of a path that is not there."""
+    while not path.parent.is_dir() and path != path.parent:
+        path = path.parent
+    with suppress(OSError):
+        return did_you_mean(path.name, [each.name for each in path.parent.iterdir()])
+    return ""

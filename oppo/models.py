@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Annotated, Final, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from annotated_types import Gt, Le
 
@@ -30,6 +30,10 @@ Cut: TypeAlias = Callable[[Sequence[int]], bool]
 The engine calls it between two decode steps, possibly from its own thread: exactly once for each decode step in which
 rollouts finished, before a reader can see the last piece of any of them, and never again after it answered true.
 """
+
+
+COOLEST: Final = 1e-3
+"""The lowest temperature but 0: logits divided by less leave the range in which float32 tells them apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,8 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         require_declared(self)
+        if 0 < self.temperature < COOLEST:
+            raise ValueError(f"temperature must be 0, which is greedy, or at least {COOLEST}; got {self.temperature}")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}); got {self.min_new_tokens}"
@@ -89,6 +95,11 @@ class Sampling(SamplingSettings):
 
     stop: tuple[int, ...] = ()
     vocabulary: Count = 0
+
+    @property
+    def varies(self) -> bool:
+        """Whether responses may differ in length: a token or a text can end one before ``max_new_tokens``."""
+        return bool(self.stop or self.stop_strings) and self.min_new_tokens < self.max_new_tokens
 
     @property
     def drawn(self) -> slice:

@@ -11,6 +11,7 @@ from annotated_types import Ge, Lt
 from oppo.declared import (
     Count,
     FromList,
+    LearningRate,
     Limit,
     NonNegative,
     Positive,
@@ -48,8 +49,8 @@ class TrainerSettings:
         ConfigError: a value is out of range.
     """
 
-    learning_rate: NonNegative = setting(3e-6, "of AdamW, for the actor")
-    critic_learning_rate: NonNegative | None = setting(None, "the actor's when absent; a shared trunk has the actor's")
+    learning_rate: LearningRate = setting(3e-6, "of AdamW, for the actor")
+    critic_learning_rate: LearningRate | None = setting(None, "the actor's when absent; a shared trunk has the actor's")
     critic_warmup: Count = setting(
         0, "updates at the beginning that train the critic only (on a shared trunk: its head)"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from oppo.app.compose import most_extra
 from oppo.app.critics import Critic, load_critic
 from oppo.app.engines import SERVING, Serve, ServeRequest, Serving, serve
 from oppo.app.expected import require_memory, share_beside
@@ -25,6 +26,8 @@ from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
 from oppo.hf.device_layout import DeviceLayout, Devices
 from oppo.hf.introspection import end_ids, vocabulary
+from oppo.hf.loading.directory import ADAPTER, CONFIG, read_object
+from oppo.hf.loading.hub import located
 from oppo.hf.loading.models import load_tokenizer, quiet
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.out_of_memory import ModelPlace
@@ -125,17 +128,35 @@ def policy_tokenizer(models: ModelsSection, tell: Callable[[str], None]) -> HfTo
     """Return the policy's tokenizer; ``tell`` receives a sentence before a hub is contacted.
 
     Raises:
-        ConfigError: the tokenizer is missing or damaged, or needs code that is not trusted.
+        ConfigError: the tokenizer is missing or damaged, or needs code that is not trusted; or the policy is an
+            adapter.
     """
     try:
-        return HfTokenizer(load_tokenizer(models.policy, trust_remote_code=models.trust_remote_code, tell=tell))
+        trusted = models.trust_remote_code
+        _require_whole(models.policy, located(models.policy, weights=False, trust_remote_code=trusted, tell=tell))
+        return HfTokenizer(load_tokenizer(models.policy, trust_remote_code=trusted, tell=tell))
     except ConfigError as error:
         raise ConfigError(f"models.policy: {error}") from error
 
 
+def _require_whole(name: str, directory: Path) -> None:
+    if (directory / ADAPTER).is_file() and not (directory / CONFIG).exists():
+        base = read_object(directory / ADAPTER).get("base_model_name_or_path")
+        raise ConfigError(
+            f"{name} holds an adapter of PEFT for the model {base!r}, and a policy is a whole model: merge the two, "
+            "PeftModel.from_pretrained(base, adapter).merge_and_unload(), and save that with its tokenizer; or name "
+            "the base, and train new adapters with models.lora_rank"
+        )
+
+
 @quiet()
 def assemble(
-    settings: Settings, tokenizer: HfTokenizer, tell: Callable[[str], None], *, engine_log: Path | None = None
+    settings: Settings,
+    tokenizer: HfTokenizer,
+    tell: Callable[[str], None],
+    *,
+    columns: Iterable[Collection[str]] = (),
+    engine_log: Path | None = None,
 ) -> Assembly:
     """Return the models of ``settings``, loaded and probed, the policy on its engine.
 
@@ -145,12 +166,13 @@ def assemble(
     about weights left out or new, and about an engine that starts.
 
     Args:
+        columns: of the data, of each kind of prompts; they are checked before a model is loaded.
         engine_log: the file for what an engine's processes write; ``None``: nowhere.
 
     Raises:
         ConfigError: a device is missing or has too little memory, or a model cannot be loaded, or reads other token ids
             than the policy.
-        RewardError: the reward function cannot be loaded.
+        RewardError: the reward function cannot be loaded, or asks for a column that the data does not have.
         ModelRefused: a model cannot be served exactly.
     """
     devices = devices_of(settings)
@@ -160,6 +182,8 @@ def assemble(
     with ExitStack() as stack:
         stack.callback(places.close)
         code = UserCode.of(settings.models, settings.data, tokenizer, tell, _here(places))
+        for names in columns:
+            code.require_columns(names)
 
         def started(request: ServeRequest) -> Serving:
             serving = serve(replace(request, share=share, log=engine_log, tell=tell))
@@ -192,6 +216,11 @@ def _assembled(
     read = [positions_of(model) for model in (actor, reference, critic.trained) if model is not None]
     read += [judge.positions for judge in judges.values() if judge.positions is not None]
     sampling = _sampling(settings.sampling, tokenizer, actor, tell)
+    if most_extra(settings.step) and not sampling.varies:
+        tell(
+            f"every response has sampling.max_new_tokens = {sampling.max_new_tokens} tokens, so none is late, and "
+            "rollouts in flight beyond the batch gain nothing: set step.admission = 'overcommit', step.extra = 0"
+        )
     trained = ActorCritic(actor, critic.trained)
     if not settings.shares_weights:
         trained = trained.copied(devices.weights)

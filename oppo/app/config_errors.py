@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from pydantic import ValidationError
 
@@ -17,7 +16,7 @@ from oppo.app.sections import StepSection
 from oppo.app.settings import Settings, keys_of
 from oppo.app.tables import expectation
 from oppo.declared import Declared, declared
-from oppo.errors import ConfigError, shortened
+from oppo.errors import ConfigError, did_you_mean, shortened
 from oppo.redact import holds_secret, redacted
 
 if TYPE_CHECKING:
@@ -25,6 +24,20 @@ if TYPE_CHECKING:
 
 REWARDS = ("models", "reward")
 """The key that may be a table of tables."""
+
+OTHER_NAMES: Final = {
+    "response_length": "max_new_tokens",
+    "max_completion_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+    "batch_size": "batch",
+    "lr": "learning_rate",
+    "num_generations": "samples",
+    "kl_coef": "kl",
+    "beta": "kl",
+    "num_mini_batches": "minibatches",
+}
+"""Keys by the names that other libraries have for them."""
 
 SHOWN = 200
 """Characters of a wrong value in its message."""
@@ -82,7 +95,9 @@ class Faults:
             return f"{home}: expected names of {expectation(detail)}, got {shortened(repr(detail['input']), SHOWN)}"
         item = next((f"item {part} to be " for part in detail["loc"][2:] if isinstance(part, int)), "")
         expected = " or ".join(dict.fromkeys(expectation(each) for each in details))
-        return f"{where}: expected {item}{expected}, got {shortened(repr(detail['input']), SHOWN)}"
+        choices = detail.get("ctx", {}).get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
+        guess = did_you_mean(str(detail["input"]), choices) if detail["type"] == "literal_error" else ""
+        return f"{where}: expected {item}{expected}, got {shortened(repr(detail['input']), SHOWN)}{guess}"
 
     def _wanted(self, place: tuple[str, ...]) -> str:
         keys = self._declared(place[0])
@@ -95,8 +110,7 @@ class Faults:
 
     def _unknown_name(self, kind: str, home: str, known: Iterable[str], place: tuple[str, ...]) -> str:
         known = list(known)
-        near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
-        guess = self._elsewhere(place) or (f" (did you mean {near[0]!r}?)" if near else "")
+        guess = self._elsewhere(place) or did_you_mean(OTHER_NAMES.get(place[-1], place[-1]), known)
         return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {', '.join(known)}"
 
     def _elsewhere(self, place: tuple[str, ...]) -> str:

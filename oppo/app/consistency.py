@@ -56,10 +56,31 @@ def require_consistent(settings: Settings) -> None:
         _require_no_evaluation(settings)
     if not settings.algorithm.has_critic:
         _require_no_critic(settings)
+    _require_whole_minibatches(settings)
+    if getattr(settings.algorithm, "dynamic_sampling", False) and settings.step.admission == "tail-batched":
+        raise ValueError(
+            "step.admission = 'tail-batched' begins late responses anew in a later step, and "
+            "algorithm.dynamic_sampling = true needs whole groups in this one: choose another admission, or set "
+            "dynamic_sampling = false"
+        )
     if settings.algorithm.responses > 1 and settings.sampling.temperature == 0:
         raise ValueError(
             f"step.algorithm = {settings.step.algorithm!r} compares the responses to a prompt with one another, and "
             "sampling.temperature = 0 makes them all the same: give one above 0"
+        )
+
+
+def _require_whole_minibatches(settings: Settings) -> None:
+    """Check that a batch can be cut into minibatches of one size."""
+    count, batch, responses = settings.trainer.minibatches, settings.step.batch, settings.algorithm.responses
+    if count == 1:
+        return
+    of_groups = responses > 1 and settings.trained_loss().unit == "group"
+    units, name = (batch // responses, "groups") if of_groups else (batch, "responses")
+    if units % count:
+        raise ValueError(
+            f"trainer.minibatches = {count} does not divide the {units} {name} of step.batch = {batch}: optimizer "
+            "steps would be of several sizes; expected a divisor"
         )
 
 

@@ -1,12 +1,14 @@
-"""What ``oppo train --dry-run`` tries out: a prompt as it is read, what ends a response, one call of the reward.
+"""What ``oppo train --dry-run`` tries out: a prompt as it is read, what ends a response, the reward, an environment.
 
-Nothing is trained or written. The reward is called as in a run, and what it raises is shown as in a run.
+Nothing is trained or written. The reward is called as in a run, with two responses, so that a list of another length
+shows. An environment is asked once, also where no turn ended. What they raise is shown as in a run.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +22,7 @@ from oppo.models import Policy, Sampling, VariesSampling
 from oppo.report.panel import harmless
 from oppo.scorer_protocols import ReportsSamples
 from oppo.stages import Generate
+from oppo.turns import Answer, Environment, Turn
 
 if TYPE_CHECKING:
     from oppo.app.train import PreparedRun
@@ -37,15 +40,18 @@ class Tried:
     """The outcome of a rehearsal.
 
     Attributes:
-        score: of the response, or why there is none.
+        finish: the first of two responses.
+        scores: of both, or why there is none.
         seconds: that the reward took.
-        parts: what a reward of several parts said, by metric.
+        parts: what a reward of several parts said of the first, by metric.
+        answer: tokens of the environment to a turn that did not end by itself; ``None`` without.
     """
 
     finish: Finish
-    score: float | Drop
+    scores: Sequence[float | Drop]
     seconds: float
     parts: Mapping[str, float]
+    answer: Sequence[int] | None
 
 
 async def rehearse(session: PreparedRun) -> list[str]:
@@ -59,20 +65,21 @@ async def rehearse(session: PreparedRun) -> list[str]:
     if not isinstance(prompts, PromptStream):
         return []
     with noted("while a response was tried out, before the run"):
-        tried = await _try(session, prompts.at(0))
+        tried = await _try(session, [prompts.at(0), prompts.at(1 % prompts.size)])
     lines = [
         f"prompts: {prompts.size}, the longest of {prompts.longest} tokens; the first is",
         *_shown(tokenizer, tried.finish.response.prompt.tokens.tolist()),
         *_ending(tokenizer, session.assembly.sampling),
         f"a response to it, cut off at {LONGEST} tokens at the latest, is ({tried.finish.reason})",
         *_shown(tokenizer, tried.finish.response.tokens.tolist()),
+        *(["the environment answers that with", *_shown(tokenizer, tried.answer)] if tried.answer else []),
         _scored([part.source for part in session.settings.models.rewards.values()], tried),
     ]
     return [harmless(line) for line in lines]
 
 
-async def _try(session: PreparedRun, prompt: Prompt) -> Tried:
-    """Draw a short response to a prompt, and score it."""
+async def _try(session: PreparedRun, prompts: Sequence[Prompt]) -> Tried:
+    """Draw a short response to each prompt, and score them together."""
     assembly, generate = session.assembly, session.graph.stage("generate", Generate)
     policy, sampling = generate.policy, assembly.sampling
     short = min(LONGEST, sampling.max_new_tokens)
@@ -80,16 +87,33 @@ async def _try(session: PreparedRun, prompt: Prompt) -> Tried:
     if isinstance(policy, VariesSampling):
         fewest = min(short, sampling.min_new_tokens)
         drawing = policy.with_sampling(replace(sampling, max_new_tokens=short, min_new_tokens=fewest))
-    (finish,) = await respond(drawing, [prompt], Answering(environment=generate.environment))
+    numbered = [replace(prompt, rollout=at, admission=at) for at, prompt in enumerate(prompts)]
+    finished = await respond(drawing, numbered, Answering(environment=generate.environment))
+    answer = await _answer(generate.environment, finished)
     start = anyio.current_time()
-    await assembly.reward.extend([finish.response.prompt, *finish.response.pieces()])
-    (score,) = await assembly.reward.finish([finish])
+    await assembly.reward.extend(
+        [event for each in finished for event in (each.response.prompt, *each.response.pieces())]
+    )
+    scores = await assembly.reward.finish(finished)
     seconds = anyio.current_time() - start
     measured = assembly.reward.samples() if isinstance(assembly.reward, ReportsSamples) else {}
-    return Tried(finish, score, seconds, {name: values[0] for name, values in measured.items() if values})
+    return Tried(finished[0], scores, seconds, {name: values[0] for name, values in measured.items() if values}, answer)
 
 
-def _shown(tokenizer: HfTokenizer, tokens: list[int]) -> Iterator[str]:
+async def _answer(environment: Environment | None, finished: Sequence[Finish]) -> Sequence[int] | None:
+    """Ask an environment that no response has asked, as if the first were a turn; return the tokens of the answer."""
+    asked = any(each.reason != "length" or not each.response.sampled.all() for each in finished)
+    if environment is None or asked:
+        return None
+    first = finished[0].response
+    async with AsyncExitStack() as stack:
+        if isinstance(environment, AbstractAsyncContextManager):
+            await stack.enter_async_context(environment)
+        answer = await environment.answer(Turn(first.prompt, 0, first.tokens))
+    return answer.tokens.tolist() if isinstance(answer, Answer) else None
+
+
+def _shown(tokenizer: HfTokenizer, tokens: Sequence[int]) -> Iterator[str]:
     """Yield text as the model reads it, special tokens included, indented."""
     for line in tokenizer.decode_whole(tokens).splitlines():
         yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="    ") or [""]
@@ -104,8 +128,11 @@ def _ending(tokenizer: HfTokenizer, sampling: Sampling) -> Iterator[str]:
 
 def _scored(rewards: Sequence[str], tried: Tried) -> str:
     """Return what the reward said, in words."""
-    reward, took = " with ".join(rewards), f"after {tried.seconds:.3f} s"
-    if isinstance(tried.score, Drop):
-        return f"the reward {reward} drops it, {took}: {tried.score.reason}"
     parts = ", ".join(f"{name.removeprefix('reward/')} {value:g}" for name, value in tried.parts.items())
-    return f"the reward {reward} says {float(tried.score):g}, {took}" + (f" ({parts})" if parts else "")
+    said = [f"drops it ({one.reason})" if isinstance(one, Drop) else f"says {float(one):g}" for one in tried.scores]
+    first, second = said
+    return (
+        f"the reward {' with '.join(rewards)} {first}"
+        + f" ({parts})" * bool(parts)
+        + f", and of a second response it {second}, after {tried.seconds:.3f} s"
+    )

@@ -47,6 +47,7 @@ class RewardPart:
     concurrency: PositiveCount | None = setting(None, "in place of `models.reward_concurrency`")
     timeout: Positive | None = setting(None, "in place of `models.reward_timeout`")
     each: bool | None = setting(None, "in place of `models.reward_each`")
+    keep_special_tokens: bool | None = setting(None, "in place of `models.reward_keep_special_tokens`")
 
     @property
     def is_function(self) -> bool:

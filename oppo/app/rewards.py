@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,13 +51,33 @@ class UserCode:
         leave_retries_to_notices()
 
         def loaded(key: str, part: RewardPart) -> Scorer[float | Drop]:
+            keeps = models.of_reward(part, "keep_special_tokens")
+            decode = tokenizer.decode_whole if keeps else tokenizer.decode
             options = {"prompt_column": data.column, "tell": tell, **_options(models, part)}
             if part.source == LIBRARY:
-                return _of_tasks(key, tokenizer, options)
-            return load_reward(part.source, tokenizer.decode, place=place, on_drop=models.reward_drop, **options)
+                return _of_tasks(key, decode, options)
+            return load_reward(part.source, decode, place=place, on_drop=models.reward_drop, **options)
 
         rewards = {key: loaded(key, part) for key, part in models.rewards.items() if part.is_function}
         return cls(models, tokenizer, tell, _environment(models, data, tokenizer, tell), rewards)
+
+    def require_columns(self, names: Collection[str]) -> None:
+        """Check that the data has the columns that the rewards need.
+
+        Raises:
+            RewardError: one is not there, or bears the name of an argument of a reward function.
+            ConfigError: a sentence encoder would compare with a column that is not there.
+        """
+        for scorer in self.rewards.values():
+            if isinstance(scorer, FunctionReward | Rewards):
+                scorer.require_columns(names)
+        for key, part in self.models.rewards.items():
+            column = "" if part.is_function else self.models.of_reward(part, "column")
+            if column and column not in names:
+                raise ConfigError(
+                    f"models.{key} compares responses with {column!r}, which is no column of the data; the columns "
+                    f"there are {', '.join(sorted(names))}"
+                )
 
     def reward(self, judges: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
         """Return the reward.
@@ -94,14 +114,14 @@ def _options(models: ModelsSection, part: RewardPart) -> dict[str, Any]:
     }
 
 
-def _of_tasks(key: str, tokenizer: HfTokenizer, options: Mapping[str, Any]) -> FunctionReward:
+def _of_tasks(key: str, decode: Callable[[Sequence[int]], str], options: Mapping[str, Any]) -> FunctionReward:
     """Return the verifier of the tasks of reasoning-gym.
 
     Raises:
         ConfigError: reasoning-gym is not installed.
     """
     require(LIBRARY, f"models.{key}: {LIBRARY}", module="reasoning_gym")
-    return FunctionReward(verify, tokenizer.decode, name=LIBRARY, **{**options, "process": bool(options["process"])})
+    return FunctionReward(verify, decode, name=LIBRARY, **{**options, "process": bool(options["process"])})
 
 
 def _environment(
@@ -109,10 +129,11 @@ def _environment(
 ) -> FunctionEnvironment | None:
     if not models.environment:
         return None
+    keeps = models.environment_keep_special_tokens
     return FunctionEnvironment(
         models.environment,
-        tokenizer.decode,
-        tokenizer.encode_exactly,
+        tokenizer.decode_whole if keeps else tokenizer.decode,
+        tokenizer.encode_whole if keeps else tokenizer.encode_exactly,
         on_failure=models.environment_failure,
         timeout=models.environment_timeout,
         concurrency=models.environment_concurrency,

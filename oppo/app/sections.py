@@ -27,6 +27,7 @@ from oppo.declared import (
     NonNegative,
     Positive,
     PositiveCount,
+    Rollouts,
     Seconds,
     Seed,
     required,
@@ -209,6 +210,11 @@ class ModelsSection:
         "function is cancelled then, and a process is interrupted, or killed if that does not help",
     )
     reward_each: bool = setting(default=False, description="call a reward function for each rollout alone")
+    reward_keep_special_tokens: bool = setting(
+        default=False,
+        description="give a reward function, or what else a file names, the text with its special tokens, the end of "
+        "sequence included",
+    )
     environment: str = setting(
         "",
         "`file.py:function` that answers a response which has ended at a stop token or string, as a tool does, so that "
@@ -229,6 +235,11 @@ class ModelsSection:
         None,
         "seconds after which a call of the environment's function has failed, without the start of its process; an "
         "async function is cancelled then, and a process is interrupted, or killed if that does not help",
+    )
+    environment_keep_special_tokens: bool = setting(
+        default=False,
+        description="give the environment's function the text with its special tokens, and take those that its answer "
+        "spells as special tokens; otherwise an answer is ordinary text, whatever it spells",
     )
 
     def __post_init__(self) -> None:
@@ -297,7 +308,7 @@ class StepSection:
         "; ".join(f"`{name}`: {about(kind)}" for name, kind in ALGORITHMS.items())
         + "; `file.py:name`: your own, a dataclass or a function with the settings of `[algorithm]`",
     )
-    batch: PositiveCount = setting(32, "rollouts trained in a step")
+    batch: Rollouts = setting(32, "rollouts trained in a step")
     extra: Count | None = setting(
         None,
         "rollouts kept in flight beyond the batch, or the most of them where `admission` adapts their "
@@ -387,7 +398,7 @@ class EvalSection:
         "a response of at least this score passes, for pass@k; when absent 1 for one reward function, and with a "
         "reward model or several rewards none does",
     )
-    batch: PositiveCount | None = setting(
+    batch: Rollouts | None = setting(
         None, "responses that are written at a time; when absent as many as are trained in a step"
     )
     seed: Seed = setting(0, "keys the noise of drawn responses, the same in every evaluation")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from oppo.app.tables import adapter, expectation
 from oppo.data.datasets_library import is_hub_name
 from oppo.data.stream import whole_numbers
 from oppo.declared import Filled, Positive, declared, required, setting
-from oppo.errors import DataError, shortened
+from oppo.errors import DataError, did_you_mean, shortened
 
 ROWS: Final = "<rows of a program>"
 """The source of a run whose prompts a program gives."""
@@ -85,8 +84,7 @@ def _source(value: object, number: int) -> PromptSource:
     if not table:
         raise ValueError(f"source {number}: expected text or a table, got {shortened(repr(value), 200)}")
     if unknown := [key for key in table if key not in names]:
-        near = difflib.get_close_matches(str(unknown[0]), names, n=1, cutoff=0.5)
-        guess = f" (did you mean {near[0]!r}?)" if near else ""
+        guess = did_you_mean(str(unknown[0]), names)
         raise ValueError(f"source {number}: unknown key {unknown[0]!r}{guess}; the keys are {', '.join(names)}")
     if "path" not in table:
         raise ValueError(f"source {number}: path is missing: {declared(PromptSource)['path'].description}")

@@ -51,12 +51,14 @@ class Supplied:
         held_out: those of evaluations.
         steps: of the run: ``run.steps``, or as many as the prompts last for.
         provenance: of the run, with digests of what no file holds.
+        columns: those of all prompts that are trained on, and of all that are held out, as far as they are known.
     """
 
     stream: Supply
     held_out: Sequence[Prompt]
     steps: int
     provenance: Provenance
+    columns: Sequence[frozenset[str]]
 
     @property
     def longest(self) -> int:
@@ -103,7 +105,17 @@ def supplied(
     wanted = settings.run.steps
     if (steps := steps_of(wanted, data, settings.step.batch, stream)) < wanted:
         tell(short_of(wanted, steps, data))
-    return Supplied(stream, every[: settings.eval.count or len(every)], steps, provenance.with_digests(unfiled))
+    return Supplied(
+        stream=stream,
+        held_out=every[: settings.eval.count or len(every)],
+        steps=steps,
+        provenance=provenance.with_digests(unfiled),
+        columns=[_columns(pools) for pools in (trained, apart) if pools],
+    )
+
+
+def _columns(pools: Mapping[str, Sequence[Prompt]]) -> frozenset[str]:
+    return frozenset(name for pool in pools.values() for prompt in pool for name in prompt.columns)
 
 
 def _pools(

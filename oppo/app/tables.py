@@ -12,16 +12,17 @@ from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
 from oppo.declared import Filled
-from oppo.errors import OppoError
+from oppo.errors import OppoError, did_you_mean
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Name: TypeAlias = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 _WORDS: Final = {
     "string_pattern_mismatch": "letters, digits, '.', '_' and '-' only, beginning with a letter or a digit",
     "string_too_short": "text that is not empty",
+    "string_too_long": "at most 128 characters",
     "string_type": "a string",
     "int_type": "a whole number",
     "int_parsing_size": "a whole number",
@@ -74,7 +75,8 @@ class OneOf:
 
     def _require(self, text: str) -> str:
         if text not in self.choices and self.pattern.match(text) is None:
-            raise ValueError(f"expected {', '.join(map(repr, self.choices))} or {self.form}, got {text!r}")
+            guess = did_you_mean(text, self.choices)
+            raise ValueError(f"expected {', '.join(map(repr, self.choices))} or {self.form}, got {text!r}{guess}")
         return text
 
 

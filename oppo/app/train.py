@@ -182,6 +182,7 @@ def prepare(
             settings.spanning(supply.steps),
             tokenizer,
             tell,
+            columns=supply.columns,
             engine_log=None if dry_run else settings.run_directory / ENGINE_LOG,
         )
         stack.callback(assembly.close)

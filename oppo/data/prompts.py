@@ -55,9 +55,9 @@ class Encoding:
 
     Attributes:
         tokenizer: of the policy.
-        column: the column that holds the prompt: a string, or a list of chat messages, ``{"role": ..., "content": ...}`` with
-            any further fields, to which the tokenizer's chat template is applied; a last message of the assistant is
-            continued.
+        column: the column that holds the prompt: a string, or a list of chat messages, to which the tokenizer's chat
+            template is applied: ``{"role": ..., "content": ...}`` with any further fields. A last message of the
+            assistant is continued.
         max_prompt_tokens: a prompt of more tokens is over-long.
         over_long: what becomes of those: they are left out, keep their last ``max_prompt_tokens`` tokens, or are an
             error.

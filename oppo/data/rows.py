@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from oppo.errors import DataError, shown
+from oppo.errors import DataError, did_you_mean_path, shown
 
 Row: TypeAlias = Mapping[str, object]
 Located: TypeAlias = tuple[str, Row]
@@ -23,7 +23,8 @@ def rows_of_file(path: Path) -> Iterator[Located]:
         DataError: it cannot be read, or is of another format.
     """
     if not path.is_file():  # a pipe or a device may never end
-        raise DataError(f"there is no prompt file {path}" + ", but a directory, pipe or device" * path.exists())
+        instead = ", but a directory, pipe or device" if path.exists() else did_you_mean_path(path)
+        raise DataError(f"there is no prompt file {path}{instead}")
     if path.suffix not in READERS:
         *most, last = READERS
         raise DataError(f"{path}: expected a file of prompts whose name ends in {', '.join(most)} or {last}")
@@ -115,7 +116,11 @@ def _parquet_rows(path: Path) -> Iterator[Located]:
         rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())
         for number, row in enumerate(rows, 1):
             yield f"{path}, row {number}", row
-    except (pa.ArrowException, OSError, ValueError) as error:  # text that is no UTF-8, a struct that names a field twice
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+    ) as error:  # text that is no UTF-8, a struct that names a field twice
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 
 

@@ -43,7 +43,8 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
         seed: of the matrices that are not zero.
 
     Raises:
-        ConfigError: PEFT is not installed, or not in a version that works with that of transformers.
+        ConfigError: PEFT is not installed, or not in a version that works with that of transformers; or the rank is
+            more than that of the largest layer.
         ModelRefused: the model is a mixture of experts, whose linear layers PEFT does not find.
     """
     if routed(model):
@@ -53,6 +54,12 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
     require_peft("models.lora_rank")
     from peft import LoraConfig  # noqa: PLC0415 - an extra, for adapters only
 
+    layers = [module.weight for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
+    if rank > (largest := max(min(weight.shape) for weight in layers)):
+        raise ConfigError(
+            f"models.lora_rank = {rank} is more than the rank of any layer of {type(model).__name__}, which is at most "
+            f"{largest}: expected a lower one, or 0, which trains all weights"
+        )
     transposed = any(isinstance(module, Conv1D) for module in model.modules())
     adapter = LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", fan_in_fan_out=transposed

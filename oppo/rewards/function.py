@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias, cast
@@ -245,16 +245,7 @@ class FunctionReward(Scorer[float | Drop]):
 
     def _arguments(self, finished: Sequence[Finish]) -> dict[str, object]:
         prompts = [each.response.prompt for each in finished]
-        columns = sorted({name for prompt in prompts for name in prompt.columns} - {self._prompt_column})
-        if clash := [name for name in columns if name in {*RESERVED, *([COMPLETION_IDS] * self._wants_ids)}]:
-            raise RewardError(
-                f"the data's column {clash[0]!r} bears the name of an argument of reward functions: rename it"
-            )
-        if missing := [name for name in self._required if name not in columns]:
-            raise RewardError(
-                f"reward function {self.name!r} asks for {missing[0]!r}, which is no column of the data; "
-                f"the columns there are {', '.join(columns) or '(none)'}"
-            )
+        columns = self.require_columns({name for prompt in prompts for name in prompt.columns})
         wanted = columns if self._takes_all else [name for name in columns if name in self._named]
         # Copies, since rollouts of a group, and later epochs, are given the same columns again.
         return {
@@ -265,6 +256,24 @@ class FunctionReward(Scorer[float | Drop]):
             **({COMPLETION_IDS: [each.response.tokens.tolist() for each in finished]} if self._wants_ids else {}),
             **{name: [copy.deepcopy(prompt.columns.get(name)) for prompt in prompts] for name in wanted},
         }
+
+    def require_columns(self, names: Collection[str]) -> list[str]:
+        """Return those of the data's columns that are arguments of the function, sorted.
+
+        Raises:
+            RewardError: one bears the name of another argument, or one that the function asks for is not there.
+        """
+        columns = sorted({*names} - {self._prompt_column})
+        if clash := [name for name in columns if name in {*RESERVED, *([COMPLETION_IDS] * self._wants_ids)}]:
+            raise RewardError(
+                f"the data's column {clash[0]!r} bears the name of an argument of reward functions: rename it"
+            )
+        if missing := [name for name in self._required if name not in columns]:
+            raise RewardError(
+                f"reward function {self.name!r} asks for {missing[0]!r}, which is no column of the data; "
+                f"the columns there are {', '.join(columns) or '(none)'}"
+            )
+        return columns
 
     def close(self) -> None:
         """Kill the function's processes, if it has some; idempotent."""

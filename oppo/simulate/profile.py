@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -24,7 +23,7 @@ from oppo.declared import (
     required,
     setting,
 )
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, did_you_mean
 from oppo.simulate.hardware import GPUS, MODELS, TRAINED_PASSES, Gpu, Reached, Transformer
 from oppo.simulate.lengths import Lognormal, Observed
 from oppo.simulate.system import Decoder, DrawLengths, Reader, ScorerName, System, Updater, Workload
@@ -301,8 +300,7 @@ def _slowed(corunning: float, kind: str, other: str) -> float:
 def _named(name: str, known: Mapping[str, T], key: str, what: str) -> T:
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    guess = f" (did you mean {near[0]!r}?)" if near else ""
+    guess = did_you_mean(name, known)
     table = "gpus" if what == "GPU" else "sizes"
     raise ConfigError(
         f"{key}: there is no {what} {name!r}{guess}; known are {', '.join(known)}, and others can be given as "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from oppo.cli import UNTRAINED
@@ -37,6 +37,16 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(load_file(folder / "actor" / "model.safetensors"), folder / "pickled" / "pytorch_model.bin")
     (folder / "pickled" / "model.safetensors").unlink()
     with_code(folder / "actor", folder / "with-code")
+    small.save_pretrained(folder / "narrow")
+    tokenizer().save_pretrained(folder / "narrow")
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    shutil.copytree(folder / "actor", folder / "int8")
+    weights = load_file(folder / "actor" / "model.safetensors")
+    weights = {name: (each * 100).to(torch.int8) for name, each in weights.items()}
+    save_file(weights, folder / "int8" / "model.safetensors", metadata={"format": "pt"})
+    (folder / "clash.jsonl").write_text('{"prompt": "w3 w4", "completions": 1}\n')
+    (folder / "bare.jsonl").write_text('{"prompt": "w3 w4", "gaol": 1}\n')
     (folder / "empty.jsonl").write_text('{"prompt": "w3 w4"}\n{"prompt": "  "}\n')
     (folder / "nothing.jsonl").write_text("\n")
     (folder / "file").write_text("")
@@ -68,7 +78,7 @@ def _one_thread_here() -> None:
         ("run.steps=many", ["run.steps: expected a whole number, got 'many'"]),
         ("models.policy=", ["models.policy: "]),
         ("models.policy=file", ["models.policy: ", "file' is no directory here"]),
-        ("models.reference=small", ["models.reference: ", "knows the token ids below 64", "any below 96"]),
+        ("models.reference=small", ["models.reference: ", "knows the token ids below 64", "go up to 95"]),
         ("models.reward=two-labels", ["models.reward: ", "score.weight is [2, 32]", "'file.py:function'"]),
         (
             "models.reward=foreign models.reward_form=tokens",
@@ -76,6 +86,12 @@ def _one_thread_here() -> None:
         ),
         ("models.reward=foreign models.reward_form=pair", ["models.reward: ", "no pair", "reward_reading = 'whole'"]),
         ("models.critic=foreign", ["models.critic: ", "does not share the policy's tokenizer"]),
+        ("models.policy=narrow", ["models.policy: ", "tokenizer go up to 95", "narrow' reads those below 64"]),
+        ("models.policy=adapter", ["models.policy: ", "an adapter of PEFT for the model 'org/base'", "merge"]),
+        ("models.policy=int8", ["models.policy: ", "int8/model.safetensors holds ", "as I8, without the quantization"]),
+        ("models.policy=./acter", ["models.policy: ", "acter' is no directory here (did you mean 'actor'?)"]),
+        ("models.lora_rank=1000000", ["models.lora_rank = 1000000 is more than the rank of any layer", "at most 32"]),
+        ("data.prompts=promts.jsonl", ["there is no prompt file", "(did you mean 'prompts.jsonl'?)"]),
         ("models.policy=pickled", ["models.policy: ", "as pickles (pytorch_model.bin)", "models.allow_pickle = true"]),
         ("models.dtype=float16", ["models.policy: float16 is not for a CPU", "'float32' or 'bfloat16'"]),
         ("models.shared_trunk=true models.critic=reward", ["[models]: shared_trunk = true makes the critic a head on"]),
@@ -96,6 +112,41 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(
     for sentence in sentences:
         assert sentence in said
     assert sorted(workplace.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ("models.reward=reward.py:odd data.prompts=clash.jsonl", "column 'completions' bears the name of an argument"),
+        ("models.reward=reward.py:short data.prompts=bare.jsonl", "asks for 'goal', which is no column of the data"),
+        ("models.reward=reward.py:short eval.prompts=bare.jsonl", "asks for 'goal', which is no column of the data"),
+        ("models.reward_column=gole", "models.reward compares responses with 'gole', which is no column of the data"),
+    ],
+)
+def test_columns_that_a_reward_needs_are_checked_before_a_model_is_loaded(
+    workplace: Path, overrides: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(workplace, "", "run.name=refused", *overrides.split(" ")) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "loading" not in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("sampling.min_new_tokens=12", True),
+        ("sampling.eos=false", True),
+        ("sampling.min_new_tokens=12 step.extra=0", False),
+        ("", False),
+    ],
+)
+def test_carrying_where_all_responses_are_equally_long_is_said_to_gain_nothing(
+    workplace: Path, overrides: str, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(workplace, "--dry-run", "run.name=equal", *filter(None, overrides.split(" "))) == 0
+    captured = capsys.readouterr()
+    assert ("beyond the batch gain nothing" in captured.out + captured.err) is said
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,33 @@ def test_a_seed_that_a_section_alone_names_is_its_own_whatever_the_runs_becomes(
     assert seeds(loaded(tmp_path, "[sampling]\nseed = 0\n", "run.seed=1")) == (1, 1, 0, 1)
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.minibatches=64", ["trainer.minibatches = 64", "32 responses", "a divisor"]),
+        ("trainer.minibatches=5", ["trainer.minibatches = 5", "32 responses"]),
+        ("trainer.minibatches=32 step.algorithm=online_dpo", ["trainer.minibatches = 32", "16 groups"]),
+        ("trainer.learning_rate=1", ["trainer.learning_rate", "0.1"]),
+        ("trainer.critic_learning_rate=0.2", ["trainer.critic_learning_rate", "0.1"]),
+        ("sampling.temperature=1e-300", ["[sampling]", "temperature must be 0, which is greedy, or at least 0.001"]),
+        ("sampling.response_length=64", ["unknown key 'sampling.response_length'", "did you mean 'max_new_tokens'?"]),
+        ("step.algorithm=gprpo", ["step.algorithm", "did you mean 'grpo'?"]),
+        ("models.engine=vlm", ["models.engine", "did you mean 'vllm'?"]),
+        ("step.batch=1000000000", ["step.batch", "1048576"]),
+        (f"run.name={'x' * 300}", ["run.name", "at most 128 characters"]),
+        (
+            "step.algorithm=dapo step.admission=tail-batched",
+            ["step.admission = 'tail-batched'", "algorithm.dynamic_sampling = true"],
+        ),
+    ],
+)
+def test_values_that_mean_nothing_are_refused_in_the_words_of_the_file(
+    tmp_path: Path, override: str, words: list[str]
+) -> None:
+    said = refused(tmp_path, "", *override.split(" "))
+    assert [each for each in words if each not in said] == []
+
+
 @pytest.mark.parametrize("run", ["seed = true", "seed = 7"])
 def test_a_seed_that_is_none_is_told_wherever_it_stands(tmp_path: Path, run: str) -> None:
     said = refused(tmp_path, f"[run]\n{run}\n[sampling]\nseed = 7\n", "run.seed=many")
@@ -475,7 +502,7 @@ def test_a_key_of_another_section_is_told_where_it_belongs(tmp_path: Path) -> No
 def test_an_algorithm_that_there_is_none_of_is_one_fault_whatever_its_table_says(tmp_path: Path) -> None:
     said = refused(tmp_path, '[step]\nalgorithm = "dpo"\n[algorithm]\nbeta = 0.1\n')
     names = ", ".join(map(repr, ALGORITHMS))
-    assert said == f"step.algorithm: expected {names} or file.py:name, got 'dpo'"
+    assert said == f"step.algorithm: expected {names} or file.py:name, got 'dpo' (did you mean 'dapo'?)"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -133,13 +133,17 @@ async def test_reference_log_probs_are_over_the_support_however_the_tokens_come(
         np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("truncated", [{}, {"top_k": 20}, {"min_new_tokens": 6, "temperature": 0.7}])
+@pytest.mark.parametrize(
+    "truncated",
+    [Sampling(), Sampling(top_k=20), Sampling(min_new_tokens=6, temperature=0.7)],
+    ids=["whole", "top_k", "min_new_tokens"],
+)
 async def test_ids_of_a_padded_table_are_never_drawn_and_no_log_prob_counts_them(
-    truncated: Mapping[str, float], thread: Thread
+    truncated: Sampling, thread: Thread
 ) -> None:
     known = 70
     actor, critic = tiny.causal("llama", seed=1), tiny.scalar("llama", seed=2)
-    sampling = replace(Sampling(max_new_tokens=24, stop=STOP, seed=5, vocabulary=known), **truncated)
+    sampling = replace(truncated, max_new_tokens=24, stop=STOP, seed=5, vocabulary=known)
     with torch.no_grad():
         actor.get_output_embeddings().weight[known:] *= 30
     reference = ReferenceLogprobs(copy.deepcopy(actor), sampling=sampling, thread=thread)

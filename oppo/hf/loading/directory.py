@@ -29,6 +29,10 @@ PICKLES = ("bin", "pt", "pth", "ckpt", "pkl")
 """Suffixes of pickled weights."""
 
 
+OBSOLETE = (".attn.bias", ".attention.bias", ".masked_bias", ".attn.embed_positions", "decoder.version")
+"""Suffixes of constants in older checkpoints of GPT-2, GPT-J, GPT-NeoX and OPT; models compute them today."""
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """The contents of an adapter's directory.
@@ -189,13 +193,27 @@ def _tensors(directory: Path, names: list[str], *, allow_pickle: bool) -> list[s
             raise _pickled(directory, pickles)
         try:
             with safe_open(file, framework="pt") as opened:
-                tensors += opened.keys()
+                stored = {name: str(opened.get_slice(name).get_dtype()) for name in opened.keys()}  # noqa: SIM118 - it has keys, but cannot be iterated
         except (SafetensorError, OSError) as error:
             raise ConfigError(
                 f"{file} is no safetensors file, or not the whole of one (a git clone has them after `git lfs pull`): "
                 f"{error}"
             ) from error
+        tensors += stored
+        whole = [name for name, dtype in stored.items() if _is_quantised(name, dtype)]
+        if whole:
+            raise ConfigError(
+                f"{file} holds {whole[0]} as {stored[whole[0]]}, without the quantization_config that says what its "
+                "numbers mean: expected weights in float32, bfloat16 or float16"
+            )
     return tensors
+
+
+def _is_quantised(name: str, dtype: str) -> bool:
+    """Return whether a tensor would be read as if its integers, or its 8 bits or fewer, were the weights."""
+    if dtype in {"F64", "F32", "F16", "BF16"} or name.endswith(OBSOLETE):
+        return False
+    return name.endswith(".weight") or dtype.startswith(("F", "I8", "U8"))
 
 
 def _without_model(directory: Path) -> ConfigError:

@@ -10,13 +10,11 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from oppo.errors import ConfigError, ModelRefused
+from oppo.hf.loading.directory import OBSOLETE
 from oppo.hf.loading.kinds import CAUSAL, Kind
 
 HEADS = ("lm_head.", "embed_out.")
 """Prefixes of the weights of a language model's head, which a critic made of it does not use."""
-
-OBSOLETE = (".attn.bias", ".attention.bias", ".masked_bias", ".attn.embed_positions", "decoder.version")
-"""Suffixes of constants in older checkpoints of GPT-2, GPT-J, GPT-NeoX and OPT; models compute them today."""
 
 
 class Info(TypedDict):

@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from oppo.errors import ConfigError, OppoError, one_line
+from oppo.errors import ConfigError, OppoError, did_you_mean_path, one_line
 from oppo.hf.loading.directory import ADAPTER, CONFIG, PICKLED, SAFETENSORS, shards
 from oppo.observe import silent
 
@@ -56,7 +56,10 @@ def located(
     except OppoError:
         raise
     except HFValidationError:
-        raise ConfigError(f"{str(name)!r} is no directory here, nor could it be the name of a model at a hub") from None
+        guess = did_you_mean_path(Path(name).expanduser().absolute())
+        raise ConfigError(
+            f"{str(name)!r} is no directory here{guess}, nor could it be the name of a model at a hub"
+        ) from None
     except Exception as error:  # any kind: paths that no system has, networks, servers, disks
         raise ConfigError(f"{str(name)!r} could not be had ({one_line(error)})") from error
     return directory
@@ -86,8 +89,9 @@ def _copy_without_hub(name: str, tell: Callable[[str], None]) -> Path | None:
         HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # any kind: proxies, certificates, servers and their answers
         if copy is None:
+            guess = did_you_mean_path(Path(name).absolute())
             raise ConfigError(
-                f"{name!r} is no directory here, and as a hub name it could not be had ({one_line(error)})"
+                f"{name!r} is no directory here{guess}, and as a hub name it could not be had ({one_line(error)})"
             ) from error
         if not is_offline_mode():
             tell(f"taking {name} as this machine's copy {copy} has it ({one_line(error)})")
