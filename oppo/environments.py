@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -14,9 +14,9 @@ from typing import Literal, Self, TypeAlias
 import numpy as np
 
 from oppo.errors import OppoError, awaited, contained, one_line, shown
-from oppo.events import Drop, IntArray
+from oppo.events import Drop, IntArray, Response
 from oppo.observe import Telling, silent
-from oppo.turns import Answer, EnvironmentState, Turn
+from oppo.turns import Answer, Environment, EnvironmentState, Turn
 from oppo.user_calls import CONCURRENCY, UserCalls
 from oppo.user_code import UserFunction
 
@@ -108,7 +108,7 @@ class FunctionEnvironment:
             :meth:`oppo.Drop.because` of a reason. A sync function runs in a thread of its own for each call, or inline
             on a loop of virtual time.
         decode: token ids to text, without special tokens.
-        encode: text to token ids, without special tokens that the text does not contain.
+        encode: text to token ids; :meth:`~oppo.hf.HfTokenizer.encode_exactly` takes all of it for ordinary text.
         on_failure: ``fail`` raises; ``drop`` drops the rollout.
         timeout: seconds after which a call has failed; ``None``: never (:class:`oppo.user_calls.UserCalls`). A call
             whose rollout is given up is ended likewise.
@@ -222,3 +222,12 @@ class FunctionEnvironment:
     def close(self) -> None:
         """Kill the function's processes, if it has some; idempotent."""
         self._calls.close()
+
+
+async def first_answer(environment: Environment, response: Response) -> IntArray | None:
+    """Return what an environment answers to a response as if that were its first turn: int32 [n], or ``None``."""
+    async with AsyncExitStack() as stack:
+        if isinstance(environment, AbstractAsyncContextManager):
+            await stack.enter_async_context(environment)
+        answer = await environment.answer(Turn(response.prompt, 0, response.tokens))
+    return answer.tokens if isinstance(answer, Answer) else None

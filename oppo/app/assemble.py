@@ -131,22 +131,19 @@ def policy_tokenizer(models: ModelsSection, tell: Callable[[str], None]) -> HfTo
         ConfigError: the tokenizer is missing or damaged, or needs code that is not trusted; or the policy is an
             adapter.
     """
+    path, trusted = models.policy, models.trust_remote_code
     try:
-        trusted = models.trust_remote_code
-        _require_whole(models.policy, located(models.policy, weights=False, trust_remote_code=trusted, tell=tell))
-        return HfTokenizer(load_tokenizer(models.policy, trust_remote_code=trusted, tell=tell))
+        directory = located(path, weights=False, trust_remote_code=trusted, tell=tell)
+        if (directory / CONFIG).exists() or not (directory / ADAPTER).is_file():
+            return HfTokenizer(load_tokenizer(path, trust_remote_code=trusted, tell=tell))
+        base = read_object(directory / ADAPTER).get("base_model_name_or_path")
     except ConfigError as error:
         raise ConfigError(f"models.policy: {error}") from error
-
-
-def _require_whole(name: str, directory: Path) -> None:
-    if (directory / ADAPTER).is_file() and not (directory / CONFIG).exists():
-        base = read_object(directory / ADAPTER).get("base_model_name_or_path")
-        raise ConfigError(
-            f"{name} holds an adapter of PEFT for the model {base!r}, and a policy is a whole model: merge the two, "
-            "PeftModel.from_pretrained(base, adapter).merge_and_unload(), and save that with its tokenizer; or name "
-            "the base, and train new adapters with models.lora_rank"
-        )
+    raise ConfigError(
+        f"models.policy: {path} holds an adapter of PEFT for the model {base!r}, and a policy is a whole model: merge "
+        "the two, PeftModel.from_pretrained(base, adapter).merge_and_unload(), and save that with its tokenizer; or name "
+        "the base, and train new adapters with models.lora_rank"
+    )
 
 
 @quiet()
@@ -183,7 +180,7 @@ def assemble(
         stack.callback(places.close)
         code = UserCode.of(settings.models, settings.data, tokenizer, tell, _here(places))
         for names in columns:
-            code.require_columns(names)
+            code.check_columns(names)
 
         def started(request: ServeRequest) -> Serving:
             serving = serve(replace(request, share=share, log=engine_log, tell=tell))

@@ -56,7 +56,12 @@ def require_consistent(settings: Settings) -> None:
         _require_no_evaluation(settings)
     if not settings.algorithm.has_critic:
         _require_no_critic(settings)
-    _require_whole_minibatches(settings)
+    units, unit = _units(settings)
+    if units % settings.trainer.minibatches:
+        raise ValueError(
+            f"trainer.minibatches = {settings.trainer.minibatches} does not divide the {units} {unit} of step.batch = "
+            f"{settings.step.batch}: optimizer steps would be of several sizes; expected a divisor"
+        )
     if getattr(settings.algorithm, "dynamic_sampling", False) and settings.step.admission == "tail-batched":
         raise ValueError(
             "step.admission = 'tail-batched' begins late responses anew in a later step, and "
@@ -70,18 +75,12 @@ def require_consistent(settings: Settings) -> None:
         )
 
 
-def _require_whole_minibatches(settings: Settings) -> None:
-    """Check that a batch can be cut into minibatches of one size."""
-    count, batch, responses = settings.trainer.minibatches, settings.step.batch, settings.algorithm.responses
-    if count == 1:
-        return
-    of_groups = responses > 1 and settings.trained_loss().unit == "group"
-    units, name = (batch // responses, "groups") if of_groups else (batch, "responses")
-    if units % count:
-        raise ValueError(
-            f"trainer.minibatches = {count} does not divide the {units} {name} of step.batch = {batch}: optimizer "
-            "steps would be of several sizes; expected a divisor"
-        )
+def _units(settings: Settings) -> tuple[int, str]:
+    """Return what minibatches of a batch are made of: how many, and their name."""
+    batch, responses = settings.step.batch, settings.algorithm.responses
+    if responses > 1 and settings.trainer.minibatches > 1 and settings.trained_loss().unit == "group":
+        return batch // responses, "groups"
+    return batch, "responses"
 
 
 def _require_models_that_read(models: ModelsSection) -> None:

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import anyio
 
 from oppo.data import PromptStream
+from oppo.environments import first_answer
 from oppo.errors import noted
 from oppo.evaluation import Answering, respond
-from oppo.events import Drop, Finish, Prompt
+from oppo.events import Drop, Finish, IntArray, Prompt
 from oppo.models import Policy, Sampling, VariesSampling
 from oppo.report.panel import harmless
 from oppo.scorer_protocols import ReportsSamples
 from oppo.stages import Generate
-from oppo.turns import Answer, Environment, Turn
 
 if TYPE_CHECKING:
     from oppo.app.train import PreparedRun
@@ -51,7 +50,7 @@ class Tried:
     scores: Sequence[float | Drop]
     seconds: float
     parts: Mapping[str, float]
-    answer: Sequence[int] | None
+    answer: IntArray | None
 
 
 async def rehearse(session: PreparedRun) -> list[str]:
@@ -72,7 +71,11 @@ async def rehearse(session: PreparedRun) -> list[str]:
         *_ending(tokenizer, session.assembly.sampling),
         f"a response to it, cut off at {LONGEST} tokens at the latest, is ({tried.finish.reason})",
         *_shown(tokenizer, tried.finish.response.tokens.tolist()),
-        *(["the environment answers that with", *_shown(tokenizer, tried.answer)] if tried.answer else []),
+        *(
+            ["the environment answers that with", *_shown(tokenizer, tried.answer.tolist())]
+            if tried.answer is not None
+            else []
+        ),
         _scored([part.source for part in session.settings.models.rewards.values()], tried),
     ]
     return [harmless(line) for line in lines]
@@ -89,7 +92,9 @@ async def _try(session: PreparedRun, prompts: Sequence[Prompt]) -> Tried:
         drawing = policy.with_sampling(replace(sampling, max_new_tokens=short, min_new_tokens=fewest))
     numbered = [replace(prompt, rollout=at, admission=at) for at, prompt in enumerate(prompts)]
     finished = await respond(drawing, numbered, Answering(environment=generate.environment))
-    answer = await _answer(generate.environment, finished)
+    environment = generate.environment
+    asked = any(each.reason != "length" or not each.response.sampled.all() for each in finished)
+    answer = None if environment is None or asked else await first_answer(environment, finished[0].response)
     start = anyio.current_time()
     await assembly.reward.extend(
         [event for each in finished for event in (each.response.prompt, *each.response.pieces())]
@@ -100,20 +105,7 @@ async def _try(session: PreparedRun, prompts: Sequence[Prompt]) -> Tried:
     return Tried(finished[0], scores, seconds, {name: values[0] for name, values in measured.items() if values}, answer)
 
 
-async def _answer(environment: Environment | None, finished: Sequence[Finish]) -> Sequence[int] | None:
-    """Ask an environment that no response has asked, as if the first were a turn; return the tokens of the answer."""
-    asked = any(each.reason != "length" or not each.response.sampled.all() for each in finished)
-    if environment is None or asked:
-        return None
-    first = finished[0].response
-    async with AsyncExitStack() as stack:
-        if isinstance(environment, AbstractAsyncContextManager):
-            await stack.enter_async_context(environment)
-        answer = await environment.answer(Turn(first.prompt, 0, first.tokens))
-    return answer.tokens.tolist() if isinstance(answer, Answer) else None
-
-
-def _shown(tokenizer: HfTokenizer, tokens: Sequence[int]) -> Iterator[str]:
+def _shown(tokenizer: HfTokenizer, tokens: list[int]) -> Iterator[str]:
     """Yield text as the model reads it, special tokens included, indented."""
     for line in tokenizer.decode_whole(tokens).splitlines():
         yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="    ") or [""]

@@ -61,7 +61,7 @@ class UserCode:
         rewards = {key: loaded(key, part) for key, part in models.rewards.items() if part.is_function}
         return cls(models, tokenizer, tell, _environment(models, data, tokenizer, tell), rewards)
 
-    def require_columns(self, names: Collection[str]) -> None:
+    def check_columns(self, names: Collection[str]) -> None:
         """Check that the data has the columns that the rewards need.
 
         Raises:
@@ -69,8 +69,9 @@ class UserCode:
             ConfigError: a sentence encoder would compare with a column that is not there.
         """
         for scorer in self.rewards.values():
-            if isinstance(scorer, FunctionReward | Rewards):
-                scorer.require_columns(names)
+            for function in scorer.functions if isinstance(scorer, Rewards) else [scorer]:
+                if isinstance(function, FunctionReward):
+                    function.arguments_of(names)
         for key, part in self.models.rewards.items():
             column = "" if part.is_function else self.models.of_reward(part, "column")
             if column and column not in names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, cast, get_args
@@ -83,15 +83,10 @@ class Rewards(Scorer["float | Drop"]):
             self.tell = tell
         self._samples: dict[str, list[float]] = {}
 
-    def require_columns(self, names: Collection[str]) -> None:
-        """Check the data's columns for each part that is a function.
-
-        Raises:
-            RewardError: one is not there, or bears the name of another argument.
-        """
-        for part in self._parts:
-            if isinstance(part.scorer, FunctionReward):
-                part.scorer.require_columns(names)
+    @property
+    def functions(self) -> list[FunctionReward]:
+        """The parts that are functions."""
+        return [part.scorer for part in self._parts if isinstance(part.scorer, FunctionReward)]
 
     @property
     def version(self) -> int:

@@ -245,7 +245,7 @@ class FunctionReward(Scorer[float | Drop]):
 
     def _arguments(self, finished: Sequence[Finish]) -> dict[str, object]:
         prompts = [each.response.prompt for each in finished]
-        columns = self.require_columns({name for prompt in prompts for name in prompt.columns})
+        columns = self.arguments_of({name for prompt in prompts for name in prompt.columns})
         wanted = columns if self._takes_all else [name for name in columns if name in self._named]
         # Copies, since rollouts of a group, and later epochs, are given the same columns again.
         return {
@@ -257,7 +257,7 @@ class FunctionReward(Scorer[float | Drop]):
             **{name: [copy.deepcopy(prompt.columns.get(name)) for prompt in prompts] for name in wanted},
         }
 
-    def require_columns(self, names: Collection[str]) -> list[str]:
+    def arguments_of(self, names: Collection[str]) -> list[str]:
         """Return those of the data's columns that are arguments of the function, sorted.
 
         Raises:
