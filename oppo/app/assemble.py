@@ -141,8 +141,8 @@ def policy_tokenizer(models: ModelsSection, tell: Callable[[str], None]) -> HfTo
         raise ConfigError(f"models.policy: {error}") from error
     raise ConfigError(
         f"models.policy: {path} holds an adapter of PEFT for the model {base!r}, and a policy is a whole model: merge "
-        "the two, PeftModel.from_pretrained(base, adapter).merge_and_unload(), and save that with its tokenizer; or name "
-        "the base, and train new adapters with models.lora_rank"
+        "the two, PeftModel.from_pretrained(base, adapter).merge_and_unload(), and save that with its tokenizer; or "
+        "name the base, and train new adapters with models.lora_rank"
     )
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import FrameType
 from typing import Any, Final, TypeAlias
 
+import psutil
 from transformers import PreTrainedTokenizerBase
 
 from oppo.errors import ConfigError
@@ -20,6 +24,13 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Mark special tokens that data spells, while a template renders it: noncharacters, which text never contains."""
 
 _MARKED: Final = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLOSE}]")
+
+
+TEMPLATE_LINES: Final = 1_000_000
+"""Lines that a chat template executes at most for one conversation."""
+
+TEMPLATE_BYTES = 1 << 30
+"""Memory that it takes at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,31 @@ class Rendered:
         return replace(self, text=self.text[start:], data=data)
 
 
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Have a template of the body fail where it would go on without end; this makes it several times slower."""
+    lines, size, tracing = 0, psutil.Process().memory_info().rss, sys.gettrace()
+
+    def watch(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        nonlocal lines
+        del event, argument
+        if frame.f_code.co_filename != "<template>":
+            return None
+        lines += 1
+        if lines > TEMPLATE_LINES:
+            raise ConfigError(f"it has executed {lines} lines and goes on: expected a template that ends")
+        seldom = lines > 1000 and lines % 1000
+        if not seldom and (taken := psutil.Process().memory_info().rss - size) > TEMPLATE_BYTES:
+            raise ConfigError(f"it has taken {taken >> 20} MiB and goes on: expected a template that ends")
+        return watch
+
+    sys.settrace(watch)
+    try:
+        yield
+    finally:
+        sys.settrace(tracing)
+
+
 class HfTokenizer:
     """A transformers tokenizer with types; also an :class:`oppo.data.Tokenizer`.
 
@@ -52,6 +88,7 @@ class HfTokenizer:
 
     def __init__(self, inner: PreTrainedTokenizerBase) -> None:
         self.inner = inner
+        self._has_rendered = False
 
     @property
     def has_chat_template(self) -> bool:
@@ -103,12 +140,14 @@ class HfTokenizer:
         """
         marked = [self._marked(message) for message in messages]
         continued = not answered and bool(messages) and messages[-1].get("role") == "assistant"
-        text: Any = self.inner.apply_chat_template(
-            marked,
-            add_generation_prompt=not answered and not continued,
-            continue_final_message=continued,
-            tokenize=False,
-        )
+        with nullcontext() if self._has_rendered else _bounded():
+            text: Any = self.inner.apply_chat_template(
+                marked,
+                add_generation_prompt=not answered and not continued,
+                continue_final_message=continued,
+                tokenize=False,
+            )
+        self._has_rendered = True
         if marked == list(messages):
             return Rendered(text, special=False)
         parts, data, length, end = [], [], 0, 0

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oppo.data import read_prompts
-from oppo.data.prompts import CHARACTERS
 from oppo.errors import DataError
 from oppo.hf.tokenizer import HfTokenizer
 from tests.hf.spot_tokenizers import byte_tokenizer
@@ -106,8 +105,9 @@ def test_a_message_that_a_template_would_change_in_silence_is_refused(message: d
         read_prompts([{"prompt": [message]}], byte_tokenizer(TEMPLATE))
 
 
-def test_of_a_prompt_of_megabytes_only_the_end_is_tokenized(tmp_path: Path) -> None:
+def test_of_a_prompt_of_megabytes_only_the_end_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     longest = 0
+    monkeypatch.setattr("oppo.data.prompts.CHARACTERS", 1 << 12)
 
     class Counting(HfTokenizer):
         def encode_whole(self, text: str) -> list[int]:
@@ -115,13 +115,13 @@ def test_of_a_prompt_of_megabytes_only_the_end_is_tokenized(tmp_path: Path) -> N
             longest = max(longest, len(text))
             return super().encode_whole(text)
 
-    long = "a b c d " * 500_000
+    long = "a b c d " * 5_000
     tokenizer = Counting(tokenizer_of(TEMPLATE).inner)
     rows: list[dict[str, object]] = [{"prompt": long}, {"prompt": [{"role": "user", "content": long}]}]
     cut, chat = read_prompts(rows, tokenizer, max_prompt_tokens=3, over_long="truncate")
     assert words(cut.tokens.tolist()) == "b c d"
     assert words(chat.tokens.tolist()) == "d assistant :"
-    assert longest <= CHARACTERS
+    assert longest <= 1 << 12
     with pytest.raises(DataError, match="all are over-long"):
         read_prompts(rows, tokenizer, max_prompt_tokens=3)
 
