@@ -238,7 +238,7 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "decode, greedy": partial(decode, temperature=0.0),
     "decode, gpt2": partial(decode, partial(tiny.causal, "gpt2")),
     "truncated sampling": truncated,
-    "reference": partial(scored, causal, lambda model: ReferenceWorker(model, False, 1.0)),
+    "reference": partial(scored, causal, lambda model: ReferenceWorker(model, False, Sampling())),
     "reward": partial(scored, scalar, lambda model: RewardWorker(model, False)),
     "process reward": partial(
         scored, partial(tiny.steps, "qwen2"), lambda model: ProcessRewardWorker(model, False, (STOP,), 1, 0.0)
