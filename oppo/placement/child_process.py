@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from typing import cast
 
 from oppo.placement import worker
@@ -16,7 +16,10 @@ from oppo.placement.callback import Callbacks, Request
 from oppo.placement.child import Child, Gone, Setup
 from oppo.placement.wire import Call, Failure, Outcome, Packet, pack_with_blocks, receive, send, unpack
 
-_PROGRAM = "import sys; name, fd, *sys.path = sys.argv[1:]; from oppo.placement.worker import serve; serve(int(fd))"
+_PROGRAM = (
+    "import sys; name, fd, lifeline, *sys.path = sys.argv[1:]; "
+    "from oppo.placement.worker import serve; serve(int(fd), int(lifeline))"
+)
 """The child runs this program, not the parent's: no script or notebook of a user runs twice."""
 
 _GRACE = 5.0
@@ -39,12 +42,13 @@ class ChildProcess(Child):
         first += [] if setup is None else [Call(None, setup)]
         packets = [pack_with_blocks(order) for order in first]
         ours, theirs = socket.socketpair()
-        with theirs, _interrupts_blocked():
+        lifeline, self._lifeline = Pipe(duplex=False)
+        with theirs, lifeline, _interrupts_blocked():
             # The program is this package's own; the interpreter is the one that runs.
             self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-c", _PROGRAM, name, str(theirs.fileno()), *map(str, sys.path)],
+                [sys.executable, "-c", _PROGRAM, name, *map(str, (theirs.fileno(), lifeline.fileno(), *sys.path))],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), lifeline.fileno()),
             )
         self._connection: Connection[bytes, bytes] = Connection(ours.detach())
         self._unanswered = 0
@@ -77,8 +81,9 @@ class ChildProcess(Child):
         return answer if callbacks.error is None else Failure(answer.start, answer.end, callbacks.error)
 
     def end(self) -> None:
-        """Close the socket, upon which the child exits; kill it if it does not; idempotent."""
+        """Close the socket and the lifeline, upon which the child exits or is killed; idempotent."""
         self._connection.close()
+        self._lifeline.close()
         self._reap()
 
     def kill(self) -> None:

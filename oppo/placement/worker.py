@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -40,14 +41,15 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGUSR1, interrupt)
 
 
-def serve(fd: int) -> None:
+def serve(fd: int, lifeline: int) -> None:
     """Answer the orders that come over the socket ``fd``, in this thread, and exit when the parent closes it.
 
-    Ctrl-C is left to the parent. This process dies with its parent, whatever it is doing.
+    Ctrl-C is left to the parent. This process dies with its parent, whatever it is doing: see :func:`die_with`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(fd, False)
-    threading.Thread(target=_exit_with_parent, args=(fd,), name="oppo-lifeline", daemon=True).start()
+    os.set_inheritable(lifeline, False)
+    die_with(lifeline)
     connection: Connection[bytes, bytes] = Connection(fd)
     line = _SocketLine(connection)
     instances: dict[int, object] = {}
@@ -125,10 +127,26 @@ def search(path: Sequence[str]) -> None:
     sys.path[:] = path
 
 
-def _exit_with_parent(fd: int) -> None:
-    lifeline = select.poll()
-    lifeline.register(fd, 0)  # reports a hang-up only
-    lifeline.poll()
+def die_with(lifeline: int) -> None:
+    """Kill this process when the last process that could write to the pipe ``lifeline`` has closed it or is dead.
+
+    On Linux the system itself sends the signal, so code that holds the interpreter lock dies too. PR_SET_PDEATHSIG
+    would not do: it follows the thread that started this process, which may end long before its process.
+    """
+    hang_up = select.poll()
+    hang_up.register(lifeline, 0)  # reports a hang-up only
+    if sys.platform != "linux":
+        threading.Thread(target=_exit_after, args=(hang_up,), name="oppo-lifeline", daemon=True).start()
+        return
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+    if hang_up.poll(0):  # it came before there was an owner to kill
+        _exit()
+
+
+def _exit_after(hang_up: select.poll) -> None:
+    hang_up.poll()
     _exit()
 
 

@@ -292,3 +292,24 @@ def test_a_child_in_the_middle_of_its_work_dies_with_its_parent(tmp_path: Path) 
         assert begun.read_text() == "begun"
         parent.kill()
         assert parent.stdout.read().endswith(SAID), "the output ends when nobody holds it any more, the child neither"
+
+
+def test_a_child_that_holds_the_interpreter_lock_dies_with_its_parent(tmp_path: Path) -> None:
+    """Its process was started by a thread that has ended since, and no thread of Python can run in it."""
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    program = (
+        "import anyio\nfrom pathlib import Path\nfrom oppo.placement.detached import DisposableProcess\n"
+        "from tests.placement.instances import Total\n"
+        "async def main():\n"
+        "    child = DisposableProcess('grader', Total())\n"
+        "    print(await child.call(Total.add, 1), flush=True)\n"
+        f"    await child.call(Total.hold_the_lock, Path({str(begun)!r}))\n"
+        "anyio.run(main)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment())
+    with parent:
+        assert parent.stdout is not None
+        assert begun.read_text() == "begun"
+        parent.kill()
+        assert parent.stdout.read() == "1\n", "the output ends once no process holds it"
