@@ -1,6 +1,6 @@
 """The command line: ``oppo train``, ``resume``, ``doctor``, ``simulate``, ``demo``, and ``oppo --version``.
 
-Exit codes: 0, done; 1, a run failed; 2, settings, data or models cannot be used; 3, a run trained nothing; 128 plus its
+Exit codes: 0, done, or there is nothing left to resume; 1, a run failed; 2, settings, data or models cannot be used; 3, a run trained nothing; 128 plus its
 number, ended by a signal: 130 by Ctrl-C, 143 by SIGTERM.
 """
 
@@ -21,10 +21,11 @@ import anyio
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
-from oppo.app.interrupt import Stopped, stoppable
-from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError
+from oppo.signals import Stopped, stoppable
+from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError, RunComplete
 from oppo.numeric import require_real, require_whole
 from oppo.report.display import displays
+from oppo.report.files import ended
 from oppo.report.panel import harmless
 from oppo.report.put import put
 
@@ -59,17 +60,17 @@ def program(name: str, about: str) -> App:
 
 
 @displays()
-@stoppable()
 def call(app: App, arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; losing the terminal or a pipe meanwhile ends nothing."""
     try:
-        code = app(list(sys.argv[1:] if arguments is None else arguments))
+        with stoppable():
+            code = app(list(sys.argv[1:] if arguments is None else arguments))
     except CycloptsError as error:
         return complain(str(error), UNUSABLE)
     except (OppoError, OSError) as error:
         return complain(paragraph(error), code_of(error))
     except KeyboardInterrupt as error:
-        return complain("interrupted", code_of(error))
+        return complain(interrupted(error), code_of(error))
     except (SystemExit, asyncio.CancelledError) as error:  # raised by user code
         return complain(f"error: the program was left by a {type(error).__name__} that nothing asked for", FAILED)
     except BaseException:  # noqa: BLE001 - the boundary to the terminal: a fault of this program or of user code
@@ -146,6 +147,9 @@ def carry_out(
 
     try:
         session = prepare(settings, note, resume=resume, dry_run=dry_run, accept_changed_code=accept_changed_code)
+    except RunComplete as error:
+        note(str(error))
+        return DONE
     except OppoError as error:
         return complain(paragraph(error), UNUSABLE)
     console = Console()
@@ -165,14 +169,14 @@ def carry_out(
                 raise
     except KeyboardInterrupt as error:  # reported once the models' threads are done: they may be saving
         final = settings.run_directory / FINAL
-        ended = f"interrupted by {error}" if isinstance(error, Stopped) and error.by != signal.SIGINT else "interrupted"
         saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
-        advice = f"go on with `oppo resume {settings.run_directory}`" if session.checkpoints.sealed else ""
-        summary = "; ".join(filter(None, (ended, saved, advice)))
+        resumable = session.checkpoints.sealed and ended(settings.run_directory) is None
+        advice = f"go on with `oppo resume {settings.run_directory}`" if resumable else ""
+        summary = "; ".join(filter(None, (interrupted(error), saved, advice)))
         return complain("\n".join([summary, *getattr(error, "__notes__", ())]), code_of(error))
     made, planned = directory.made, settings.run.steps
-    ended = f" after {made} of {planned} steps, with the end of the data" if made < planned else ""
-    console.out(f"done{ended}: {settings.run_directory / 'report.html'}", highlight=False)
+    early = f" after {made} of {planned} steps, with the end of the data" if made < planned else ""
+    console.out(f"done{early}: {settings.run_directory / 'report.html'}", highlight=False)
     return DONE
 
 
@@ -307,6 +311,11 @@ def demo(
 
     run_demo(directory, short=short, seed=seed, engine=engine)
     return DONE
+
+
+def interrupted(error: KeyboardInterrupt) -> str:
+    """Return that a signal ended the command, and which, unless it was Ctrl-C."""
+    return f"interrupted by {error}" if isinstance(error, Stopped) and error.by != signal.SIGINT else "interrupted"
 
 
 def code_of(error: BaseException) -> int:

@@ -12,6 +12,7 @@
     ├── DataError         a prompt file or a prompt cannot be used
     ├── RewardError       a reward function failed or returned something that is no score
     ├── CheckpointError   a checkpoint cannot be written, is damaged, or does not fit the run
+    ├── RunComplete       a run that is resumed has made all its steps
     ├── NothingTrained    step after step, or a whole run, trained no rollout: counts the drops by reason
     └── ModelError
         ├── ModelRefused  a model cannot be served exactly: raised at load, names the reason
@@ -84,6 +85,10 @@ class RewardError(OppoError):
 
 class CheckpointError(OppoError):
     """A checkpoint cannot be written, is damaged, or is of another run."""
+
+
+class RunComplete(OppoError):  # noqa: N818 - it says what happened
+    """A run that is resumed has made all its steps: nothing is left to do."""
 
 
 class NothingTrained(OppoError):  # noqa: N818 - it says what happened

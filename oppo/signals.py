@@ -1,9 +1,126 @@
-"""The signals that ask a program to end."""
+"""The signals that ask a program to end: the first ends a run after the steps in flight, the second at once."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from types import FrameType
 from typing import Final
+
+import anyio
+
+from oppo.errors import running_loop
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Sent by a terminal, by a job scheduler, and by a terminal that is closed."""
+
+
+class Stopped(KeyboardInterrupt):
+    """The signal ``by`` has ended a run."""
+
+    def __init__(self, by: signal.Signals) -> None:
+        super().__init__(by.name)
+        self.by = by
+
+
+@dataclass(slots=True)
+class Interrupt:
+    """The signal that asked the run to end; ``None`` before it comes."""
+
+    by: signal.Signals | None = None
+
+
+@asynccontextmanager
+async def interruptible(*tell: Callable[[signal.Signals], None]) -> AsyncIterator[Interrupt]:
+    """Yield the interrupt that records the first signal while the context is open; a second one ends the context.
+
+    Off the main thread no signal arrives. Signals that the process ignores, as SIGHUP under ``nohup``, stay ignored.
+
+    Args:
+        tell: each is called on the event loop with the first signal.
+
+    Raises:
+        Stopped: a second signal came. It is raised in the code that blocks the event loop, if any does.
+    """
+    interrupt = Interrupt()
+    loop, loop_ran = running_loop(), threading.Event()
+
+    def notify(number: signal.Signals) -> None:
+        loop_ran.set()
+        for listener in tell:
+            listener(number)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        del frame
+        if interrupt.by is None:
+            interrupt.by = signal.Signals(number)
+            loop.call_soon_threadsafe(notify, interrupt.by)
+        elif loop_ran.is_set():
+            loop.call_soon_threadsafe(scope.cancel)
+        else:  # the interrupted code blocks the loop, which runs in this thread
+            scope.cancel()
+            raise Stopped(interrupt.by)
+
+    notes: list[str] = []
+    with anyio.CancelScope() as scope, _handling(on_signal):
+        try:
+            yield interrupt
+        except BaseException as error:
+            notes += getattr(error, "__notes__", ())
+            raise
+    if scope.cancelled_caught and interrupt.by is not None:
+        stopped = Stopped(interrupt.by)
+        for note in notes:
+            stopped.add_note(note)
+        raise stopped
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let a signal end the body with :class:`Stopped`, wherever the body is.
+
+    For a program's code outside of :func:`interruptible`; off the main thread it changes nothing. An event loop that
+    runs in the body has its tasks cancelled, since an exception between two of them would leave it in disorder; a
+    second signal is raised in the code that blocks it.
+    """
+    came: list[signal.Signals] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        came.append(signal.Signals(number))
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise Stopped(came[0]) from None
+        if len(came) > 1:
+            raise Stopped(came[0])
+        loop.call_soon_threadsafe(_cancel_all, loop)
+
+    try:
+        with _handling(stop):
+            yield
+    except asyncio.CancelledError as error:
+        if not came:
+            raise
+        raise Stopped(came[0]) from error
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    handled = [number for number in SIGNALS if on_main_thread and signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

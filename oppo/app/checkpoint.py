@@ -138,8 +138,8 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        """Whether a checkpoint has ever been named here, whole or not; ``.partial`` directories do not count."""
-        return any(not path.name.endswith(".partial") for path in self._directory.glob("*"))
+        """Whether a checkpoint has ever been named here, whole or not; the models of ``final`` are none."""
+        return bool(self._paths())
 
     @property
     def sealed(self) -> bool:

@@ -12,7 +12,7 @@ from oppo.app.provenance import Provenance, fingerprint, fingerprints, require_c
 from oppo.app.sections import EvalSection
 from oppo.app.settings import Settings
 from oppo.declared import declared
-from oppo.errors import CheckpointError, ConfigError
+from oppo.errors import CheckpointError, ConfigError, RunComplete
 from oppo.report.files import METRICS, ended
 from oppo.report.lock import Lock
 from oppo.report.records import read
@@ -182,8 +182,9 @@ def newest(settings: Settings, checkpoints: Checkpoints) -> Checkpoint | None:
     """Return the checkpoint to resume from; ``None``: the run was killed before its first and begins anew.
 
     Raises:
-        CheckpointError: no checkpoint is whole, or the run is complete and ``run.steps`` asks for no further steps. A
-            run that was ended after its last step, before its models were saved, is not complete.
+        CheckpointError: no checkpoint is whole.
+        RunComplete: ``run.steps`` asks for no further steps. A run that was ended after its last step, before its
+            models were saved, is not complete.
     """
     found = checkpoints.newest()
     if found is None:
@@ -198,9 +199,7 @@ def newest(settings: Settings, checkpoints: Checkpoints) -> Checkpoint | None:
         raise CheckpointError(f"no checkpoint in {settings.run_directory / CHECKPOINTS} can be used: {advice}")
     made = ended(settings.run_directory)
     if made is not None and settings.run.steps <= made:
-        raise CheckpointError(
-            f"the run has made all of its {made} steps: raise run.steps (--set run.steps=...) to go on"
-        )
+        raise RunComplete(f"the run has made all of its {made} steps: raise run.steps (--set run.steps=...) to go on")
     return found
 
 

@@ -15,7 +15,7 @@ from oppo.app.sections import DataSection
 from oppo.app.settings import Settings
 from oppo.app.sources import ROWS, PromptSource, named, sources
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
-from oppo.errors import ConfigError, DataError
+from oppo.errors import ConfigError, DataError, RunComplete
 from oppo.events import Prompt
 from oppo.report.files import ended
 
@@ -169,11 +169,13 @@ def require_unfinished(directory: Path, lasts: int) -> None:
     """Check that a complete run in ``directory`` made fewer than the ``lasts`` steps that its prompts last for.
 
     Raises:
-        DataError: the prompts last for no further step.
+        RunComplete: the prompts last for no further step.
     """
     made = ended(directory)
     if made is not None and lasts <= made:
-        raise DataError(f"the run has made all of the {made} steps that its data lasts for: there is nothing to resume")
+        raise RunComplete(
+            f"the run has made all of the {made} steps that its data lasts for: there is nothing to resume"
+        )
 
 
 def steps_of(steps: int, data: DataSection, batch: int, prompts: Supply) -> int:

@@ -18,7 +18,7 @@ from oppo.app.checkpoint import Checkpoint, Checkpoints
 from oppo.app.compose import MakeGraph, compose, kind_of, require_trainer, trainer_of
 from oppo.app.empty_steps import EmptySteps
 from oppo.app.evaluate import evaluate_first, evaluates, is_due, judged, show_progress, with_evaluations
-from oppo.app.interrupt import Interrupt, Stopped, interruptible
+from oppo.signals import Interrupt, Stopped, interruptible
 from oppo.app.provenance import Provenance
 from oppo.app.resume import CHECKPOINTS, locked, newest, require_same_run
 from oppo.app.settings import Settings
@@ -240,7 +240,7 @@ async def run(
         ModelError: the trained models could not be saved.
         CheckpointError: a checkpoint could not be written.
         NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
-        Stopped: a signal ended the run.
+        Stopped: a signal came; in the last step, once the run is complete.
     """
     settings, assembly = session.settings, session.assembly
     heartbeat = Heartbeat()
@@ -268,6 +268,8 @@ async def run(
             await make_steps(session, running, interrupt, directory)
         note_data(session, watch.log, directory.made)
         directory.conclude()
+    if interrupt.by is not None:  # it came in the last step: the run is complete, and the program is still to end
+        raise Stopped(interrupt.by)
     return directory
 
 

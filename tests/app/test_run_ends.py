@@ -14,9 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from oppo import train
 from oppo.app.train import FINAL
 from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE
-from tests.workplace import furnish, oppo, records, start
+from oppo.observe import Observer
+from oppo.signals import Stopped
+from tests.workplace import furnish, oppo, records, resume, start
 
 MISCHIEF = """
 import asyncio, os, sys, time
@@ -137,7 +140,44 @@ def test_a_signal_while_models_are_loaded_ends_a_run_by_its_own_code(folder: Pat
         process.send_signal(signal.SIGTERM)
         _, output = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert output == "interrupted\n"
+    assert output == "interrupted by SIGTERM\n"
+
+
+class Signalled(Observer):
+    """A job scheduler that loses its patience in the last step."""
+
+    def on_step(self, step: int, result: object, channels: object) -> None:
+        del result, channels
+        if step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_in_the_last_step_of_a_run_ends_the_program_that_called_it(folder: Path) -> None:
+    settings = ["run.name=called", "run.steps=2", "run.panel=off"]
+    with pytest.raises(Stopped, match="SIGTERM"):
+        train(folder / "config.toml", settings, observers=[Signalled()])
+    assert json.loads((folder / "runs" / "called" / "summary.json").read_text())["complete"] is True
+    assert (folder / "runs" / "called" / FINAL / "actor").is_dir()
+
+
+LAST = """
+import signal
+from oppo.app.empty_steps import EmptySteps
+after = EmptySteps.after
+def signalled(self, report):
+    signal.raise_signal(signal.SIGTERM)
+    after(self, report)
+EmptySteps.after = signalled
+"""
+"""Has a process be asked to end after its last step."""
+
+
+def test_a_signal_in_the_last_step_is_the_exit_code_of_a_complete_run(folder: Path) -> None:
+    with start(folder, "run.name=last", "run.steps=1", "run.checkpoint_every=1", before=LAST) as process:
+        _, output = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert f"interrupted by SIGTERM; what was learned is in {folder / 'runs' / 'last' / FINAL}\n" in output
+    assert resume(folder, "last") == DONE, "there is nothing left to do"
 
 
 SAVING = """

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from oppo.app.interrupt import Stopped, stoppable
+from oppo.signals import Stopped, stoppable
 from oppo.signals import SIGNALS
 from oppo.vllm.heeded import heeded
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,9 +12,9 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from oppo.app.interrupt import Stopped, interruptible
-from oppo.signals import SIGNALS
-from oppo.testing import prompts
+from oppo.observe import Observer
+from oppo.signals import SIGNALS, Stopped, interruptible, stoppable
+from oppo.testing import prompts, run_virtual
 from tests.pipelines import Pipeline, Setting
 
 each_signal = pytest.mark.parametrize("number", SIGNALS)
@@ -120,3 +122,46 @@ def test_in_another_thread_nothing_is_ever_asked() -> None:
     thread.start()
     thread.join()
     assert asked == [None]
+
+
+@each_signal
+@pytest.mark.parametrize("at", [0, 1, 2, 7, 40])
+def test_a_program_is_stopped_in_an_event_loop_without_a_complaint_of_any_task(
+    number: signal.Signals, at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As ``oppo simulate`` is: it comes in whatever task runs, and steps are in flight."""
+    moments = 0
+
+    class Signalled(Observer):
+        def on_item(self, step: int, stage: str, item: object, at_: float) -> None:
+            nonlocal moments
+            del step, stage, item, at_
+            if moments == at:
+                signal.raise_signal(number)
+            moments += 1
+
+    async def simulate() -> None:
+        async with Pipeline(Setting()).graph().open(prompts(99), observers=[Signalled()], lookahead=1) as run:
+            async for _ in run.steps(20):
+                pass
+
+    with pytest.raises(Stopped) as caught, stoppable():
+        run_virtual(simulate)
+    gc.collect()  # a task whose error was not retrieved says so when it goes
+    assert caught.value.by is number
+    assert caplog.text == ""
+
+
+def test_a_second_signal_ends_what_blocks_the_event_loop_of_a_program() -> None:
+    async def block() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("it went on")
+
+    with pytest.raises(Stopped), stoppable():
+        anyio.run(block)
+
+
+def test_a_cancellation_that_no_signal_caused_stays_one() -> None:
+    with pytest.raises(asyncio.CancelledError), stoppable():
+        raise asyncio.CancelledError
