@@ -1,7 +1,7 @@
 """The command line: ``oppo train``, ``resume``, ``doctor``, ``simulate``, ``demo``, and ``oppo --version``.
 
-Exit codes: 0, done, or there is nothing left to resume; 1, a run failed; 2, settings, data or models cannot be used; 3, a run trained nothing; 128 plus its
-number, ended by a signal: 130 by Ctrl-C, 143 by SIGTERM.
+Exit codes: 0, done, or nothing is left to resume; 1, a run failed; 2, settings, data or models cannot be used; 3, a run
+trained nothing; 128 plus its number, ended by a signal: 130 by Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import anyio
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
-from oppo.signals import Stopped, stoppable
 from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError, RunComplete
 from oppo.numeric import require_real, require_whole
 from oppo.report.display import displays
 from oppo.report.files import ended
 from oppo.report.panel import harmless
 from oppo.report.put import put
+from oppo.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from oppo.app.settings import Settings

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from oppo.durable import whole, writing
-from oppo.errors import CheckpointError, OppoError
+from oppo.errors import CheckpointError, OppoError, one_line
 from oppo.observe import silent
 
 Array: TypeAlias = NDArray[Any]
@@ -127,13 +127,16 @@ class Checkpoints:
         self._prune(path)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole; report each newer one that is not to ``tell``."""
+        """Return the newest checkpoint that is whole and can be read; report each newer one to ``tell``."""
         for path in reversed(self._paths()):
             try:
-                return verified(path)
+                found = verified(path)
+                found.state()
             except CheckpointError as error:
                 self._unusable.add(path)
                 self._tell(f"{error}; the one before it is tried")
+            else:
+                return found
         return None
 
     @property
@@ -200,10 +203,9 @@ def read_state(directory: Path) -> State:
     """
     try:
         plain: object = json.loads((directory / "state.json").read_text(encoding="utf-8"))
-        arrays = load_file(directory / "state.safetensors")
-    except Exception as error:  # safetensors raises errors of its own
-        raise CheckpointError(f"the state in {directory} cannot be read: {error}") from error
-    state = _joined(plain, arrays)
+        state = _joined(plain, load_file(directory / "state.safetensors"))
+    except Exception as error:  # safetensors raises errors of its own, and an array may be missing
+        raise CheckpointError(f"the state in {directory} cannot be read: {one_line(error)}") from error
     if not isinstance(state, Mapping):
         raise CheckpointError(f"the state in {directory} should be a JSON object, but is {type(state).__name__}")
     return state
@@ -238,7 +240,7 @@ def _sealed(path: Path) -> Checkpoint | None:
         step = int(seal["step"])
         measure = str(seal.get("measure", "score"))
         return Checkpoint(path, step, score, measure) if path.name == _named(step) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -58,7 +58,7 @@ class Provenance:
         try:
             parts = (state["provenance"][name] for name in ("settings", "files", "libraries"))
             return cls(*(dict[str, str](part) for part in parts))
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint does not say what its run was made of ({type(error).__name__}: {error}): it is of "
                 "another version of oppo, or was edited; start a new run"

@@ -18,7 +18,6 @@ from oppo.app.checkpoint import Checkpoint, Checkpoints
 from oppo.app.compose import MakeGraph, compose, kind_of, require_trainer, trainer_of
 from oppo.app.empty_steps import EmptySteps
 from oppo.app.evaluate import evaluate_first, evaluates, is_due, judged, show_progress, with_evaluations
-from oppo.signals import Interrupt, Stopped, interruptible
 from oppo.app.provenance import Provenance
 from oppo.app.resume import CHECKPOINTS, locked, newest, require_same_run
 from oppo.app.settings import Settings
@@ -35,6 +34,7 @@ from oppo.report import RunDirectory, RunLog
 from oppo.report.files import require_unused
 from oppo.report.journal import JOURNAL, Replay, read_replay
 from oppo.report.lock import Lock
+from oppo.signals import Interrupt, Stopped, interruptible
 from oppo.stages import Generate, Update
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class PreparedRun:
         try:
             running.load_state_dict(state["run"])
             self.prompts.load_state_dict(state["prompts"])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the state in {self.checkpoint.path} does not fit this run ({type(error).__name__}: {error}): it is "
                 "of another version of oppo, or was edited; start a new run"

@@ -105,8 +105,7 @@ def _lines(path: Path, newline: str | None = None) -> Iterator[str]:
 
 
 def _parquet_rows(path: Path) -> Iterator[Located]:
-    import pyarrow as pa  # noqa: PLC0415 - 0.1 s, and most files are JSON lines
-    from pyarrow import parquet  # noqa: PLC0415
+    from pyarrow import parquet  # noqa: PLC0415 - 0.1 s, and most files are JSON lines
 
     try:
         file = parquet.ParquetFile(path)
@@ -116,11 +115,9 @@ def _parquet_rows(path: Path) -> Iterator[Located]:
         rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())
         for number, row in enumerate(rows, 1):
             yield f"{path}, row {number}", row
-    except (
-        pa.ArrowException,
-        OSError,
-        ValueError,
-    ) as error:  # text that is no UTF-8, a struct that names a field twice
+    except DataError:
+        raise
+    except Exception as error:  # errors of pyarrow, of the system and of Python's decoders
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import cast
 
 from oppo.errors import ConfigError
 from oppo.report.lock import LOCK, is_locked, taken
@@ -42,9 +41,10 @@ def ended(path: Path) -> int | None:
     """Return the steps of a complete run, whose trained models are saved; ``None`` for any other."""
     try:
         facts: dict[str, object] = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
-        return cast("int", facts["steps"]) if facts["complete"] is True else None
-    except (OSError, ValueError, KeyError, TypeError):
+        steps = facts["steps"] if facts["complete"] is True else None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
+    return steps if type(steps) is int else None
 
 
 def require_unused(path: Path) -> None:

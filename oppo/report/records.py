@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import NoReturn, TypeAlias, cast
 
 from oppo.report.put import put
 
@@ -41,10 +41,14 @@ def read(path: Path, damaged: Damaged = lambda number, line: None) -> Iterator[R
 
 def _record(line: bytes) -> Record | None:
     try:
-        record: object = json.loads(line)
+        record: object = json.loads(line, parse_constant=_refused)
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and type(record.get("step")) is int else None
+
+
+def _refused(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def rewind(path: Path, steps: int) -> list[str]:

@@ -31,7 +31,7 @@ from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TextIO, cast
+from typing import Literal, Self, TextIO
 
 from oppo.durable import make, sync
 from oppo.errors import ConfigError, behind
@@ -307,8 +307,11 @@ def write_page(path: Path, excerpts: Sequence[Excerpt]) -> None:
 
 
 def metrics_of(path: Path) -> Sequence[Metrics]:
-    """Return the metrics of all steps from a run directory."""
-    return [cast("Metrics", each) for each in read(path / METRICS)]
+    """Return the metrics of all steps from a run directory, without values that are no numbers."""
+    return [
+        {name: value for name, value in each.items() if value is None or isinstance(value, int | float)}
+        for each in read(path / METRICS)
+    ]
 
 
 def _require(config: str, **counts: int) -> None:

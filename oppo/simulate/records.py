@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final, cast
 
 from oppo.admission import Observation
-from oppo.errors import ConfigError, DataError
+from oppo.errors import ConfigError, DataError, one_line
 from oppo.report.files import METRICS, WORK, ended
 from oppo.report.journal import JOURNAL, observations
 from oppo.report.records import Record, read
@@ -51,7 +51,7 @@ class RunRecord:
 
         Raises:
             ConfigError: the directory holds no run, or one that has not finished.
-            DataError: its records lack what a calibration needs.
+            DataError: its records lack what a calibration needs, or hold something else.
         """
         if not (directory / METRICS).is_file():
             raise ConfigError(f"there is no run in {directory}: expected the file {directory / METRICS}")
@@ -60,6 +60,13 @@ class RunRecord:
                 f"the run in {directory} has not finished, and a simulation is calibrated on a finished one: go on "
                 f"with `oppo resume {directory}`"
             )
+        try:
+            return cls._of(directory)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise DataError(f"the records in {directory} cannot be used: {one_line(error)}") from error
+
+    @classmethod
+    def _of(cls, directory: Path) -> RunRecord:
         seen = observations(directory / JOURNAL)
         metrics = {cast("int", each["step"]): cast("Mapping[str, Any]", each) for each in read(directory / METRICS)}
         if any(each.get("selection/rounds", 1) != 1 for each in metrics.values()):

@@ -108,6 +108,23 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(
     assert "step-000004" in told[0]
 
 
+@pytest.mark.parametrize(
+    "text", ['{"a": {"$array": "/missing"}}', '{"a": {"$array": []}}', "[1]", "[" * 100_000, "\xff"], ids=range(5)
+)
+def test_a_state_that_cannot_be_read_is_told_and_the_checkpoint_before_it_used(tmp_path: Path, text: str) -> None:
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path, tell=told.append)
+    written(checkpoints, 3)
+    with checkpoints.writing(4) as path:
+        write_state(path, {"a": np.zeros(1)})
+        (path / "state.json").write_bytes(text.encode("latin-1"))
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.step == 3
+    assert len(told) == 1
+    assert "step-000004" in told[0]
+
+
 def test_a_file_too_many_is_damage(tmp_path: Path) -> None:
     written(Checkpoints(tmp_path), 1)
     (tmp_path / "step-000001" / "more").write_text("")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -299,6 +300,9 @@ def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
     broken = tmp_path / "broken.parquet"
     broken.write_text("not parquet")
     assert "is not a readable parquet file" in refused(broken)
+    column = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(struct.pack("ii", 0, 1)), pa.py_buffer(b"\xff")])
+    parquet.write_table(pa.table({"prompt": column}), broken)
+    assert f"{broken} is not a readable parquet file" in refused(broken), "its text is no UTF-8"
     binary = tmp_path / "binary.jsonl"
     binary.write_bytes(b"\xff\xfe")
     assert "is not UTF-8 text" in refused(binary)

@@ -50,7 +50,15 @@ def test_observations_of_later_steps_stay_behind_the_first_steps(tmp_path: Path)
     assert list(read(file)) == [*told[:4], told[5], told[7]]
 
 
-DAMAGED = (b'{"step": 1, "te\xff"}\n', b"{}\n", b"3\n", b'{"step": "1"}\n', b"[" * 9000 + b"\n", b"\n")
+DAMAGED = (
+    b'{"step": 1, "te\xff"}\n',
+    b"{}\n",
+    b"3\n",
+    b'{"step": "1"}\n',
+    b"[" * 9000 + b"\n",
+    b"\n",
+    b'{"step": 1, "a": NaN}\n',
+)
 
 
 @pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))

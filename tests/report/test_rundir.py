@@ -350,3 +350,13 @@ def test_a_resumed_run_says_which_records_were_damaged_and_goes_on(tmp_path: Pat
         ]
     assert [each["step"] for each in lines(path / "metrics.jsonl")] == [1]
     assert (path / "metrics.jsonl.damaged").exists()
+
+
+def test_a_metric_that_is_no_number_is_left_out_of_the_summary_and_the_page(tmp_path: Path) -> None:
+    path = written(tmp_path, threaded=False)
+    first, *rest = lines(path / "metrics.jsonl")
+    told = [{**first, "score": "many", "trained": [1], "kl": {}}, *rest]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
+    with RunDirectory(path, decode=decode, threaded=False, resumed_at=2) as directory:
+        assert directory.trained < sum(cast("int", each["trained"]) for each in [first, *rest])
+    assert (path / "report.html").exists()

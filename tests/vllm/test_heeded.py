@@ -9,8 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from oppo.signals import Stopped, stoppable
-from oppo.signals import SIGNALS
+from oppo.signals import SIGNALS, Stopped, stoppable
 from oppo.vllm.heeded import heeded
 
 

@@ -82,7 +82,7 @@ def _parts(directory: Path) -> tuple[Path, Pooling | None]:
     try:
         parts = json.loads(file.read_text(encoding="utf-8"))
         modules = [(PurePath(str(part["path"])), str(part["type"]).rpartition(".")[2]) for part in parts]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file} is no list of modules with path and type: {error}") from error
     names = [name for _, name in modules]
     if names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from oppo.durable import writing
-from oppo.errors import CheckpointError
+from oppo.errors import CheckpointError, one_line
 from oppo.hf.train.optimisation import Optimisation
 from oppo.hf.train.sharding import alike, whole
 from oppo.hf.train.team import Team
@@ -53,18 +53,23 @@ def read_training(directory: Path, optimisation: Optimisation, team: Team) -> di
     Only rank 0 reads the file, which other machines may lack.
 
     Raises:
-        CheckpointError: the file was written of other parameters; nothing is changed.
+        CheckpointError: the file cannot be read, or was written of other parameters; nothing is changed.
     """
     stored, counts = dict[str, dict[str, Tensor]](), dict[str, int]()
     trained = optimisation.named_weights()
 
     def read() -> None:
-        with safe_open(directory / _FILE, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
-                kind, name = key.split("/", 1)
-                stored.setdefault(name, {})[kind] = file.get_tensor(key)
-            counts.update({name: int(count) for name, count in (file.metadata() or {}).items() if count.isdecimal()})
-        _require_alike(directory / _FILE, trained, {name: kinds[_PARAMETER] for name, kinds in stored.items()})
+        try:
+            with safe_open(directory / _FILE, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - it is no mapping
+                    kind, name = key.split("/", 1)
+                    stored.setdefault(name, {})[kind] = file.get_tensor(key)
+                texts = (file.metadata() or {}).items()
+                counts.update({name: int(count) for name, count in texts if count.isdecimal()})
+            theirs = {name: kinds[_PARAMETER] for name, kinds in stored.items()}
+        except Exception as error:  # safetensors raises errors of its own, and a tensor may be missing
+            raise CheckpointError(f"{directory / _FILE} cannot be read: {one_line(error)}") from error
+        _require_alike(directory / _FILE, trained, theirs)
 
     team.once(read)
     shapes = team.first(
