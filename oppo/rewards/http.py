@@ -182,7 +182,7 @@ class HttpReward:
 
     def _connected(self) -> _Session:
         client = httpx.AsyncClient(
-            headers=dict(self.headers),
+            headers={**self.headers, "Accept-Encoding": "identity"},
             timeout=None,  # noqa: S113 - a request is bounded as a whole
             limits=httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
             transport=self.transport,
@@ -243,13 +243,23 @@ class HttpReward:
         raise _Passing(f"{self.__name__} did not answer within {self.timeout:g} s")
 
     async def _content(self, answer: httpx.Response) -> str:
-        """Return the text of an answer."""
+        """Return the text of an answer; one that is compressed is refused, as a few bytes of it may become many."""
+        coding = answer.headers.get("Content-Encoding", "identity").strip().lower()
+        if coding != "identity" and answer.is_success:
+            raise ServiceFailure(f"{self.__name__} compressed its answer ({shortened(coding, 40)}): send it plain")
+        if coding != "identity":
+            return ""  # the status says what failed
         content = bytearray()
         async for part in answer.aiter_bytes():
             content += part
             if len(content) > self.most_bytes:
                 raise ServiceFailure(f"{self.__name__} answered more than {self.most_bytes} bytes")
-        return content.decode(answer.encoding or "utf-8", "replace")
+        try:
+            return content.decode(answer.encoding or "utf-8", "replace")
+        except (LookupError, ValueError) as error:
+            raise ServiceFailure(
+                f"{self.__name__} answered in a charset that is none of text ({one_line(error)}): expected UTF-8"
+            ) from error
 
     def _parsed(self, answer: httpx.Response, content: str) -> JSON:
         """Return the JSON of a whole answer."""

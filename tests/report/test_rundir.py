@@ -358,5 +358,5 @@ def test_a_metric_that_is_no_number_is_left_out_of_the_summary_and_the_page(tmp_
     told = [{**first, "score": "many", "trained": [1], "kl": {}}, *rest]
     (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
     with RunDirectory(path, decode=decode, threaded=False, resumed_at=2) as directory:
-        assert directory.trained < sum(cast("int", each["trained"]) for each in [first, *rest])
+        assert directory.trained == sum(int(str(each["trained"])) for each in rest)
     assert (path / "report.html").exists()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -376,6 +378,49 @@ async def nest(stream: anyio.abc.SocketStream) -> None:
     async with stream:
         await stream.receive()
         await stream.send(b"HTTP/1.1 200 OK\r\nContent-Length: 200000\r\n\r\n%s" % (b"[" * 200_000))
+
+
+def answering(body: bytes, *headers: bytes) -> Callable[[anyio.abc.SocketStream], Awaitable[None]]:
+    """Return a service that answers this."""
+    head = b"".join(b"%s\r\n" % each for each in (b"HTTP/1.1 200 OK", b"Content-Length: %d" % len(body), *headers))
+
+    async def answer(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            await stream.receive()
+            await stream.send(head + b"\r\n" + body)
+
+    return answer
+
+
+BOMB = gzip.compress(gzip.compress(b" " * 50_000_000))
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (answering(BOMB, b"Content-Encoding: gzip, gzip"), r"compressed its answer \(gzip, gzip\)"),
+        (answering(gzip.compress(BOMB), b"Content-Encoding: GZip"), "compressed its answer"),
+        (answering(b"[0.25]", b"Content-Type: application/json; charset=hex"), "in a charset that is none of text"),
+        (answering(b"[0.25]", b"Content-Type: application/json; charset=undefined"), "charset that is none of text"),
+        (answering(b"[0.25]", b"Content-Type: application/json; charset=martian", b"Content-Encoding: identity"), ""),
+    ],
+    ids=range(5),
+)
+async def test_an_answer_is_bounded_before_it_is_read(
+    answer: Callable[[anyio.abc.SocketStream], Awaitable[None]], sentence: str
+) -> None:
+    async with listening(answer) as url:
+        judge = HttpReward(url, attempts=1, most_bytes=100_000)
+        if not sentence:
+            assert await judge(["a"], ["b"]) == [0.25]
+            return
+        tracemalloc.start()
+        try:
+            with pytest.raises(ServiceFailure, match=sentence):
+                await judge(["a"], ["b"])
+            assert tracemalloc.get_traced_memory()[1] < 10_000_000
+        finally:
+            tracemalloc.stop()
 
 
 async def test_over_a_real_socket() -> None:

@@ -169,29 +169,21 @@ def test_a_run_whose_turns_an_environment_answered_is_refused(
     assert "has an environment, whose answers a simulation does not know yet" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "sentence"),
-    [
-        ("summary.json", '{"complete": true, "steps": "many"}', "has not finished"),
-        (
-            "metrics.jsonl",
-            '{"step": 7, "trained": "all", "timing_s/update": 1, "timing_s/publish": 1}',
-            "cannot be used",
-        ),
-        ("journal.jsonl", '{"step": 0, "event": "finished"}', "the records in runs/finished cannot be used"),
-        ("journal.jsonl", '{"step": 0, "event": "admitted", "rollout": [], "group": 0}', "cannot be used"),
-        ("work.jsonl", '{"step": 7, "models": {"reference": 3}}', "cannot be used"),
-    ],
+OTHERS = (
+    ("summary.json", '{"complete": true, "steps": "many"}', "has not finished"),
+    ("metrics.jsonl", '{"step": 7, "trained": "all", "timing_s/update": 1, "timing_s/publish": 1}', "cannot be used"),
+    ("journal.jsonl", '{"step": 0, "event": "finished"}', "the records in runs/finished cannot be used"),
+    ("journal.jsonl", '{"step": 0, "event": "admitted", "rollout": [], "group": 0}', "cannot be used"),
+    ("work.jsonl", '{"step": 7, "models": {"reference": 3}}', "cannot be used"),
 )
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=range(len(OTHERS)))
 def test_records_that_hold_something_else_are_a_sentence(
-    file: str,
-    line: str,
-    sentence: str,
-    workplace: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    other: tuple[str, str, str], workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(workplace)
+    file, line, sentence = other
     record = workplace / "runs" / "finished" / file
     text = record.read_text()
     try:
