@@ -23,9 +23,9 @@ from rich.console import Console
 
 from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError, RunComplete
 from oppo.numeric import require_real, require_whole
+from oppo.redact import harmless
 from oppo.report.display import displays
 from oppo.report.files import ended
-from oppo.report.panel import harmless
 from oppo.report.put import put
 from oppo.signals import Stopped, stoppable
 

@@ -14,8 +14,22 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, TextIO
 
 from oppo.errors import OppoError
+
+
+def opened(path: Path, mode: Literal["r", "a", "a+", "w", "x"]) -> TextIO:
+    """Open a text file in a directory that others may write: never what a link there leads to.
+
+    Raises:
+        OSError: it is a link, or it cannot be opened.
+    """
+    return open(path, mode, encoding="utf-8", opener=_no_follow)
+
+
+def _no_follow(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def sync(path: Path) -> None:

@@ -21,14 +21,22 @@ HIDDEN = "***"
 SHORTEST = 6
 """Characters of the shortest secret: hiding shorter values, or numbers, would garble unrelated text."""
 
+_MARGIN = 4096
+"""Characters of the longest secret that an excerpt may cut."""
+
+SHOWN = 100_000
+"""Characters of the longest text that a terminal is given."""
+
 LONG = 16
 """Characters from which a value is hidden everywhere; a shorter one may be a word in a path."""
 
 _NAME = re.compile(
-    r"token(?:$|_)|secret|passwd|password|passphrase|credential|(?:^|_|api|access)key(?:$|_)|^aws_session"
-    r"|(?:^|_)(?:auth|pat)$|_pwd$|(?:^|_|ssh|pg)pass$",
+    r"tokens?(?:$|_)|secret|passwd|password|passphrase|credential|(?:^|_|api|access)keys?(?:$|_)|^aws_session"
+    r"|(?:^|_)(?:auth|authorization|bearer|cookies?|jwt|pat)$|_pwd$|(?:^|_|ssh|pg)pass$",
     re.IGNORECASE,
 )
+_NUMBER = re.compile(r"(?<=\D)_?\d{1,9}$")
+"""The end of a name that is one of several, as of ``OPENAI_API_KEY2``."""
 _WORDS = r"sshpass|(?<=_)pwd|secret|password|passwd|passphrase|credential|api[_-]?key|access[_-]?key"
 _TOKENS = (
     r"(?<![\w-])(?:(?:\w{1,20}[_-])?(?:access|auth|refresh|id|api|bearer|session|hf)[_-]?)?token"
@@ -42,12 +50,13 @@ _CERTAIN: tuple[tuple[str, str], ...] = (
     (rf"(?i)([?&;][\w-]{{0,40}}?(?:{_WORDS}|token|signature|key|sig|auth)=)[^&\s'\"<>#\\]+", rf"\1{HIDDEN}"),
     (rf"\b(?:{_PREFIXES})[\w-]{{0,40}}?(?=[a-zA-Z]*\d)[a-zA-Z0-9]{{16,}}[\w-]*", HIDDEN),
     (r"\b(?:A3T[A-Z0-9]|AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b", HIDDEN),
-    (r"\beyJ[\w-]{5,}\.eyJ[\w-]{5,}\.[\w-]*", HIDDEN),
+    (r"(?<![\w-])(?=[\w-]*eyJ)[\w-]{8,}+\.eyJ[\w-]{5,}+\.[\w-]*", HIDDEN),
     (r"(-----BEGIN[ A-Z0-9]{0,40}PRIVATE KEY-----)[\s\S]*?(?=-----END|\Z)", rf"\1{HIDDEN}"),
 )
 """Patterns that are hidden everywhere, and their replacements. The shapes of tokens follow the rules of the scanner
 gitleaks (github.com/gitleaks/gitleaks, config/gitleaks.toml: ``aws-access-token``, ``jwt``, ``stripe-access-token``,
-``private-key`` and others)."""
+``private-key`` and others). Texts are of models, so the time for one grows with its length and not with the square:
+what repeats is bounded, or begins at the border of a word."""
 
 _PROBABLE: tuple[tuple[str, str], ...] = (
     (r"(?i)(\bAuthorization['\"]?\s?[:=]\s?['\"]?(?:\w+\s+)?)[\w.~+/=-]{4,}", rf"\1{HIDDEN}"),
@@ -78,6 +87,26 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     if short:
         text = re.sub(f"{_BEFORE}(?:{'|'.join(map(re.escape, short))}){_AFTER}", HIDDEN, text)
     return _without(text, long, (*_CERTAIN, *_PROBABLE))
+
+
+def excerpt(text: str, limit: int) -> str:
+    """Return the first ``limit`` characters of ``text``, redacted, and its length if that is more.
+
+    Only they, and as many more as a secret may have, are looked at: a text may have millions.
+    """
+    kept = redacted(text[: limit + _MARGIN])[:limit].encode("utf-8", "backslashreplace").decode("utf-8")
+    return kept if len(text) <= limit else f"{kept}... ({len(text)} characters)"
+
+
+def printable(text: str) -> str:
+    """Return ``text`` on one line, its control characters spelt out."""
+    shown = text.replace("\n", " / ").replace("\t", " ")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
+
+
+def harmless(text: str) -> str:
+    """Return ``text`` for a terminal: without secrets, control characters other than line ends spelt out, bounded."""
+    return "\n".join(map(printable, excerpt(text, SHOWN).splitlines()))
 
 
 def redacted_values(value: object, redact: Callable[[str], str] = redacted) -> object:
@@ -115,7 +144,7 @@ def _without(text: str, values: list[str], shapes: Iterable[tuple[str, str]]) ->
 def _secrets(environment: Mapping[str, str] | None) -> tuple[list[str], list[str]]:
     """Return the values to hide, long and short, as spelt in text, JSON, HTML and URLs; the longest first."""
     variables = os.environ if environment is None else environment
-    values = {value for name, value in variables.items() if _names_secret(name) and _is_secret(value)}
+    values = {value for name, value in variables.items() if names_secret(name) and _is_secret(value)}
     spelt = {
         form for value in values for form in (value, json.dumps(value)[1:-1], escape(value), quote(value, safe=""))
     }
@@ -124,8 +153,14 @@ def _secrets(environment: Mapping[str, str] | None) -> tuple[list[str], list[str
 
 
 @lru_cache(1024)
-def _names_secret(name: str) -> bool:
-    return _NAME.search(name) is not None
+def names_secret(name: str) -> bool:
+    """Return whether the name of a variable or a setting tells that its value is a secret.
+
+    Example:
+        >>> names_secret("OPENAI_API_KEY2"), names_secret("tokenizer"), names_secret("keyboard")
+        (True, False, False)
+    """
+    return _NAME.search(_NUMBER.sub("", name)) is not None
 
 
 def _is_secret(value: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo.redact import holds_secret, redacted, redacted_values
+from oppo.redact import excerpt, harmless, holds_secret, printable, redacted, redacted_values
 
 ENVIRONMENT = {
     "JUDGE_PASSWORD": 'a"quoted<canary>',
@@ -20,6 +20,12 @@ ENVIRONMENT = {
     "MYSQL_PWD": "canary-pwd",
     "SSHPASS": "canary-pass",
     "AWS_SESSION": "canary-session",
+    "HF_TOKENS": "canary-tokens",
+    "OPENAI_API_KEY2": "canary-second-key",
+    "GITHUB_PAT_1": "canary-first-pat",
+    "PROXY_AUTHORIZATION": "canary-authorization",
+    "COOKIE": "canary-cookie",
+    "API_KEYS": "canary-keys",
     "PWD": "/harmless/here",
     "SSH_ASKPASS": "/usr/bin/harmless",
     "MAX_TOKENS": "100000",
@@ -27,6 +33,9 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "harmless",
     "SSH_AUTH_SOCK": "/tmp/harmless",
     "KEYBOARD": "harmless-us",
+    "KEYBOARD_1": "harmless-de",
+    "COMPAT2": "harmless-2",
+    "AUTHORIZER": "harmless-one",
 }
 
 
@@ -76,6 +85,7 @@ def test_what_is_no_secret_stays(text: str) -> None:
         "github_pat_canarycanary",
         "/cache/hf_canaryCANARY123456789canary/model",
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJjYW5hcnkifQ.canary_signature",
+        "bearer-eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJjYW5hcnkifQ.canary_signature",
         "sk_live_canary0canary0canary",
         'body {"password": "canary \\" canary", "n": 1}',
         r"body {\"password\": \"canary canary\", \"n\": 1}",
@@ -131,7 +141,36 @@ def test_only_what_certainly_is_a_secret_counts_as_one_in_settings(text: str, ce
 
 
 @pytest.mark.parametrize(
-    "unit", ["-", "?", "a_", "hf_", "://", 'password="', "eyJ.", "-----BEGIN PRIVATE KEY-----", "\\"]
+    "unit",
+    [
+        "-",
+        "?",
+        "a_",
+        "hf_",
+        "://",
+        'password="',
+        "eyJ.",
+        "-----BEGIN PRIVATE KEY-----",
+        "\\",
+        "-eyJ",
+        "-eyJaaaaaa.eyJaa",
+    ],
 )
 def test_no_text_takes_long(unit: str) -> None:
-    redacted(unit * (60_000 // len(unit)), ENVIRONMENT)  # and returns: no pattern goes over a text again and again
+    redacted(unit * (500_000 // len(unit)), ENVIRONMENT)  # and returns: no pattern goes over a text again and again
+
+
+def test_an_excerpt_ends_where_it_is_cut_and_shows_no_part_of_a_secret() -> None:
+    assert excerpt("a" * 20, 30) == "a" * 20
+    assert excerpt("a" * 20 + "\ud800", 10) == "aaaaaaaaaa... (21 characters)"
+    assert excerpt("\ud800", 10) == "\\ud800"
+    assert "canary" not in excerpt("said https://canary@host " + "x" * 10_000_000, 15)
+
+
+def test_text_of_several_lines_is_made_harmless_line_by_line() -> None:
+    assert harmless("a\x1b[31m\nhttps://me:pw@host\n[bold]") == "a\\x1b[31m\nhttps://***@host\n[bold]"
+    assert len(harmless("a\n" * 1_000_000)) < 200_000
+
+
+def test_text_on_one_line_has_its_control_characters_spelt_out() -> None:
+    assert printable("a\nb\tc\x1b[31m\u202e") == "a / b c\\x1b[31m\\u202e"

@@ -17,7 +17,7 @@ from oppo.app.settings import Settings, keys_of
 from oppo.app.tables import expectation
 from oppo.declared import Declared, declared
 from oppo.errors import ConfigError, did_you_mean, shortened
-from oppo.redact import holds_secret, redacted
+from oppo.redact import HIDDEN, holds_secret, names_secret, redacted
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -167,24 +167,28 @@ class SettingsFaults(Faults):
 
 
 def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
-    """Check that no setting, by section and key, holds a secret: a run writes its settings into a file.
+    """Check that no setting holds a secret, by its name or its value: a run writes its settings into a file.
 
     Raises:
         ConfigError: a setting holds one.
     """
     for name, section in tables.items():
-        for key, value in section.items():
-            if any(map(holds_secret, _texts(value))):
+        for key, text in _texts(name, section):
+            if text and (names_secret(key.rpartition(".")[2]) or holds_secret(text)):
+                shown = HIDDEN if redacted(text) == text else redacted(text)
                 raise ConfigError(
-                    f"{name}.{key} holds a secret, got {redacted(str(value))}: a run keeps its settings in a file, so "
-                    "give it in the environment, or by a login, and leave it out here"
+                    f"{key} holds a secret, got {shown}: a run keeps its settings in a file, so give it in the "
+                    "environment, or by a login, and leave it out here"
                 )
 
 
-def _texts(value: object) -> Iterator[str]:
-    """Yield the texts in a value of a file, those in lists and tables included."""
+def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the texts in a value of a file with their keys, those in lists and tables included."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _texts(f"{key}.{name}", each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(key, each)

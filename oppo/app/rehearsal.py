@@ -19,7 +19,7 @@ from oppo.errors import noted
 from oppo.evaluation import Answering, respond
 from oppo.events import Drop, Finish, IntArray, Prompt
 from oppo.models import Policy, Sampling, VariesSampling
-from oppo.report.panel import harmless
+from oppo.redact import harmless
 from oppo.scorer_protocols import ReportsSamples
 from oppo.stages import Generate
 

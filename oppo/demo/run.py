@@ -27,9 +27,9 @@ from oppo.demo.gains import Effort, Gains
 from oppo.demo.schedules import excerpt, measure, starting
 from oppo.evaluation import compare
 from oppo.models import Sampling
+from oppo.redact import harmless
 from oppo.report.files import require_unused
 from oppo.report.metrics import hidden_fraction
-from oppo.report.panel import harmless
 from oppo.report.rundir import metrics_of, write_page
 
 SHOWN = 3

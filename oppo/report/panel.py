@@ -23,7 +23,7 @@ from oppo.events import Batch, Chunk, Prompt, StepReport
 from oppo.graph import Snapshot
 from oppo.liveness import Stall
 from oppo.observe import Observer, Span, now
-from oppo.redact import redacted
+from oppo.redact import excerpt, printable
 
 _SAMPLE = 300  # characters of the response shown
 _WINDOW = 8  # steps in the bottleneck shown
@@ -124,7 +124,7 @@ class Panel(Observer):
         elif isinstance(item, Batch) and len(item) and self._decode is not None:
             best = max(range(len(item)), key=lambda row: float(item.scores[row]))
             text = self._decode(item.responses[best].tokens.tolist())
-            self._sample = Text(f"{float(item.scores[best]):+.3f}  {printable(redacted(text), _SAMPLE)}")
+            self._sample = Text(f"{float(item.scores[best]):+.3f}  {printable(excerpt(text, _SAMPLE))}")
 
     def on_span(self, span: Span) -> None:
         """Show that a stage is done with the step."""
@@ -165,7 +165,7 @@ class Panel(Observer):
 
     def on_notice(self, sentence: str) -> None:
         """Show a sentence about the run, without secrets, among the latest few; safe to call from any thread."""
-        self._notices.append(printable(redacted(sentence), _NOTICE))
+        self._notices.append(printable(excerpt(sentence, _NOTICE)))
 
     def render(self) -> Box:
         """Return the panel of this moment."""
@@ -240,18 +240,6 @@ def held_out(metrics: Mapping[str, float]) -> str:
     """Return the held-out score of an evaluation, with half the width of its confidence interval."""
     interval = f" +- {metrics['eval/score_ci95']:.3f}" if "eval/score_ci95" in metrics else ""
     return f"held-out {_short(metrics.get('eval/score', math.nan))}{interval}"
-
-
-def printable(text: str, limit: int) -> str:
-    """Return ``text`` on one line, without control characters, cut to ``limit`` characters."""
-    shown = text[:limit].replace("\n", " / ").replace("\t", " ")
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
-    return shown + ("..." if len(text) > limit else "")
-
-
-def harmless(text: str) -> str:
-    """Return ``text`` without secrets and without control characters other than line ends."""
-    return "\n".join(printable(line, len(line)) for line in redacted(text).splitlines())
 
 
 def _short(value: float) -> str:

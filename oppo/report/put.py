@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from oppo.durable import sync
+from oppo.durable import opened, sync
 
 
 def put(path: Path, parts: Iterable[str]) -> None:
@@ -16,7 +16,8 @@ def put(path: Path, parts: Iterable[str]) -> None:
     """
     aside = path.with_name(f".{path.name}.partial")
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        aside.unlink(missing_ok=True)  # of a process that was killed
+        with opened(aside, "x") as file:
             file.writelines(parts)
         sync(aside)
         aside.replace(path)

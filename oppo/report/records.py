@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias, cast
 
+from oppo.durable import opened
 from oppo.report.put import put
 
 Record: TypeAlias = dict[str, object]
@@ -68,8 +69,8 @@ def rewind(path: Path, steps: int) -> list[str]:
 
     def keep_aside(number: int, line: bytes) -> None:
         numbers.append(number)
-        with aside.open("ab") as file:
-            file.write(line)
+        with opened(aside, "a") as file:
+            file.buffer.write(line)
 
     kept = _kept(read(path, keep_aside), steps)
     put(path, (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in kept))

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TextIO
 
-from oppo.durable import make, sync
+from oppo.durable import make, opened, sync
 from oppo.errors import ConfigError, behind
 from oppo.evaluation import Evaluated
 from oppo.evaluation.evaluate import BEFORE
@@ -263,7 +263,7 @@ class RunDirectory(Observer):
                 self._trace.span(span, "models")
 
     def _open(self, name: str, mode: Literal["a", "w"]) -> TextIO:
-        self._files[name] = file = self._stack.enter_context((self.path / name).open(mode, encoding="utf-8"))
+        self._files[name] = file = self._stack.enter_context(opened(self.path / name, mode))
         return file
 
     def _write(self, name: str, records: Iterable[Mapping[str, object]]) -> None:

@@ -102,8 +102,16 @@ def test_faults_around_the_table_are_sentences(tmp_path: Path) -> None:
 
 def test_a_secret_within_the_table_is_refused(tmp_path: Path) -> None:
     said = refused(tmp_path, f'{ON_VLLM}[vllm]\noverrides = {{ hub = ["https://me:canary@hub.example"] }}\n')
-    assert said.startswith("vllm.overrides holds a secret")
+    assert said.startswith("vllm.overrides.hub holds a secret")
     assert "canary" not in said
+
+
+@pytest.mark.parametrize("key", ["api_key", "password", "hf_token", "token2", "client_secret"])
+def test_a_secret_is_known_by_the_name_of_its_setting_too(tmp_path: Path, key: str) -> None:
+    said = refused(tmp_path, f'{ON_VLLM}[vllm]\noverrides = [{{ {key} = "canary" }}]\n')
+    assert said.startswith(f"vllm.overrides.{key} holds a secret, got ***")
+    assert "canary" not in said
+    loaded(tmp_path, f"{ON_VLLM}[vllm]\nmax_num_batched_tokens = 64\noverrides = {{ {key} = false, b = '' }}\n")
 
 
 def test_a_run_goes_on_with_other_arguments_and_never_with_another_engine(tmp_path: Path) -> None:

@@ -7,14 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from oppo.errors import ConfigError
-from oppo.report import RunDirectory
+from oppo.report import RunDirectory, RunLog
 from oppo.report.files import require_unused
-from oppo.report.lock import LOCK, Lock, is_locked
+from oppo.report.lock import LOCK, Lock, is_locked, taken
+from oppo.report.put import put
+from oppo.report.records import rewind
 from tests.report.synthetic import play
 
 
@@ -70,3 +74,43 @@ def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path: Path) -> None:
     assert not is_locked(tmp_path)
     require_unused(tmp_path)
     Lock(tmp_path).release()
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    LOCK: Lock,
+    ".x.partial": lambda folder: put(folder / "x", ["text"]),
+    "log.jsonl": lambda folder: RunLog(folder / "log.jsonl", "run"),
+    "metrics.jsonl": RunDirectory,
+    "x.damaged": lambda folder: rewind(folder / "x", 1),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_a_link_in_a_run_directory_leads_to_is_left_alone(name: str, tmp_path: Path) -> None:
+    target, folder = tmp_path / "target", tmp_path / "run"
+    target.write_text("precious\n")
+    folder.mkdir()
+    (folder / name).symlink_to(target)
+    if name == "x.damaged":
+        (folder / "x").write_text("damaged\n")
+    with suppress(OSError, ConfigError), ExitStack() as stack:
+        held = WRITERS[name](folder)
+        if isinstance(held, Lock):
+            stack.callback(held.release)
+        elif isinstance(held, AbstractContextManager):
+            stack.enter_context(held)
+    assert target.read_text() == "precious\n"
+
+
+def test_a_lock_that_is_a_link_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / LOCK).symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be"):
+        RunDirectory(tmp_path)
+    assert not (tmp_path / "target").exists()
+    assert "process unknown" in taken(tmp_path)
+
+
+def test_what_a_killed_process_left_of_a_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / ".x.partial").write_text("half")
+    put(tmp_path / "x", ["whole"])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"x": "whole"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,11 +53,11 @@ def test_a_step_is_logged_with_its_bottleneck(tmp_path: Path) -> None:
     assert (step["bottleneck"], step["limit"]) == ("decode", 1.235)
 
 
-def fail(path: Path, secret: str) -> None:
+def fail(path: Path, secret: str, message: str = "no score") -> None:
     with RunLog(path, "trial"):
-        error = ValueError("no score")
+        error = ValueError(message)
         error.add_note("in stage 'reward'")
-        assert secret
+        assert secret is not None
         raise error
 
 
@@ -113,3 +114,14 @@ def test_secrets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         log.note("asked", url="https://me:canary@host/", token="canary-canary")
     assert lines(tmp_path / "log.jsonl")[1]["url"] == "https://***@host/"
     assert "canary" not in (tmp_path / "log.jsonl").read_text()
+
+
+def test_a_message_of_megabytes_is_cut_before_anything_is_done_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with suppress(ValueError):
+        fail(path, "", "x" * 5_000_000)
+    with RunLog(path, "trial") as log:
+        log.on_step(3, replace(report(0.25), dropped=(Drop(5, "x" * 5_000_000),)), {})
+        log.notice("\ud800" + "x" * 5_000_000)
+    assert path.stat().st_size < 200_000
+    assert "(5000000 characters)" in path.read_text()

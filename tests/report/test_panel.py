@@ -12,7 +12,7 @@ from oppo.graph import Snapshot, Wait
 from oppo.liveness import Stall
 from oppo.observe import Span
 from oppo.report import Panel
-from oppo.report.panel import harmless, line, printable
+from oppo.report.panel import line
 from tests.report.synthetic import batch, chunk, decode, finish, play, prompt, report
 
 
@@ -109,14 +109,6 @@ def test_a_step_and_the_last_of_them_say_what_they_are_bound_by() -> None:
     panel.on_step(0, step, {})
     where.print(panel.render())
     assert "train-bound: the update takes 75 % of the step: carry more stragglers, at most" in out.getvalue()
-
-
-def test_text_of_several_lines_is_made_harmless_line_by_line() -> None:
-    assert harmless("a\x1b[31m\nhttps://me:pw@host\n[bold]") == "a\\x1b[31m\nhttps://***@host\n[bold]"
-
-
-def test_long_text_is_cut() -> None:
-    assert printable("abcdef", 3) == "abc..."
 
 
 STUCK = Snapshot(0, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
