@@ -23,6 +23,9 @@ from oppo.user_code import UserFunction
 PROCESSES = 4
 """Processes of a sync function, unless another number of calls is given."""
 
+LONGEST = 250_000
+"""Characters of an answer, which the event loop tokenises: more than a response has room for."""
+
 
 class EnvironmentFailure(OppoError):  # noqa: N818 - it says what happened
     """The function of an environment raised, took too long, or returned something that is no answer."""
@@ -89,6 +92,8 @@ class CalledEnvironment:
         text, state = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(text, str) or not text:
             raise self.failure(f"must return a text, a pair of text and state, or None; got {shown(result)}", where)
+        if len(text) > LONGEST:
+            raise self.failure(f"returned {len(text)} characters, more than {LONGEST}: shorten its answer", where)
         try:
             json.dumps(state)
         except Exception as error:  # any kind: the objects are the function's own

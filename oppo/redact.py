@@ -31,7 +31,8 @@ LONG = 16
 """Characters from which a value is hidden everywhere; a shorter one may be a word in a path."""
 
 _NAME = re.compile(
-    r"tokens?(?:$|_)|secret|passwd|password|passphrase|credential|(?:^|_|api|access)keys?(?:$|_)|^aws_session"
+    r"(?<!bos_)(?<!eos_)(?<!pad_)(?<!sep_)(?<!unk_)(?<!stop_)tokens?(?:$|_)|secret|passwd|password|passphrase|credential"
+    r"|(?:^|_|api|access)keys?(?:$|_)|^aws_session"
     r"|(?:^|_)(?:auth|authorization|bearer|cookies?|jwt|pat)$|_pwd$|(?:^|_|ssh|pg)pass$",
     re.IGNORECASE,
 )
@@ -98,15 +99,19 @@ def excerpt(text: str, limit: int) -> str:
     return kept if len(text) <= limit else f"{kept}... ({len(text)} characters)"
 
 
-def printable(text: str) -> str:
+def printable(text: str, kept: str = "") -> str:
+    """Return ``text`` with its control characters spelt out; ``kept`` holds those that stay."""
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def on_one_line(text: str) -> str:
     """Return ``text`` on one line, its control characters spelt out."""
-    shown = text.replace("\n", " / ").replace("\t", " ")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
+    return printable(text.replace("\n", " / ").replace("\t", " "))
 
 
 def harmless(text: str) -> str:
     """Return ``text`` for a terminal: without secrets, control characters other than line ends spelt out, bounded."""
-    return "\n".join(map(printable, excerpt(text, SHOWN).splitlines()))
+    return "\n".join(map(on_one_line, excerpt(text, SHOWN).splitlines()))
 
 
 def redacted_values(value: object, redact: Callable[[str], str] = redacted) -> object:

@@ -251,3 +251,9 @@ def test_what_cannot_be_called_in_a_process_is_refused(
 def test_bad_numbers_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="must be at least"):
         environment(lambda turn: None, **options)
+
+
+def test_an_answer_of_megabytes_is_refused_before_it_is_tokenised() -> None:
+    with pytest.raises(EnvironmentFailure, match="returned 10000000 characters"):
+        answered(lambda turn: "x" * 10_000_000)
+    assert isinstance(answered(lambda turn: "x" * 10_000_000, on_failure="drop"), Drop)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo.redact import excerpt, harmless, holds_secret, printable, redacted, redacted_values
+from oppo.redact import excerpt, harmless, holds_secret, on_one_line, redacted, redacted_values
 
 ENVIRONMENT = {
     "JUDGE_PASSWORD": 'a"quoted<canary>',
@@ -173,4 +173,4 @@ def test_text_of_several_lines_is_made_harmless_line_by_line() -> None:
 
 
 def test_text_on_one_line_has_its_control_characters_spelt_out() -> None:
-    assert printable("a\nb\tc\x1b[31m\u202e") == "a / b c\\x1b[31m\\u202e"
+    assert on_one_line("a\nb\tc\x1b[31m\u202e") == "a / b c\\x1b[31m\\u202e"

@@ -12,7 +12,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from oppo.observe import Observer
+from oppo.observe import Observer, Span
 from oppo.signals import SIGNALS, Stopped, interruptible, stoppable
 from oppo.testing import prompts, run_virtual
 from tests.pipelines import Pipeline, Setting
@@ -125,18 +125,24 @@ def test_in_another_thread_nothing_is_ever_asked() -> None:
 
 
 @each_signal
-@pytest.mark.parametrize("at", [0, 1, 2, 7, 40])
+@pytest.mark.parametrize("moment", [0, 1, 2, 7, 40])
 def test_a_program_is_stopped_in_an_event_loop_without_a_complaint_of_any_task(
-    number: signal.Signals, at: int, caplog: pytest.LogCaptureFixture
+    number: signal.Signals, moment: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As ``oppo simulate`` is: it comes in whatever task runs, and steps are in flight."""
     moments = 0
 
     class Signalled(Observer):
-        def on_item(self, step: int, stage: str, item: object, at_: float) -> None:
+        def on_span(self, span: Span) -> None:
+            """Leave it."""
+
+        def on_step(self, step: int, result: object, channels: object) -> None:
+            """Leave it."""
+
+        def on_item(self, step: int, stage: str, item: object, at: float) -> None:
             nonlocal moments
-            del step, stage, item, at_
-            if moments == at:
+            del step, stage, item, at
+            if moments == moment:
                 signal.raise_signal(number)
             moments += 1
 

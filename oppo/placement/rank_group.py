@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import shutil
+import socket
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, cast, runtime_checkable
@@ -17,6 +23,8 @@ from oppo.placement.wire import Call, Create, Failure, Outcome, Packet, pack, pa
 
 _GRACE: Final = 2.0
 """Seconds that the other ranks have after one has failed: one of them may report the cause, such as a death."""
+
+_ATTEMPTS: Final = 3
 
 
 @runtime_checkable
@@ -48,19 +56,66 @@ class Meeting(Protocol):
 
 
 class FileMeeting:
-    """Ranks of one machine meet by a file; implements :class:`Meeting`."""
+    """Ranks of one machine meet by a file that no other user may read; implements :class:`Meeting`.
+
+    What an earlier process left when it was killed is removed.
+    """
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="oppo-ranks-")
+        prefix = f"oppo-ranks-{os.getuid()}-"
+        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            with suppress(OSError), _locked(left):
+                shutil.rmtree(left)
+        self._stack = ExitStack()
+        for _ in range(_ATTEMPTS):  # another process may take a new one for one that was left
+            self._folder = Path(tempfile.mkdtemp(prefix=prefix))
+            self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            with suppress(OSError):
+                self._stack.enter_context(_locked(self._folder))
+                break
 
     def of(self, number: int, first: Child) -> str:
         """Return a file that is not there yet."""
         del first
-        return (Path(self._folder.name) / str(number)).as_uri()
+        return (self._folder / str(number)).as_uri()
 
     def close(self) -> None:
         """Remove the files."""
-        self._folder.cleanup()
+        self._stack.close()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder of this user, which the system gives up when the process ends, however it does.
+
+    Raises:
+        OSError: another process holds it or has removed it, or it is no folder of this user.
+    """
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(held).st_uid != os.getuid():
+            raise PermissionError(errno.EACCES, "of another user", str(folder))
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.stat()
+        yield
+    finally:
+        os.close(held)
+
+
+_LISTENERS: Final[dict[str, socket.socket]] = {}
+
+
+def listen(address: str) -> str:
+    """Listen at a port of one address of this machine; return the meeting, at which rank 0 is in this process."""
+    server = socket.create_server((address, 0))
+    meeting = f"tcp://{address}:{server.getsockname()[1]}"
+    _LISTENERS[meeting] = server
+    return meeting
+
+
+def listener(meeting: str) -> socket.socket | None:
+    """Take what :func:`listen` has opened; ``None`` in the ranks but the first."""
+    return _LISTENERS.pop(meeting, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

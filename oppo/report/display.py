@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import TextIO, cast
+
+from oppo.redact import harmless
 
 
 class Display:
@@ -43,13 +46,26 @@ class Display:
                 os.close(nowhere)
 
 
+class _Harmless(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(super().format(record))
+
+
 @contextmanager
 def displays() -> Iterator[None]:
-    """Let standard output and standard error go away without an error while the context is open."""
+    """Let standard output and standard error go away without an error while the context is open.
+
+    What user code logs without a handler of its own is shown without secrets and control characters, which may be a
+    model's.
+    """
     out, err = (cast("TextIO", Display(stream)) for stream in (sys.stdout, sys.stderr))
+    last = logging.lastResort or logging.NullHandler()
+    before = last.formatter
     with redirect_stdout(out), redirect_stderr(err):
+        last.setFormatter(_Harmless())
         try:
             yield
         finally:
+            last.setFormatter(before)
             out.flush()
             err.flush()

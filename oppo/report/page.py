@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from oppo.admission.bottleneck import PARTS, PREFIX, Bottleneck, together
+from oppo.redact import printable
 from oppo.report.charts import lines, stacked
 from oppo.report.evaluations import by_version
 from oppo.report.metrics import hidden_fraction, summary
@@ -135,7 +136,8 @@ def _samples(samples: Sequence[Record]) -> str:
 
 
 def _row(sample: Record) -> str:
-    texts = (str(sample["step"]), _number(sample["score"]), str(sample["prompt"]), str(sample["completion"]))
+    said = (printable(str(sample[name]), kept="\n\t") for name in ("prompt", "completion"))
+    texts = (str(sample["step"]), _number(sample["score"]), *said)
     cells = zip(("number", "number", "text", "text"), texts, strict=True)
     return "<tr>" + "".join(f'<td class="{kind}">{escape(text)}</td>' for kind, text in cells) + "</tr>"
 

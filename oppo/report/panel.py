@@ -23,7 +23,7 @@ from oppo.events import Batch, Chunk, Prompt, StepReport
 from oppo.graph import Snapshot
 from oppo.liveness import Stall
 from oppo.observe import Observer, Span, now
-from oppo.redact import excerpt, printable
+from oppo.redact import excerpt, on_one_line
 
 _SAMPLE = 300  # characters of the response shown
 _WINDOW = 8  # steps in the bottleneck shown
@@ -124,7 +124,7 @@ class Panel(Observer):
         elif isinstance(item, Batch) and len(item) and self._decode is not None:
             best = max(range(len(item)), key=lambda row: float(item.scores[row]))
             text = self._decode(item.responses[best].tokens.tolist())
-            self._sample = Text(f"{float(item.scores[best]):+.3f}  {printable(excerpt(text, _SAMPLE))}")
+            self._sample = Text(f"{float(item.scores[best]):+.3f}  {on_one_line(excerpt(text, _SAMPLE))}")
 
     def on_span(self, span: Span) -> None:
         """Show that a stage is done with the step."""
@@ -165,7 +165,7 @@ class Panel(Observer):
 
     def on_notice(self, sentence: str) -> None:
         """Show a sentence about the run, without secrets, among the latest few; safe to call from any thread."""
-        self._notices.append(printable(excerpt(sentence, _NOTICE)))
+        self._notices.append(on_one_line(excerpt(sentence, _NOTICE)))
 
     def render(self) -> Box:
         """Return the panel of this moment."""

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from oppo import train
 from oppo.app.train import FINAL
 from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE
-from oppo.observe import Observer
+from oppo.observe import Observer, Span
 from oppo.signals import Stopped
 from tests.workplace import furnish, oppo, records, resume, start
 
@@ -145,6 +145,12 @@ def test_a_signal_while_models_are_loaded_ends_a_run_by_its_own_code(folder: Pat
 
 class Signalled(Observer):
     """A job scheduler that loses its patience in the last step."""
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Leave it."""
+
+    def on_span(self, span: Span) -> None:
+        """Leave it."""
 
     def on_step(self, step: int, result: object, channels: object) -> None:
         del result, channels

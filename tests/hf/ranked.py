@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from oppo.errors import ModelError, one_line
 from oppo.events import Batch
 from oppo.hf.memory.live_bytes import LiveBytes
 from oppo.hf.train.core import HfTrainerCore
 from oppo.hf.train.optimisation import Optimisation
 from oppo.hf.train.packing import units
 from oppo.hf.train.sharding import whole
+from oppo.hf.train.team import Ranked
 from oppo.hf.train.training_state import gather_training
 from oppo.losses import Inputs, LossValue, PPOLoss, Whole
 
@@ -117,3 +122,28 @@ def blind() -> None:
         return safe_open(file, framework=framework)
 
     pytest.MonkeyPatch().setattr("oppo.hf.train.training_state.safe_open", refusing)
+
+
+class Talkers:
+    """A member of ranks that exchanges values, and knows where the process listens."""
+
+    def __init__(self) -> None:
+        self.team: Ranked | None = None
+
+    def join(self, rank: int, size: int, meeting: str) -> None:
+        self.team = Ranked(rank, size, meeting, torch.device("cpu"))
+
+    def exchange(self) -> tuple[list[object], set[str], str]:
+        """Return what the ranks agreed on, the addresses that rank 0 listens at, and what rank 1 heard of an error."""
+        assert self.team is not None
+        late = self.team.rank > 0
+        texts: tuple[object, ...] = ({"a": [1, [2.5, None, "\u20ac"]]} if late else {}, [], "" if late else "b")
+        said = [self.team.first(text) for text in texts]
+        heard = ""
+        try:
+            self.team.once(partial(operator.truediv, 1, 0))
+        except (ZeroDivisionError, ModelError) as error:
+            heard = one_line(error)
+        heard = self.team.first(heard if self.team.rank else "")
+        here = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
+        return said, {each.laddr.ip for each in here}, heard

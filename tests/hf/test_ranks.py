@@ -26,10 +26,22 @@ from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Trained
 from oppo.placement import Place, Ranks, Thread
+from oppo.placement.child import Child
+from oppo.placement.rank_group import FileMeeting, Meeting, listen
+from oppo.placement.wire import Call, pack
 from oppo.testing import check_trainer
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.ranked import FailsOnce, blind, deadly, gathered_bytes, gradient, local_bytes, parts_of_gradient
+from tests.hf.ranked import (
+    FailsOnce,
+    Talkers,
+    blind,
+    deadly,
+    gathered_bytes,
+    gradient,
+    local_bytes,
+    parts_of_gradient,
+)
 from tests.hf.test_streamed_update import rows_of
 from tests.hf.test_trainer import rollouts
 from tests.hf.test_trainer_places import KINDS, MARKED, SAMPLING, Models, plain
@@ -339,3 +351,25 @@ def test_every_part_is_dealt_once_and_rounds_are_equally_many(costs: list[int], 
     assert {len(mine) for mine in dealt} == {-(-len(costs) // size)}
     loads = [sum(costs[part] for part in mine if part is not None) for mine in dealt]
     assert max(loads) - min(loads) <= max(costs, default=0)
+
+
+class AtAPort(FileMeeting):
+    """Ranks meet as those of several machines do."""
+
+    def of(self, number: int, first: Child) -> str:
+        del number
+        return str(first.ask(pack(Call(None, listen, ("127.0.0.1",)))).result("rank 0"))
+
+
+@pytest.mark.parametrize("meeting", [FileMeeting, AtAPort])
+async def test_ranks_exchange_json_and_listen_at_no_address_that_nobody_chose(meeting: Callable[[], Meeting]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("oppo.placement.ranks.FileMeeting", meeting)
+        if meeting is AtAPort:
+            patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        with Ranks("talkers", 2) as ranks:
+            talkers = ranks.host(Talkers())
+            said, addresses, heard = await talkers.call("exchange", Talkers.exchange)
+    assert said == [{"a": [1, [2.5, None, "\u20ac"]]}, [], "b"]
+    assert addresses == {"127.0.0.1"}
+    assert heard == "ModelError: rank 0 failed: ZeroDivisionError: division by zero"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,11 @@ def test_an_observer_that_a_run_can_do_without_is_left_out_after_its_first_error
     play(Expendable(Fragile(), told.append))
     assert seen == [0]
     assert told == ["Fragile has failed and is left out: ZeroDivisionError: no room"]
+
+
+def test_what_user_code_logs_commands_nothing_and_says_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    err = io.StringIO()
+    with redirect_stderr(err), displays():
+        logging.getLogger("grader").warning("said %s of https://me:pw@host", "\x1b]0;owned\x07")
+    assert err.getvalue() == "said \\x1b]0;owned\\x07 of https://***@host\n"

@@ -360,3 +360,11 @@ def test_a_metric_that_is_no_number_is_left_out_of_the_summary_and_the_page(tmp_
     with RunDirectory(path, decode=decode, threaded=False, resumed_at=2) as directory:
         assert directory.trained == sum(int(str(each["trained"])) for each in rest)
     assert (path / "report.html").exists()
+
+
+def test_the_page_spells_out_the_control_characters_of_texts() -> None:
+    sample: Record = {"step": 0, "score": 1.0, "prompt": "a\x1b[31m\x07\n\tb", "completion": "\x9b\u202e\x00c"}
+    html = page("run", [], [sample])
+    assert "a\\x1b[31m\\x07\n\tb" in html
+    assert "\\x9b\\u202e\\x00c" in html
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", html)

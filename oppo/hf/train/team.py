@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar, cast
 
@@ -17,6 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+
+from oppo.errors import ModelError, one_line
+from oppo.placement.rank_group import listener
 
 T = TypeVar("T")
 
@@ -48,10 +53,10 @@ class Team(Protocol):
         """Return rank 0's tensor; the others give one of its shape and dtype."""
 
     def first(self, value: T) -> T:
-        """Return the value of the first rank that gave a true one, which can be pickled; that of rank 0 without one."""
+        """Return the value of the first rank that gave a true one, a value of JSON; the own one, a false one, else."""
 
     def once(self, work: Callable[[], None]) -> None:
-        """Let rank 0 do ``work``; its error is raised by all."""
+        """Let rank 0 do ``work``; where it fails, all raise."""
 
 
 class Alone:
@@ -102,9 +107,8 @@ class Ranked:
             del os.environ[name]
         self.rank, self.size, self.device = rank, size, device
         self._had = [0.0] * size
-        backend = "nccl" if device.type == "cuda" else "gloo"
         if not dist.is_initialized():  # by another trainer of these processes
-            dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size)
+            _meet(rank, size, meeting, "nccl" if device.type == "cuda" else "gloo")
         self.mesh: DeviceMesh = init_device_mesh(device.type, (size,))
 
     def share(self, costs: Sequence[float]) -> Sequence[int | None]:
@@ -134,21 +138,53 @@ class Ranked:
         return given
 
     def first(self, value: T) -> T:
-        """Return the value of the first rank that gave a true one."""
-        values: list[object] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return cast("T", next(filter(None, values), values[0]))
+        """Return the value of the first rank that gave a true one; JSON, which runs nothing, carries it."""
+        said = json.dumps(value).encode() if value else b""
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = len(said)
+        dist.all_reduce(lengths)
+        speaker = next((rank for rank, length in enumerate(lengths.tolist()) if length), None)
+        if speaker is None:
+            return value
+        text = torch.empty(int(lengths[speaker]), dtype=torch.uint8)
+        if speaker == self.rank:
+            text = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        text = text.to(self.device)
+        dist.broadcast(text, src=speaker)
+        return cast("T", json.loads(bytes(text.tolist())))
 
     def once(self, work: Callable[[], None]) -> None:
-        """Let rank 0 do ``work``; its error is raised by all."""
+        """Let rank 0 do ``work``; where it fails, all raise: rank 0 its error, the others one that quotes it."""
         error: Exception | None = None
         if not self.rank:
             try:
                 work()
             except Exception as raised:  # noqa: BLE001 - all ranks raise it
                 error = raised
-        if (error := self.first(error)) is not None:
+        said = self.first("" if error is None else one_line(error))
+        if error is not None:
             raise error
+        if said:
+            raise ModelError(f"rank 0 failed: {said}")
+
+
+def _meet(rank: int, size: int, meeting: str, backend: str) -> None:
+    """Join the process group of all ranks; those of one machine talk over its loopback interface alone."""
+    if meeting.startswith("file:"):
+        loopback = next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), None)
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if loopback is not None:
+                os.environ.setdefault(variable, loopback)
+    server = listener(meeting)
+    if server is None:
+        dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size)
+        return
+    address, port = server.getsockname()[:2]
+    # By itself torch would listen at all addresses of the machine.
+    store = dist.TCPStore(
+        address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=server.detach(), use_libuv=True
+    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def deal(costs: Sequence[float], had: list[float], rank: int) -> list[int | None]:

@@ -18,6 +18,7 @@ from oppo.hf.train.team import Team
 
 _FILE = "trainer.safetensors"
 _PARAMETER = "parameter"
+_DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _STEP = "step"
 """The one state of AdamW that has not the parameter's shape."""
 
@@ -73,11 +74,14 @@ def read_training(directory: Path, optimisation: Optimisation, team: Team) -> di
 
     team.once(read)
     shapes = team.first(
-        {name: {kind: (each.shape, each.dtype) for kind, each in kinds.items()} for name, kinds in stored.items()}
+        {
+            name: {kind: (tuple(each.shape), str(each.dtype)) for kind, each in kinds.items()}
+            for name, kinds in stored.items()
+        }
     )
     for name, parameter in trained.items():
         given = {
-            kind: team.broadcast(stored[name].pop(kind) if stored else torch.empty(shape, dtype=dtype))
+            kind: team.broadcast(stored[name].pop(kind) if stored else torch.empty(shape, dtype=_DTYPES[dtype]))
             for kind, (shape, dtype) in shapes[name].items()
         }
         parameter.copy_(alike(given.pop(_PARAMETER), parameter))

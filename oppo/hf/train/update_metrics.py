@@ -116,7 +116,7 @@ class Sums:
 
     def over(self, team: Team) -> tuple[tuple[str, ...], Tensor]:
         """Return the names of the measurements, and the sums over all ranks of them and the loss, float32 [n + 1]."""
-        names = team.first(self._names)
+        names = tuple(team.first([*self._names]))
         return names, team.sum(_sum(self._parts, torch.zeros(len(names) + 1)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -15,11 +15,10 @@ from oppo.numeric import require_whole
 from oppo.placement.child import Child, Setup, Start
 from oppo.placement.child_process import ChildProcess
 from oppo.placement.place import Hosted, Journal
-from oppo.placement.rank_group import RankGroup
+from oppo.placement.rank_group import RankGroup, listen
 from oppo.placement.ranked_place import RankedPlace, RanksInstance
 from oppo.placement.ray.child import PATIENCE, SILENCE, ActorStart
 from oppo.placement.ray.cluster import ONE_CORE, Cluster, Room
-from oppo.placement.ray.servant import free_port
 from oppo.placement.recipe import HasRecipe, Recipe, made
 from oppo.placement.remote import require_portable
 from oppo.placement.wire import Call, pack
@@ -115,10 +114,9 @@ class _PortMeeting:
         self._bundles = bundles
 
     def of(self, number: int, first: Child) -> str:
-        """Return a port that nothing listens on yet."""
+        """Return a port of the driver's address in the cluster, at which rank 0 listens from now on."""
         del number
-        port = first.ask(pack(Call(None, free_port))).result("rank 0")
-        return f"tcp://{self._cluster.driver_address()}:{port}"
+        return cast("str", first.ask(pack(Call(None, listen, (self._cluster.driver_address(),)))).result("rank 0"))
 
     def close(self) -> None:
         """Give the room back."""

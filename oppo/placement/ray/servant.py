@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,14 +146,6 @@ class Servant:
 
 GROUPS: Final = {"listen": 1, "talk": 1}
 """The threads of an actor beside the one that answers orders: what comes to each is done in order."""
-
-
-def free_port() -> int:
-    """Return a port of this machine that nothing listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _as_it_is(argument: object) -> object:
