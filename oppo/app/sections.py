@@ -308,10 +308,10 @@ class StepSection:
         "; ".join(f"`{name}`: {about(kind)}" for name, kind in ALGORITHMS.items())
         + "; `file.py:name`: your own, a dataclass or a function with the settings of `[algorithm]`",
     )
-    batch: Rollouts = setting(32, "rollouts trained in a step")
+    batch: Rollouts = setting(32, "prompts trained in a step, each with all of its responses")
     extra: Count | None = setting(
         None,
-        "rollouts kept in flight beyond the batch, or the most of them where `admission` adapts their "
+        "prompts kept in flight beyond the batch, with all of their responses, or the most where `admission` adapts the "
         "number, or those decoded at a time where it is `continuous`; when absent 0 (no rollout is ever carried over), "
         "or a quarter of the batch, or as many as the batch",
     )

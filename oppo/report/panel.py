@@ -228,9 +228,9 @@ def line(report: StepReport, done: int, steps: int) -> str:
         parts.append(f"{tokens / report.seconds:.0f} tokens/s")
     if "eval/score" in metrics:
         parts.append(held_out(metrics))
-    parts.append(f"parked {len(report.deferred)}")
+    parts.append(f"deferred {_responses(len(report.deferred))}")
     if report.dropped:
-        parts.append(f"dropped {len(report.dropped)}")
+        parts.append(f"dropped {_responses(len(report.dropped))}")
     if (found := Bottleneck.of_metrics(metrics, report.seconds)) is not None:
         parts.append(f"{found.largest}-bound")
     return "  ".join([*parts, f"{report.seconds:.2f} s"])
@@ -240,6 +240,11 @@ def held_out(metrics: Mapping[str, float]) -> str:
     """Return the held-out score of an evaluation, with half the width of its confidence interval."""
     interval = f" +- {metrics['eval/score_ci95']:.3f}" if "eval/score_ci95" in metrics else ""
     return f"held-out {_short(metrics.get('eval/score', math.nan))}{interval}"
+
+
+def _responses(count: int) -> str:
+    """Return a count with its unit: with groups, settings such as ``step.extra`` count prompts."""
+    return f"{count} response{'s' * (count != 1)}"
 
 
 def _short(value: float) -> str:

@@ -26,8 +26,8 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     with Panel(where, 2, live=False, decode=decode) as panel:
         play(panel)
     assert out.getvalue().splitlines() == [
-        "step 1/2  score 0.500  kl 0.000  length 2  2 tokens/s  parked 1  2.00 s",
-        "step 2/2  score -  kl 0.250  length 2  2 tokens/s  parked 0  dropped 1  2.00 s",
+        "step 1/2  score 0.500  kl 0.000  length 2  2 tokens/s  deferred 1 response  2.00 s",
+        "step 2/2  score -  kl 0.250  length 2  2 tokens/s  deferred 0 responses  dropped 1 response  2.00 s",
     ]
 
 
@@ -93,7 +93,7 @@ def test_a_live_panel_leaves_the_terminal_as_it_was() -> None:
 def test_a_line_leaves_out_what_was_not_measured() -> None:
     bare = report(0, (), float("nan"), (Defer(1, 1),))
     bare = type(bare)(0, 1, (), (), bare.deferred, float("nan"), 0.5, {})
-    assert line(bare, 1, 9) == "step 1/9  score -  parked 1  0.50 s"
+    assert line(bare, 1, 9) == "step 1/9  score -  deferred 1 response  0.50 s"
 
 
 BOUND = {f"bottleneck/{part}": 0.0 for part in ("decode", "cap", "score", "scoring", "capped", "finished")}
@@ -104,7 +104,7 @@ BOUND |= {"bottleneck/limit_stream": 1.0, "bottleneck/limit_carry": 1.25, "bottl
 def test_a_step_and_the_last_of_them_say_what_they_are_bound_by() -> None:
     where, out = console(terminal=True)
     step = replace(report(0, (0,), 0.5), metrics=BOUND)
-    assert line(step, 1, 9) == "step 1/9  score 0.500  parked 0  train-bound  2.00 s"
+    assert line(step, 1, 9) == "step 1/9  score 0.500  deferred 0 responses  train-bound  2.00 s"
     panel = Panel(where, 2, live=True)
     panel.on_step(0, step, {})
     where.print(panel.render())

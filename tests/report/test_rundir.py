@@ -134,7 +134,7 @@ def test_the_page_opens_with_the_latest_two_steps_as_they_were(tmp_path: Path) -
     html = (directory.path / "report.html").read_text()
     assert html.index("the latest steps: 2 steps in 4.00 s") < html.index("Score")
     assert "policy: 1.000 s for step 1, from 2.000 s on" in html
-    assert "1 carried" in html
+    assert "1 responses deferred" in html
     assert html.count("<svg") == 6
 
 
