@@ -181,7 +181,7 @@ def _meet(rank: int, size: int, meeting: str, backend: str) -> None:
         return
     address, port = server.getsockname()[:2]
     # By itself torch would listen at all addresses of the machine.
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined] # not in its list of exports
         address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=server.detach(), use_libuv=True
     )
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
