@@ -49,7 +49,7 @@ def test_training_leaves_a_run_directory_and_loadable_models(
     assert [line.split("  ")[0] for line in printed.out.splitlines()[:2]] == ["step 1/2", "step 2/2"]
     run = workplace / "runs" / "first"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [(each["step"], each["version"], each["trained"]) for each in lines] == [(0, 1, 4), (1, 2, 4)]
+    assert [(each["step"], each["version"], each["trained"]) for each in lines] == [(1, 1, 4), (2, 2, 4)]
     wanted = ("objective/kl", "policy/approxkl_avg", "loss/value_avg", "response_length/mean", "timing_s/update")
     assert all(name in lines[0] for name in (*wanted, "overlap/hidden_fraction", "staleness/lag_mean"))
     trained = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]

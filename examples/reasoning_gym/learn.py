@@ -80,7 +80,7 @@ def curve(directory: Path) -> list[dict[str, float]]:
         "score_ci95": "eval/score_ci95",
         "drawn_score": "eval/sampled_score",
     }
-    return [{"updates": line["step"] + 1, **{name: line[key] for name, key in names.items()}} for line in lines]
+    return [{"updates": line["step"], **{name: line[key] for name, key in names.items()}} for line in lines]
 
 
 def learn(options: argparse.Namespace) -> list[dict[str, float]]:

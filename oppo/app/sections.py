@@ -311,8 +311,8 @@ class StepSection:
     batch: Rollouts = setting(32, "prompts trained in a step, each with all of its responses")
     extra: Count | None = setting(
         None,
-        "prompts kept in flight beyond the batch, with all of their responses, or the most where `admission` adapts the "
-        "number, or those decoded at a time where it is `continuous`; when absent 0 (no rollout is ever carried over), "
+        "prompts kept in flight beyond the batch, with all of their responses, or the most where `admission` adapts "
+        "the number, or those decoded at a time where it is `continuous`; when absent 0 (none is ever carried over), "
         "or a quarter of the batch, or as many as the batch",
     )
     max_deferrals: PositiveCount = setting(2, "a rollout carried over this often is waited for")

@@ -60,7 +60,7 @@ def metric(name: str) -> Metric | None:
 METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
     {
         "The step": (
-            Metric("step", "ordinal", "The step, from 0; the trackers have it as their step."),
+            Metric("step", "ordinal", "Steps made so far, from 1; the trackers have it as their step."),
             Metric("version", COUNT, "Updates that have been made, this one included."),
             Metric("score", SCORE, "Mean score of the rollouts that were trained, and of those left out of the loss."),
             Metric(

@@ -8,12 +8,9 @@ from pathlib import Path
 
 from oppo.errors import ConfigError
 from oppo.report.lock import LOCK, is_locked, taken
-from oppo.report.records import read
+from oppo.report.records import EVALUATIONS, read
 
 METRICS, SAMPLES, WORK, REPORT = "metrics.jsonl", "samples.jsonl", "work.jsonl", "report.html"
-
-EVALUATIONS = "eval.jsonl"
-"""One object an evaluation, the first with step -1; only where a run is evaluated."""
 
 SUMMARY = "summary.json"
 """Written last, however the run ends."""

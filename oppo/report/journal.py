@@ -66,8 +66,9 @@ def drain(step: int, at: float) -> Record:
 
 
 def story(path: Path, rollout: int) -> list[Record]:
-    """Return the lines of one rollout in the journal at ``path``, in order."""
-    return [record for record in read(path) if record.get("rollout") == rollout]
+    """Return the lines of one rollout in the journal at ``path``, in order, as they are there."""
+    found = (record for record in read(path) if record.get("rollout") == rollout)
+    return [{**record, "step": cast("int", record["step"]) + 1} for record in found]
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class RunLog(Observer):
         del step, stage, at
         if isinstance(item, Evaluated):
             measured = {name.removeprefix("eval/"): round(value, 6) for name, value in item.metrics.items()}
-            self._log.info("evaluated", step=item.step, version=item.version, **measured)
+            self._log.info("evaluated", step=item.step + 1, version=item.version, **measured)
 
     def on_span(self, span: Span) -> None:
         """Leave spans to the trace."""
@@ -69,10 +69,10 @@ class RunLog(Observer):
         if not isinstance(result, StepReport):
             return
         for drop in result.dropped:
-            self._log.warning("dropped", step=step, rollout=drop.rollout, reason=drop.reason)
+            self._log.warning("dropped", step=step + 1, rollout=drop.rollout, reason=drop.reason)
         self._log.info(
             "step",
-            step=step,
+            step=step + 1,
             version=result.version,
             score=round(result.score, 6) if math.isfinite(result.score) else None,
             trained=len(result.trained),
@@ -92,11 +92,11 @@ class RunLog(Observer):
     def on_interrupt(self, by: signal.Signals, alive: Sequence[int]) -> None:
         """Log the signal that asked the run to end, once the steps ``alive`` have ended."""
         then = "these steps end, then a checkpoint is written"
-        self._log.warning("interrupted", by=by.name, steps=list(alive), then=then)
+        self._log.warning("interrupted", by=by.name, steps=[step + 1 for step in alive], then=then)
 
     def on_stall(self, stall: Stall) -> None:
         """Log, for each step that is alive, which stage waits for which; safe to call from any thread."""
-        steps = {each.step: {stage: each.doing(stage) for stage in each.running} for each in stall.snapshots}
+        steps = {each.step + 1: {stage: each.doing(stage) for stage in each.running} for each in stall.snapshots}
         self._log.warning("stalled", seconds=round(stall.seconds, 1), steps=steps, final=stall.final)
 
     def __enter__(self) -> Self:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from typing import cast
 
 from oppo.admission.bottleneck import PARTS, PREFIX, Bottleneck, together
 from oppo.redact import printable
@@ -137,7 +138,7 @@ def _samples(samples: Sequence[Record]) -> str:
 
 def _row(sample: Record) -> str:
     said = (printable(str(sample[name]), kept="\n\t") for name in ("prompt", "completion"))
-    texts = (str(sample["step"]), _number(sample["score"]), *said)
+    texts = (str(cast("int", sample["step"]) + 1), _number(sample["score"]), *said)
     cells = zip(("number", "number", "text", "text"), texts, strict=True)
     return "<tr>" + "".join(f'<td class="{kind}">{escape(text)}</td>' for kind, text in cells) + "</tr>"
 

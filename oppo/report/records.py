@@ -1,5 +1,9 @@
 """Records: files of one JSON object a line, each with its ``step``; read, and rewound to a checkpoint.
 
+In a file step n is the one after which n steps are made: 1 is the first, and an evaluation before it has step 0.
+Records in memory have the index of a step, from 0 on. So have files of earlier versions: they are known by their first
+line, and rewritten when their run is resumed.
+
 A kill may tear the last line, which is dropped. Any other line that is no record was damaged later: it is left out,
 kept in a file of its own and reported. The lines after it stay.
 """
@@ -7,7 +11,7 @@ kept in a file of its own and reported. The lines after it stay.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias, cast
 
@@ -17,6 +21,9 @@ from oppo.report.put import put
 Record: TypeAlias = dict[str, object]
 Damaged: TypeAlias = Callable[[int, bytes], None]
 """Called with the number, from 1, of each line that is no record, and the line."""
+
+EVALUATIONS = "eval.jsonl"
+"""One object an evaluation, the first of step 0; only where a run is evaluated."""
 
 OBSERVED = "observed"
 """The event of a record that holds the controllers' observation of a step."""
@@ -28,16 +35,26 @@ _SHOWN = 5  # numbers in a message
 
 
 def read(path: Path, damaged: Damaged = lambda number, line: None) -> Iterator[Record]:
-    """Yield the records of a file; none without the file."""
+    """Yield the records of a file, each with the index of its step; none without the file."""
     if not path.exists():
         return
+    first = 0 if path.name == EVALUATIONS else 1
+    before: int | None = None
     with path.open("rb") as lines:  # a torn line may end within a character
         for number, line in enumerate(lines, 1):
             record = _record(line)
             if record is not None:
-                yield record
+                step = cast("int", record["step"])
+                before = (1 if step >= first else 0) if before is None else before
+                yield {**record, "step": step - before}
             elif line.endswith(b"\n"):
                 damaged(number, line)
+
+
+def line_of(record: Mapping[str, object]) -> str:
+    """Return the line of a record with the index of its step."""
+    counted = {**record, "step": cast("int", record["step"]) + 1}
+    return json.dumps(counted, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _record(line: bytes) -> Record | None:
@@ -73,7 +90,7 @@ def rewind(path: Path, steps: int) -> list[str]:
             file.buffer.write(line)
 
     kept = _kept(read(path, keep_aside), steps)
-    put(path, (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in kept))
+    put(path, map(line_of, kept))
     return [f"{path}: left out as damaged: {_listed('line', numbers)}; see {aside.name}"] if numbers else []
 
 
@@ -93,7 +110,7 @@ def _kept(records: Iterator[Record], steps: int) -> Iterator[Record]:
 def gaps(path: Path, steps: int) -> list[str]:
     """Return a sentence if a file lacks records of some of the first ``steps`` steps."""
     found = {record["step"] for record in read(path)}
-    missing = [step for step in range(steps) if step not in found]
+    missing = [step + 1 for step in range(steps) if step not in found]
     return [f"{path}: no record of {_listed('step', missing)}, nor of what was trained then"] if missing else []
 
 

@@ -4,7 +4,7 @@
 ``config.toml``       the resolved settings
 ``metrics.jsonl``     one flat object a step, with TRL's names for PPO's metrics
 ``samples.jsonl``     a few rollouts of each step, with text and score
-``eval.jsonl``        only where a run is evaluated: one object an evaluation, the first with step -1
+``eval.jsonl``        only where a run is evaluated: one object an evaluation, the first of step 0
 ``journal.jsonl``     the events of every rollout, and the controllers' observation of every step
 ``work.jsonl``        how long each model was at what work in each step (:mod:`oppo.report.work`)
 ``log.jsonl``         the run's beginning, steps, drops and end (:mod:`oppo.report.log`)
@@ -44,7 +44,6 @@ from oppo.redact import holds_secret
 from oppo.report import journal
 from oppo.report.evaluations import evaluation_record, summary_of
 from oppo.report.files import (
-    EVALUATIONS,
     METRICS,
     REPORT,
     SAMPLES,
@@ -59,7 +58,7 @@ from oppo.report.lock import Lock
 from oppo.report.metrics import Metrics, step_metrics, summary
 from oppo.report.page import page
 from oppo.report.put import put
-from oppo.report.records import gaps, read, rewind
+from oppo.report.records import EVALUATIONS, gaps, line_of, read, rewind
 from oppo.report.samples import samples
 from oppo.report.timed import Timekeeper
 from oppo.report.timeline import Excerpt, timeline
@@ -267,7 +266,7 @@ class RunDirectory(Observer):
         return file
 
     def _write(self, name: str, records: Iterable[Mapping[str, object]]) -> None:
-        text = "".join(json.dumps(each, ensure_ascii=False, allow_nan=False) + "\n" for each in records)
+        text = "".join(map(line_of, records))
         if text:
             if name not in self._files:
                 self._open(name, "a")

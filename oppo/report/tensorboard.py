@@ -47,7 +47,7 @@ class TensorBoard(Observer):
             self._writer = EventFileWriter(str(path), flush_secs=0)
         except OSError as error:
             raise ConfigError(f"the folder {path} cannot be written: {error.strerror or error}") from error
-        self._add(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
+        self._add(Event(step=first + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         """Write the first evaluation, as one of step 0; leave other items to the run directory."""
@@ -62,7 +62,7 @@ class TensorBoard(Observer):
         """Write the metrics of a step."""
         del channels
         if isinstance(result, StepReport):
-            self._write(step, scalars(result))
+            self._write(step + 1, scalars(result))
 
     def close(self, *, failed: bool = False) -> None:
         """Complete the file, which is the same where the run has failed.

@@ -102,7 +102,7 @@ class WeightsAndBiases(Observer):
         """Log the metrics of a step."""
         del channels
         if isinstance(result, StepReport):
-            self._writer.submit(partial(self._run.log, scalars(result), step=step))
+            self._writer.submit(partial(self._run.log, scalars(result), step=step + 1))
 
     def close(self, *, failed: bool = False) -> None:
         """Complete the run, which is then shown as finished or failed.

@@ -168,7 +168,7 @@ def test_a_run_is_resumed_on_its_checkpoints_weights(workplace: Path, stand_in: 
     assert main(arguments) == 0
     assert stand_in[1].loads == [2, 3, 4], "first those of the checkpoint"
     lines = records(workplace, "again", "metrics.jsonl")
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(abs(line["mismatch/kl_current"]) < 1e-9 for line in lines)
 
 

@@ -106,7 +106,7 @@ def test_an_exact_run_with_evaluations_has_the_weights_of_one_without(folder: Pa
             del line[key]
     assert stable(evaluated) == stable(plain)
     found = records(folder, f"{name}-evaluated", "eval.jsonl")
-    assert [(each["step"], each["version"]) for each in found] == [(-1, 0), (1, 2), (3, 4)]
+    assert [(each["step"], each["version"]) for each in found] == [(0, 0), (2, 2), (4, 4)]
     assert all(metric(key) for each in found for key in each if key != "samples")
     for runs_directory in runs:
         shutil.rmtree(runs_directory)
@@ -122,7 +122,7 @@ def whole(folder: Path) -> Path:
 
 def test_held_out_scores_are_recorded_everywhere(folder: Path, whole: Path) -> None:
     found = records(folder, "whole", "eval.jsonl")
-    assert [each["step"] for each in found] == [-1, 1, 3, 4]
+    assert [each["step"] for each in found] == [0, 2, 4, 5]
     for each in found:
         assert 0 <= float(str(each["eval/pass_at_1"])) <= float(str(each["eval/pass_at_4"])) <= 1
         assert each["eval/passed"] == each["eval/score"], "the rule gives 0 or 1"
@@ -144,9 +144,9 @@ def test_held_out_scores_are_recorded_everywhere(folder: Path, whole: Path) -> N
     assert "Held-out score" in page
     assert "Held-out prompts passed (share)" in page
     logged = [each for each in records(folder, "whole", "log.jsonl") if each["event"] == "evaluated"]
-    assert [each["step"] for each in logged] == [-1, 1, 3, 4]
+    assert [each["step"] for each in logged] == [0, 2, 4, 5]
     shown = board(whole / "tensorboard")["eval/score"]
-    assert shown == pytest.approx(dict(zip((0, 1, 3, 4), scores, strict=True))), "the first is at step 0"
+    assert shown == pytest.approx(dict(zip((0, 2, 4, 5), scores, strict=True))), "the first is at step 0"
 
 
 def test_each_evaluation_draws_the_same_noise_and_its_seed_another(folder: Path, whole: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_run_killed_before_its_first_checkpoint_is_not_evaluated_twice_before_
         process.kill()
         process.communicate()
     assert main(["resume", str(folder / "runs" / "young")]) == DONE
-    assert [each["step"] for each in records(folder, "young", "eval.jsonl")] == [-1, 1, 2]
+    assert [each["step"] for each in records(folder, "young", "eval.jsonl")] == [0, 2, 3]
 
 
 def test_the_best_checkpoint_is_that_of_the_best_held_out_score(folder: Path) -> None:
@@ -202,7 +202,7 @@ def test_the_best_checkpoint_is_that_of_the_best_held_out_score(folder: Path) ->
     chosen = (*EXACT, "models.reward=judges.py:best", "run.keep_best=true", "run.keep_last=1", "run.checkpoint_every=1")
     settings = ("eval.prompts=held_out.jsonl", "eval.every=100", "run.steps=6", "run.name=best")
     assert oppo(folder, "", *chosen, *settings, "trainer.learning_rate=0.03") == DONE
-    scores = {int(str(each["step"])) + 1: each["eval/score"] for each in records(folder, "best", "eval.jsonl")}
+    scores = {int(str(each["step"])): each["eval/score"] for each in records(folder, "best", "eval.jsonl")}
     assert list(scores) == [0, 1, 2, 3, 4, 5, 6]
     best = max((step for step in scores if step), key=lambda step: (scores[step], -step))
     directory = folder / "runs" / "best" / CHECKPOINTS
@@ -229,7 +229,7 @@ def test_held_out_prompts_may_change_when_a_run_goes_on_and_come_from_a_program(
     rows = [{"prompt": "w5 w6", "goal": 1}, {"prompt": "w7", "goal": 2}]
     run = train(folder / "config.toml", [*EXACT, "run.name=rows", "eval.every=4"], eval_prompts=rows)
     found = [json.loads(line) for line in (run.path / "eval.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in found] == [-1, 3]
+    assert [each["step"] for each in found] == [0, 4]
 
 
 def test_progress_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,7 +158,7 @@ def test_an_adaptive_run_that_is_killed_decides_again_as_it_had(folder: Path) ->
     assert set(seen) >= {6}
     assert resume(folder, name) == DONE
     after = records(folder, name, "metrics.jsonl")
-    assert [each["step"] for each in after] == list(range(14))
+    assert [each["step"] for each in after] == list(range(1, 15))
     for was, now in zip(before, after, strict=False):
         assert [was.get(figure) for figure in (EXTRA, PREDICTED)] == [now.get(figure) for figure in (EXTRA, PREDICTED)]
     assert PREDICTED in after[7]
@@ -329,7 +329,7 @@ def test_what_cannot_be_resumed_is_a_sentence(
 def test_a_finished_run_goes_on_when_it_is_given_more_steps(folder: Path) -> None:
     copied(folder, "whole", "longer")
     assert resume(folder, "longer", "run.steps=7") == DONE
-    assert [each["step"] for each in records(folder, "longer", "metrics.jsonl")] == list(range(7))
+    assert [each["step"] for each in records(folder, "longer", "metrics.jsonl")] == list(range(1, 8))
 
 
 def test_a_used_directory_with_a_checkpoint_says_how_to_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,7 +341,7 @@ def test_a_run_that_ran_out_of_memory_goes_on_as_its_error_advises(folder: Path)
     assert oppo(folder, "", "run.name=tight", "run.checkpoint_every=1") == DONE
     smaller = ("trainer.micro_batch_tokens=64", "trainer.gradient_checkpointing=1", "run.scorers=thread")
     assert resume(folder, "tight", *smaller, "run.steps=3") == DONE
-    assert [each["step"] for each in records(folder, "tight", "metrics.jsonl")] == [0, 1, 2]
+    assert [each["step"] for each in records(folder, "tight", "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_a_run_that_could_not_be_taken_up_leaves_what_it_had_learned(
@@ -459,10 +459,10 @@ def test_other_libraries_and_damaged_records_are_told_and_the_run_goes_on(
     metrics.write_bytes(metrics.read_bytes().replace(b'"step"', b'"st\xffp"', 1))
     assert resume(folder, "aged", "run.steps=7") == DONE
     assert "the run was made with torch 2.0.0 so far, and goes on with torch " in capsys.readouterr().err
-    assert [each["step"] for each in records(folder, "aged", "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [each["step"] for each in records(folder, "aged", "metrics.jsonl")] == [2, 3, 4, 5, 6, 7]
     notices = [str(each["text"]) for each in records(folder, "aged", "log.jsonl") if each["event"] == "notice"]
     assert f"{metrics}: left out as damaged: line 1; see metrics.jsonl.damaged" in notices
-    assert f"{metrics}: no record of step 0, nor of what was trained then" in notices
+    assert f"{metrics}: no record of step 1, nor of what was trained then" in notices
 
 
 def test_a_directory_without_a_run_or_a_checkpoint_says_so(

@@ -62,7 +62,7 @@ def test_an_exact_run_is_the_same_wherever_its_models_are(
 ) -> None:
     assert here == there
     lines = records(folder, "here", "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(6))
+    assert [line["step"] for line in lines] == list(range(1, 7))
     lags = [line["staleness/lag_max"] for line in lines]
     assert lags[1] >= 1, "step 1 is decoded with the first weights, while step 0 is trained"
     assert lags[0] == 0
@@ -138,7 +138,7 @@ def test_weights_that_are_published_in_flight_are_adopted_within_a_step(
         == DONE
     )
     lines = records(folder, name, "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(6))
+    assert [line["step"] for line in lines] == list(range(1, 7))
     assert max(float(str(line["staleness/lag_max"])) for line in lines) <= 2 + 1
     assert main(["resume", str(folder / "runs" / name), "--set", "step.publish=cut"]) != DONE
 
@@ -152,7 +152,7 @@ def test_rollouts_join_while_others_are_decoded(folder: Path, policy: str) -> No
     )
     assert oppo(folder, "", *overrides, f"run.name={name}", f"run.policy={policy}") == DONE
     lines = records(folder, name, "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(6))
+    assert [line["step"] for line in lines] == list(range(1, 7))
     assert max(float(str(line["staleness/lag_max"])) for line in lines) <= 2 + 1
     assert max(float(str(line["deferral/carried"])) for line in lines) <= 3
     story = records(folder, name, "journal.jsonl")
@@ -194,7 +194,7 @@ def test_a_run_that_a_signal_has_ended_is_the_same_from_any_of_its_checkpoints(
     monkeypatch.delenv("ENDED_AT")
     assert "SIGTERM: ending after the 2 steps in flight, then saving" in capsys.readouterr().out
     drained = [line["step"] for line in records(folder, "stopped", "journal.jsonl") if line["event"] == "drained"]
-    assert drained == [4]
+    assert drained == [5]
     shutil.copytree(run, folder / "backup")
     assert resume(folder, "stopped") == DONE
     once = weights(folder, "stopped")
@@ -227,7 +227,7 @@ def test_sigterm_ends_the_steps_in_flight_and_then_writes_a_checkpoint(folder: P
     (checkpoint,) = (folder / "runs" / "terminated" / CHECKPOINTS).glob("step-*")
     assert checkpoint.name.endswith(str(made)), "no step was in flight"
     journal = [json.loads(line) for line in (folder / "runs" / "terminated" / "journal.jsonl").read_text().splitlines()]
-    assert max(int(line["step"]) for line in journal) == made - 1
+    assert max(int(line["step"]) for line in journal) == made
     assert resume(folder, "terminated", f"run.steps={made + 2}") == DONE
 
 

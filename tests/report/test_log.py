@@ -95,8 +95,8 @@ def test_a_stall_is_logged_with_what_each_stage_does(tmp_path: Path) -> None:
     _, first, second, _ = lines(tmp_path / "log.jsonl")
     assert (first["event"], first["level"], first["seconds"]) == ("stalled", "warning", 61.2)
     assert first["steps"] == {
-        "0": {"reward": "at work", "advantage": "waits for reward"},
-        "1": {"generate": "at work"},
+        "1": {"reward": "at work", "advantage": "waits for reward"},
+        "2": {"generate": "at work"},
     }
     assert (second["steps"], second["final"]) == ({}, True)
 
@@ -105,7 +105,7 @@ def test_an_interrupt_is_logged_with_the_steps_that_end_first(tmp_path: Path) ->
     with RunLog(tmp_path / "log.jsonl", "trial") as log:
         log.on_interrupt(signal.SIGTERM, [3, 4])
     line = lines(tmp_path / "log.jsonl")[1]
-    assert (line["event"], line["by"], line["steps"]) == ("interrupted", "SIGTERM", [3, 4])
+    assert (line["event"], line["by"], line["steps"]) == ("interrupted", "SIGTERM", [4, 5])
 
 
 def test_secrets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,10 @@ def records(count: int, text: str = "") -> list[dict[str, object]]:
     return [{"step": step, "text": text} for step in range(count)]
 
 
-def spelled(records: list[dict[str, object]]) -> str:
-    return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in records)
+def spelled(records: list[dict[str, object]], first: int = 1) -> str:
+    """Return the lines of records: of the first step with this number."""
+    counted = [{**each, "step": int(str(each["step"])) + first} for each in records]
+    return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in counted)
 
 
 @pytest.mark.parametrize("text", ["", "a\u2028b", "a\u2029b", "a\u0085b", "a\x0bb", "a\rb\nc"])
@@ -69,14 +71,14 @@ def test_a_damaged_line_is_kept_aside_and_what_follows_it_stays(tmp_path: Path, 
     assert rewind(file, 9) == [f"{file}: left out as damaged: line 3; see metrics.jsonl.damaged"]
     assert file.read_bytes() == before + after
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == line
-    assert gaps(file, 4) == [f"{file}: no record of step 2, nor of what was trained then"]
+    assert gaps(file, 4) == [f"{file}: no record of step 3, nor of what was trained then"]
 
 
 def test_a_tail_that_is_lost_is_told(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text(spelled(records(3)), encoding="utf-8")
     assert gaps(file, 3) == []
-    assert gaps(file, 40) == [f"{file}: no record of steps 3, 4, 5, 6, 7 and 32 more, nor of what was trained then"]
+    assert gaps(file, 40) == [f"{file}: no record of steps 4, 5, 6, 7, 8 and 32 more, nor of what was trained then"]
 
 
 def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
@@ -88,3 +90,18 @@ def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert most < 400_000 < file.stat().st_size / 10
     assert sum(1 for _ in read(file)) == 3_999
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl"])
+def test_files_that_count_from_the_index_are_read_and_rewritten(name: str, tmp_path: Path) -> None:
+    """Those of earlier versions, in which the first step is 0 and an evaluation before it -1."""
+    file = tmp_path / name
+    told = [{"step": step, "text": ""} for step in range(-1 if name == "eval.jsonl" else 0, 5)]
+    file.write_text(spelled(told, first=0), encoding="utf-8")
+    assert list(read(file)) == told
+    rewind(file, 3)
+    kept = [each for each in told if int(str(each["step"])) < 3]
+    for _ in range(2):
+        assert file.read_text(encoding="utf-8") == spelled(kept)
+        assert list(read(file)) == kept
+        rewind(file, 3)

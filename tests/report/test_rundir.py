@@ -58,7 +58,7 @@ def test_writing_in_a_thread_and_at_once_give_the_same_files(tmp_path: Path) -> 
 
 def test_metrics_hold_one_flat_object_a_step(tmp_path: Path) -> None:
     first, second = lines(written(tmp_path) / "metrics.jsonl")
-    assert (first["step"], first["score"], first["deferred"], first["trained"]) == (0, 0.5, 1, 1)
+    assert (first["step"], first["score"], first["deferred"], first["trained"]) == (1, 0.5, 1, 1)
     assert (first["objective/kl"], second["objective/kl"]) == (0.0, 0.25)
     assert (first["timing_s/rollouts"], second["timing_s/rollouts"]) == (1.5, 1.5)
     assert second["score"] is None, "NaN has no spelling in JSON"
@@ -67,7 +67,7 @@ def test_metrics_hold_one_flat_object_a_step(tmp_path: Path) -> None:
 def test_the_journal_tells_the_story_of_a_rollout(tmp_path: Path) -> None:
     journal = written(tmp_path) / "journal.jsonl"
     carried = [(entry["step"], entry["event"]) for entry in story(journal, 2)]
-    assert carried == [(0, "admitted"), (0, "deferred"), (1, "finished"), (1, "trained")]
+    assert carried == [(1, "admitted"), (1, "deferred"), (2, "finished"), (2, "trained")]
     assert [entry["event"] for entry in story(journal, 1)] == ["admitted", "finished", "dropped"]
     assert story(journal, 1)[-1]["reason"] == "nonfinite"
     assert story(journal, 77) == []
@@ -76,9 +76,9 @@ def test_the_journal_tells_the_story_of_a_rollout(tmp_path: Path) -> None:
 def test_samples_hold_text_score_and_kl_from_the_worst_to_the_best(tmp_path: Path) -> None:
     samples = lines(written(tmp_path) / "samples.jsonl")
     assert [(each["step"], each["rollout"], each["score"]) for each in samples] == [
-        (0, 0, 0.5),
-        (1, 1, -1.0),
-        (1, 2, 2.0),
+        (1, 0, 0.5),
+        (2, 1, -1.0),
+        (2, 2, 2.0),
     ]
     assert samples[0]["completion"] == "one three"
     assert samples[0]["prompt"] == "zero <b>two</b>"
@@ -218,9 +218,9 @@ def test_a_resumed_run_leaves_the_records_of_one_that_was_never_killed(tmp_path:
     whole, path = written(tmp_path / "a", threaded=False), written(tmp_path / "b", threaded=False)
     for name in RECORDS:
         with (path / name).open("a") as file:
-            file.write('{"step": 2, "event": "a step that the kill ca')
+            file.write('{"step": 3, "event": "a step that the kill ca')
     with RunDirectory(path, config="a = 1\n", decode=decode, threaded=False, resumed_at=1) as directory:
-        assert [each["step"] for each in lines(path / "metrics.jsonl")] == [0]
+        assert [each["step"] for each in lines(path / "metrics.jsonl")] == [1]
         play_second(directory)
     for name in (*RECORDS, "summary.json", "trace.json"):
         assert (path / name).read_bytes() == (whole / name).read_bytes(), name
@@ -236,7 +236,7 @@ def test_what_was_observed_outlives_the_steps_that_are_taken_back(tmp_path: Path
         with RunDirectory(path, threaded=False, resumed_at=resumed_at) as directory:
             directory.on_item(resumed_at, "generate", Defer(7, 1), 5.0)
     told = [(line["step"], line["event"]) for line in lines(path / JOURNAL)]
-    assert told == [(0, "observed"), (1, "observed"), (2, "observed"), (1, "deferred")]
+    assert told == [(1, "observed"), (2, "observed"), (3, "observed"), (2, "deferred")]
     assert observations(path / JOURNAL, 1) == {
         step: Observation(step, seconds=0.1 + step, score=0.5) for step in (1, 2)
     }
@@ -272,7 +272,7 @@ def test_drains_outlive_the_steps_that_are_taken_back_and_end_the_course_of_what
 
 def test_text_with_other_line_ends_and_a_line_torn_within_a_character_are_read_as_written(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
-    records: list[Record] = [{"step": 0, "completion": "one\u2028two\x85three"}, {"step": 1, "completion": "naïve"}]
+    records: list[Record] = [{"step": 1, "completion": "one\u2028two\x85three"}, {"step": 2, "completion": "naïve"}]
     whole = [json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records]
     for torn in range(len(whole[1]) - 1):
         path.write_bytes(whole[0] + whole[1][:torn])
@@ -346,9 +346,9 @@ def test_a_resumed_run_says_which_records_were_damaged_and_goes_on(tmp_path: Pat
     with RunDirectory(path, decode=decode, threaded=False, resumed_at=2) as directory:
         assert directory.faults == [
             f"{path / 'metrics.jsonl'}: left out as damaged: line 1; see metrics.jsonl.damaged",
-            f"{path / 'metrics.jsonl'}: no record of step 0, nor of what was trained then",
+            f"{path / 'metrics.jsonl'}: no record of step 1, nor of what was trained then",
         ]
-    assert [each["step"] for each in lines(path / "metrics.jsonl")] == [1]
+    assert [each["step"] for each in lines(path / "metrics.jsonl")] == [2]
     assert (path / "metrics.jsonl.damaged").exists()
 
 

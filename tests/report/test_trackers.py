@@ -43,7 +43,7 @@ def test_tensorboard_shows_the_metrics_of_each_step_under_their_names(tmp_path: 
     assert set(shown) == set(scalars(reports[0])) | set(scalars(reports[1]))
     for each in reports:
         for name, value in scalars(each).items():
-            assert shown[name][each.index] == pytest.approx(value), name
+            assert shown[name][each.index + 1] == pytest.approx(value), name
     assert {"score", "objective/kl", "overlap/hidden_fraction", "queue/generate->reward/peak"} <= shown.keys()
 
 
@@ -60,7 +60,7 @@ def test_the_evaluation_before_the_first_step_is_shown_at_step_0(tmp_path: Path)
     assert board(tmp_path / "board")["eval/score"] == {0: 0.25}
     (kept,) = logs(tmp_path)
     assert history(kept)[0]["eval/score"] == 0.25
-    assert "score" in history(kept)[0]
+    assert "score" in history(kept)[1]
 
 
 def test_weights_and_biases_logs_them_too_and_offline_it_asks_nobody(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_weights_and_biases_logs_them_too_and_offline_it_asks_nobody(tmp_path: P
         reports = run_virtual(run, log)
         assert log.url == ""
     (kept,) = logs(tmp_path)
-    assert history(kept) == {each.index: pytest.approx(scalars(each)) for each in reports}
+    assert history(kept) == {each.index + 1: pytest.approx(scalars(each)) for each in reports}
     (begun,) = [record.run for record in kept if record.WhichOneof("record_type") == "run"]
     assert (begun.display_name, begun.project) == ("first", "oppo")
     assert {item.key: json.loads(item.value_json) for item in begun.config.update}["step"] == {"batch": 4}
@@ -80,7 +80,7 @@ def test_what_is_not_finite_is_left_out(tmp_path: Path) -> None:
     with TensorBoard(tmp_path / "board") as written, WeightsAndBiases(tmp_path, name="x", mode="offline") as log:
         play(written)
         play(log)
-    assert board(tmp_path / "board")["score"] == {0: 0.5}
+    assert board(tmp_path / "board")["score"] == {1: 0.5}
     (kept,) = logs(tmp_path)
     assert ["score" in each for each in history(kept).values()] == [True, False]
 
@@ -94,8 +94,8 @@ def test_a_resumed_run_goes_on_in_both(tmp_path: Path) -> None:
             for step in range(first, first + 3 if first else 2):
                 for tracker in (written, log):
                     tracker.on_step(step, report(step, (), 10.0 * first + step), {})
-    assert board(tmp_path / "board")["score"] == {0: 0.0, 1: 11.0, 2: 12.0, 3: 13.0}, "step 1 was made again"
-    assert [list(history(log)) for log in logs(tmp_path)] == [[0, 1], [1, 2, 3]]
+    assert board(tmp_path / "board")["score"] == {1: 0.0, 2: 11.0, 3: 12.0, 4: 13.0}, "step 1 was made again"
+    assert [list(history(log)) for log in logs(tmp_path)] == [[1, 2], [2, 3, 4]]
     identities = {
         record.run.run_id for log in logs(tmp_path) for record in log if record.WhichOneof("record_type") == "run"
     }

@@ -57,7 +57,7 @@ def test_the_journal_accounts_for_every_rollout_and_a_run_can_be_repeated(tmp_pa
     events = Counter(entry["event"] for entry in entries)
     assert events["admitted"] == events["finished"] == events["trained"] == 20
     assert events["deferred"] > 0
-    assert [entry["step"] for entry in entries if entry["event"] == "observed"] == [0, 1, 2, 3, 4]
+    assert [entry["step"] for entry in entries if entry["event"] == "observed"] == [1, 2, 3, 4, 5]
     for rollout in {entry["rollout"] for entry in entries if "rollout" in entry}:
         told = [entry["event"] for entry in story(journal, rollout)]
         assert (told[0], told[-2:]) == ("admitted", ["finished", "trained"])

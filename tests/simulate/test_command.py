@@ -80,7 +80,7 @@ def test_a_finished_run_is_simulated_in_every_schedule(workplace: Path, capsys: 
 
 def test_a_run_says_how_long_each_model_worked(workplace: Path) -> None:
     work = records(workplace, "finished", "work.jsonl")
-    assert [each["step"] for each in work] == list(range(8))
+    assert [each["step"] for each in work] == list(range(1, 9))
     models = work[3]["models"]
     assert isinstance(models, dict)
     assert {"policy", "reference", "reward model", "critic", "trainer"} <= models.keys()
@@ -171,10 +171,10 @@ def test_a_run_whose_turns_an_environment_answered_is_refused(
 
 OTHERS = (
     ("summary.json", '{"complete": true, "steps": "many"}', "has not finished"),
-    ("metrics.jsonl", '{"step": 7, "trained": "all", "timing_s/update": 1, "timing_s/publish": 1}', "cannot be used"),
+    ("metrics.jsonl", '{"step": 8, "trained": "all", "timing_s/update": 1, "timing_s/publish": 1}', "cannot be used"),
     ("journal.jsonl", '{"step": 0, "event": "finished"}', "the records in runs/finished cannot be used"),
     ("journal.jsonl", '{"step": 0, "event": "admitted", "rollout": [], "group": 0}', "cannot be used"),
-    ("work.jsonl", '{"step": 7, "models": {"reference": 3}}', "cannot be used"),
+    ("work.jsonl", '{"step": 8, "models": {"reference": 3}}', "cannot be used"),
 )
 
 
