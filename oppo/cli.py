@@ -160,7 +160,7 @@ def carry_out(
                 console.out("", *anyio.run(rehearse, session), sep="\n", highlight=False)
                 return DONE
             try:
-                directory = anyio.run(partial(run, session, console, last_resort=leave))
+                made = anyio.run(partial(run, session, console, last_resort=leave)).made
             except HangError as error:
                 leave(error)
             except Exception as error:
@@ -168,13 +168,15 @@ def carry_out(
                     error.add_note(f"go on with `oppo resume {settings.run_directory}`")
                 raise
     except KeyboardInterrupt as error:  # reported once the models' threads are done: they may be saving
-        final = settings.run_directory / FINAL
-        saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
-        resumable = session.checkpoints.sealed and ended(settings.run_directory) is None
-        advice = f"go on with `oppo resume {settings.run_directory}`" if resumable else ""
-        summary = "; ".join(filter(None, (interrupted(error), saved, advice)))
-        return complain("\n".join([summary, *getattr(error, "__notes__", ())]), code_of(error))
-    made, planned = directory.made, settings.run.steps
+        complete = None if dry_run else ended(settings.run_directory)
+        if complete is None:
+            final = settings.run_directory / FINAL
+            saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
+            advice = f"go on with `oppo resume {settings.run_directory}`" if session.checkpoints.sealed else ""
+            summary = "; ".join(filter(None, (interrupted(error), saved, advice)))
+            return complain("\n".join([summary, *getattr(error, "__notes__", ())]), code_of(error))
+        made = complete
+    planned = settings.run.steps
     early = f" after {made} of {planned} steps, with the end of the data" if made < planned else ""
     console.out(f"done{early}: {settings.run_directory / 'report.html'}", highlight=False)
     return DONE

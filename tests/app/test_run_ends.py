@@ -178,11 +178,11 @@ EmptySteps.after = signalled
 """Has a process be asked to end after its last step."""
 
 
-def test_a_signal_in_the_last_step_is_the_exit_code_of_a_complete_run(folder: Path) -> None:
+def test_a_command_that_is_signalled_in_its_last_step_is_done(folder: Path) -> None:
     with start(folder, "run.name=last", "run.steps=1", "run.checkpoint_every=1", before=LAST) as process:
         _, output = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, output
-    assert f"interrupted by SIGTERM; what was learned is in {folder / 'runs' / 'last' / FINAL}\n" in output
+    assert process.returncode == DONE, output
+    assert (folder / "runs" / "last" / FINAL).is_dir()
     assert resume(folder, "last") == DONE, "there is nothing left to do"
 
 
