@@ -97,12 +97,12 @@ MAX_FUNCTION_LINES = 80
 
 RATCHETS = {
     "modules": 366,
-    "files in the root": 33,
+    "files in the root": 34,  # libraries: which versions were tested
     # Repairs: estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to
     # user code, and what is checked at the seams; a limit for each kind of schedule, what a simulation leaves out.
-    "lines": 50_070,
+    "lines": 51_400,
     "protocols": 87,
-    "functions that only require": 91,  # of metrics, and that a batch has each rollout once
+    "functions that only require": 92,  # of metrics, that a batch has each rollout once, that names are distinct
     "modules that name turns": 42,
     "modules that name exact": 36,
     "modules that name lookahead": 30,

@@ -10,6 +10,7 @@ from typing import Any
 from oppo.app.reward_settings import RewardPart
 from oppo.app.sections import DataSection, ModelsSection
 from oppo.environments import FunctionEnvironment
+from oppo.errors import ConfigError
 from oppo.events import Drop
 from oppo.gym import LIBRARY, verify
 from oppo.hf.tokenizer import HfTokenizer

@@ -104,14 +104,17 @@ def _lines(path: Path, newline: str | None = None) -> Iterator[str]:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
+def _require_distinct(names: Sequence[str], path: Path) -> None:
+    if len(set(names)) < len(names):
+        raise DataError(f"{path} names a column twice: {', '.join(names)}")
+
+
 def _parquet_rows(path: Path) -> Iterator[Located]:
     from pyarrow import parquet  # noqa: PLC0415 - 0.1 s, and most files are JSON lines
 
     try:
         file = parquet.ParquetFile(path)
-        names = file.schema_arrow.names
-        if len(set(names)) < len(names):
-            raise DataError(f"{path} names a column twice: {', '.join(names)}")
+        _require_distinct(file.schema_arrow.names, path)
         rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())
         for number, row in enumerate(rows, 1):
             yield f"{path}, row {number}", row
