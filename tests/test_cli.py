@@ -196,7 +196,7 @@ def test_a_reward_that_is_no_number_ends_the_run_and_saves_it(
     assert oppo(workplace, "", "models.reward=reward.py:tiring", "run.name=tiring") == 1
     said = capsys.readouterr().err
     assert "reward function 'tiring' must return a finite number" in said
-    assert "in stage 'reward' of graph 'ppo', step 1" in said
+    assert "in stage 'reward' of graph 'ppo', step 2" in said
     final = workplace / "runs" / "tiring" / "checkpoints" / "final" / "actor"
     learned = weights_digest(AutoModelForCausalLM.from_pretrained(final))
     assert learned != weights_digest(tiny.causal("llama", seed=1))

@@ -153,7 +153,7 @@ class Execution(Generic[T]):
             notify_span(self._observers, Span(node.name, "run", start, end, self._step.index, kind="execution"))
         except Exception as error:
             for leaf in leaves(error):
-                leaf.add_note(f"in stage {node.name!r} of graph {self._topology.name!r}, step {self._step.index}")
+                leaf.add_note(f"in stage {node.name!r} of graph {self._topology.name!r}, step {self._step.number}")
                 self._failures.append(leaf)
             raise
         finally:
@@ -186,7 +186,7 @@ class Execution(Generic[T]):
         gone = [node.name for node in self._topology.nodes if node.name not in self._returned]
         if gone:
             raise ProtocolError(
-                f"stage {gone[0]!r} of graph {self._topology.name!r}, step {self._step.index}, cancelled itself or "
+                f"stage {gone[0]!r} of graph {self._topology.name!r}, step {self._step.number}, cancelled itself or "
                 "another stage: a stage returns when its inputs have ended, or raises an error"
             )
 
@@ -205,13 +205,13 @@ class Execution(Generic[T]):
 
     def describe(self) -> str:
         """Return the channel table of this step."""
-        title = f"graph {self._topology.name!r}, step {self._step.index}"
+        title = f"graph {self._topology.name!r}, step {self._step.number}"
         return "\n".join([title, self._source.describe(), channel_table(self._channels.values())])
 
     def snapshot(self) -> Snapshot:
         """Return which stage waits for which; it only reads, so any thread may call it."""
         return Snapshot(
-            step=self._step.index,
+            step=self._step.number,
             running=tuple(self._running),
             waits=tuple(self._waits()),
             channels=self.statistics(),

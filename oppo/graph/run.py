@@ -108,13 +108,13 @@ class Run(Generic[O]):
 
     async def advance(self, remaining: int, drain_after: DrainAfter = never) -> Sequence[O]:
         """Run one step and return its result, one item or none; raises as :meth:`step` does."""
-        self._require_ready(f"run step {self._index}")
+        self._require_ready(f"run step {self._index + 1}")
         self._refusal = "a step is running"
         try:
             ended = await self.pipeline.advance(self._index, remaining, self._observers, drain_after)
             self._note(ended)
         except BaseException:
-            self._refusal = f"step {self._index} did not come to its end, so the state of its stages is unknown"
+            self._refusal = f"step {self._index + 1} did not come to its end, so the state of its stages is unknown"
             raise
         self._refusal = ""
         self._index += 1
@@ -130,7 +130,7 @@ class Run(Generic[O]):
     def _observe(self, step: Step, result: O) -> None:
         for node in self._topology.nodes:
             if isinstance(node.stage, Observing):
-                where = f"observe() of stage {node.name!r} of graph {self._topology.name!r}, step {step.index}"
+                where = f"observe() of stage {node.name!r} of graph {self._topology.name!r}, step {step.number}"
                 with noted(f"in {where}"), blaming(f"{type(node.stage).__name__}.observe()"):
                     observation = node.stage.observe(result, step.of(node.name))
                 if observation is not None:
@@ -138,7 +138,7 @@ class Run(Generic[O]):
 
     def _notify(self, step: Step, results: Sequence[O], execution: Execution[O]) -> None:
         end = anyio.current_time()
-        notify_span(self._observers, Span("step", str(step.index), step.started, end, step.index, kind="step"))
+        notify_span(self._observers, Span("step", str(step.number), step.started, end, step.index, kind="step"))
         if results:
             channels = execution.statistics()
             notify(self._observers, lambda observer: observer.on_step(step.index, results[0], channels))

@@ -23,7 +23,7 @@ class Snapshot:
     """The stages of one step at one moment; safe to take from any thread.
 
     Attributes:
-        step: ordinal of the step.
+        step: number of the step, from 1.
         running: the stages that have not returned.
         waits: a stage may wait for several others, or wait in one task while it works in another.
         channels: the counters of each, by ``source->target``.

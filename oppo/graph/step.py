@@ -95,6 +95,11 @@ class Step:
     runtime: StepRuntime = field(default_factory=StepRuntime, repr=False)
 
     @property
+    def number(self) -> int:
+        """Its ordinal for people, from 1: the number of completed steps once it has ended."""
+        return self.index + 1
+
+    @property
     def observed(self) -> int:
         """The number of steps whose results had been observed when it began."""
         return self.index - self.ahead

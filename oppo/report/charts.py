@@ -109,8 +109,8 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 
 def _chart(title: str, names: Iterable[tuple[str, str]], axes: Axes, drawn: str, count: int) -> str:
     """Frame a chart; the legend has ``names`` and their colours, on as many lines as they need."""
-    end = f"step {count - 1}" if count > 1 else ""
+    end = f"step {count}" if count > 1 else ""
     key, rows = legend(_LEFT, HEIGHT - 7, names, _ACROSS)
     head = text(_LEFT, 16, title, bold=True)
-    picture = head + placed(_LEFT, _TOP, axes.framed(drawn, end=end)) + key
+    picture = head + placed(_LEFT, _TOP, axes.framed(drawn, start="1", end=end)) + key
     return inline(WIDTH, HEIGHT + ROW * (rows - 1), title, picture)

@@ -104,7 +104,7 @@ def _block(excerpt: Excerpt, scale: Axes) -> str:
         drawn += [text(-8, y + _ROW - 5, track, anchor="end"), *_bars(excerpt, track, spans, y, scale)]
     for step in excerpt.steps:
         x = scale.x(step.start - origin)
-        drawn += [rule(x, 20, x, bottom, opacity=0.6), text(x + 4, _HEAD - 6, f"step {step.index}")]
+        drawn += [rule(x, 20, x, bottom, opacity=0.6), text(x + 4, _HEAD - 6, f"step {step.index + 1}")]
         if step.cut is not None:
             at = scale.x(step.cut - origin)
             foot = bottom + (12 if step.carried else 0)
@@ -129,7 +129,7 @@ def _bars(excerpt: Excerpt, track: str, spans: Sequence[Span], y: float, scale: 
     for number, role in kinds:
         colour, opacity = ROLES[role or "other"], 1.0 if number in excerpt.shown else _FAINT
         for start, end in _busy(excerpt, [span for span in spans if (span.step, span.role) == (number, role)], scale):
-            title = f"{track}: {end - start:.3f} s for step {number}, from {start:.3f} s on"
+            title = f"{track}: {end - start:.3f} s for step {number + 1}, from {start:.3f} s on"
             left, width = scale.x(start), max(0.75, scale.x(end - start))
             yield box(left, y, width, _ROW, colour, title=title, opacity=opacity)
 

@@ -41,7 +41,7 @@ class Trace:
         duration = _microseconds(max(0.0, span.end - span.start))
         place = self._place(process, self._lane(span) if span.kind == "step" else span.track)
         slice_ = {"ph": "X", "name": span.label, "ts": _microseconds(span.start), "dur": duration, **place}
-        self._events.append(slice_ | ({} if span.step is None else {"args": {"step": span.step}}))
+        self._events.append(slice_ | ({} if span.step is None else {"args": {"step": span.step + 1}}))
 
     def item(self, stage: str, item: object, at: float) -> None:
         """Add the arrow of a rollout: from its prompt, by way of every deferral, to its end."""

@@ -258,7 +258,7 @@ class Generate:
             if number == select.max_rounds:
                 raise NothingTrained(
                     f"{rejected} of {judged} groups ({rejected / judged:.0%}) were rejected in the {number} rounds of "
-                    f"step {step.index}, and {self.admission.batch} must be accepted: look at the scores of these "
+                    f"step {step.number}, and {self.admission.batch} must be accepted: look at the scores of these "
                     "prompts, make more samples of each, or raise max_rounds"
                 )
             await self._open(groups)

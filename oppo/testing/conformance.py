@@ -252,10 +252,10 @@ async def check_admission(make: Make[Admission]) -> None:
         for report in reports:
             require(
                 len(report.trained) == batch,
-                f"step {report.index} trained {len(report.trained)} prompts, and there were enough for {batch}",
+                f"step {report.index + 1} trained {len(report.trained)} prompts, and there were enough for {batch}",
             )
             ages = [event.age for event in report.deferred if not event.restart]
-            require(max(ages, default=0) <= most, f"step {report.index}: max_deferrals is {most}, ages are {ages}")
+            require(max(ages, default=0) <= most, f"step {report.index + 1}: max_deferrals is {most}, ages are {ages}")
         require(len(reports) == _STEPS, f"{len(reports)} of {_STEPS} steps trained something")
         again, _ = await _decided(await make(), lengths, dict(seen))
         require(_decisions(again) == _decisions(reports), "the same observations lead to other decisions")

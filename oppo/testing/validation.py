@@ -41,7 +41,7 @@ def faults(items: Sequence[Sent], reports: Sequence[StepReport], source: str) ->
         source: the stage whose items are the rollouts' events.
     """
     if any(later.index <= report.index for report, later in pairwise(reports)):
-        yield "step 0 came twice: these are two runs, and each needs a recorder of its own"
+        yield "step 1 came twice: these are two runs, and each needs a recorder of its own"
         return
     resumed = bool(items) and items[0].step > 0
     lives: dict[int, Life] = {}
@@ -49,12 +49,13 @@ def faults(items: Sequence[Sent], reports: Sequence[StepReport], source: str) ->
         rollout = rollout_of(sent.item)
         if sent.stage == source and rollout is not None:
             life = lives.setdefault(rollout, Life(known=not resumed))
-            yield from (f"rollout {rollout}, step {sent.step}: {fault}" for fault in life.tell(sent.item, sent.step))
+            where = f"rollout {rollout}, step {sent.step + 1}"
+            yield from (f"{where}: {fault}" for fault in life.tell(sent.item, sent.step))
         elif isinstance(sent.item, Scored) and rollout is not None:
             yield from _scored_once(sent, lives.get(rollout))
     yield from _versions(reports)
     for report in reports:
-        yield from (f"step {report.index}: {fault}" for fault in _accounts(report, lives))
+        yield from (f"step {report.index + 1}: {fault}" for fault in _accounts(report, lives))
 
 
 @dataclass(slots=True)
@@ -147,7 +148,7 @@ def _scored_once(sent: Sent, life: Life | None) -> Iterator[str]:
     if life is None:
         yield f"rollout {rollout_of(sent.item)}: {sent.stage!r} scored it before it was admitted"
     elif sent.stage in life.scorers:
-        yield f"rollout {rollout_of(sent.item)}, step {sent.step}: {sent.stage!r} scored it twice"
+        yield f"rollout {rollout_of(sent.item)}, step {sent.step + 1}: {sent.stage!r} scored it twice"
     else:
         life.scorers.add(sent.stage)
 
@@ -155,9 +156,9 @@ def _scored_once(sent: Sent, life: Life | None) -> Iterator[str]:
 def _versions(reports: Sequence[StepReport]) -> Iterator[str]:
     for report, later in pairwise(reports):
         if later.index != report.index + 1:
-            yield f"step {later.index} was reported after step {report.index}"
+            yield f"step {later.index + 1} was reported after step {report.index + 1}"
         if later.version <= report.version:
-            yield f"step {later.index}: the version is {later.version} after {report.version}"
+            yield f"step {later.index + 1}: the version is {later.version} after {report.version}"
 
 
 def _accounts(report: StepReport, lives: dict[int, Life]) -> Iterator[str]:
@@ -172,7 +173,7 @@ def _accounts(report: StepReport, lives: dict[int, Life]) -> Iterator[str]:
             yield f"rollout {rollout} was {outcome}, and was never admitted"
             continue
         if life.ended != report.index:
-            when = "has not ended" if life.ended is None else f"ended in step {life.ended}"
+            when = "has not ended" if life.ended is None else f"ended in step {life.ended + 1}"
             yield f"rollout {rollout} was {outcome}, and {when}"
         if life.outcomes:
             yield f"rollout {rollout} was {outcome}, after it was {life.outcomes[-1]}"

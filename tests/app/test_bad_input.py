@@ -216,7 +216,7 @@ def test_running_out_of_memory_names_the_model_and_the_setting_that_helps(
     assert oppo(workplace, "", "run.name=memory") == 1
     said = capsys.readouterr().err
     assert "error: the trainer ran out of memory while it did 'update': lower trainer.micro_batch_tokens (" in said
-    assert "in stage 'update' of graph 'ppo', step 0" in said
+    assert "in stage 'update' of graph 'ppo', step 1" in said
     assert "Traceback" not in said
 
 

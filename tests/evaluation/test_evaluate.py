@@ -107,8 +107,8 @@ def test_a_reward_that_drops_or_fails_does_so_as_in_training() -> None:
     with pytest.raises(RewardError, match="the judge is out") as caught:
         play(pipeline, graph)
     notes = " ".join(caught.value.__notes__)
-    assert "stage 'reward' of graph 'evaluation', step 0" in notes
-    assert "stage 'evaluate' of graph 'ppo', step 0" in notes
+    assert "stage 'reward' of graph 'evaluation', step 1" in notes
+    assert "stage 'evaluate' of graph 'ppo', step 1" in notes
 
 
 def test_responses_alone_are_those_of_an_examination() -> None:

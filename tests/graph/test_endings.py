@@ -82,7 +82,7 @@ def test_errors_of_a_kind_are_named_once_with_their_number() -> None:
     assert caught.value.__notes__ == [
         "and 29 more like it",
         "and then KeyError: 'gold'",
-        "in stage 'relay' of graph 'line', step 0",
+        "in stage 'relay' of graph 'line', step 1",
     ]
 
 

@@ -135,8 +135,8 @@ def test_an_error_ends_the_steps_behind_it_and_leaves_nothing() -> None:
         async with graph.open(range(99), lookahead=2) as run:
             with pytest.raises(Boom, match="step 1") as caught:
                 await extend(results, run)
-            assert any("in stage 'fail' of graph 'failing', step 1" in note for note in caught.value.__notes__)
-            with pytest.raises(GraphError, match="step 1 did not come to its end"):
+            assert any("in stage 'fail' of graph 'failing', step 2" in note for note in caught.value.__notes__)
+            with pytest.raises(GraphError, match="step 2 did not come to its end"):
                 await run.step()
         assert len(asyncio.all_tasks()) == 1
         return results
@@ -299,8 +299,8 @@ def test_a_deadlock_names_every_step_that_is_alive() -> None:
 
     with pytest.raises(DeadlockError) as caught:
         run_virtual(main)
-    assert "graph 'line', step 0" in str(caught.value)
     assert "graph 'line', step 1" in str(caught.value)
+    assert "graph 'line', step 2" in str(caught.value)
 
 
 class StuckCollect:
@@ -316,7 +316,7 @@ def test_snapshots_are_of_each_step_that_is_alive() -> None:
         async with graph.open(range(99), lookahead=1) as run, anyio.create_task_group() as tasks:
             tasks.start_soon(run.step)
             await anyio.sleep(3.0)
-            assert [(each.step, each.working) for each in run.snapshots()] == [(0, ["phase1"]), (1, ["phase0"])]
+            assert [(each.step, each.working) for each in run.snapshots()] == [(1, ["phase1"]), (2, ["phase0"])]
 
     run_virtual(main)
 

@@ -133,7 +133,7 @@ def test_a_failing_hook_is_named() -> None:
         run_virtual(results_of, line().replace(relay=Bad()), 1)
     raised, where = caught.value.__notes__
     assert raised.startswith(f"raised by Bad.observe() at {__file__}:")
-    assert where == "in observe() of stage 'relay' of graph 'line', step 0"
+    assert where == "in observe() of stage 'relay' of graph 'line', step 1"
 
 
 class Door(Relay):
@@ -171,7 +171,7 @@ def test_an_error_while_closing_does_not_hide_the_error_that_ended_the_run() -> 
     graph = g.build(g.add("third", Collect(), g.add("fail", Fail(), second)))
     with pytest.raises(Boom, match="bad item 0") as caught:
         run_virtual(results_of, graph, 1)
-    assert "in stage 'fail' of graph 'line', step 0" in caught.value.__notes__
+    assert "in stage 'fail' of graph 'line', step 1" in caught.value.__notes__
     assert (
         "and then, while closing stage 'second' of graph 'line', OSError: the door is locked" in caught.value.__notes__
     )
@@ -181,7 +181,7 @@ def test_an_error_while_closing_does_not_hide_the_error_that_ended_the_run() -> 
 def test_a_stage_error_surfaces_as_itself_with_a_note() -> None:
     with pytest.raises(Boom, match="bad item 0") as caught:
         run_virtual(results_of, line().replace(relay=Fail()), 1)
-    assert caught.value.__notes__ == ["in stage 'relay' of graph 'line', step 0"]
+    assert caught.value.__notes__ == ["in stage 'relay' of graph 'line', step 1"]
 
 
 def test_an_error_in_a_task_of_a_stage_surfaces_as_itself() -> None:
@@ -209,8 +209,8 @@ def test_of_several_errors_the_first_is_raised_and_names_the_others() -> None:
     with pytest.raises(Boom, match="bad item 0") as caught:
         run_virtual(results_of, line().replace(relay=Fail(1.0), collect=Sore()), 1)
     assert caught.value.__notes__ == [
-        "in stage 'relay' of graph 'line', step 0",
-        "and then Boom: while being torn down (in stage 'collect' of graph 'line', step 0)",
+        "in stage 'relay' of graph 'line', step 1",
+        "and then Boom: while being torn down (in stage 'collect' of graph 'line', step 1)",
     ]
 
 
@@ -237,7 +237,7 @@ def test_a_run_whose_step_failed_refuses_to_go_on() -> None:
         async with line().replace(relay=Fail()).open(range(9)) as run:
             with pytest.raises(Boom):
                 await run.step()
-            with pytest.raises(GraphError, match="cannot run step 0: step 0 did not come to its end"):
+            with pytest.raises(GraphError, match="cannot run step 1: step 1 did not come to its end"):
                 await run.step()
 
     run_virtual(main)
@@ -301,7 +301,7 @@ class Impatient(Relay):
 def test_a_stage_that_leaves_items_unread_is_an_error() -> None:
     with pytest.raises(ProtocolError, match="the reader of 'take->relay' returned and left 2 items unread") as caught:
         run_virtual(results_of, line().replace(relay=Impatient()), 1)
-    assert caught.value.__notes__ == ["in stage 'relay' of graph 'line', step 0"]
+    assert caught.value.__notes__ == ["in stage 'relay' of graph 'line', step 1"]
 
 
 def test_a_stage_that_returns_before_its_input_sends_again_is_an_error() -> None:
@@ -323,7 +323,7 @@ def test_a_deadlock_shows_the_channel_table() -> None:
     message = str(caught.value)
     assert "every task waits and nothing can wake one" in message
     assert "line.collect" in message
-    assert "graph 'line', step 0" in message
+    assert "graph 'line', step 1" in message
     table = {row.split()[0]: row.split(maxsplit=2)[1:] for row in message.splitlines()[2:]}
     assert table["prompts"] == ["3", "taken idle"]
     assert table["take->relay"] == ["1/1", "closed"]

@@ -204,7 +204,7 @@ async def test_a_run_that_hangs_is_ended_and_the_report_names_who_hangs(tmp_path
     assert [stall.final for stall in told][-2:] == [False, True]
     written = json.loads(report.read_text())
     (step,) = written["steps"]
-    assert step["step"] == 0
+    assert step["step"] == 1
     assert step["at_work"] == ["reward"]
     assert {"stage": "advantage", "awaited": "reward", "want": "an item"} in step["waits"]
     assert step["channels"]["reward->advantage"]["waiting_receivers"] == 1
@@ -219,8 +219,8 @@ async def test_the_report_of_a_run_with_steps_in_flight_names_the_step_that_hang
     report = tmp_path / "hang-report.json"
     watchdog = Watchdog(StallLimits(0.2, notice=0.05), report=report, listeners=[told.append], clock=trap.clock)
     error = await hang(hanging(trap), watchdog, trap, lookahead=1)
-    assert [snapshot.step for snapshot in told[-1].snapshots] == [0, 1]
-    assert re.search(r"in step 0 .*; reward is at work; in step 1 .*no stage is at work|in step 1 ", str(error))
+    assert [snapshot.step for snapshot in told[-1].snapshots] == [1, 2]
+    assert re.search(r"in step 1 .*; reward is at work; in step 2 .*no stage is at work|in step 2 ", str(error))
     oldest, later = json.loads(report.read_text())["steps"]
     assert (oldest["step"], oldest["at_work"]) == (0, ["reward"])
     assert later["step"] == 1

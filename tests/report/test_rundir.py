@@ -112,7 +112,7 @@ def test_the_trace_has_a_track_for_each_worker_and_an_arrow_for_each_rollout(tmp
     assert tracks == {"generate", "policy", "reward model"}
     slices = [event for event in events if event["ph"] == "X"]
     assert {event["name"] for event in slices} == {"run", "decode", "extend"}
-    assert [event["args"] for event in slices if event["name"] == "run"] == [{"step": 0}, {"step": 1}]
+    assert [event["args"] for event in slices if event["name"] == "run"] == [{"step": 1}, {"step": 2}]
     carried = [(event["ph"], event["ts"]) for event in events if event.get("id") == 2]
     assert carried == [("s", 0.25e6), ("t", 1.25e6), ("t", 2.5e6), ("f", 3e6)]
 
@@ -133,7 +133,7 @@ def test_the_page_opens_with_the_latest_two_steps_as_they_were(tmp_path: Path) -
             play_one(directory)
     html = (directory.path / "report.html").read_text()
     assert html.index("the latest steps: 2 steps in 4.00 s") < html.index("Score")
-    assert "policy: 1.000 s for step 1, from 2.000 s on" in html
+    assert "policy: 1.000 s for step 2, from 2.000 s on" in html
     assert "1 responses deferred" in html
     assert html.count("<svg") == 6
 

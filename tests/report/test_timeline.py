@@ -55,7 +55,7 @@ def test_each_model_has_a_row_in_which_it_is_busy_when_it_was() -> None:
     assert [title for title, _, _ in drawn] == [
         f"{track}: {end - begin:.3f} s for step {number}, from {begin + start:.3f} s on"
         for track, begin, end in BUSY
-        for number, start in ((3, 0.0), (4, 10.0))
+        for number, start in ((4, 0.0), (5, 10.0))
     ]
     reward = drawn[2]
     assert reward[1:] == pytest.approx((ACROSS * 2 / 20, ACROSS * 3 / 20), abs=0.01)
@@ -67,7 +67,7 @@ def test_schedules_share_one_scale_of_seconds() -> None:
     drawn = bars(timeline([SERIAL, short]))
     assert drawn[-1][1] + drawn[-1][2] == pytest.approx(ACROSS / 2, abs=0.01)
     said = words(timeline([SERIAL, short]))
-    assert {"serial: 2 steps in 20.00 s", "short: 1 step in 10.00 s", "step 3", "step 4", "step 0"} <= set(said)
+    assert {"serial: 2 steps in 20.00 s", "short: 1 step in 10.00 s", "step 4", "step 5", "step 1"} <= set(said)
     assert [each for each in said if each.replace(".", "").isdigit()] == [str(2 * k) for k in range(11)]
     assert "seconds" in said
 
@@ -167,9 +167,9 @@ def test_a_picture_of_steps_in_flight_shows_work_for_others_faintly_and_arrows_f
     picture = timeline([Excerpt("latest", tuple(two_in_flight().steps))])
     work = [each for each in bars(picture) if "policy" in each[0]]
     assert [title for title, _, _ in work] == [
-        "policy: 10.000 s for step 0, from 0.000 s on",
-        "policy: 8.000 s for step 1, from 10.000 s on",
-        "policy: 7.000 s for step 2, from 20.000 s on",
+        "policy: 10.000 s for step 1, from 0.000 s on",
+        "policy: 8.000 s for step 2, from 10.000 s on",
+        "policy: 7.000 s for step 3, from 20.000 s on",
     ]
     rects = ET.fromstring(picture).iter(f"{SVG}rect")
     assert [rect.find(f"{SVG}title") is not None for rect in rects if rect.get("fill-opacity")] == [True]

@@ -91,6 +91,6 @@ def test_slices_of_a_track_are_disjoint_or_nested_and_say_of_which_step_they_are
     assert all_nested(slices)
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     whole = [(event["args"]["step"], names[event["tid"]]) for event in slices if names[event["tid"]].startswith("step")]
-    assert whole == [(k, ("step", "step (2)", "step (3)")[k % (lookahead + 1)]) for k in range(5)]
+    assert whole == [(k + 1, ("step", "step (2)", "step (3)")[k % (lookahead + 1)]) for k in range(5)]
     executions = [(names[event["tid"]], event["args"]["step"]) for event in slices if event["name"] == "run"]
-    assert Counter(executions) == Counter(product(set(names.values()) - {name for _, name in whole}, range(5)))
+    assert Counter(executions) == Counter(product(set(names.values()) - {name for _, name in whole}, range(1, 6)))

@@ -90,7 +90,7 @@ class Boasting(FakePolicy):
 def test_a_policy_that_stops_before_the_cut_is_refused() -> None:
     sentence, notes = refused(Pipeline(SETTING), Early(SETTING.length))
     assert sentence == "the policy stopped decoding rollouts [0, 1, 2, 3, 4, 5] before the step was cut"
-    assert notes == ["in stage 'generate' of graph 'ppo', step 0"]
+    assert notes == ["in stage 'generate' of graph 'ppo', step 1"]
 
 
 def test_a_policy_that_does_not_report_what_has_finished_is_refused() -> None:
@@ -156,7 +156,7 @@ def test_a_trainer_that_forgets_to_publish_is_refused() -> None:
     assert sentence == (
         "version 1 was published, but FakePolicy has version 0, FakeCritic has version 0: the followers disagree"
     )
-    assert notes == ["in stage 'update' of graph 'ppo', step 0"]
+    assert notes == ["in stage 'update' of graph 'ppo', step 1"]
 
 
 def test_a_trainer_that_counts_its_minibatches_is_refused() -> None:
@@ -294,7 +294,7 @@ def test_a_scorer_that_is_cancelled_from_within_is_refused() -> None:
     assert "got CancelledError at " in sentence
     assert "nothing had cancelled this call" in sentence
     assert notes[0].startswith("while scoring rollouts ")
-    assert notes[1] == "in stage 'reward' of graph 'ppo', step 0"
+    assert notes[1] == "in stage 'reward' of graph 'ppo', step 1"
 
 
 class ByRollout(FakeScorer[float]):
@@ -426,7 +426,7 @@ def test_what_a_stage_of_ones_own_sends_is_checked_where_it_does(change: Callabl
     with pytest.raises(ProtocolError) as caught:
         run_virtual(Changed(change).run)
     assert words in str(caught.value)
-    assert "in stage 'advantage' of graph 'ppo', step 0" in caught.value.__notes__
+    assert "in stage 'advantage' of graph 'ppo', step 1" in caught.value.__notes__
 
 
 @dataclass
@@ -500,7 +500,7 @@ def test_a_base_exception_of_a_stage_ends_the_run_with_an_error_that_names_it() 
 
     with pytest.raises(ProtocolError, match=rf"OwnError: no more at {re.escape(__file__)}:\d+ in fail") as caught:
         run_virtual(Changed(fail).run)
-    assert "in stage 'advantage' of graph 'ppo', step 0" in caught.value.__notes__
+    assert "in stage 'advantage' of graph 'ppo', step 1" in caught.value.__notes__
 
 
 @pytest.mark.parametrize("error", [KeyError("gold"), OwnError("no more")])
@@ -515,4 +515,4 @@ def test_what_an_admission_raises_names_it_and_its_line(error: BaseException) ->
     told = "\n".join([str(caught.value), *caught.value.__notes__])
     assert "Clumsy.observe()" in told
     assert f" at {__file__}:" in told
-    assert "in observe() of stage 'generate' of graph 'ppo', step 0" in told
+    assert "in observe() of stage 'generate' of graph 'ppo', step 1" in told

@@ -123,7 +123,7 @@ def test_rounds_are_counted_and_a_complete_group_without_a_place_comes_before_ne
 
 def test_groups_that_are_always_rejected_end_the_run_with_their_share() -> None:
     pipeline = Selected(CARRIED, select=Selection(lambda scores: False, max_rounds=3))
-    with pytest.raises(NothingTrained, match=r"12 of 12 groups \(100%\) were rejected in the 3 rounds of step 0, and"):
+    with pytest.raises(NothingTrained, match=r"12 of 12 groups \(100%\) were rejected in the 3 rounds of step 1, and"):
         run_virtual(pipeline.run)
     assert not pipeline.batches
 

@@ -160,7 +160,7 @@ def test_a_run_that_is_not_valid_is_an_error_of_the_test_that_passed(pytester: p
     )
     ran = run(pytester)
     ran.assert_outcomes(passed=1, errors=1)
-    ran.stdout.fnmatch_lines(["*rollout 7, step 0: a Chunk begins at 3, and 2 tokens have come"])
+    ran.stdout.fnmatch_lines(["*rollout 7, step 1: a Chunk begins at 3, and 2 tokens have come"])
 
 
 def test_the_fixtures_answer_for_the_run_of_the_recorder(pytester: pytest.Pytester) -> None:
