@@ -177,7 +177,7 @@ def test_exact_runs_learn_the_same_bits_streamed_and_serial(workplace: Path) -> 
         ("data.prompts=none.jsonl", "there is no prompt file"),
         ("sampling.max_new_tokens=600", "do not fit into the models' 512 positions"),
         ("sampling.stop=['w3 w4']", "'w3 w4' is 2 tokens of the policy's tokenizer, expected one"),
-        ("sampling.stop=[400]", "400 is no token id; there are 96 tokens"),
+        ("sampling.stop=[400]", "400 is no token id; they go up to 95"),
         ("trainer.warmup_steps=1", "schedule 'constant' has no warm-up"),
     ],
 )

@@ -52,7 +52,13 @@ def await_chain(awaited: object) -> Iterator[str]:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
         if isinstance(frame, FrameType):
             yield f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None)
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None) or _driven(awaited)
+
+
+def _driven(awaited: object) -> object:
+    # Code of a user is driven step by step (`oppo.errors.awaited`), so the interpreter does not know what it awaits.
+    frame = getattr(awaited, "gi_frame", None)
+    return frame.f_locals.get("call") if isinstance(frame, FrameType) else None
 
 
 def thread_frames() -> Iterator[tuple[str, FrameType]]:

@@ -96,7 +96,7 @@ class RunLog(Observer):
 
     def on_stall(self, stall: Stall) -> None:
         """Log, for each step that is alive, which stage waits for which; safe to call from any thread."""
-        steps = {each.step + 1: {stage: each.doing(stage) for stage in each.running} for each in stall.snapshots}
+        steps = {each.step: {stage: each.doing(stage) for stage in each.running} for each in stall.snapshots}
         self._log.warning("stalled", seconds=round(stall.seconds, 1), steps=steps, final=stall.final)
 
     def __enter__(self) -> Self:

@@ -129,7 +129,8 @@ def _bars(excerpt: Excerpt, track: str, spans: Sequence[Span], y: float, scale: 
     for number, role in kinds:
         colour, opacity = ROLES[role or "other"], 1.0 if number in excerpt.shown else _FAINT
         for start, end in _busy(excerpt, [span for span in spans if (span.step, span.role) == (number, role)], scale):
-            title = f"{track}: {end - start:.3f} s for step {number + 1}, from {start:.3f} s on"
+            step = "" if number is None else f" for step {number + 1}"
+            title = f"{track}: {end - start:.3f} s{step}, from {start:.3f} s on"
             left, width = scale.x(start), max(0.75, scale.x(end - start))
             yield box(left, y, width, _ROW, colour, title=title, opacity=opacity)
 

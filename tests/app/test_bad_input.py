@@ -326,7 +326,7 @@ def test_a_reward_that_blocks_is_named_on_the_terminal_and_in_the_log(
     monkeypatch.setattr("oppo.app.watching.StallLimits", partial(StallLimits, notice=0.2))
     assert oppo(workplace, "", "run.name=blocked", "run.steps=1", "models.reward=blocking.py:block") == 0
     stalls = [each for each in records(workplace, "blocked", "log.jsonl") if each["event"] == "stalled"]
-    assert {"advantage": "waits for reward", "reward": "at work"}.items() <= stalls[-1]["steps"]["0"].items()
+    assert {"advantage": "waits for reward", "reward": "at work"}.items() <= stalls[-1]["steps"]["1"].items()
     assert "advantage waits for reward; " in capsys.readouterr().out
 
 
@@ -339,7 +339,7 @@ def test_a_reward_that_never_returns_ends_the_run_with_a_report(workplace: Path)
     assert str(directory / "hang-report.json") in said
     assert "Traceback" not in said
     report = json.loads((directory / "hang-report.json").read_text())
-    assert [(step["step"], step["at_work"]) for step in report["steps"]] == [(0, ["reward"])]
+    assert [(step["step"], step["at_work"]) for step in report["steps"]] == [(1, ["reward"])]
     assert any("in stuck" in line for thread in report["threads"] for line in thread["stack"])
     assert not (directory / "checkpoints").exists(), "nothing was learned"
     assert records(workplace, "stuck", "log.jsonl")[-1]["event"] == "failed"

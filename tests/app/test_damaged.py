@@ -222,7 +222,10 @@ def test_weights_in_shards_of_the_directory_are_read(workplace: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("models.policy=./actr", "actr' is no directory here, nor could it be the name of a model at a hub"),
+        (
+            "models.policy=./actr",
+            "(did you mean 'actor'?), nor could it be the name of a model at a hub",
+        ),
         ("models.policy=models/of/mine", "'models/of/mine' is no directory here, nor could it be the name"),
         ("models.policy=https://hub.example/actor", "is no directory here, nor could it be the name of a model"),
         ("models.policy=actr", "'actr' is no directory here, and as a hub name it could not be had ("),

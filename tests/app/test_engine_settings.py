@@ -95,7 +95,9 @@ def test_the_table_of_another_engine_is_refused(tmp_path: Path) -> None:
 
 
 def test_faults_around_the_table_are_sentences(tmp_path: Path) -> None:
-    assert refused(tmp_path, "", "models.engine=vlm") == "models.engine: expected 'transformers' or 'vllm', got 'vlm'"
+    assert refused(tmp_path, "", "models.engine=vlm") == (
+        "models.engine: expected 'transformers' or 'vllm', got 'vlm' (did you mean 'vllm'?)"
+    )
     assert "unknown section 'vlm' (did you mean 'vllm'?)" in refused(tmp_path, "[vlm]\nseed = 1\n")
     assert refused(tmp_path, f"{ON_VLLM}vllm = 3\n") == "[vllm]: expected a section, got 3"
 

@@ -207,7 +207,7 @@ def goes_on(whole: Life, kill: Kill, after: Life) -> None:
 
 def of_rollouts(journal: list[Record], steps: int) -> Counter[tuple[object, ...]]:
     """Return what a journal says of rollouts in its first steps, but for the time."""
-    told = [record for record in journal if "rollout" in record and int(str(record["step"])) <= steps]
+    told = [record for record in journal if "rollout" in record and int(str(record["step"])) < steps]
     return Counter(tuple(value for name, value in record.items() if name != "at") for record in told)
 
 

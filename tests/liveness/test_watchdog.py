@@ -222,9 +222,9 @@ async def test_the_report_of_a_run_with_steps_in_flight_names_the_step_that_hang
     assert [snapshot.step for snapshot in told[-1].snapshots] == [1, 2]
     assert re.search(r"in step 1 .*; reward is at work; in step 2 .*no stage is at work|in step 2 ", str(error))
     oldest, later = json.loads(report.read_text())["steps"]
-    assert (oldest["step"], oldest["at_work"]) == (0, ["reward"])
-    assert later["step"] == 1
-    assert "reward" not in later["at_work"], "it waits for that of step 0"
+    assert (oldest["step"], oldest["at_work"]) == (1, ["reward"])
+    assert later["step"] == 2
+    assert "reward" not in later["at_work"], "it waits for that of step 1"
 
 
 class Unbearable(FakeScorer[float]):

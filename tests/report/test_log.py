@@ -88,9 +88,9 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
 
 
 def test_a_stall_is_logged_with_what_each_stage_does(tmp_path: Path) -> None:
-    stuck = Snapshot(0, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
+    stuck = Snapshot(1, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
     with RunLog(tmp_path / "log.jsonl", "trial") as log:
-        log.on_stall(Stall(61.234, [stuck, replace(stuck, step=1, running=("generate",))]))
+        log.on_stall(Stall(61.234, [stuck, replace(stuck, step=2, running=("generate",))]))
         log.on_stall(Stall(3.0, final=True))
     _, first, second, _ = lines(tmp_path / "log.jsonl")
     assert (first["event"], first["level"], first["seconds"]) == ("stalled", "warning", 61.2)

@@ -12,7 +12,8 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -175,14 +176,13 @@ def _meet(rank: int, size: int, meeting: str, backend: str) -> None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             if loopback is not None:
                 os.environ.setdefault(variable, loopback)
-    server = listener(meeting)
-    if server is None:
         dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size)
         return
-    address, port = server.getsockname()[:2]
-    # By itself torch would listen at all addresses of the machine.
+    # Not by `init_method`: torch would listen at all addresses of the machine, and under other keys than a given store.
+    where, server = urlsplit(meeting), listener(meeting)
+    held: dict[str, Any] = {} if server is None else {"master_listen_fd": server.detach(), "use_libuv": True}
     store = dist.TCPStore(  # type: ignore[attr-defined] # not in its list of exports
-        address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=server.detach(), use_libuv=True
+        str(where.hostname), int(where.port or 0), size, is_master=bool(held), wait_for_workers=False, **held
     )
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
