@@ -24,7 +24,7 @@ Example:
     ...     print(line)
     call 1 of finish() of 'judge' fails, as its script says
     while scoring rollouts [1]
-    in stage 'reward' of graph 'ppo', step 0
+    in stage 'reward' of graph 'ppo', step 1
 """
 
 from __future__ import annotations

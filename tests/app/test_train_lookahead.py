@@ -80,15 +80,15 @@ def test_the_work_of_models_is_traced_for_the_step_that_it_was_done_for(folder: 
     for event in slices:
         steps.setdefault((tracks[event["tid"]], event["name"]), set()).add(event.get("args", {}).get("step"))
     for work in (("policy", "decode"), ("reward model", "finish"), ("critic", "finish"), ("trainer", "update")):
-        assert steps[work] == set(range(6)), work
+        assert steps[work] == set(range(1, 7)), work
     decoded, trained = (
         {event["args"]["step"]: event["ts"] for event in slices if (tracks[event["tid"]], event["name"]) == work}
         for work in (("policy", "decode"), ("trainer", "update"))
     )
-    assert all(decoded[step] < trained[step] for step in range(6))
+    assert all(decoded[step] < trained[step] for step in range(1, 7))
     page = (folder / "runs" / name / "report.html").read_text()
     assert "faint: work for other steps" in page
-    assert re.search(r"trainer: \d\.\d+ s for step 5, from", page)
+    assert re.search(r"trainer: \d\.\d+ s for step 6, from", page)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])

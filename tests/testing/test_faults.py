@@ -66,7 +66,7 @@ def ended(fault: Fault, *, steps: int) -> tuple[BaseException, str]:
     assert rest.error is None
     assert same_batches([*run.complete, *rest.batches], CLEAN.batches)
     message = "\n".join([str(run.error), *getattr(run.error, "__notes__", [])])
-    assert f"step {steps}" in message
+    assert f"step {steps + 1}" in message
     return run.error, message
 
 
@@ -92,7 +92,7 @@ def test_a_model_that_raises_ends_the_run_with_its_own_error(model: str, method:
     error, message = ended(fault, steps=steps)
     assert type(error) is ModelLost
     assert str(error) == f"call 2 of {method}() of {model!r} fails, as its script says"
-    assert f"in stage {stage_of(fault)!r} of graph 'ppo', step {steps}" in message
+    assert f"in stage {stage_of(fault)!r} of graph 'ppo', step {steps + 1}" in message
     assert names in message
 
 
