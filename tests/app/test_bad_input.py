@@ -357,7 +357,7 @@ def test_a_model_that_never_returns_ends_the_process_with_a_report(workplace: Pa
     assert code == 1, said
     assert "update is at work; in a call: trainer: update (see " in said
     report = json.loads((workplace / "runs" / "model-stuck" / "hang-report.json").read_text())
-    assert [(step["step"], step["at_work"]) for step in report["steps"]] == [(0, ["update"])]
+    assert [(step["step"], step["at_work"]) for step in report["steps"]] == [(1, ["update"])]
     assert any(thread["name"] == "oppo-trainer_0" for thread in report["threads"])
 
 
