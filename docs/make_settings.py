@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from oppo.algorithms.registry import ALGORITHMS
+from oppo.algorithms import ALGORITHMS
 from oppo.app.overrides import SEEDED
 from oppo.app.reward_settings import RewardPart
 from oppo.app.settings import keys_of

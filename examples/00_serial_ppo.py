@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
-from oppo.estimators import gae, kl_estimate, shaped_rewards, whiten
 from oppo.events import Batch, Finish, FinishReason, Prompt, Response
 from oppo.hf.digest import weights_digest
 from oppo.hf.serve.policy import HfPolicy
@@ -28,6 +27,7 @@ from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Sampling
 from oppo.placement import Thread
+from oppo.returns import gae, kl_estimate, shaped_rewards, whiten
 from oppo.training import TrainerSettings
 
 KL, GAMMA, LAM = 0.05, 1.0, 0.95

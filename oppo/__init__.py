@@ -21,13 +21,12 @@ from oppo.admission import (
     TailAdaptive,
     TailBatched,
 )
-from oppo.algorithms.grpo import grpo
+from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
 from oppo.algorithms.wrapped import wrap
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.data import PromptStream, read_prompts
 from oppo.errors import OppoError
-from oppo.estimators import AdaptiveKL, FixedKL
 from oppo.events import (
     Batch,
     Chunk,
@@ -48,8 +47,8 @@ from oppo.function_trainer import FunctionTrainer
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream, join, where
 from oppo.models import Decode, Follower, Piece, Policy, Sampling, Scorer, Trained, Trainer, Weights
 from oppo.placement import Inline, Process, Ranks, Thread
+from oppo.returns import AdaptiveKL, FixedKL, ScoreShaping
 from oppo.rewards import FunctionReward, Rewards
-from oppo.shaping import ScoreShaping
 from oppo.stages import (
     GAE,
     Gather,

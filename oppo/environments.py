@@ -17,8 +17,7 @@ from oppo.errors import OppoError, awaited, contained, one_line, shown
 from oppo.events import Drop, IntArray, Response
 from oppo.observe import Telling, silent
 from oppo.turns import Answer, Environment, EnvironmentState, Turn
-from oppo.user_calls import CONCURRENCY, UserCalls
-from oppo.user_code import UserFunction
+from oppo.user_code import CONCURRENCY, UserCalls, UserFunction
 
 PROCESSES = 4
 """Processes of a sync function, unless another number of calls is given."""
@@ -115,7 +114,7 @@ class FunctionEnvironment:
         decode: token ids to text, without special tokens.
         encode: text to token ids; :meth:`~oppo.hf.HfTokenizer.encode_exactly` takes all of it for ordinary text.
         on_failure: ``fail`` raises; ``drop`` drops the rollout.
-        timeout: seconds after which a call has failed; ``None``: never (:class:`oppo.user_calls.UserCalls`). A call
+        timeout: seconds after which a call has failed; ``None``: never (:class:`oppo.user_code.UserCalls`). A call
             whose rollout is given up is ended likewise.
         concurrency: how many calls may overlap; by default 64, or 4 in processes.
         process: call a sync function in processes of its own: it may then hold the interpreter lock or crash.

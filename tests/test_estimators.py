@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from oppo.estimators import (
+from oppo.events import FloatArray
+from oppo.returns import (
     GROUP_EPSILON,
     AdaptiveKL,
     FixedKL,
@@ -24,7 +25,6 @@ from oppo.estimators import (
     shaped_rewards,
     whiten,
 )
-from oppo.events import FloatArray
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "ppo.json").read_text(encoding="utf-8"))
 SETTING = {"gamma": 0.99, "lam": 0.9, "kl": 0.1}

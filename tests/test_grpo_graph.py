@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from oppo.admission import Overcommit
-from oppo.algorithms.grpo import grpo
+from oppo.algorithms.group import grpo
 from oppo.errors import ConfigError
 from oppo.events import FloatArray, StepReport
 from oppo.graph import Graph

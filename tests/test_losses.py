@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from oppo.estimators import KLEstimator, kl_estimate
 from oppo.losses import (
     SupportIndex,
     entropies,
@@ -22,6 +21,7 @@ from oppo.losses import (
     token_logprobs,
     value_loss,
 )
+from oppo.returns import KLEstimator, kl_estimate
 from oppo.support import Support
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "ppo.json").read_text(encoding="utf-8"))["loss"]

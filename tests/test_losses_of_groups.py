@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from oppo.estimators import GroupAdvantage, group_advantages, kl_estimate
 from oppo.losses import ClippedLoss, Inputs, Loss, LossValue, PairwiseLoss, SequenceLoss, Whole
+from oppo.returns import GroupAdvantage, group_advantages, kl_estimate
 from oppo.training import Aggregation
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "groups.json").read_text(encoding="utf-8"))

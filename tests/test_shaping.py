@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.events import BoolArray, FloatArray
-from oppo.shaping import RunningMoments, ScoreShaping
+from oppo.returns import RunningMoments, ScoreShaping
 
 STOPPED: BoolArray = np.array([True, True, False])
 LENGTHS = np.array([2, 6, 9])

@@ -14,7 +14,7 @@ import torch
 from oppo import Chunk, Finish, FunctionTrainer, Overcommit, Prompt, Scored, wrap
 from oppo.errors import ModelError
 from oppo.events import Batch
-from oppo.stages.scored_rollouts import ScoredRollouts
+from oppo.stages.batch import ScoredRollouts
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
 from tests.pipelines import Tap
 

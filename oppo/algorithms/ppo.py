@@ -1,4 +1,4 @@
-"""PPO with a critic: advantages by GAE, and a KL penalty in the reward (Ziegler et al. 2019, arXiv 1909.08593)."""
+"""PPO (Ziegler et al. 2019, arXiv 1909.08593) with a critic, and REINFORCE++ without one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from oppo.admission import Admission
-from oppo.algorithms.algorithm import Roles
-from oppo.algorithms.clipped import ClippedAlgorithm
+from oppo.algorithms.base import ClippedAlgorithm, Roles
 from oppo.chunking import ChunkSize, Fixed
 from oppo.declared import Fraction, NonNegative, Positive, setting
 from oppo.errors import ConfigError
@@ -137,4 +136,35 @@ class PPO(ClippedAlgorithm):
             **vars(super().loss()),
             value_clip=math.inf if self.value_clip == "none" else self.value_clip,
             value_coefficient=self.value_coefficient,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePP(ClippedAlgorithm):
+    """REINFORCE++: PPO without a critic; the returns of a batch, KL penalty included, are whitened."""
+
+    gamma: Fraction = setting(1.0, "discount")
+
+    @property
+    def responses(self) -> int:
+        """One response to each prompt."""
+        return 1
+
+    def graph(self, roles: Roles) -> Graph[StepReport]:
+        """Return the graph of a step."""
+        return ppo(
+            policy=roles.policy,
+            reference=roles.reference,
+            reward=roles.reward,
+            trainer=roles.trainer,
+            admission=roles.admission,
+            advantage=GAE(
+                gamma=self.gamma,
+                kl=self.reward_kl,
+                kl_estimator=self.kl_estimator,
+                shaping=self.shaping,
+                mask_truncated=self.mask_truncated,
+            ),
+            proximal=roles.proximal,
+            chunks=roles.chunks,
         )

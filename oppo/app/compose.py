@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from oppo.admission import Admission, Continuous, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.slope import SlopeRule
-from oppo.algorithms.algorithm import Roles
+from oppo.algorithms.base import Roles
 from oppo.app.checkpoint import State
 from oppo.app.own_algorithm import graph_of
 from oppo.app.sections import ADMISSIONS, StepSection

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 from pydantic import ValidationError
 
+from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.ppo import PPO
-from oppo.algorithms.registry import ALGORITHMS
 from oppo.app.kinds import Kinds
 from oppo.app.reward_settings import RewardPart
 from oppo.app.sections import StepSection

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
 
-from oppo.algorithms.algorithm import Algorithm
+from oppo.algorithms.base import Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.app.own import LOSS, NoSettings, OwnPart, OwnRequirements, part
 from oppo.app.own_algorithm import find

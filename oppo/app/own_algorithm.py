@@ -9,8 +9,8 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from oppo import user_code
-from oppo.algorithms.algorithm import Algorithm, Roles
-from oppo.algorithms.registry import ALGORITHMS
+from oppo.algorithms import ALGORITHMS
+from oppo.algorithms.base import Algorithm, Roles
 from oppo.app.own import LOSS, OwnPart, naming, part_of
 from oppo.declared import require_declared
 from oppo.errors import ConfigError, shown
@@ -79,7 +79,7 @@ def _loaded(spec: str) -> type[Algorithm]:
     if lacking := [each for each in MEMBERS if not hasattr(found, each)]:
         raise _refuse(
             f"{spec} is no algorithm, since it lacks {', '.join(lacking)}: derive it from GroupAlgorithm or "
-            "ClippedAlgorithm, or write what oppo.algorithms.algorithm.Algorithm lists"
+            "ClippedAlgorithm, or write what oppo.algorithms.base.Algorithm lists"
         )
     return cast("type[Algorithm]", found)
 

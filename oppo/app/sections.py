@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import Field
 
-from oppo.algorithms.registry import ALGORITHMS
+from oppo.algorithms import ALGORITHMS
 from oppo.app.devices import DeviceName
 from oppo.app.reward_settings import (
     SOURCE,

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from oppo.admission import Admission
-from oppo.algorithms.algorithm import Algorithm
+from oppo.algorithms.base import Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.app.consistency import require_consistent
 from oppo.app.devices import PlacementSection

@@ -16,7 +16,7 @@ from oppo.data import PromptStream
 from oppo.errors import ConfigError
 from oppo.events import Batch, Drop
 from oppo.observe import Span
-from oppo.stages.scored_rollouts import ScoredRollout
+from oppo.stages.batch import ScoredRollout
 from oppo.testing import respond_serially, score_serially
 
 STEPS = 2

@@ -27,7 +27,7 @@ from oppo.models import Policy, Scorer
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
 from oppo.stages import Generate, Score, ScoredRollout, ScoredRollouts
-from oppo.stages.measure import Averaged
+from oppo.stages.metrics import Averaged
 from oppo.turns import Environment
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -190,7 +190,6 @@ class _Keep:
     finished: list[Finish] = field(default_factory=list)
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[StepReport], step: Step) -> None:
-        """Report the step once every rollout has finished."""
         own = [event async for event in where(rollout, Finish)]
         self.finished += own
         await out.send(_report(step, [event.rollout for event in own]))
@@ -208,7 +207,6 @@ class _Counting(Observer):
         progress(0, total)
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Count an end."""
         del step, at
         if stage == "generate" and isinstance(item, Finish | Drop):
             self._done += 1

@@ -98,7 +98,6 @@ def of_sampled(answers: Answers, samples: int, pass_score: float | None) -> Mapp
 
 
 def _mean(name: str, interval: str, values: Sequence[float]) -> dict[str, float]:
-    """Return the mean of some prompts' values, and half the width of its interval; nothing without a value."""
     if not values:
         return {}
     width = half_width(values)
@@ -107,7 +106,6 @@ def _mean(name: str, interval: str, values: Sequence[float]) -> dict[str, float]
 
 
 def _sizes(samples: int) -> Iterator[int]:
-    """Yield 1, 2, 4 and so on up to ``samples``, and that."""
     k = 1
     while k < samples:
         yield k

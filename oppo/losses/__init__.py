@@ -3,12 +3,20 @@
 ``HfTrainer(actor, loss=...)`` takes any :class:`Loss`. Importing this package loads torch.
 """
 
-from oppo.losses.distribution import SupportIndex, entropies, token_logprobs
-from oppo.losses.pairs import PairwiseLoss
+from oppo.losses.base import Divided, Divisor, Input, Inputs, Loss, LossValue, Unit, Whole, means
+from oppo.losses.group import PairwiseLoss, SequenceLoss
 from oppo.losses.ppo import ClippedLoss, PPOLoss, default_loss, importance_weights
-from oppo.losses.protocol import Divided, Divisor, Input, Inputs, Loss, LossValue, Unit, Whole, means
-from oppo.losses.sequence import SequenceLoss
-from oppo.losses.terms import kl_loss, kl_losses, masked_mean, policy_loss, policy_losses, value_loss
+from oppo.losses.terms import (
+    SupportIndex,
+    entropies,
+    kl_loss,
+    kl_losses,
+    masked_mean,
+    policy_loss,
+    policy_losses,
+    token_logprobs,
+    value_loss,
+)
 
 __all__ = [
     "ClippedLoss",

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from oppo.declared import Limit, NonNegative, Positive, require_declared
 from oppo.errors import ConfigError
-from oppo.estimators import KLEstimator
-from oppo.losses.protocol import OF_A_CRITIC, Divisor, Input, Inputs, Loss, LossValue, Unit, means
+from oppo.losses.base import OF_A_CRITIC, Divisor, Input, Inputs, Loss, LossValue, Unit, means
 from oppo.losses.terms import PolicyTerm, kl_losses, policy_losses, value_loss
+from oppo.returns import KLEstimator
 from oppo.staleness import Correction
 from oppo.training import Aggregation
 

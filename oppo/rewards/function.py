@@ -10,22 +10,268 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set as AbstractSet
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
+from operator import index
 from types import TracebackType
-from typing import Final, Literal, Self, TypeAlias, cast
+from typing import Final, Literal, Self, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
 
 import anyio
+import numpy as np
 
-from oppo.errors import RewardError, as_itself
-from oppo.events import Chunk, Drop, Finish, Given, Prompt
+from oppo import user_code
+from oppo.errors import RewardError, as_itself, awaited, contained, one_line, shown
+from oppo.events import Chunk, Drop, Finish, Given, Prompt, Response
 from oppo.models import RewardFunction, Scorer
 from oppo.numeric import require_real
 from oppo.observe import Telling, silent
-from oppo.rewards.called import RESERVED, CalledFunction, ReturnedScore, RewardFailure, parameters_of
-from oppo.rewards.per_token import Placed, is_placed, token_rewards
-from oppo.user_calls import CONCURRENCY, UserCalls
-from oppo.user_code import UserFunction
+from oppo.returns import TokenRewards
+from oppo.user_code import CONCURRENCY, UserCalls, UserFunction
+
+K = TypeVar("K")
+
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+"""The text of bytes that are no character."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByCharacter:
+    """Rewards by the position of a character in the completion: the token that completes it is rewarded.
+
+    A negative position counts from the end.
+
+    Example:
+        >>> def steps(prompts, completions):
+        ...     return [ByCharacter({at: 0.1 for at, c in enumerate(text) if c == ";"}) for text in completions]
+        >>> steps(["2+2"], ["4;"])
+        [ByCharacter(rewards={1: 0.1})]
+    """
+
+    rewards: Mapping[int, float]
+
+
+Placed: TypeAlias = TokenRewards | ByCharacter | Mapping[int, float]
+"""Rewards of tokens, by the position of a character, or by that of a token."""
+
+
+def is_placed(item: object) -> bool:
+    """Return whether a function's answer for one completion has the form of rewards at places, not of a number."""
+    one_row = isinstance(item, np.ndarray) and item.ndim == 1
+    return one_row or isinstance(item, TokenRewards | ByCharacter | Mapping | list | tuple)
+
+
+def placed(item: object) -> Placed:
+    """Return such an answer as plain numbers, whatever the objects in it.
+
+    Raises:
+        ValueError: a reward is no finite number, or a position no whole one.
+    """
+    if isinstance(item, ByCharacter):
+        return ByCharacter(_by_position(item.rewards))
+    if isinstance(item, Mapping):
+        return _by_position(item)
+    rewards = item.rewards if isinstance(item, TokenRewards) else cast("Sequence[object]", item)
+    return TokenRewards([_number(reward) for reward in rewards])
+
+
+def token_rewards(rewards: Placed, response: Response, decode: Callable[[Sequence[int]], str]) -> TokenRewards:
+    """Return the rewards of the tokens of a response.
+
+    Args:
+        rewards: as from :func:`placed`.
+        response: of n tokens.
+        decode: token ids to text, as the function was given it.
+
+    Raises:
+        ValueError: there is not one for each token, or one is for a position that is not there.
+    """
+    if isinstance(rewards, ByCharacter):
+        rewards = _by_token(rewards.rewards, response.tokens.tolist(), decode)
+    if isinstance(rewards, Mapping):
+        return TokenRewards.at(len(response), rewards)
+    if len(rewards.rewards) != len(response):
+        raise ValueError(f"these are {len(rewards.rewards)} rewards for a completion of {len(response)} tokens")
+    return rewards
+
+
+def _by_token(
+    rewards: Mapping[int, float], tokens: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> dict[int, float]:
+    # The token of a character is the one from which on the decoded text has all up to it. Texts are compared, not their
+    # lengths: the first tokens of a character decode to replacement characters, in some vocabularies to one each.
+    text = decode(tokens)
+    partial = set[int]() if text.isascii() else {token for token in set(tokens) if REPLACEMENT in decode([token])}
+    ends = [count for count, token in enumerate(tokens, 1) if token in partial]
+    by_token: dict[int, float] = {}
+    for position, reward in rewards.items():
+        at = position + len(text) if position < 0 else position
+        if not 0 <= at < len(text):
+            raise ValueError(f"there is no character {position} in a completion of {len(text)} characters")
+        token = _completing(text, at, tokens, ends, decode)
+        by_token[token] = by_token.get(token, 0.0) + reward
+    return by_token
+
+
+def _completing(
+    text: str, at: int, tokens: Sequence[int], ends: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> int:
+    def has(count: int) -> bool:
+        return decode(tokens[:count]).startswith(text[: at + 1])
+
+    count = 1 + bisect_left(range(1, len(tokens)), True, key=has)
+    # A decoder of bytes may take a character back while the one behind it is incomplete: all bytes of a run are read
+    # as one. Where an incomplete character leaves this one alone, it is in no such run.
+    for end in ends[bisect_right(ends, count) :]:
+        if not has(end):
+            count = end + 1
+        elif not text.startswith(decode(tokens[:end])):
+            break
+    return count - 1
+
+
+def _by_position(rewards: Mapping[K, object]) -> dict[int, float]:
+    if not all(isinstance(position, SupportsIndex) for position in rewards):
+        raise ValueError("a position must be a whole number")
+    return {index(cast("SupportsIndex", position)): _number(reward) for position, reward in rewards.items()}
+
+
+def _number(item: object) -> float:
+    number = float(item) if isinstance(item, SupportsFloat) and not isinstance(item, complex) else math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{shown(item)} is no finite number")
+    return number
+
+
+RESERVED: Final = ("prompts", "completions")
+"""The arguments of a reward function that are no columns."""
+
+ReturnedScore: TypeAlias = float | Placed | Drop | None
+"""A finite number, or several at places of the response; a ``Drop`` by choice; ``None``: the reward does not apply."""
+
+
+class RewardFailure(RewardError):  # noqa: N818 - it says what happened
+    """A reward function raised, or returned something that is no score; the caller was not at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalledFunction:
+    """A reward function as it is called, with the check of its scores.
+
+    Attributes:
+        optional: whether it may return ``None``.
+    """
+
+    user: UserFunction
+    optional: bool = False
+
+    def call(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[ReturnedScore]:
+        """Call the function; return a score for each rollout.
+
+        Raises:
+            RewardFailure: it raised, or returned something else.
+        """
+        with self._contained(rollouts):
+            return self._scores(self.user.function(**arguments), rollouts)
+
+    async def answer(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[ReturnedScore]:
+        """Do the same with an async function."""
+        with self._contained(rollouts):
+            result = self.user.function(**arguments)
+            return self._scores(await awaited(result) if isinstance(result, Awaitable) else result, rollouts)
+
+    def failure(self, what: str, rollouts: Sequence[int]) -> RewardFailure:
+        """Return an error that names the function and the rollouts."""
+        return RewardFailure(f"reward function {self.user.name!r} {what} (rollouts {', '.join(map(str, rollouts))})")
+
+    def _contained(self, rollouts: Sequence[int]) -> AbstractContextManager[None]:
+        return contained(lambda words: self.failure(f"raised {words}", rollouts), passing=RewardFailure)
+
+    def _scores(self, result: object, rollouts: Sequence[int]) -> list[ReturnedScore]:
+        items, wrong = _items(result, len(rollouts))
+        if wrong:
+            raise RewardFailure(
+                f"reward function {self.user.name!r} must return {len(rollouts)} numbers, one for each completion, "
+                f"in a list; got {wrong}"
+            )
+        return [self._score(item, rollout) for item, rollout in zip(items, rollouts, strict=True)]
+
+    def _score(self, item: object, rollout: int) -> ReturnedScore:
+        if item is None and self.optional:
+            return None
+        if isinstance(item, Drop):
+            return replace(item, rollout=rollout)
+        if is_placed(item):
+            return self._placed(item, rollout)
+        score = math.nan
+        complex_array = getattr(getattr(item, "dtype", None), "kind", "") == "c"
+        if isinstance(item, SupportsFloat) and not isinstance(item, complex) and not complex_array:
+            with suppress(Exception):  # an array of several numbers, a number too large, or a __float__ that raises
+                score = float(item)
+        if not math.isfinite(score):
+            raise RewardFailure(
+                f"reward function {self.user.name!r} must return a finite number for each completion; "
+                f"for rollout {rollout} it returned {shown(item)}"
+            )
+        return score
+
+    def _placed(self, item: object, rollout: int) -> Placed:
+        try:
+            return placed(item)
+        except Exception as error:  # any kind: the objects are the function's own
+            raise RewardFailure(
+                f"reward function {self.user.name!r} must return finite numbers, one for each token or by whole "
+                f"positions; for rollout {rollout} it returned {shown(item)}: {one_line(error)}"
+            ) from error
+
+
+def _items(result: object, count: int) -> tuple[Sequence[object], str]:
+    """Return the items of a function's result, and what is wrong with it as a whole, or an empty string.
+
+    A generator is read up to one item too many: it may raise, and it may never end.
+    """
+    ordered = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping | AbstractSet)
+    if not ordered:
+        return (), shown(result)
+    items = list(islice(cast("Iterable[object]", result), count + 1))
+    return items, "" if len(items) == count else f"{len(items)}" if len(items) < count else f"more than {count}"
+
+
+def load_function(spec: str) -> RewardFunction:
+    """Return the reward function that ``file.py:function`` names; the file is run as a module of its own.
+
+    Raises:
+        RewardError: there is no such file or function, the file cannot be run, or the function takes no
+            ``prompts`` and ``completions``.
+    """
+    function = user_code.load_function(spec, RewardError)
+    parameters_of(function, spec.rpartition(":")[2])
+    return function
+
+
+def parameters_of(function: Callable[..., object], name: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name; none of a builtin without a signature.
+
+    Raises:
+        RewardError: it takes no ``prompts`` and ``completions``.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature: the call will tell
+        return {}
+    parameters = signature.parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    lacking = [each for each in RESERVED if each not in parameters]
+    if lacking and not takes_all:
+        raise RewardError(
+            f"reward function {name!r} must take (prompts, completions, **columns); its signature is {name}{signature}"
+        )
+    return parameters
+
 
 OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
 """The consequence of a failure: the run stops; the rollout is dropped; the function is called again, then it stops."""
@@ -67,7 +313,7 @@ class FunctionReward(Scorer[float | Drop]):
             sync, and importable by name.
         concurrency: how many calls may overlap; by default 64 of an async function and 1 of a sync one. Overlapping
             calls of a sync function are made in as many threads or processes.
-        timeout: seconds after which a call has failed; ``None``: never (:class:`oppo.user_calls.UserCalls`).
+        timeout: seconds after which a call has failed; ``None``: never (:class:`oppo.user_code.UserCalls`).
         each: call the function for each rollout alone.
         optional: ``None`` as a score means that the reward does not apply: the rollout is dropped, or, as a part of
             :class:`Rewards`, scored by the other parts. Otherwise it is a failure.
@@ -197,14 +443,12 @@ class FunctionReward(Scorer[float | Drop]):
         return await self._apart(self._or_drop, finished)
 
     async def _or_drop(self, finished: Sequence[Finish]) -> list[float | Drop]:
-        """Return the score of one rollout, or a ``Drop``."""
         try:
             return await self._scored(finished)
         except RewardFailure as failure:
             return [Drop(each.rollout, str(failure)) for each in finished]
 
     async def _apart(self, work: _Work, finished: Sequence[Finish]) -> list[float | Drop]:
-        """Score each rollout alone, all concurrently."""
         scores: dict[int, float | Drop] = {}
 
         async def score(one: Finish) -> None:
@@ -217,7 +461,6 @@ class FunctionReward(Scorer[float | Drop]):
         return [scores[each.rollout] for each in finished]
 
     async def _scored(self, finished: Sequence[Finish]) -> list[float | Drop]:
-        """Return the score of each rollout, or a ``Drop`` if the function does not apply."""
         scores = await self._attempt(finished)
         return [
             Drop(each.rollout, DOES_NOT_APPLY) if score is None else self._valued(score, each)
@@ -225,7 +468,6 @@ class FunctionReward(Scorer[float | Drop]):
         ]
 
     def _valued(self, score: float | Placed | Drop, finish: Finish) -> float | Drop:
-        """Return a score; one that was given at places as the rewards of the response's tokens."""
         if isinstance(score, Drop) or not is_placed(score):
             return cast("float | Drop", score)
         try:
@@ -236,7 +478,6 @@ class FunctionReward(Scorer[float | Drop]):
             ) from error
 
     async def _attempt(self, finished: Sequence[Finish]) -> list[ReturnedScore]:
-        """Return the score of each rollout; raise a ``RewardFailure`` if the function itself is at fault."""
         arguments, rollouts = self._arguments(finished), [each.rollout for each in finished]
         return await self._calls.make(partial(self._failure, rollouts), arguments, rollouts)
 

@@ -19,18 +19,95 @@ import anyio
 import httpx
 import stamina
 
-from oppo.errors import ConfigError, one_line, shortened
+from oppo.errors import ConfigError, RewardError, one_line, shortened
 from oppo.numeric import require_real, require_whole
 from oppo.observe import silent
-from oppo.rewards.breaker import CircuitBreaker, ServiceFailure
-from oppo.user_calls import CONCURRENCY
+from oppo.user_code import CONCURRENCY
+
+__all__ = ["JSON", "PASSING", "HttpReward", "ServiceFailure", "as_table", "from_table"]
+
+
+class ServiceFailure(RewardError):  # noqa: N818 - it says what happened
+    """A service did not answer, or answered something that is no score, or is left alone."""
+
+
+class CircuitBreaker:
+    """Lets calls through to a service, or refuses them at once while the service is left alone.
+
+    Args:
+        name: of the service, in sentences.
+        open_after: failed calls in a row after which it is left alone; 0: never.
+        rest: seconds for which it is.
+        tell: called with a sentence when it is left alone, and when it answers again.
+    """
+
+    def __init__(self, name: str, open_after: int, rest: float, tell: Callable[[str], None]) -> None:
+        self._name = name
+        self._open_after = open_after
+        self._rest = rest
+        self._tell = tell
+        self._failed = 0  # calls in a row
+        self._until: float | None = None  # loop time, in seconds, at which it is asked again; None: closed
+        self._probe: anyio.Event | None = None  # set when the call that asks for all has come to its end
+
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[bool]:
+        """Wait for the outcome of a call that asks for all; then the body is a call, and its outcome counts.
+
+        A :class:`ServiceFailure` is a failure of the service, and so is a cancellation: the body must do nothing but
+        wait for the service, and who cancels it has waited for too long.
+
+        Yields:
+            Whether this is the call that asks for all.
+
+        Raises:
+            ServiceFailure: the service is left alone.
+        """
+        probe = await self._admitted()
+        try:
+            yield probe is not None
+        except (ServiceFailure, anyio.get_cancelled_exc_class()):
+            self._note_failure(probe)
+            raise
+        else:
+            self._note_answer()
+        finally:
+            if probe is not None:
+                self._probe = None
+                probe.set()
+
+    async def _admitted(self) -> anyio.Event | None:
+        while self._until is not None:
+            if self._probe is not None:
+                await self._probe.wait()
+                continue
+            left = self._until - anyio.current_time()
+            if left > 0:
+                raise ServiceFailure(
+                    f"{self._name} failed {self._failed} times in a row, and is not asked for another {left:.0f} s"
+                )
+            self._probe = anyio.Event()
+            return self._probe
+        return None
+
+    def _note_failure(self, probe: anyio.Event | None) -> None:
+        if self._until is not None and probe is None:
+            return  # the call was made before the service was left alone
+        self._failed += 1
+        if self._open_after and self._failed >= self._open_after:
+            self._until = anyio.current_time() + self._rest
+            self._tell(f"{self._name} failed {self._failed} times in a row, and is left alone for {self._rest:g} s")
+
+    def _note_answer(self) -> None:
+        if self._until is not None:
+            self._tell(f"{self._name} answers again")
+        self._failed, self._until = 0, None
+
 
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | float | bool | None"
 
 PASSING: Final = frozenset({408, 429, *range(500, 600)})
 """Status codes of failures that may pass: asking again may help."""
-
-__all__ = ["JSON", "PASSING", "HttpReward", "ServiceFailure", "as_table", "from_table"]
 
 
 def as_table(prompts: Sequence[object], completions: Sequence[str], columns: Mapping[str, Sequence[object]]) -> object:
@@ -172,7 +249,6 @@ class HttpReward:
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[_Session]:
-        """Give the session of the run, or one for this call."""
         if self._session is not None:
             yield self._session
             return
@@ -198,15 +274,13 @@ class HttpReward:
 
     @cached_property
     def _tls(self) -> ssl.SSLContext | bool:
-        """The certificates for https; reading them takes a while, so it is done once."""
+        # Reading the certificates takes a while, so it is done once.
         return ssl.create_default_context() if self.url.startswith("https") else False
 
     async def _answered(self, client: httpx.AsyncClient, body: object, attempts: int) -> JSON:
-        """Return the answer to a request, made again where that may help."""
         made = 0
 
         def after(failure: Exception) -> bool | float:
-            """Return whether to ask again, or after how many seconds."""
             if not isinstance(failure, _Passing):
                 return False
             if made < attempts:
@@ -230,7 +304,6 @@ class HttpReward:
         raise ServiceFailure(f"{self.__name__} was not asked")  # a context that retries returns or raises
 
     async def _asked(self, client: httpx.AsyncClient, body: object) -> JSON:
-        """Return the answer to one request."""
         try:
             with anyio.move_on_after(self.timeout):
                 async with client.stream("POST", self.url, json=body) as answer:
@@ -243,7 +316,7 @@ class HttpReward:
         raise _Passing(f"{self.__name__} did not answer within {self.timeout:g} s")
 
     async def _content(self, answer: httpx.Response) -> str:
-        """Return the text of an answer; one that is compressed is refused, as a few bytes of it may become many."""
+        # A compressed answer is refused: a few bytes of it may become many.
         coding = answer.headers.get("Content-Encoding", "identity").strip().lower()
         if coding != "identity" and answer.is_success:
             raise ServiceFailure(f"{self.__name__} compressed its answer ({shortened(coding, 40)}): send it plain")
@@ -262,7 +335,6 @@ class HttpReward:
             ) from error
 
     def _parsed(self, answer: httpx.Response, content: str) -> JSON:
-        """Return the JSON of a whole answer."""
         if not answer.is_success:
             words = f"{answer.status_code} {answer.reason_phrase}: {shortened(' '.join(content.split()), 200)}"
             sentence = f"{self.__name__} answered {words}"

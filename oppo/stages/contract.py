@@ -18,7 +18,7 @@ from oppo.events import Batch, Defer, Drop, Finish, Prompt, RolloutEvent, descri
 from oppo.follower_protocols import name_of
 from oppo.graph import Sender
 from oppo.models import Capabilities, Follower, Piece, PieceState, Policy, Trained, Trainer
-from oppo.token_rewards import TokenRewards
+from oppo.returns import TokenRewards
 from oppo.turns import MultiTurnPolicy
 
 _HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"
@@ -114,7 +114,6 @@ def require_piece(piece: Piece, policy: Policy, rollout: int, limit: int, oldest
 
 
 def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) -> str:
-    """Return what is wrong with a piece, or an empty string."""
     if not isinstance(piece, Piece):
         return f"{described(piece)}; expected a Piece"
     if piece.state not in get_args(PieceState):

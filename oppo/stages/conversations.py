@@ -17,7 +17,7 @@ from oppo.errors import ProtocolError, awaited, blaming, noted, one_line
 from oppo.events import Drop, IntArray, Prompt, described
 from oppo.graph import Step
 from oppo.stages.in_flight import InFlightRollout
-from oppo.stages.measure import Averaged
+from oppo.stages.metrics import Averaged
 from oppo.turns import Answer, Answered, Environment, Turn, TurnDecode
 
 TurnOutcome: TypeAlias = Answer | Drop | None

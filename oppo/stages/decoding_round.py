@@ -12,7 +12,7 @@ from oppo.events import Prompt
 from oppo.models import Decoding
 from oppo.stages.in_flight import InFlightRollout
 from oppo.stages.ledger import Ledger
-from oppo.stages.measure import DecodeMeter
+from oppo.stages.metrics import DecodeMeter
 
 Groups: TypeAlias = Sequence[tuple[Prompt, ...]]
 """The rollouts of some units, by their prompts."""

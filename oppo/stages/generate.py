@@ -24,7 +24,7 @@ from oppo.stages.conversations import Conversations
 from oppo.stages.decoding_round import DecodingRound, Groups
 from oppo.stages.in_flight import InFlightRollout, RolloutSnapshot
 from oppo.stages.ledger import Ledger, Unit
-from oppo.stages.measure import DecodeMeter, StepMetrics, observation
+from oppo.stages.metrics import DecodeMeter, StepMetrics, observation
 from oppo.stages.selection import Round, Selection
 from oppo.turns import Environment, MultiTurnPolicy
 

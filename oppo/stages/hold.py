@@ -70,8 +70,6 @@ def held(graph: Graph[StepReport], readers: Collection[str] | None = None) -> Gr
 
 
 def _reading_held(node: Node, generating: str) -> Node:
-    """Return a node that reads what is held where it read what the stage ``generating`` sends."""
-
     def instead(name: str) -> str:
         return HELD if name == generating else name
 

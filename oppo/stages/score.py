@@ -4,25 +4,115 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import TracebackType
-from typing import Final, Generic, Self, TypeVar, cast
+from typing import Final, Generic, Self, TypeAlias, TypeVar, cast
 
 import anyio
 from anyio.abc import TaskGroup
 
 from oppo.errors import ProtocolError, as_itself, awaited, noted
-from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
+from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, PrioritisedScorer, Scorer, TimeSliced
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples
-from oppo.stages.backlog import Backlog, Growth
 from oppo.stages.contract import require_count, require_model
 from oppo.stages.following import Following
-from oppo.stages.measure import Averaged, ScorerAnswer, ScorerReading
+from oppo.stages.metrics import Averaged, ScorerAnswer, ScorerReading
+
+Growth: TypeAlias = Prompt | Chunk | Given
+"""An event that a scorer reads."""
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """The rollouts that have finished, were dropped or were deferred.
+
+    Attributes:
+        unread: events of the finished rollouts that have still to be read.
+    """
+
+    finished: list[Finish] = field(default_factory=list)
+    dropped: list[Drop] = field(default_factory=list)
+    deferred: list[Defer] = field(default_factory=list)
+    unread: list[Growth] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Backlog:
+    """Collects the events of a step as they come; returns outcomes at once, and unread events in portions."""
+
+    _outcomes: Outcomes = field(default_factory=Outcomes)
+    _unread: dict[int, list[Growth]] = field(default_factory=dict)
+    _ended: bool = False
+    _change: anyio.Event = field(default_factory=anyio.Event)
+
+    def add(self, events: Iterable[RolloutEvent]) -> None:
+        """Add events."""
+        for event in events:
+            match event:
+                case Finish():
+                    self._outcomes.finished.append(event)
+                case Drop():
+                    self._outcomes.dropped.append(event)
+                case Defer():
+                    self._outcomes.deferred.append(event)
+                case _:
+                    self._unread.setdefault(event.rollout, []).append(event)
+        self._change.set()
+
+    def end(self) -> None:
+        """Note that no more events come."""
+        self._ended = True
+        self._change.set()
+
+    def is_urgent(self) -> bool:
+        """Return whether a rollout has finished or was dropped, so that the step waits; callable from any thread."""
+        return bool(self._outcomes.finished or self._outcomes.dropped)
+
+    async def has_work(self) -> bool:
+        """Wait for an event and return true; return false if none is left and none comes."""
+        while not (self.is_urgent() or self._outcomes.deferred or self._unread):
+            if self._ended:
+                return False
+            self._change = anyio.Event()
+            await self._change.wait()
+        return True
+
+    def take_outcomes(self) -> Outcomes:
+        """Remove and return the outcomes, with the unread events of the finished rollouts."""
+        outcomes, self._outcomes = self._outcomes, Outcomes()
+        outcomes.unread = [event for finish in outcomes.finished for event in self.take_unread(finish.rollout)]
+        return outcomes
+
+    def take_unread(self, rollout: int) -> list[Growth]:
+        """Remove and return the unread events of a rollout."""
+        return self._unread.pop(rollout, [])
+
+    def portion(self, tokens: float) -> list[Growth]:
+        """Return unread events of at most ``tokens`` tokens together, and one event at least.
+
+        They stay until :meth:`mark_read`. The rollouts that have waited longest come first.
+        """
+        portion: list[Growth] = []
+        for event in chain.from_iterable(self._unread.values()):
+            tokens -= len(event.tokens)
+            if portion and tokens < 0:
+                break
+            portion.append(event)
+        return portion
+
+    def mark_read(self, portion: Iterable[Growth]) -> None:
+        """Remove the events of a portion; later events of their rollouts wait behind all others."""
+        for rollout, count in Counter(event.rollout for event in portion).items():
+            if left := self._unread.pop(rollout)[count:]:
+                self._unread[rollout] = left
+
 
 T = TypeVar("T")
 
@@ -132,7 +222,6 @@ class Score(Generic[T]):
             await self._following.end(step)
 
     async def _listen(self, rollout: Receiver[RolloutEvent], backlog: Backlog) -> None:
-        """Collect events, also while the scorer works; those carried from the last step come first."""
         carried, self._carried = self._carried, []
         while events := await rollout.drain():
             backlog.add((*carried, *events))
@@ -142,7 +231,6 @@ class Score(Generic[T]):
     async def _score_finished(
         self, backlog: Backlog, out: Sender[Scored[T] | Drop], step: Step, tasks: TaskGroup
     ) -> None:
-        """Score the finished rollouts; forget those that will not finish with the present session."""
         outcomes = backlog.take_outcomes()
         scores: list[Scored[T] | Drop] = []
         async with self._same_weights():
@@ -166,7 +254,6 @@ class Score(Generic[T]):
         await self._forget(sorted(event.rollout for event in closed), IN_ORDER)
 
     async def _read_ahead(self, backlog: Backlog, step: Step) -> None:
-        """Read some of the unfinished rollouts, unless an urgent event arrives before the call begins."""
         known = self._seconds_per_token
         portion = backlog.portion(self._slice.seconds / known if known else math.inf)
         with suppress(Preempted):
@@ -175,7 +262,6 @@ class Score(Generic[T]):
             backlog.mark_read(portion)
 
     def _same_weights(self) -> AbstractAsyncContextManager[object]:
-        """Keep the scorer's weights as they are for as long as the context lasts."""
         return nullcontext() if self._following is None else self._following.reading()
 
     async def _finish_apart(self, finished: Sequence[Finish], out: Sender[Scored[T] | Drop], step: Step) -> None:
@@ -183,7 +269,6 @@ class Score(Generic[T]):
             await out.send(score)
 
     async def _finish(self, finished: Sequence[Finish], step: Step, priority: Priority) -> list[Scored[T] | Drop]:
-        """Return the scorer's value of each."""
         if not finished:
             return []
         start = anyio.current_time()
@@ -203,7 +288,6 @@ class Score(Generic[T]):
         ]
 
     async def _read(self, events: Sequence[Growth], step: Step, priority: Priority) -> None:
-        """Read the events of valid sessions."""
         accepted = [event for event in events if self._accepts(event)]
         if accepted:
             await self._extend(accepted, step, priority)
@@ -249,7 +333,6 @@ class Score(Generic[T]):
 
 @contextmanager
 def _working(events: Sequence[Growth | Finish], step: Step, label: str) -> Iterator[None]:
-    """Record a call of the scorer; name the rollouts in an error."""
     rollouts = list(dict.fromkeys(event.rollout for event in events))
     with noted(f"while scoring rollouts {rollouts}"), step.working("score", label):
         yield

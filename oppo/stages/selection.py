@@ -154,7 +154,6 @@ class _Verdicts:
         self.change.set()
 
     async def scores_of(self, rollouts: Sequence[int]) -> FloatArray:
-        """Return the finite scores of these rollouts once they are known, float32 [n]."""
         while any(rollout not in self.scores for rollout in rollouts):
             self.change = anyio.Event()
             await self.change.wait()

@@ -30,13 +30,11 @@ from oppo.events import Batch, BatchPart, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, StreamingTrainer, Trained, Trainer
 from oppo.numeric import require_whole
+from oppo.stages.batch import NONFINITE
 from oppo.stages.contract import Ended, require_model, require_supports, require_trained
 from oppo.stages.generate import Generate
-from oppo.stages.lengths import LengthBias
-from oppo.stages.measure import ACCUMULATE, observation, step_metrics
+from oppo.stages.metrics import ACCUMULATE, LengthBias, observation, run_metrics, step_metrics
 from oppo.stages.publishing import Publishing
-from oppo.stages.run_metrics import run_metrics
-from oppo.stages.scored_rollouts import NONFINITE
 
 LEFT_OUT = "left out of the loss"
 """Reason of a drop for a response of the batch without a token in the loss mask."""
@@ -188,7 +186,6 @@ class Update:
         return await self.trainer.update(batch)
 
     def _require_finite(self, batch: Batch, trained: Trained) -> None:
-        """Raise ``ModelDiverged`` after too many consecutive nonfinite updates."""
         rollouts = nonfinite(batch, trained)
         self._nonfinite = self._nonfinite + 1 if rollouts else 0
         if not self.max_nonfinite or self._nonfinite < self.max_nonfinite:
@@ -210,7 +207,6 @@ class Update:
 
 
 def _require_once(batch: Batch | None, step: Step, batches: Receiver[Batch | BatchPart]) -> None:
-    """Raise ``ProtocolError`` unless each rollout that ended in a step is trained or dropped, as far as is known."""
     sender, _, _ = str(getattr(batches, "name", "another stage")).partition("->")
     for _, ended in step.recorded(Ended):
         if fault := ended.fault_of(batch):

@@ -9,8 +9,8 @@ import numpy as np
 from oppo.errors import ConfigError
 from oppo.events import Batch, Chunk, Finish, Prompt, Response
 from oppo.numeric import require_whole
-from oppo.stages.gae import GAE
-from oppo.stages.scored_rollouts import ScoredRollout
+from oppo.stages.advantage import GAE
+from oppo.stages.batch import ScoredRollout
 from oppo.testing.fakes import noises
 
 

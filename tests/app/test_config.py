@@ -11,20 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from oppo.algorithms.clipped import ClippedAlgorithm
-from oppo.algorithms.dapo import DAPO
-from oppo.algorithms.dr_grpo import DrGRPO
-from oppo.algorithms.grpo import GRPO
-from oppo.algorithms.gspo import GSPO
+from oppo.algorithms import ALGORITHMS
+from oppo.algorithms.base import ClippedAlgorithm
+from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO
 from oppo.algorithms.ppo import PPO
-from oppo.algorithms.registry import ALGORITHMS
-from oppo.algorithms.rloo import RLOO
 from oppo.app.config import load, resolve
 from oppo.app.reward_settings import RewardPart
 from oppo.app.settings import Settings, keys_of
 from oppo.errors import ConfigError
 from oppo.losses import ClippedLoss, PPOLoss, SequenceLoss
-from oppo.shaping import ScoreShaping
+from oppo.returns import ScoreShaping
 from oppo.stages import GAE
 from oppo.staleness import Correction
 from oppo.training import TrainerSettings

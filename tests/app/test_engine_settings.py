@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo.algorithms.clipped import ClippedAlgorithm
+from oppo.algorithms.base import ClippedAlgorithm
 from oppo.app.config import load, resolve
 from oppo.app.provenance import fingerprints
 from oppo.app.resume import require_same

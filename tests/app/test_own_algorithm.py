@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from oppo.algorithms.algorithm import Roles
-from oppo.algorithms.grpo import GRPO
+from oppo.algorithms.base import Roles
+from oppo.algorithms.group import GRPO
 from oppo.algorithms.ppo import ppo
 from oppo.app.own_algorithm import with_name
 from oppo.app.program import train
@@ -30,11 +30,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from oppo.algorithms.grpo import GroupAlgorithm
+from oppo.algorithms.group import GroupAlgorithm
 from oppo.declared import Positive, setting
-from oppo.estimators import GroupAdvantage
+from oppo.returns import GroupAdvantage
 from oppo.events import StepReport
-from oppo.algorithms.algorithm import Roles
+from oppo.algorithms.base import Roles
 from oppo.graph import Graph
 from oppo.losses import ClippedLoss
 
@@ -64,9 +64,9 @@ class Doubled(GroupAlgorithm):
 
 def recipe(*, policy, reference, reward, trainer, admission, chunks, samples: int = 2, scale: Positive = 2.0, tag=None):
     """A function: GRPO whose scores count more."""
-    from oppo.algorithms.grpo import grpo
-    from oppo.estimators import GroupAdvantage
-    from oppo.shaping import ScoreShaping
+    from oppo.algorithms.group import grpo
+    from oppo.returns import GroupAdvantage
+    from oppo.returns import ScoreShaping
     from oppo.stages import GroupRelative
 
     assert tag is None

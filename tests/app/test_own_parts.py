@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from oppo.algorithms.algorithm import Roles
-from oppo.algorithms.grpo import grpo
+from oppo.algorithms.base import Roles
+from oppo.algorithms.group import grpo
 from oppo.algorithms.wrapped import wrap
 from oppo.app.program import train
 from oppo.app.resume import CHECKPOINTS
@@ -35,7 +35,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from oppo.algorithms.grpo import grpo
+from oppo.algorithms.group import grpo
 from oppo.app.program import train
 from oppo.hosted_trainer import HostedTrainer, TrainerCounts
 from oppo.models import Trained, Weights

@@ -15,10 +15,9 @@ from hypothesis import example, given
 from oppo.app.checkpoint import read_state, write_state
 from oppo.data import PromptStream
 from oppo.errors import ConfigError, GraphError
-from oppo.estimators import AdaptiveKL
 from oppo.events import Batch
 from oppo.models import Capabilities
-from oppo.shaping import ScoreShaping
+from oppo.returns import AdaptiveKL, ScoreShaping
 from oppo.stages import GAE, Generate, GroupRelative, Update
 from oppo.testing import FakePolicy, FakeTrainer, prompts, run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches, settings

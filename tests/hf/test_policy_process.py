@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from oppo.admission import Overcommit
-from oppo.algorithms.grpo import grpo
+from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.errors import ModelError, ModelLost, ProtocolError

@@ -17,9 +17,9 @@ from oppo.hf.loading.models import load_process
 from oppo.hf.serve.process_reward import ProcessRewardModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.placement import Place, Process, Thread
+from oppo.returns import TokenRewards
 from oppo.stages import GAE, ScoredRollout
 from oppo.testing import check_scorer
-from oppo.token_rewards import TokenRewards
 from tests.hf import tiny
 from tests.known import known
 from tests.responses import chunk, responses, stream

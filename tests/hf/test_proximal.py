@@ -25,7 +25,7 @@ from oppo.losses import PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread
 from oppo.stages import GAE
-from oppo.stages.scored_rollouts import ScoredRollout
+from oppo.stages.batch import ScoredRollout
 from oppo.staleness import Correction
 from oppo.testing import respond_serially
 from oppo.training import TrainerSettings

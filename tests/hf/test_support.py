@@ -24,7 +24,7 @@ from oppo.losses import PPOLoss, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.stages import GAE
-from oppo.stages.scored_rollouts import ScoredRollout
+from oppo.stages.batch import ScoredRollout
 from oppo.support import Support
 from oppo.testing import respond_serially, score_serially
 from oppo.training import TrainerSettings

@@ -24,7 +24,6 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from oppo.errors import ConfigError, ModelError, ModelRefused
-from oppo.estimators import gae, kl_estimate, shaped_rewards, whiten
 from oppo.events import Batch, BoolArray, FloatArray, IntArray, Prompt, Response
 from oppo.hf.digest import weights_digest
 from oppo.hf.kv.length_bucketing import cheapest_groups
@@ -35,6 +34,7 @@ from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import ClippedLoss, Input, LossValue, PPOLoss, Whole
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
+from oppo.returns import gae, kl_estimate, shaped_rewards, whiten
 from oppo.testing import check_trainer
 from oppo.training import TrainerSettings
 from tests.golden import fixed

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from oppo.admission import Overcommit
-from oppo.algorithms.grpo import grpo
+from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.errors import ModelError, ModelLost

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oppo.admission import Overcommit
-from oppo.algorithms.grpo import grpo
+from oppo.algorithms.group import grpo
 from oppo.chunking import Fixed
 from oppo.errors import CheckpointError, ConfigError
 from oppo.events import Batch

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from oppo.errors import RewardError
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt, Response
 from oppo.rewards import ByCharacter, FunctionReward, OnFailure, Rewards, TokenRewards
-from oppo.rewards.per_token import token_rewards
+from oppo.rewards.function import token_rewards
 
 LETTERS = "abcdefgh é;"
 

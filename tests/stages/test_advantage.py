@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.errors import ConfigError, ProtocolError
-from oppo.estimators import AdaptiveKL, FixedKL, whiten
 from oppo.events import (
     Batch,
     Chunk,
@@ -29,12 +28,11 @@ from oppo.events import (
     Scored,
 )
 from oppo.graph.channel import Channel
-from oppo.shaping import ScoreShaping
+from oppo.returns import AdaptiveKL, FixedKL, ScoreShaping, TokenRewards, whiten
 from oppo.stages import GAE, GroupRelative
-from oppo.stages.objective import AdaptiveObjective
-from oppo.stages.scored_rollouts import ScoredRollout, scored_rollout
+from oppo.stages.advantage import AdaptiveObjective
+from oppo.stages.batch import ScoredRollout, scored_rollout
 from oppo.testing import run_virtual
-from oppo.token_rewards import TokenRewards
 from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from oppo.events import Chunk, Defer, Drop, Finish, Prompt, Response
-from oppo.stages.backlog import Backlog
+from oppo.stages.score import Backlog
 
 
 def prompt(rollout: int) -> Prompt:

@@ -30,7 +30,7 @@ from oppo.events import (
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender
 from oppo.models import Decode, Piece, Scorer, Trained, Weights
 from oppo.stages import GAE, Generate, Score, Update
-from oppo.stages.scored_rollouts import ScoredRollouts
+from oppo.stages.batch import ScoredRollouts
 from oppo.testing import (
     FakeCritic,
     FakePolicy,

@@ -11,7 +11,6 @@ import pytest
 
 from oppo.admission import Overcommit
 from oppo.errors import ConfigError, GraphError, ProtocolError
-from oppo.estimators import GROUP_EPSILON, AdaptiveKL, GroupAdvantage
 from oppo.events import (
     Batch,
     Chunk,
@@ -28,7 +27,7 @@ from oppo.events import (
 )
 from oppo.graph import GraphBuilder
 from oppo.graph.channel import Channel
-from oppo.shaping import ScoreShaping
+from oppo.returns import GROUP_EPSILON, AdaptiveKL, GroupAdvantage, ScoreShaping
 from oppo.stages import Generate, GroupRelative, Score, ScoredRollout, Update
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, run_virtual
 from tests.known import known

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from oppo.admission import Observation, Overcommit
-from oppo.algorithms.grpo import grpo
+from oppo.algorithms.group import grpo
 from oppo.errors import ConfigError
-from oppo.estimators import AdaptiveKL
 from oppo.events import Batch, BatchPart, Drop, Finish, Prompt, StepReport
 from oppo.graph import Graph
 from oppo.models import Trained, Trainer
-from oppo.shaping import ScoreShaping
+from oppo.returns import AdaptiveKL, ScoreShaping
 from oppo.stages import GAE, GroupRelative, InParts, Update
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, Fault, FaultyTrainer, Raise, fake_scalar, run_virtual
 from tests.known import known

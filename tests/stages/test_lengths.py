@@ -10,8 +10,8 @@ import pytest
 
 from oppo.events import Batch, Chunk, Defer, Finish, Prompt, Response
 from oppo.stages import GAE
-from oppo.stages.lengths import WINDOW, LengthBias
-from oppo.stages.scored_rollouts import ScoredRollout
+from oppo.stages.batch import ScoredRollout
+from oppo.stages.metrics import WINDOW, LengthBias
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting
 

@@ -16,8 +16,7 @@ from oppo.graph import Step
 from oppo.models import Decode
 from oppo.observe import Span
 from oppo.stages.in_flight import InFlightRollout
-from oppo.stages.measure import Decoded, DecodeMeter, ScorerAnswer, ScorerReading, observation
-from oppo.stages.stretches import Grown, stretches
+from oppo.stages.metrics import Decoded, DecodeMeter, Grown, ScorerAnswer, ScorerReading, observation, stretches
 from oppo.testing import FakePolicy, run_virtual
 from tests.pipelines import Pipeline, Setting
 

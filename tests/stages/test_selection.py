@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 
 from oppo.admission import Overcommit, TailBatched
-from oppo.algorithms.grpo import grpo
+from oppo.algorithms.group import grpo
 from oppo.errors import ConfigError, GraphError, NothingTrained
 from oppo.events import FloatArray, StepReport
 from oppo.graph import Graph

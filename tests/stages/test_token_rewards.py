@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from oppo.errors import ProtocolError
-from oppo.estimators import shaped_rewards
 from oppo.events import Batch, Chunk, Drop, Finish, FloatArray, Given, Prompt, Response, Scored
-from oppo.shaping import ScoreShaping
+from oppo.returns import ScoreShaping, TokenRewards, shaped_rewards, weighted_sum
 from oppo.stages import GAE, GroupRelative, ScoredRollout
-from oppo.stages.scored_rollouts import scored_rollout
+from oppo.stages.batch import scored_rollout
 from oppo.testing import FakeScorer, fake_scalar, run_virtual
-from oppo.token_rewards import TokenRewards, weighted_sum
 from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches
 

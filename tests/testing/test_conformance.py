@@ -14,7 +14,7 @@ from oppo.errors import ProtocolError
 from oppo.events import Chunk, Finish, Given, IntArray, Prompt, Response
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Follower, Loads, Piece, Weights
 from oppo.stages import GAE
-from oppo.stages.scored_rollouts import ScoredRollout
+from oppo.stages.batch import ScoredRollout
 from oppo.support import Support
 from oppo.testing import (
     FakeCritic,

@@ -18,7 +18,7 @@ from oppo.hf.serve.scorer_workers import ScorerWorker
 from oppo.hf.serve.scorers import StreamedScorer
 from oppo.hf.shared_memory import SharedModel
 from oppo.placement import Hosting
-from oppo.token_rewards import TokenRewards
+from oppo.returns import TokenRewards
 
 
 class ProcessRewardWorker(ScorerWorker[TokenRewards]):

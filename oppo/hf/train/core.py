@@ -44,7 +44,7 @@ from oppo.hf.train.training_state import gather_training, read_training, write_t
 from oppo.hf.train.update_metrics import StalenessMetrics, Sums, UpdateMetrics
 from oppo.hosted_trainer import TrainerCounts
 from oppo.losses import Divided, Input, Inputs, Loss, LossValue, Whole, entropies, token_logprobs
-from oppo.losses.protocol import evaluated, require_inputs, require_loss
+from oppo.losses.base import evaluated, require_inputs, require_loss
 from oppo.models import Sampling, Trained, Weights
 from oppo.placement import Recipe
 from oppo.training import TrainerSettings

@@ -1,21 +1,91 @@
-"""The records of a step's stages, and the observation made of them."""
+"""The metrics of a step: the records of its stages, stretches of its decode phases, the observation, the lengths."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Final
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from typing import Any, Final
 
-from oppo.admission import Observation, Scoring
+from oppo.admission import Observation, Scoring, Stretch
 from oppo.errors import ProtocolError
-from oppo.events import StepReport
+from oppo.events import Batch, StepReport
 from oppo.graph import Step
 from oppo.numeric import require_metrics
 from oppo.observe import Span
+from oppo.overlap import occupation
 from oppo.stages.in_flight import InFlightRollout
-from oppo.stages.stretches import Grown, stretches
+
+MOST: Final = 8
+"""The most stretches of a phase: enough to tell what a decode step costs from what its rows cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """The tokens of a rollout that were decoded in a phase.
+
+    Attributes:
+        prompt: tokens of its prompt.
+        start, stop: tokens of its response at the beginning and at the end.
+        ended: loop time of its last piece, in seconds; NaN if it did not end.
+        joined: decode steps of the phase before it was decoded.
+    """
+
+    prompt: int
+    start: int
+    stop: int
+    ended: float
+    joined: int = 0
+
+    @property
+    def last(self) -> int:
+        """The decode steps of the phase up to its last token: it gained one in each while it was live."""
+        return self.joined + self.stop - self.start
+
+    @property
+    def context(self) -> int:
+        """Tokens that were read before it was decoded on."""
+        return self.prompt + self.start
+
+    def within(self, first: int, last: int) -> tuple[int, int]:
+        """Return the tokens that it gained in the decode steps ``first .. last``, and the sum of its context there."""
+        gain = self.stop - self.start
+        begin, end = (min(max(step - self.joined, 0), gain) for step in (first, last))
+        return end - begin, (end - begin) * self.context + (end * (end - 1) - begin * (begin - 1)) // 2
+
+
+def stretches(rollouts: Sequence[Grown], begin: float, end: float) -> tuple[Stretch, ...]:
+    """Return the stretches of a phase between two loop times: none if nothing was decoded.
+
+    Each ends with a decode step in which a rollout ended, the last one with the phase.
+    """
+    steps = max((each.last for each in rollouts if each.stop > each.start), default=0)
+    if not steps:
+        return ()
+    borders = [(0, begin)]
+    for each in sorted(rollouts, key=lambda each: (each.last, each.ended)):
+        far = each.last - borders[-1][0] >= steps / MOST
+        if far and each.last < steps and borders[-1][1] < each.ended < end:
+            borders.append((each.last, each.ended))
+    borders.append((steps, end))
+    return tuple(_stretch(rollouts, *first, *last) for first, last in pairwise(borders))
+
+
+def _stretch(rollouts: Sequence[Grown], first: int, begin: float, last: int, end: float) -> Stretch:
+    gained, context = zip(*(each.within(first, last) for each in rollouts), strict=True)
+    began = [each for each in rollouts if first <= each.joined < last]
+    return Stretch(
+        end - begin,
+        last - first,
+        sum(gained),
+        sum(context),
+        opened=sum(each.context for each in began if not each.start),
+        resumed=sum(each.context for each in began if each.start),
+        ended=sum(first < each.last <= last and not math.isnan(each.ended) for each in rollouts),
+    )
+
 
 ACCUMULATE: Final = "accumulate"
 """The label of work on a part of a batch, before the update."""
@@ -200,13 +270,11 @@ def observation(report: StepReport, step: Step) -> Observation:
 
 
 def _finite(report: StepReport, name: str) -> float | None:
-    """Return a metric; ``None`` if it is absent or not finite."""
     value = report.metrics.get(name)
     return value if value is not None and math.isfinite(value) else None
 
 
 def _scoring(stage: str, step: Step, cut: float, last: float) -> Scoring:
-    """Return the work of a scorer whose last value came at ``last``."""
     calls = [span for _, span in step.recorded(Span) if span.track == stage and span.role == "score"]
     waited = [call for call in calls if call.end <= last]
     readings = [reading for name, reading in step.recorded(ScorerReading) if name == stage]
@@ -221,3 +289,81 @@ def _scoring(stage: str, step: Step, cut: float, last: float) -> Scoring:
         answered=sum(answer.rollouts for answer in answers),
         answering=sum(answer.at - answer.start for answer in answers),
     )
+
+
+def run_metrics(step: Step, seconds: float, tokens: float | None) -> Mapping[str, float]:
+    """Return the metrics of a step by the time of its report.
+
+    Scoring of this step is hidden by decoding and training of any step that is alive beside it.
+
+    Args:
+        step: with the work that its stages recorded (:meth:`oppo.Step.working`).
+        seconds: of the step.
+        tokens: of the trained responses; ``None`` without any.
+    """
+    metrics: dict[str, float] = {"timing_s/step": seconds}
+    if tokens is not None and seconds > 0:
+        metrics["throughput/tokens_per_s"] = tokens / seconds
+    own = [span for _, span in step.recorded(Span)]
+    busy = occupation(own, beside=step.work)
+    if own:
+        metrics |= {
+            "timing_s/decode": busy.decode,
+            "timing_s/score": busy.score,
+            "timing_s/score_exposed": busy.exposed,
+        }
+    if math.isfinite(busy.hidden):
+        metrics["overlap/hidden_fraction"] = busy.hidden
+    for channel, counters in step.channels().items():
+        metrics |= {f"queue/{channel}/{name}": counters[name] for name in ("peak", "merged")}
+    return metrics | {name: gauge() for name, gauge in step.gauges.items()}
+
+
+WINDOW = 16
+"""Steps over which lengths are compared: long beside the age of any rollout, short beside a run."""
+
+
+@dataclass(slots=True)
+class LengthBias:
+    """Compares the lengths of trained responses with those of generated ones.
+
+    A step's batch is biased towards short responses, since long ones are carried. Below the oldest rollout in flight,
+    in admission order, every response is complete, so lengths there are unbiased. The bias of the last :data:`WINDOW`
+    steps is the mean length of the n rollouts they trained over that of the last n rollouts below the oldest in flight
+    (or of all of them early in a run). 1: no bias, exact to the bit if nothing is carried; below 1: long responses are
+    still to come. Dropped rollouts do not count.
+    """
+
+    _steps: deque[list[int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _complete: deque[int] = field(default_factory=deque)
+    _waiting: dict[int, int] = field(default_factory=dict)
+
+    def after(self, batch: Batch) -> float | None:
+        """Add a step's batch; return the bias after it, or ``None`` while nothing is complete."""
+        lengths = dict(zip(batch.rollouts, map(len, batch.responses), strict=True))
+        self._steps.append(list(lengths.values()))
+        self._waiting |= lengths
+        oldest = min((event.rollout for event in batch.deferred), default=None)
+        for rollout in sorted(self._waiting):
+            if oldest is None or rollout < oldest:
+                self._complete.append(self._waiting.pop(rollout))
+        trained = [length for step in self._steps for length in step]
+        while len(self._complete) > len(trained):
+            self._complete.popleft()
+        if not self._complete:
+            return None
+        return (sum(trained) / len(trained)) / (sum(self._complete) / len(self._complete))
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the lengths of the last steps."""
+        return {
+            "steps": [list(step) for step in self._steps],
+            "complete": list(self._complete),
+            "waiting": [[rollout, length] for rollout, length in self._waiting.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the lengths."""
+        self._steps = deque(([int(length) for length in step] for step in state["steps"]), maxlen=WINDOW)
+        self._complete = deque(int(length) for length in state["complete"])
+        self._waiting = {int(rollout): int(length) for rollout, length in state["waiting"]}

@@ -1,17 +1,19 @@
-"""A step's finished rollouts with the results of all scorers, and the batch made of them."""
+"""The batch of a step: finished rollouts joined with the results of all scorers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from oppo.errors import ProtocolError, blaming, shown
 from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
-from oppo.graph import Receiver, join, where
+from oppo.graph import Receiver, Sender, join, where
+from oppo.returns import TokenRewards
 from oppo.stages.contract import require_per_token, require_score
-from oppo.token_rewards import TokenRewards
 
 LARGEST = float(np.finfo(np.float32).max)
 NONFINITE = "nonfinite"
@@ -27,7 +29,7 @@ class ScoredRollout:
 
     Attributes:
         reference: log-probs of the reference model; ``None`` without one.
-        score: the reward model's scalar; :class:`~oppo.token_rewards.TokenRewards` if it is known which tokens earned
+        score: the reward model's scalar; :class:`~oppo.returns.TokenRewards` if it is known which tokens earned
             it.
         values: of the critic, of the state before each token, and float32 [n + 1] if it gives that of the state after
             the last one too; ``None`` without a critic.
@@ -221,8 +223,84 @@ def _flat_if_complete(arrays: Sequence[FloatArray | None]) -> FloatArray | None:
 def _per_token(
     scored: Scored[FloatArray] | Drop | None, finish: Finish, what: str, *, last: bool = False
 ) -> FloatArray | None:
-    """Return the value of a connected input; a scorer's own ``None`` is an error."""
     if not isinstance(scored, Scored):
-        return None
+        return None  # the input is not connected; a scorer's own None is an error
     require_per_token(scored.value, finish, what, last=last)
     return scored.value
+
+
+class BatchStage(ABC):
+    """Joins the results of the scorers, and sends the batch that it makes of them.
+
+    ``reference=``, ``value=`` and ``proximal=`` are inputs by name: log-probs of a reference, the values of a critic,
+    and log-probs under the weights that are about to be updated, which corrections for stale tokens need. The batch
+    holds those that are connected.
+    """
+
+    @property
+    def refers(self) -> bool:
+        """Whether log-probs of a reference are needed."""
+        return False
+
+    async def run(
+        self,
+        rollout: Receiver[RolloutEvent],
+        score: Receiver[Scored[float] | Drop],
+        /,
+        *,
+        out: Sender[Batch],
+        reference: Receiver[Scored[FloatArray] | Drop] | None = None,
+        value: Receiver[Scored[FloatArray] | Drop] | None = None,
+        proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
+    ) -> None:
+        """Send the step's batch once every finished rollout is scored; send nothing without a rollout."""
+        scored = await ScoredRollouts.of(rollout, score, reference=reference, values=value, proximal=proximal)
+        if scored:
+            await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
+
+    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
+        """Return what is wrong if log-probs of a reference are needed, and not connected."""
+        del stages
+        fault = "has a KL penalty, which needs a reference: connect reference=stream, or set kl to 0"
+        return [fault] if self.refers and "reference" not in named else []
+
+    def batch(
+        self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
+    ) -> Batch:
+        """Return the training batch of these rollouts, in their order, without the unfit ones.
+
+        Raises:
+            ProtocolError: an estimate does not have one number for each token, or no batch was estimated.
+        """
+        scored = ScoredRollouts(rollouts, dropped, deferred)
+        plain = scored.batch()
+        if drops := self.unfit(plain):
+            plain = scored.without(drops).batch()
+        name = f"{type(self).__name__}.estimated()"
+        with blaming(name):
+            batch: object = self.estimated(plain)
+        if not isinstance(batch, Batch):
+            raise ProtocolError(f"{name} must return a Batch; got {shown(batch)}")
+        return batch
+
+    def unfit(self, batch: Batch) -> Sequence[Drop]:
+        """Return the drops of those rollouts of a batch without estimates that must not reach the others."""
+        del batch
+        return []
+
+    @abstractmethod
+    def estimated(self, batch: Batch) -> Batch:
+        """Return a batch of scored rollouts, any number of them, with what this stage estimates, and metrics."""
+
+
+@dataclass(eq=False)
+class Gather(BatchStage):
+    """Joins the results of the scorers into a batch without rewards, advantages and returns.
+
+    The inputs by name are those of :class:`BatchStage`. A rollout that is dropped, or has a result that is not finite,
+    is left out.
+    """
+
+    def estimated(self, batch: Batch) -> Batch:
+        """Return the batch with the mean of its scores."""
+        return replace(batch, metrics={"objective/scores": float(batch.scores.mean())} if len(batch) else {})

@@ -1,0 +1,291 @@
+"""Algorithms that compare the responses to a prompt with one another: GRPO and its variants, RLOO, online DPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Ge, Lt
+
+from oppo.admission import Admission
+from oppo.algorithms.base import ClippedAlgorithm, KLPlace, Roles
+from oppo.chunking import ChunkSize, Fixed
+from oppo.declared import MOST, Count, NonNegative, Positive, PositiveCount, require_declared, setting
+from oppo.errors import ConfigError
+from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
+from oppo.graph import Graph, GraphBuilder
+from oppo.models import Policy, Scorer, Trainer
+from oppo.numeric import require_whole
+from oppo.returns import GroupAdvantage, KLEstimator, ScoreShaping
+from oppo.stages import Generate, GroupRelative, Score, Selection, Update
+from oppo.stages.publishing import followers
+from oppo.staleness import Correction
+from oppo.training import Aggregation
+from oppo.turns import Environment
+
+if TYPE_CHECKING:
+    from oppo.losses import Loss, SequenceLoss
+
+
+def grpo(
+    *,
+    policy: Policy,
+    reward: Scorer[float | Drop],
+    trainer: Trainer,
+    admission: Admission,
+    samples: int = 8,
+    advantage: GroupRelative | None = None,
+    reference: Scorer[FloatArray] | None = None,
+    proximal: Scorer[FloatArray] | None = None,
+    select: Selection | None = None,
+    chunks: ChunkSize | None = None,
+    environment: Environment | None = None,
+) -> Graph[StepReport]:
+    """Return training without a critic, streamed: the responses to one prompt are compared with one another.
+
+    GRPO (Shao et al. 2024) by default; RLOO (Ahmadian et al. 2024) with
+    ``advantage=GroupRelative("leave_one_out", kl=0.05)``; Dr. GRPO (Liu et al. 2025) with
+    ``advantage=GroupRelative("centred")``. GRPO's KL is in its trainer's loss,
+    ``ClippedLoss(kl=0.04, kl_estimator="k3", aggregation="responses")``, and RLOO's and Dr. GRPO's loss is
+    ``ClippedLoss(aggregation="constant")``.
+
+    Other arguments are as for :func:`oppo.ppo`.
+
+    Args:
+        trainer: trains the actor.
+        admission: groups in a batch, overcommit and the cut; it counts whole groups.
+        samples: responses to each prompt, a group.
+        advantage: the stage that compares them, with the KL penalty in the reward and the shaping of scores;
+            ``GroupRelative()`` by default.
+        reference: needed for a KL penalty, here or in the loss.
+        select: which groups are trained; a step replaces the others, in rounds (dynamic sampling). All of them by
+            default.
+
+    Raises:
+        ConfigError: there are fewer than two samples, or a KL penalty has no reference.
+    """
+    require_whole("samples", samples, error=ConfigError)
+    if samples < 2:
+        raise ConfigError(f"samples must be 2 or more, not {samples}: a response alone has nothing to be compared with")
+    estimator = advantage or GroupRelative()
+    if reference is None and estimator.refers:
+        raise ConfigError(f"the KL penalty, kl = {estimator.kl}, needs a reference: give one, or leave kl at 0")
+    capacity = max(16, 4 * admission.batch * samples)
+    g: GraphBuilder[Prompt] = GraphBuilder("grpo", capacity=capacity, merge=merge_chunks, key=rollout_of)
+    generate = Generate(policy, admission, chunks or Fixed(), samples, select=select, environment=environment)
+    rollout = g.add("generate", generate, g.prompts)
+    score = g.add("reward", Score(reward), rollout)
+    score = score if select is None else g.add("select", select, score)
+    ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
+    recomputed = None if proximal is None else Score(proximal, after="update")
+    again = None if recomputed is None else g.add("proximal", recomputed, rollout)
+    batch = g.add("advantage", estimator, rollout, score, reference=ref, proximal=again)
+    update = Update(trainer, publish=followers(policy, recomputed), after=("generate",))
+    return g.build(g.add("update", update, batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAlgorithm(ClippedAlgorithm):
+    """The settings of an algorithm without a critic, which compares the responses to a prompt with one another."""
+
+    compared: ClassVar[GroupAdvantage]
+    """The estimator; see :func:`oppo.returns.group_advantages`."""
+
+    samples: Annotated[int, Ge(2), Lt(MOST)] = setting(
+        8, "responses to each prompt, which are compared; `step.batch` and `step.extra` count prompts"
+    )
+
+    @property
+    def responses(self) -> int:
+        """Responses to each prompt."""
+        return self.samples
+
+    def selection(self) -> Selection | None:
+        """Return a new stage that selects the groups to train; ``None``: all of them."""
+        return None
+
+    def shaping_of(self, roles: Roles) -> ScoreShaping:
+        """Return the shaping of scores, for responses of at most ``roles.max_new_tokens``."""
+        del roles
+        return self.shaping
+
+    def graph(self, roles: Roles) -> Graph[StepReport]:
+        """Return the graph of a step."""
+        return grpo(
+            policy=roles.policy,
+            reward=roles.reward,
+            trainer=roles.trainer,
+            admission=roles.admission,
+            samples=self.samples,
+            advantage=GroupRelative(
+                self.compared, self.reward_kl, self.kl_estimator, self.shaping_of(roles), self.mask_truncated
+            ),
+            reference=roles.reference,
+            proximal=roles.proximal,
+            select=self.selection(),
+            chunks=roles.chunks,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO(GroupAlgorithm):
+    """GRPO: scores are standardised within the group; the loss, KL included, is a mean over responses."""
+
+    compared: ClassVar[GroupAdvantage] = "standardised"
+
+    kl_in: KLPlace = "loss"
+    kl_estimator: KLEstimator = "k3"
+    aggregation: Aggregation = "responses"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl_in == "reward" and self.kl > 0:
+            raise ConfigError(
+                f"algorithm {type(self).__name__.lower()!r} standardises rewards: where the scores of a group tie, a "
+                "KL in them is of full size at any coefficient; put it into the loss, kl_in = 'loss', or take 'rloo'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOO(GroupAlgorithm):
+    """RLOO: a response is compared with the mean of the others of its group, the KL penalty included.
+
+    The loss of a response is the sum of its tokens', as of one action, up to a constant factor.
+    """
+
+    compared: ClassVar[GroupAdvantage] = "leave_one_out"
+
+    aggregation: Aggregation = "constant"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrGRPO(GroupAlgorithm):
+    """Dr. GRPO: scores are centred within the group; the loss is divided by a constant; no KL penalty.
+
+    Liu et al. 2025, section 3.2: dividing by the deviation of a group favours prompts whose scores are nearly alike,
+    and dividing by the length of a response favours long wrong ones.
+    """
+
+    compared: ClassVar[GroupAdvantage] = "centred"
+
+    kl: NonNegative = 0.0
+    aggregation: Aggregation = "constant"
+
+
+LONG_PART = 5
+"""The penalty on long responses grows over one part in so many of the longest one, unless settings say otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DAPO(GRPO):
+    """DAPO: as `grpo`, but clipped later above; groups of equal scores are replaced, long responses punished.
+
+    Yu et al. 2025, section 3: clip-higher, dynamic sampling, the loss as a mean over tokens, soft over-long punishment
+    (over 4,096 of 20,480 tokens, section 4.1); no KL penalty.
+    """
+
+    kl: NonNegative = 0.0
+    clip_high: Positive | None = 0.28
+    aggregation: Aggregation = "tokens"
+    dynamic_sampling: bool = setting(
+        default=True, description="replace a group whose scores are all equal by another within the step"
+    )
+    max_rounds: PositiveCount = setting(
+        10, "rounds of a step in which groups are replaced, after which the run ends with an error"
+    )
+    long_buffer: Count | None = setting(
+        None,
+        "the last tokens before `sampling.max_new_tokens`, over which a penalty on the number of sampled tokens grows; "
+        "a fifth of `max_new_tokens` when absent; 0: no penalty",
+    )
+    long_penalty: NonNegative = setting(
+        1.0, "subtracted from the reward of a response with `sampling.max_new_tokens` sampled tokens"
+    )
+
+    def selection(self) -> Selection | None:
+        """Return a new stage that rejects groups whose scores are all equal (section 3.2)."""
+        return Selection(max_rounds=self.max_rounds) if self.dynamic_sampling else None
+
+    def shaping_of(self, roles: Roles) -> ScoreShaping:
+        """Return the shaping of scores with the penalty on long responses (section 3.4).
+
+        Raises:
+            ConfigError: the penalty would begin before the response does.
+        """
+        buffer = roles.max_new_tokens // LONG_PART if self.long_buffer is None else self.long_buffer
+        begin = roles.max_new_tokens - buffer
+        if begin < 0:
+            raise ConfigError(
+                f"algorithm.long_buffer = {buffer} is more than sampling.max_new_tokens = "
+                f"{roles.max_new_tokens}: the penalty grows over the last tokens before that cap"
+            )
+        return replace(self.shaping, long_from=begin, long_to=roles.max_new_tokens, long_penalty=self.long_penalty)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPO(GRPO):
+    """GSPO: as `grpo`, but ratio, clip and importance weights are those of whole responses; no KL penalty."""
+
+    kl: NonNegative = 0.0
+    clip: Positive = 3e-4
+    clip_high: Positive | None = 4e-4
+
+    @property
+    def correction(self) -> Correction:
+        """The correction of stale responses."""
+        return replace(super().correction, level="sequence")
+
+    def loss(self) -> SequenceLoss:
+        """Return the loss of the policy."""
+        from oppo.losses import SequenceLoss  # noqa: PLC0415 - torch takes seconds to import
+
+        return SequenceLoss(**vars(super().loss()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineDPO:
+    """Online DPO: the reward ranks two responses to each prompt, and the loss is DPO's (Guo et al. 2024)."""
+
+    has_critic: ClassVar[bool] = False
+
+    beta: Positive = setting(0.1, "how much the policy is held to the reference")
+    mask_truncated: bool = setting(
+        default=False, description="leave pairs with a response that ended at max_new_tokens out of the loss"
+    )
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=ConfigError)
+
+    @property
+    def responses(self) -> int:
+        """A pair."""
+        return 2
+
+    @property
+    def refers(self) -> bool:
+        """The loss compares the policy with the reference."""
+        return True
+
+    @property
+    def corrects(self) -> bool:
+        """Stale tokens need no correction: DPO does not ask who wrote a response."""
+        return False
+
+    def graph(self, roles: Roles) -> Graph[StepReport]:
+        """Return the graph of a step."""
+        return grpo(
+            policy=roles.policy,
+            reference=roles.reference,
+            reward=roles.reward,
+            trainer=roles.trainer,
+            admission=roles.admission,
+            samples=self.responses,
+            advantage=GroupRelative("centred", mask_truncated=self.mask_truncated),
+            chunks=roles.chunks,
+        )
+
+    def loss(self) -> Loss:
+        """Return the loss of the policy."""
+        from oppo.losses import PairwiseLoss  # noqa: PLC0415 - torch takes seconds to import
+
+        return PairwiseLoss(beta=self.beta)

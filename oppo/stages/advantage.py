@@ -1,0 +1,450 @@
+"""Advantages: the objective of a batch, GAE, comparison within groups, and groups that go to the trainer early."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, SupportsFloat, TypeAlias
+
+import numpy as np
+
+from oppo.declared import Fraction, require_declared
+from oppo.errors import ConfigError, ProtocolError
+from oppo.events import Batch, BatchPart, BoolArray, Defer, Drop, FloatArray, RolloutEvent, Scored
+from oppo.graph import Receiver, Sender
+from oppo.numeric import require_whole
+from oppo.returns import (
+    AdaptiveKL,
+    FixedKL,
+    GroupAdvantage,
+    KLEstimator,
+    RunningMoments,
+    ScoreShaping,
+    gae,
+    group_advantages,
+    kl_estimate,
+    returns_to_go,
+    shaped_rewards,
+    whiten,
+)
+from oppo.stages.batch import LARGEST, NONFINITE, BatchStage, ScoredRollout, ScoredRollouts, flat
+
+KLControl: TypeAlias = FixedKL | AdaptiveKL
+
+OF_THE_REFERENCE = frozenset({"objective/kl", "objective/kl_coef", "objective/non_score_reward"})
+"""The metrics that are absent without a reference."""
+
+LARGEST_SUM = LARGEST / 4
+"""Of the sizes of a rollout's rewards and values: returns are at most their sum and 3 values, and the advantage over
+the others of a group is at most 4 times the return."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Objective:
+    """The objective of a batch of N rollouts and T tokens.
+
+    Attributes:
+        shaped: float32 [N], the shaped scores.
+        kl: float32 [T], an estimate of each token's KL to the reference, in nats: that of the proximal policy if its
+            log-probs are known; 0 for a token that was not sampled, and without a reference.
+        coefficient: of the KL penalty.
+        earned: float32 [T], the part of a shaped score that its tokens are known to have earned; ``None`` if that is
+            known of no response.
+    """
+
+    shaped: FloatArray
+    kl: FloatArray
+    coefficient: float
+    earned: FloatArray | None = None
+
+    def rewards(self, batch: Batch) -> FloatArray:
+        """Return the reward of each token, float32 [T]: what it earned, less the KL penalty.
+
+        The last sampled token of a response earns what is left of the score: all of it, unless the scorer said more.
+        """
+        return flat(
+            [
+                shaped_rewards(
+                    float(score),
+                    self.kl[row],
+                    self.coefficient,
+                    batch.sampled[row],
+                    None if self.earned is None else self.earned[row],
+                )
+                for score, row in zip(self.shaped, batch.rows(), strict=True)
+            ]
+        )
+
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        """Return the means over a batch, under TRL's names; none of an empty one, none of a KL without a reference."""
+        if not len(batch):
+            return {}
+        mean_kl, shaped = self.mean_kl(batch), float(np.mean(self.shaped))
+        metrics = {
+            "objective/kl": mean_kl,
+            "objective/kl_coef": self.coefficient,
+            "objective/entropy": float(np.mean([float(-batch.logprobs[row].sum()) for row in batch.sampled_rows()])),
+            "objective/non_score_reward": -self.coefficient * mean_kl,
+            "objective/rlhf_reward": shaped - self.coefficient * mean_kl,
+            "objective/scores": float(np.mean(batch.scores)),
+            "objective/scores_std": float(np.std(batch.scores)),
+            "objective/shaped_scores": shaped,
+        }
+        absent = OF_THE_REFERENCE if batch.reference is None else frozenset[str]()
+        return {name: value for name, value in metrics.items() if name not in absent}
+
+    def mean_kl(self, batch: Batch) -> float:
+        """Return the mean KL over the responses of a batch, nats per response."""
+        return float(np.mean([float(self.kl[row].sum()) for row in batch.sampled_rows()]))
+
+
+class AdaptiveObjective(BatchStage):
+    """An advantage stage whose shaping of scores and KL coefficient adapt to each batch.
+
+    A rollout whose rewards and values are too large for float32 is dropped before anything is estimated: whitening or a
+    comparison would spread it.
+
+    Attributes:
+        mask_truncated: leave responses that ended at the length cap out of the loss. They stay in what others are
+            compared with: the baseline of a group, the moments of whitening.
+        kl_estimator: of each token's KL to the reference.
+        shaping: of the scores, before they are rewards; replaced by its successor after each batch.
+        control: of the coefficient of the KL penalty; replaced likewise.
+    """
+
+    kl_estimator: KLEstimator
+    shaping: ScoreShaping
+    control: KLControl
+    mask_truncated: bool = False
+
+    @property
+    def refers(self) -> bool:
+        """Whether log-probs of a reference are needed: there is a KL penalty."""
+        return self.control.coefficient > 0
+
+    def batch(
+        self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
+    ) -> Batch:
+        """Return the training batch of these rollouts, in their order, with the loss mask of those that are trained."""
+        batch = super().batch(rollouts, dropped, deferred)
+        if not self.mask_truncated:
+            return batch
+        return replace(batch, sampled=batch.sampled & np.repeat(~truncated(batch), np.diff(batch.offsets)))
+
+    def unfit(self, batch: Batch) -> Sequence[Drop]:
+        """Return the drops of rollouts whose estimates float32 might not hold."""
+        if not len(batch):
+            return []
+        with np.errstate(over="ignore", invalid="ignore"):
+            objective = self._objective(batch, self.shaping.after(batch.scores))
+            tokens = np.abs(objective.coefficient * objective.kl.astype(np.float64))
+            tokens += 0 if objective.earned is None else np.abs(objective.earned)
+            rewards = np.add.reduceat(tokens, batch.offsets[:-1]) + np.abs(objective.shaped)
+            values = 0 if batch.values is None else np.where(batch.sampled, np.abs(batch.values), 0.0)
+            totals = rewards + np.add.reduceat(np.broadcast_to(values, len(tokens)), batch.offsets[:-1])
+        return [
+            Drop(rollout, f"{NONFINITE} {'advantage' if rewards[row] <= LARGEST_SUM else 'reward'}", nonfinite=True)
+            for row, rollout in enumerate(batch.rollouts)
+            if not totals[row] <= LARGEST_SUM
+        ]
+
+    def objective(self, batch: Batch) -> Objective:
+        """Return the objective of a batch without advantages, and adapt to it.
+
+        The scores are shaped with the moments of this batch; the coefficient is that of the batches before it.
+        """
+        self.shaping = self.shaping.after(batch.scores)
+        objective = self._objective(batch, self.shaping)
+        if len(batch):
+            self.control = self.control.after(objective.mean_kl(batch), len(batch))
+        return objective
+
+    def _objective(self, batch: Batch, shaping: ScoreShaping) -> Objective:
+        kl, at = np.zeros(len(batch.tokens), np.float32), batch.sampled
+        if batch.reference is not None:
+            current = batch.logprobs if batch.proximal is None else batch.proximal
+            kl[at] = kl_estimate(current[at], batch.reference[at], self.kl_estimator)
+        lengths = np.array([len(row) for row in batch.sampled_rows()], np.int64)
+        return Objective(
+            shaping.shaped(batch.scores, ~truncated(batch), lengths),
+            kl,
+            self.control.coefficient,
+            None if batch.token_rewards is None else np.float32(shaping.slope) * batch.token_rewards,
+        )
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the KL coefficient and the moments of the scores."""
+        return {"kl": self.control.coefficient, "moments": asdict(self.shaping.moments)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore both; a fixed coefficient stays."""
+        if isinstance(self.control, AdaptiveKL):
+            self.control = replace(self.control, initial=float(state["kl"]))
+        self.shaping = replace(self.shaping, moments=RunningMoments(**state["moments"]))
+
+
+def controlled(kl: SupportsFloat | KLControl) -> KLControl:
+    """Return the controller of a KL penalty: ``kl`` itself, or a fixed one for a number.
+
+    Raises:
+        ConfigError: ``kl`` is neither.
+        ValueError: the coefficient is negative or not finite.
+    """
+    if not isinstance(kl, SupportsFloat | FixedKL | AdaptiveKL):
+        raise ConfigError(f"kl must be a number, or a controller such as oppo.AdaptiveKL, not {kl!r}")
+    return kl if isinstance(kl, FixedKL | AdaptiveKL) else FixedKL(float(kl))
+
+
+def truncated(batch: Batch) -> BoolArray:
+    """Return whether each response ended at the length cap: bool [N]."""
+    return np.array([reason == "length" for reason in batch.reasons], np.bool_)
+
+
+@dataclass(eq=False)
+class GAE(AdaptiveObjective):
+    """Joins the results of the scorers and estimates advantages (Schulman et al. 2016, arXiv 1506.02438).
+
+    The reward of a token is ``-kl * (estimate of its KL to the reference)``, plus the shaped score on the last sampled
+    token, or what each token earned of it if the scorer says so (:class:`~oppo.returns.TokenRewards`); the KL is
+    that of the proximal policy if its log-probs are connected. Over a conversation all this runs over its sampled
+    tokens, one decay each. A rollout with a result or an estimate that is not finite is dropped and does not affect the
+    others.
+
+    The inputs by name are those of :class:`BatchStage`. Without a critic, ``value=``, the advantage of a token is the
+    discounted sum of the rewards from it on, as in REINFORCE++ (Hu 2025, arXiv 2501.03262).
+
+    Attributes:
+        gamma: discount.
+        lam: bias-variance trade of the estimator.
+        kl: coefficient of the KL penalty: a number, or a controller that adapts it to a target.
+        kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
+        shaping: of the scores, before they are rewards; replaced by its successor after each batch.
+        whiten_rewards: scale the rewards of a batch to unit variance, their mean kept.
+        whiten_advantages: scale the advantages of a batch to zero mean and unit variance.
+        bootstrap_truncated: the value of the state after a response that ended at the length cap is what the critic
+            gives, not 0, as if the response went on (partial-episode bootstrapping: Pardo et al. 2018, "Time Limits in
+            Reinforcement Learning", arXiv 1712.00378, section 3).
+        mask_truncated: leave such responses out of the loss; see :class:`AdaptiveObjective`.
+
+    Raises:
+        ConfigError: a value is out of range, there is no such estimator, or truncated responses are both bootstrapped
+            and left out.
+        ValueError: the coefficient of the KL penalty is negative or not finite.
+    """
+
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
+    kl: SupportsFloat | KLControl = 0.05
+    kl_estimator: KLEstimator = "k1"
+    shaping: ScoreShaping = field(default_factory=ScoreShaping)
+    whiten_rewards: bool = False
+    whiten_advantages: bool = True
+    bootstrap_truncated: bool = False
+    mask_truncated: bool = False
+    control: KLControl = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=ConfigError)
+        self.control = controlled(self.kl)
+        if self.bootstrap_truncated and self.mask_truncated:
+            raise ConfigError(
+                "bootstrap_truncated says what a truncated response learns, and mask_truncated leaves it out of the "
+                "loss: leave one of the two out"
+            )
+
+    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
+        """Return what is wrong if a reference or a critic is needed, and not connected."""
+        fault = "has bootstrap_truncated, which needs a critic: connect value=stream, or leave bootstrap_truncated out"
+        lacking = self.bootstrap_truncated and "value" not in named
+        return [*super().faults(stages, named), *([fault] if lacking else [])]
+
+    def estimated(self, batch: Batch) -> Batch:
+        """Return the batch with rewards, advantages and returns, and update the KL controller from it."""
+        objective = self.objective(batch)
+        rewards = objective.rewards(batch)
+        if self.whiten_rewards:
+            rewards = whiten(rewards, batch.sampled, shift_mean=False)
+        advantages, returns = self._estimates(batch, rewards)
+        return replace(
+            batch,
+            rewards=rewards,
+            advantages=whiten(advantages, batch.sampled) if self.whiten_advantages else advantages,
+            returns=returns,
+            metrics=objective.metrics(batch),
+        )
+
+    def _estimates(self, batch: Batch, rewards: FloatArray) -> tuple[FloatArray, FloatArray | None]:
+        advantages, returns = np.zeros((2, len(batch.tokens)), np.float32)
+        if batch.values is None:
+            for row in batch.sampled_rows():
+                advantages[row] = returns_to_go(rewards[row], self.gamma)
+            return advantages, None
+        for row, last_value in zip(batch.sampled_rows(), self._last_values(batch), strict=True):
+            advantages[row], returns[row] = gae(rewards[row], batch.values[row], self.gamma, self.lam, last_value)
+        return advantages, returns
+
+    def _last_values(self, batch: Batch) -> Sequence[float]:
+        if not self.bootstrap_truncated:
+            return [0.0] * len(batch)
+        if batch.last_values is None:
+            raise ProtocolError(
+                "bootstrap_truncated needs the critic's value of the state after the last token: expected n + 1 values "
+                "of a response of n tokens, as oppo.hf.ValueModel gives, and got n; leave bootstrap_truncated out, or "
+                "return one more"
+            )
+        return [float(value) for value in np.where(truncated(batch), batch.last_values, 0.0)]
+
+
+ALONE = "left alone in its group"
+"""Reason of a drop for a response whose siblings were all dropped: it cannot be compared."""
+
+
+@dataclass(eq=False)
+class GroupRelative(AdaptiveObjective):
+    """Joins the results of the scorers and compares the responses to each prompt with one another.
+
+    The return of a response is its shaped score minus ``kl`` times its KL to the reference. Its advantage, the same for
+    each sampled token, follows from the returns of its group; rewards at tokens count by their sum. The batch has no
+    critic's returns. A response that is dropped, or has a result or a return that is not finite, leaves its group; one
+    left alone is dropped too. The inputs by name are those of :class:`BatchStage`.
+
+    Attributes:
+        advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO) or ``centred`` (Dr. GRPO); see
+            :func:`oppo.returns.group_advantages`.
+        kl: coefficient of the KL penalty in the return of a response, as in RLOO: a number, or a controller that adapts
+            it to a target. GRPO has its KL in the loss instead, ``ClippedLoss.kl``: standardising gives a KL the same
+            size at any coefficient, and where scores tie only the KL is left. Both need a reference.
+        kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
+        shaping: of the scores, before they are rewards; replaced by its successor after each batch.
+        mask_truncated: leave responses that ended at the length cap out of the loss; see :class:`AdaptiveObjective`.
+
+    Raises:
+        ConfigError: there is no such estimator, or ``kl`` is no coefficient or would be standardised.
+        ValueError: the coefficient of the KL penalty is negative or not finite.
+    """
+
+    advantage: GroupAdvantage = "standardised"
+    kl: SupportsFloat | KLControl = 0.0
+    kl_estimator: KLEstimator = "k1"
+    shaping: ScoreShaping = field(default_factory=ScoreShaping)
+    mask_truncated: bool = False
+    control: KLControl = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=ConfigError)
+        self.control = controlled(self.kl)
+        if self.advantage == "standardised" and self.refers:
+            raise ConfigError(
+                f"advantage = 'standardised' cannot have a KL in the reward, got kl = {self.kl}: where the scores of a "
+                "group tie, only the KL is standardised, to full size at any coefficient; put it into the "
+                'loss, with algorithm.kl_in="loss" or ClippedLoss(kl=..., kl_estimator="k3"), or choose \'centred\' or '
+                "'leave_one_out'"
+            )
+
+    def unfit(self, batch: Batch) -> Sequence[Drop]:
+        """Return the drops of what float32 might not hold, and of rollouts that are then alone in their group."""
+        drops = list(super().unfit(batch))
+        gone = {drop.rollout for drop in drops}
+        prompts = [response.prompt for response in batch.responses if response.prompt.rollout not in gone]
+        sizes = Counter(prompt.group for prompt in prompts)
+        return [*drops, *(Drop(prompt.rollout, ALONE) for prompt in prompts if sizes[prompt.group] == 1)]
+
+    def estimated(self, batch: Batch) -> Batch:
+        """Return the batch with rewards and advantages, and update the KL controller from it."""
+        objective = self.objective(batch)
+        rewards = objective.rewards(batch)
+        returns = np.array([rewards[row].sum(dtype=np.float64) for row in batch.sampled_rows()], np.float32)
+        group_of = np.array([response.prompt.group for response in batch.responses], np.int64)
+        groups = [np.flatnonzero(group_of == group) for group in np.unique(group_of)]
+        relative = np.zeros(len(batch), np.float32)
+        for members in groups:
+            relative[members] = group_advantages(returns[members], self.advantage)
+        advantages = np.where(batch.sampled, np.repeat(relative, np.diff(batch.offsets)), np.float32(0))
+        metrics = {**objective.metrics(batch), **_spread([objective.shaped[members] for members in groups])}
+        return replace(batch, rewards=rewards, advantages=advantages, metrics=metrics)
+
+
+def _spread(groups: Sequence[FloatArray]) -> Mapping[str, float]:
+    if not groups:
+        return {}
+    deviations = [float(scores.std(ddof=1, dtype=np.float64)) for scores in groups]
+    return {
+        "objective/group_std": float(np.mean(deviations)),
+        "objective/frac_zero_std": float(np.mean([not deviation for deviation in deviations])),
+    }
+
+
+@dataclass(eq=False)
+class InParts:
+    """Sends each group of a step as a :class:`~oppo.events.BatchPart` once all of its responses are scored.
+
+    The trainer accumulates its gradient while others are still being written. The step's batch follows, as the
+    estimator makes it, and holds the same rows. Parts come in an order that depends on timing, and so does the sum of
+    their gradients, by rounding.
+
+    Attributes:
+        estimator: compares the responses of a group.
+        samples: responses to each prompt.
+
+    Raises:
+        ConfigError: the advantages of a group depend on the rest of the batch: the estimator is another one, scores are
+            normalised by the moments of all, or the KL coefficient adapts.
+    """
+
+    estimator: GroupRelative
+    samples: int
+
+    def __post_init__(self) -> None:
+        require_whole("samples", self.samples, 2, error=ConfigError)
+        if not isinstance(self.estimator, GroupRelative):
+            raise ConfigError(
+                f"{type(self.estimator).__name__} estimates advantages from the whole batch, so no group can be "
+                "trained before: expected a GroupRelative, as in RLOO, GRPO and Dr. GRPO"
+            )
+        if self.estimator.shaping.norm:
+            raise ConfigError("scores normalised by the moments of all cannot come in parts: leave norm out")
+        if not isinstance(self.estimator.control, FixedKL):
+            raise ConfigError("a KL coefficient that adapts to each batch cannot come in parts: give a number")
+
+    async def run(
+        self,
+        rollout: Receiver[RolloutEvent],
+        score: Receiver[Scored[float] | Drop],
+        /,
+        *,
+        out: Sender[Batch | BatchPart],
+        reference: Receiver[Scored[FloatArray] | Drop] | None = None,
+        value: Receiver[Scored[FloatArray] | Drop] | None = None,
+        proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
+    ) -> None:
+        """Send groups as they are complete, then the step's batch; send nothing without a rollout."""
+        groups = defaultdict[int, list[ScoredRollout]](list)
+
+        async def send_complete(each: ScoredRollout) -> None:
+            members = groups[each.group]
+            members.append(each)
+            if len(members) == self.samples and (part := self._early(members)).sampled.any():
+                await out.send(BatchPart(part))
+
+        scored = await ScoredRollouts.of(
+            rollout, score, each=send_complete, reference=reference, values=value, proximal=proximal
+        )
+        if scored:
+            await out.send(self.estimator.batch(scored.rollouts, scored.dropped, scored.deferred))
+
+    def _early(self, members: Sequence[ScoredRollout]) -> Batch:
+        return copy.copy(self.estimator).batch(sorted(members, key=lambda each: each.rollout))
+
+    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
+        """Return what the estimator finds wrong."""
+        return self.estimator.faults(stages, named)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state of the estimator."""
+        return self.estimator.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
+        self.estimator.load_state_dict(state)
