@@ -21,12 +21,12 @@ import anyio
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
+from oppo.durable import put
 from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError, RunComplete
 from oppo.numeric import require_real, require_whole
 from oppo.redact import harmless
 from oppo.report.display import displays
 from oppo.report.files import ended
-from oppo.report.put import put
 from oppo.signals import Stopped, stoppable
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Atomic writes of directories: after a kill or a loss of power a directory is there as a whole or not at all.
+"""Atomic writes: after a kill or a loss of power a file or a directory is there as a whole or not at all.
 
 ::
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TextIO
@@ -43,6 +43,25 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def put(path: Path, parts: Iterable[str]) -> None:
+    """Replace the file at ``path`` by a text; the parts may be read from the old file meanwhile.
+
+    Raises:
+        OSError: it could not be written; the old file stays.
+    """
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        aside.unlink(missing_ok=True)  # of a process that was killed
+        with opened(aside, "x") as file:
+            file.writelines(parts)
+        sync(aside)
+        aside.replace(path)
+        sync(path.parent)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def make(directory: Path) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from oppo.durable import make, sweep, whole
+from oppo.durable import make, put, sweep, whole
 from oppo.report import RunDirectory
-from oppo.report.put import put
 from oppo.report.rundir import RECORDS
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.simulate import paper
 from benchmarks.simulate.check import CheckedResult, LadderResult, check
 from oppo.cli import DONE, FAILED, call, program
-from oppo.report.put import put
+from oppo.durable import put
 
 PAGE = Path("docs/simulate.md")
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias, cast
 
-from oppo.durable import opened
-from oppo.report.put import put
+from oppo.durable import opened, put
 
 Record: TypeAlias = dict[str, object]
 Damaged: TypeAlias = Callable[[int, bytes], None]

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TextIO
 
-from oppo.durable import make, opened, sync
+from oppo.durable import make, opened, put, sync
 from oppo.errors import ConfigError, behind
 from oppo.evaluation import Evaluated
 from oppo.evaluation.evaluate import BEFORE
@@ -57,7 +57,6 @@ from oppo.report.journal import JOURNAL
 from oppo.report.lock import Lock
 from oppo.report.metrics import Metrics, step_metrics, summary
 from oppo.report.page import page
-from oppo.report.put import put
 from oppo.report.records import EVALUATIONS, gaps, line_of, read, rewind
 from oppo.report.samples import samples
 from oppo.report.timed import Timekeeper

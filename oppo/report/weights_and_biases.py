@@ -15,14 +15,13 @@ from typing import Literal, Self
 
 import wandb
 
-from oppo.durable import make
+from oppo.durable import make, put
 from oppo.errors import ConfigError, behind
 from oppo.evaluation import Evaluated
 from oppo.evaluation.evaluate import BEFORE
 from oppo.events import StepReport
 from oppo.observe import Observer, Span
 from oppo.report.metrics import scalars
-from oppo.report.put import put
 from oppo.report.writer import Writer
 
 IDENTITY = "run-id"

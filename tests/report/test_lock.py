@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from oppo.durable import put
 from oppo.errors import ConfigError
 from oppo.report import RunDirectory, RunLog
 from oppo.report.files import require_unused
 from oppo.report.lock import LOCK, Lock, is_locked, taken
-from oppo.report.put import put
 from oppo.report.records import rewind
 from tests.report.synthetic import play
 
