@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from oppo import observe
 from oppo.errors import ModelError
 from oppo.placement.callback import Refusal, Reply, Request, Stub
+from oppo.placement.lifeline import die_with, exit_at_once
 from oppo.placement.wire import Answer, Call, Create, Failure, Packet, pack, receive, send, unpack
 
 
@@ -44,7 +43,7 @@ def heed_interrupts() -> None:
 def serve(fd: int, lifeline: int) -> None:
     """Answer the orders that come over the socket ``fd``, in this thread, and exit when the parent closes it.
 
-    Ctrl-C is left to the parent. This process dies with its parent, whatever it is doing: see :func:`die_with`.
+    Ctrl-C is left to the parent. This process dies with its parent, whatever it is doing (:func:`die_with`).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(fd, False)
@@ -60,7 +59,7 @@ def serve(fd: int, lifeline: int) -> None:
             if answered is not None:
                 sys.stdout.flush()
                 send(connection, answered)
-    _exit()
+    exit_at_once()
 
 
 class CallbackFailedError(Exception):
@@ -125,34 +124,6 @@ class Requests:
 def search(path: Sequence[str]) -> None:
     """Search for modules where the parent does."""
     sys.path[:] = path
-
-
-def die_with(lifeline: int) -> None:
-    """Kill this process when the last process that could write to the pipe ``lifeline`` has closed it or is dead.
-
-    On Linux the system itself sends the signal, so code that holds the interpreter lock dies too. PR_SET_PDEATHSIG
-    would not do: it follows the thread that started this process, which may end long before its process.
-    """
-    hang_up = select.poll()
-    hang_up.register(lifeline, 0)  # reports a hang-up only
-    if sys.platform != "linux":
-        threading.Thread(target=_exit_after, args=(hang_up,), name="oppo-lifeline", daemon=True).start()
-        return
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
-    if hang_up.poll(0):  # it came before there was an owner to kill
-        _exit()
-
-
-def _exit_after(hang_up: select.poll) -> None:
-    hang_up.poll()
-    _exit()
-
-
-def _exit() -> NoReturn:
-    """Exit without cleaning up: there is nothing to save, and an orderly shutdown with torch loaded takes seconds."""
-    os._exit(0)
 
 
 def answer(

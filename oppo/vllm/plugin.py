@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
+
+from oppo.placement.lifeline import die_with
 
 PARENT: Final = "OPPO_VLLM_PARENT"
 """Environment variable: id of the process that started the engine."""
@@ -23,9 +23,6 @@ LOG: Final = "OPPO_VLLM_LOG"
 TRANSFERS: Final[Mapping[str, str]] = {"file": "FileTransfer", "ipc": "HandleTransfer"}
 """Our weight transfers by backend, in :mod:`oppo.vllm.transfer`; any other backend is vLLM's own."""
 
-LOOK: Final = 0.5
-"""Seconds between two looks at the parent."""
-
 SPIN: Final = 0.002
 """Seconds for which a reader spins before it sleeps: most messages come sooner."""
 
@@ -34,7 +31,7 @@ RECHECK: Final = 5
 
 
 def register() -> None:
-    """Detach an engine's process from the terminal, and end it with its parent; called by vLLM, several times."""
+    """Detach an engine's process from the terminal, and have each die with its parent; vLLM calls it several times."""
     parent = os.environ.get(PARENT)
     if parent is None:
         return
@@ -45,9 +42,9 @@ def register() -> None:
 
     if current_platform.is_cpu():  # beside a GPU nothing else needs the core, and a wake-up is longer than a step
         spin_briefly()
+    end_with_parent()
     if starter() == int(parent):
         leave_terminal()
-        end_with(int(parent))
 
 
 def starter() -> int:
@@ -104,13 +101,11 @@ def leave_terminal() -> None:
         os.close(file)
 
 
-def end_with(parent: int) -> None:
-    """End this process soon after its parent, or now if that has ended; vLLM's workers end with this process."""
+def end_with_parent() -> None:
+    """Kill this process when the one that started it is dead, if ``multiprocessing`` did; safe to call repeatedly.
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(LOOK)
-        os._exit(1)
-
-    if not any(thread.name == watch.__qualname__ for thread in threading.enumerate()):
-        threading.Thread(target=watch, name=watch.__qualname__, daemon=True).start()
+    It has left its child the end to read of a pipe, and holds the other end as long as the child lives.
+    """
+    started = multiprocessing.parent_process()
+    if started is not None and isinstance(lifeline := started.sentinel, int):
+        die_with(lifeline)

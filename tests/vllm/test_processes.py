@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,6 +12,9 @@ import pytest
 
 from oppo.vllm import plugin
 from oppo.vllm.processes import environment
+from tests.placement.instances import Total
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -54,3 +58,30 @@ def test_readers_sleep_early_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch, on_c
     plugin.register()
     assert registered == ["oppo-file", "oppo-ipc"]
     assert SpinCondition().busy_loop_s == (plugin.SPIN if on_cpu else 1.0)
+
+
+def hold_the_lock(begun: Path) -> None:
+    plugin.end_with_parent()
+    plugin.end_with_parent()
+    Total().hold_the_lock(begun)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_process_that_holds_the_interpreter_lock_dies_with_its_parent(tmp_path: Path, method: str) -> None:
+    """It was started by a thread that has ended since."""
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    program = (
+        "import multiprocessing, threading, time\nfrom pathlib import Path\n"
+        "from tests.vllm.test_processes import hold_the_lock\n"
+        f"engine = multiprocessing.get_context({method!r}).Process(target=hold_the_lock, args=(Path({str(begun)!r}),))\n"
+        "thread = threading.Thread(target=engine.start)\nthread.start()\nthread.join()\ntime.sleep(600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    with parent:
+        assert parent.stdout is not None
+        assert begun.read_text() == "begun"
+        parent.kill()
+        assert parent.stdout.read() == "", "the output ends once no process holds it"
