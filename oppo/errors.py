@@ -338,10 +338,7 @@ def worded(error: BaseException) -> str:
     The length is bounded, whatever the message.
     """
     first, *others = leaves(error)
-    try:
-        text = str(first)
-    except Exception as failure:  # noqa: BLE001 - the boundary to the user's code: its error cannot even be printed
-        text = f"({type(failure).__name__} in its __str__)"
+    text = _printed(first, str)
     message = f": {shortened(text)}" if text else ""
     more = f", and {len(others)} more" if others else ""
     name = next(kind.__name__ for kind in type(first).__mro__ if not kind.__name__.startswith("_"))
@@ -350,11 +347,16 @@ def worded(error: BaseException) -> str:
 
 def shown(value: object) -> str:
     """Return a value's ``repr`` and type, in bounded length, even if its ``__repr__`` fails."""
+    return f"{shortened(_printed(value, repr), 200)} ({type(value).__name__})"
+
+
+def _printed(value: object, how: Callable[[object], str]) -> str:
     try:
-        text = repr(value)
-    except Exception as failure:  # noqa: BLE001 - the boundary to the user's code: its value cannot even be printed
-        text = f"({type(failure).__name__} in its __repr__)"
-    return f"{shortened(text, 200)} ({type(value).__name__})"
+        return how(value)
+    except BaseException as failure:  # the boundary to the user's code: its value cannot even be printed
+        if isinstance(failure, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        return f"({type(failure).__name__} in its __{how.__name__}__)"
 
 
 def place_of(error: BaseException) -> str:

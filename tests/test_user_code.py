@@ -32,6 +32,13 @@ class UnspeakableError(Exception):
         raise OSError("no words")
 
 
+class UnspeakableBaseError(Exception):
+    """Cannot even be printed, and what it raises instead is no Exception."""
+
+    def __str__(self) -> str:
+        raise OwnError("no words")
+
+
 class Unfloatable:
     """Says that it is a number, and is none."""
 
@@ -130,6 +137,7 @@ MISBEHAVIOUR = [
     pytest.param(impatient, "raised SystemExit: 0 at ", id="exit on the loop"),
     pytest.param(hedged, "raised CancelledError at ", id="cancelled"),
     pytest.param(raising(UnspeakableError()), "UnspeakableError: (OSError in its __str__) at ", id="unspeakable"),
+    pytest.param(raising(UnspeakableBaseError()), "Error: (OwnError in its __str__) at ", id="unspeakable base"),
     pytest.param(raising(ValueError("x" * 3_000_000)), "x... (3000000 characters) at ", id="three megabytes"),
     pytest.param(raising(ValueError("\ud800")), "raised ValueError: \\ud800 at ", id="lone surrogate"),
     pytest.param(
