@@ -32,8 +32,7 @@ from oppo.hf.loading.models import load_tokenizer, quiet
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.out_of_memory import ModelPlace
 from oppo.hf.recipe import Loadable, ModelRecipe, positions_of
-from oppo.hf.serve.proximal import ProximalLogprobs, RecomputedLogprobs
-from oppo.hf.serve.scorers import ReferenceLogprobs, ValueModel
+from oppo.hf.serve.scorers import ProximalLogprobs, RecomputedLogprobs, ReferenceLogprobs, ValueModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.actor_critic_recipe import ActorCriticRecipe

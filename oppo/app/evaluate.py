@@ -12,8 +12,7 @@ from oppo.app.provenance import HELD_OUT, Provenance
 from oppo.app.settings import Settings
 from oppo.errors import ConfigError, noted
 from oppo.evaluation import Evaluate, Evaluation
-from oppo.evaluation.evaluate import BEFORE
-from oppo.evaluation.examine import Progress
+from oppo.evaluation.evaluate import BEFORE, Progress
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph, Run
 from oppo.models import VariesSampling

@@ -10,13 +10,12 @@ from oppo.app.roles import RoleLoader
 from oppo.app.sections import ModelsSection
 from oppo.errors import ConfigError
 from oppo.events import Drop
-from oppo.hf.as_text.bridge import Bridge, BridgedReward
 from oppo.hf.as_text.rendering import Form
+from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
 from oppo.hf.loading.reward_kind import RewardKind
 from oppo.hf.recipe import ModelRecipe, positions_of
-from oppo.hf.serve.process_reward import ProcessRewardModel
-from oppo.hf.serve.scorers import RewardModel
+from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Scorer
 from oppo.placement import Hosting

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from oppo.app.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
-from oppo.hf.as_text.encoder import Encoder
+from oppo.hf.as_text.whole import Encoder
 from oppo.hf.device_layout import Devices
 from oppo.hf.loading.directory import holds_tokenizer
 from oppo.hf.loading.encoders import load_encoder

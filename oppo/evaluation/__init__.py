@@ -9,9 +9,19 @@ Prompts are answered in batches, each to its end. In an evaluation, numbers of p
 training, so that a run with evaluations trains what it trains without.
 """
 
-from oppo.evaluation.evaluate import Evaluate, Evaluated, Evaluation
-from oppo.evaluation.examine import Answering, Answers, examine, respond
-from oppo.evaluation.measures import Comparison, compare, half_width, pass_at_k
+from oppo.evaluation.evaluate import (
+    Answering,
+    Answers,
+    Comparison,
+    Evaluate,
+    Evaluated,
+    Evaluation,
+    compare,
+    examine,
+    half_width,
+    pass_at_k,
+    respond,
+)
 
 __all__ = [
     "Answering",

@@ -1,22 +1,366 @@
-"""Held-out scores while a run goes on: what is measured, and the stage that measures it."""
+"""Evaluation: held-out prompts answered and scored by a graph of a few stages, beside training or outside of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from itertools import groupby
+from typing import Final, TypeAlias
 
 import anyio
+import numpy as np
+from numpy.typing import NDArray
 
-from oppo.evaluation.examine import Answering, Progress, examine, unseen
-from oppo.evaluation.measures import of_greedy, of_sampled
-from oppo.events import Drop, Prompt, StepReport
-from oppo.graph import Receiver, Sender, Step
+from oppo.admission import Synchronous
+from oppo.chunking import ChunkSize, Fixed
+from oppo.errors import DataError
+from oppo.events import (
+    Drop,
+    Finish,
+    FloatArray,
+    Prompt,
+    RolloutEvent,
+    Scored,
+    StepReport,
+    merge_chunks,
+    rollout_of,
+)
+from oppo.graph import Graph, GraphBuilder, Receiver, Sender, Step, where
 from oppo.models import Policy, Scorer
 from oppo.numeric import require_whole
-from oppo.observe import WorkContext, working_for
-from oppo.stages import ScoredRollout
+from oppo.observe import Observer, Span, WorkContext, working_for
+from oppo.stages import Generate, Score, ScoredRollout, ScoredRollouts
+from oppo.stages.metrics import Averaged
 from oppo.turns import Environment
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""``f(done, total)``: how many of the responses have ended."""
+
+
+def unseen(done: int, total: int) -> None:
+    """Show no progress."""
+    del done, total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answers:
+    """The responses to some prompts.
+
+    Attributes:
+        rollouts: with their scores, in the order of the prompts, those to one prompt side by side.
+        dropped: responses that have no score.
+        measured: what the reward said of its parts, by metric, one number for each response.
+    """
+
+    rollouts: Sequence[ScoredRollout] = ()
+    dropped: Sequence[Drop] = ()
+    measured: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def by_prompt(self) -> list[list[float]]:
+        """Return the scores of each prompt that has some."""
+        groups = groupby(self.rollouts, key=lambda each: each.group)
+        return [[each.score for each in group] for _, group in groups]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answering:
+    """How prompts are answered.
+
+    Attributes:
+        samples: responses to each prompt.
+        batch: prompts that are answered at a time.
+        environment: answers the turns of a response.
+        chunks: tokens per chunk.
+        progress: called with the counts whenever a response has ended.
+    """
+
+    samples: int = 1
+    batch: int = 64
+    environment: Environment | None = None
+    chunks: ChunkSize = field(default_factory=Fixed)
+    progress: Progress = unseen
+
+    def __post_init__(self) -> None:
+        require_whole("samples", self.samples, 1)
+        require_whole("batch", self.batch, 1)
+
+    def builder(self) -> GraphBuilder[Prompt]:
+        """Return the builder of the graph."""
+        capacity = max(16, 4 * self.batch * self.samples)
+        return GraphBuilder("evaluation", capacity=capacity, merge=merge_chunks, key=rollout_of)
+
+    def generate(self, policy: Policy) -> Generate:
+        """Return its first stage."""
+        admission = Synchronous(self.batch)
+        return Generate(policy, admission, self.chunks, self.samples, environment=self.environment)
+
+    async def run(self, graph: Graph[StepReport], prompts: Sequence[Prompt]) -> None:
+        """Answer the prompts.
+
+        Raises:
+            DataError: there is none.
+        """
+        if not prompts:
+            raise DataError("expected at least one prompt to answer, got none")
+        counting = _Counting(len(prompts) * self.samples, self.progress)
+        async with graph.open(prompts, observers=[counting]) as run:
+            async for _ in run.steps(math.ceil(len(prompts) / self.batch)):
+                pass
+
+
+async def respond(policy: Policy, prompts: Sequence[Prompt], how: Answering | None = None) -> list[Finish]:
+    """Return the responses of a policy to prompts, in their order.
+
+    Raises:
+        DataError: there is no prompt.
+        ProtocolError: the policy broke its protocol.
+    """
+    how = how or Answering()
+    g, keep = how.builder(), _Keep()
+    await how.run(g.build(g.add("collect", keep, g.add("generate", how.generate(policy), g.prompts))), prompts)
+    return sorted(keep.finished, key=lambda event: event.rollout)
+
+
+async def examine(
+    policy: Policy,
+    reward: Scorer[float | Drop],
+    prompts: Sequence[Prompt],
+    how: Answering | None = None,
+    *,
+    reference: Scorer[FloatArray] | None = None,
+) -> Answers:
+    """Return the scored responses of a policy to prompts, in their order.
+
+    It decodes while nothing else does, and changes nothing that training depends on. Responses are scored while they
+    are written, as in training.
+
+    Args:
+        policy: draws by its own sampling; :class:`oppo.models.VariesSampling` gives the same one with other sampling.
+        reward: the score of a finished response, or a ``Drop``.
+        prompts: their numbers are unique, also among the rollouts that a scorer has not finished.
+        how: by default one response to each, 64 prompts at a time.
+        reference: log-probs of a reference model, which the answers then have.
+
+    Raises:
+        DataError: there is no prompt.
+        ProtocolError: a model broke its protocol.
+    """
+    how = how or Answering()
+    g, collect = how.builder(), Collect()
+    rollout = g.add("generate", how.generate(policy), g.prompts)
+    score = g.add("reward", Score(reward), rollout)
+    ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
+    await how.run(g.build(g.add("collect", collect, rollout, score, reference=ref)), prompts)
+    return collect.answers()
+
+
+@dataclass(eq=False)
+class Collect:
+    """The stage at the end: keeps what every step has scored."""
+
+    _rollouts: list[ScoredRollout] = field(default_factory=list, init=False)
+    _dropped: list[Drop] = field(default_factory=list, init=False)
+    _measured: dict[str, list[float]] = field(default_factory=dict, init=False)
+
+    async def run(
+        self,
+        rollout: Receiver[RolloutEvent],
+        score: Receiver[Scored[float] | Drop],
+        /,
+        *,
+        out: Sender[StepReport],
+        step: Step,
+        reference: Receiver[Scored[FloatArray] | Drop] | None = None,
+    ) -> None:
+        """Report the step once every finished rollout is scored."""
+        scored = await ScoredRollouts.of(rollout, score, reference=reference)
+        self._rollouts += scored.rollouts
+        self._dropped += scored.dropped
+        for _, each in step.recorded(Averaged):
+            for name, values in each.values.items():
+                self._measured.setdefault(name, []).extend(values)
+        await out.send(_report(step, [each.rollout for each in scored.rollouts], scored.dropped))
+
+    def answers(self) -> Answers:
+        """Return what was kept."""
+        return Answers(sorted(self._rollouts, key=lambda each: each.rollout), tuple(self._dropped), self._measured)
+
+
+@dataclass(eq=False)
+class _Keep:
+    """The stage at the end where nothing is scored: keeps the finished rollouts."""
+
+    finished: list[Finish] = field(default_factory=list)
+
+    async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[StepReport], step: Step) -> None:
+        own = [event async for event in where(rollout, Finish)]
+        self.finished += own
+        await out.send(_report(step, [event.rollout for event in own]))
+
+
+def _report(step: Step, rollouts: Sequence[int], dropped: Sequence[Drop] = ()) -> StepReport:
+    return StepReport(step.index, 0, tuple(rollouts), tuple(dropped), (), math.nan, 0.0, {})
+
+
+class _Counting(Observer):
+    """Tells of each rollout that the stage ``generate`` has ended."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+        progress(0, total)
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        del step, at
+        if stage == "generate" and isinstance(item, Finish | Drop):
+            self._done += 1
+            self._progress(self._done, self._total)
+
+    def on_span(self, span: Span) -> None:
+        """Leave spans alone."""
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        """Leave steps alone."""
+
+
+PREFIX: Final = "eval/"
+"""Of what a reward or an environment measures of held-out responses, before its name in training."""
+
+Z: Final = 1.96
+"""Standard deviations on either side of the mean that hold 95 % of a normal distribution."""
+
+
+def half_width(means: Sequence[float]) -> float:
+    """Return half the width of the 95 % confidence interval of a mean over prompts; NaN for fewer than two.
+
+    The standard error is that of the prompts' own means, since the responses to one prompt are no independent draws
+    (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640, section 2.2); the interval is that of a normal
+    distribution.
+
+    Example:
+        >>> round(half_width([0.0, 1.0, 1.0, 0.0]), 3)
+        0.566
+    """
+    count = len(means)
+    return Z * float(np.std(np.asarray(means, np.float64), ddof=1)) / math.sqrt(count) if count > 1 else math.nan
+
+
+def pass_at_k(count: int, passed: int, k: int) -> float:
+    """Return the probability that at least one of ``k`` responses to a prompt passes, estimated without bias.
+
+    It is 1 - C(n - c, k) / C(n, k) for ``c`` of ``n`` responses that passed: the share of all choices of ``k`` among
+    these that hold one (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", arXiv 2107.03374,
+    equation 1).
+
+    Raises:
+        ValueError: ``k`` is not in 1 .. ``count``, or ``passed`` not in 0 .. ``count``.
+
+    Example:
+        >>> pass_at_k(4, 1, 2)
+        0.5
+    """
+    if not (1 <= k <= count and 0 <= passed <= count):
+        raise ValueError(f"expected 1 <= k <= count and 0 <= passed <= count, got {k=}, {count=}, {passed=}")
+    return 1 - math.comb(count - passed, k) / math.comb(count, k)
+
+
+def of_greedy(answers: Answers, pass_score: float | None) -> Mapping[str, float]:
+    """Return the metrics of the most likely responses, one to each prompt.
+
+    Args:
+        pass_score: a response of at least this score passes; ``None``: none does.
+    """
+    rollouts = answers.rollouts
+    scores = [each.score for each in rollouts]
+    metrics = {"eval/dropped": float(len(answers.dropped)), **_mean("eval/score", "eval/score_ci95", scores)}
+    if rollouts:
+        metrics["eval/response_length"] = float(np.mean([len(each.finish.response) for each in rollouts]))
+        metrics["eval/capped"] = float(np.mean([each.finish.reason == "length" for each in rollouts]))
+        if pass_score is not None:
+            metrics["eval/passed"] = float(np.mean([score >= pass_score for score in scores]))
+    measured = {name: values for name, values in answers.measured.items() if len(values)}
+    return metrics | {PREFIX + name: float(np.mean(values)) for name, values in measured.items()}
+
+
+def of_sampled(answers: Answers, samples: int, pass_score: float | None) -> Mapping[str, float]:
+    """Return the metrics of several responses to each prompt, drawn as in training.
+
+    A prompt counts as much as any other, however many of its responses were dropped; towards pass@k it counts if it has
+    ``k`` left.
+
+    Args:
+        samples: responses that were asked for to each prompt.
+        pass_score: a response of at least this score passes; ``None``: none does.
+    """
+    groups = answers.by_prompt()
+    metrics = _mean("eval/sampled_score", "eval/sampled_score_ci95", [float(np.mean(each)) for each in groups])
+    if pass_score is None:
+        return metrics
+    for k in _sizes(samples):
+        known = [
+            pass_at_k(len(scores), int(np.sum(np.asarray(scores) >= pass_score)), k)
+            for scores in groups
+            if len(scores) >= k
+        ]
+        if known:
+            metrics[f"eval/pass_at_{k}"] = float(np.mean(known))
+    return metrics
+
+
+def _mean(name: str, interval: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    width = half_width(values)
+    found = {name: float(np.mean(np.asarray(values, np.float64)))}
+    return found if math.isnan(width) else found | {interval: width}
+
+
+def _sizes(samples: int) -> Iterator[int]:
+    k = 1
+    while k < samples:
+        yield k
+        k *= 2
+    yield samples
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Scores of the same prompts before and after.
+
+    Attributes:
+        before, after: mean scores.
+        spread: standard deviation of the scores before.
+        gain: mean of the paired differences, after minus before.
+        half_width: of the 95 % confidence interval of the gain (normal approximation).
+    """
+
+    before: float
+    after: float
+    spread: float
+    gain: float
+    half_width: float
+
+
+def compare(before: FloatArray, after: FloatArray) -> Comparison:
+    """Return the change of scores that are paired by prompt.
+
+    Args:
+        before, after: float32 [N], N >= 2.
+
+    Raises:
+        ValueError: the arrays differ in length or hold fewer than two scores.
+    """
+    if before.shape != after.shape or before.ndim != 1 or len(before) < 2:
+        raise ValueError(f"expected two score arrays of one length >= 2, got shapes {before.shape} and {after.shape}")
+    difference: NDArray[np.float64] = after.astype(np.float64) - before
+    return Comparison(
+        before=float(before.mean(dtype=np.float64)),
+        after=float(after.mean(dtype=np.float64)),
+        spread=float(before.std(ddof=1, dtype=np.float64)),
+        gain=float(difference.mean()),
+        half_width=half_width(difference.tolist()),
+    )
+
 
 FIRST: Final = 10**12
 """The number of the first held-out prompt: above those of training, so that scorers and noise tell them apart."""

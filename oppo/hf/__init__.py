@@ -6,7 +6,7 @@ from oppo.libraries import warn_of_untested
 
 warn_of_untested()  # first: what is imported below may fail for it
 
-from oppo.hf.as_text.bridge import Bridge, BridgedReward
+from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
 from oppo.hf.device import DeviceThread
 from oppo.hf.introspection import end_ids
@@ -14,9 +14,14 @@ from oppo.hf.loading.encoders import load_encoder
 from oppo.hf.loading.models import load_causal, load_process, load_scalar, load_tokenizer
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.process_reward import ProcessRewardModel
-from oppo.hf.serve.proximal import ProximalLogprobs, RecomputedLogprobs
-from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.serve.scorers import (
+    ProcessRewardModel,
+    ProximalLogprobs,
+    RecomputedLogprobs,
+    ReferenceLogprobs,
+    RewardModel,
+    ValueModel,
+)
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.trunk import value_model_on

@@ -20,7 +20,7 @@ from oppo.cli import main
 from oppo.errors import ConfigError, ModelError
 from oppo.hf.loading.models import load_causal
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.proximal import ProximalLogprobs, RecomputedLogprobs
+from oppo.hf.serve.scorers import ProximalLogprobs, RecomputedLogprobs
 from oppo.models import Sampling, Weights
 from oppo.observe import Reporter
 from oppo.placement import Thread

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.evaluation import Answers, compare, half_width, pass_at_k
-from oppo.evaluation.measures import of_greedy, of_sampled
+from oppo.evaluation.evaluate import of_greedy, of_sampled
 from oppo.events import Drop, Finish, Prompt, Response
 from oppo.stages import ScoredRollout
 

@@ -18,10 +18,15 @@ from oppo.hf.lora import add_lora, merged
 from oppo.hf.memory.estimate import Load, longest_batch
 from oppo.hf.serve.decoding import Decoder, DecodeRow, DecodeStep
 from oppo.hf.serve.policy_core import PolicyCore
-from oppo.hf.serve.process_reward import ProcessRewardWorker
 from oppo.hf.serve.sampling import draw
-from oppo.hf.serve.scorer_input import ScorerInput
-from oppo.hf.serve.scorer_workers import ReferenceWorker, RewardWorker, ScorerWorker, ValueWorker
+from oppo.hf.serve.scorers import (
+    ProcessRewardWorker,
+    ReferenceWorker,
+    RewardWorker,
+    ScorerInput,
+    ScorerWorker,
+    ValueWorker,
+)
 from oppo.hf.serve.signals import Signals
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.core import HfTrainerCore

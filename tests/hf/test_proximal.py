@@ -17,9 +17,14 @@ from oppo.errors import ModelError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Response, StepReport
 from oppo.hf.digest import weights_digest
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.proximal import ProximalLogprobs, RecomputedLogprobs
-from oppo.hf.serve.scorer_workers import ScorerWorker
-from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.serve.scorers import (
+    ProximalLogprobs,
+    RecomputedLogprobs,
+    ReferenceLogprobs,
+    RewardModel,
+    ScorerWorker,
+    ValueModel,
+)
 from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import PPOLoss
 from oppo.models import Sampling, Weights

@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from oppo.errors import ConfigError
-from oppo.hf.as_text.growing_text import GrowingText
-from oppo.hf.as_text.reader import OverLong, Pieces, Reader, TooLong
-from oppo.hf.as_text.rendering import Form, PromptText, Rendering
-from oppo.hf.as_text.retokenizer import MAX_REWINDS, TAIL, Edit, Retokenizer
+from oppo.hf.as_text.rendering import Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong
+from oppo.hf.as_text.streamed import MAX_REWINDS, TAIL, Edit, GrowingText, Retokenizer
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 from tests.hf.spot_tokenizers import CORPUS, MAKES, TEMPLATE, TRIMMING, byte_tokenizer, spot
 

@@ -5,8 +5,7 @@ import pickle
 import numpy as np
 
 from oppo.events import Chunk, Given, IntArray, Prompt
-from oppo.hf.serve.scorer_input import ReplayJournal, ScorerInput
-from oppo.hf.serve.scorer_workers import ScorerWorker
+from oppo.hf.serve.scorers import ReplayJournal, ScorerInput, ScorerWorker
 from oppo.support import Support
 
 

@@ -29,8 +29,7 @@ from transformers import (
 from oppo.errors import ConfigError, ModelError, ModelRefused, ProtocolError, RewardError
 from oppo.events import Drop, Finish, Prompt, Response
 from oppo.hf import ClassifierReward, HfTokenizer, SimilarityReward, load_encoder as load_here
-from oppo.hf.as_text.reader import OverLong
-from oppo.hf.as_text.rendering import Form
+from oppo.hf.as_text.rendering import Form, OverLong
 from oppo.hf.cpu import use_cores
 from oppo.placement import Process, Thread
 from oppo.testing import check_scorer

@@ -18,8 +18,7 @@ from oppo.errors import CheckpointError, ConfigError
 from oppo.events import Batch
 from oppo.hf.digest import weights_digest
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.proximal import ProximalLogprobs
-from oppo.hf.serve.scorers import RewardModel
+from oppo.hf.serve.scorers import ProximalLogprobs, RewardModel
 from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling

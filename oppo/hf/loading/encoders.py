@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import Final, Unpack
 
 from oppo.errors import ConfigError, ModelRefused
-from oppo.hf.as_text.encoder import Encoder, Pooling, reach, reads_beside
+from oppo.hf.as_text.whole import Encoder, Pooling, reach, reads_beside
 from oppo.hf.loading.directory import CONFIG, read_object
 from oppo.hf.loading.hub import located
 from oppo.hf.loading.kinds import CLASSIFIER, EMBEDDER

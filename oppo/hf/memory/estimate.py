@@ -19,10 +19,15 @@ from oppo.hf.kv.incremental import Incremental
 from oppo.hf.memory.live_bytes import LiveBytes, ModuleT, strip, without_data
 from oppo.hf.serve.chunked_prefill import ChunkedPrefill
 from oppo.hf.serve.noise import Noise
-from oppo.hf.serve.process_reward import ProcessRewardWorker
 from oppo.hf.serve.sampling import draw
-from oppo.hf.serve.scorer_input import ScorerInput
-from oppo.hf.serve.scorer_workers import ReferenceWorker, RewardWorker, ScorerWorker, ValueWorker
+from oppo.hf.serve.scorers import (
+    ProcessRewardWorker,
+    ReferenceWorker,
+    RewardWorker,
+    ScorerInput,
+    ScorerWorker,
+    ValueWorker,
+)
 from oppo.hf.serve.signals import Signals
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.core import HfTrainerCore

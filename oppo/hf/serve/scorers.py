@@ -1,29 +1,273 @@
-"""The three scorers of PPO on transformers: reference log-probs, the reward model's scalar, the critic's values.
+"""Scorers on transformers, which read rollouts while they grow: log-probs, rewards of responses and steps, values.
 
-Each reads rollouts while they grow, in a place that several may share. Its worker (:mod:`oppo.hf.serve.scorer_workers`)
-computes there: token ids go in, floats come out.
+Each scorer is a handle. Its worker computes where the model lives, in a place that several may share: token ids go in,
+floats come out. Pickled, a worker crosses to another process without its open sessions, over the same weights.
+
+Proximal log-probs are those of response tokens under the actor's weights before the update. Where the trainer's backend
+also decodes, a token of the current weights has been scored already, and only stale ones are recomputed
+(:class:`ProximalLogprobs`). Another engine's log-probs differ by its kernels and its precision, so all are recomputed
+(:class:`RecomputedLogprobs`): the mismatch that corrections see then holds both staleness and engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeAlias, TypeVar
 
+import anyio
 import anyio.to_thread
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from oppo.errors import ModelLost
-from oppo.events import Chunk, Finish, FloatArray, Given, Prompt
+from oppo.errors import ConfigError, ModelLost
+from oppo.events import BoolArray, Chunk, Finish, FloatArray, Given, Prompt, Response
+from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
+from oppo.hf.kv.incremental import Incremental
+from oppo.hf.kv.incremental_prefill import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.recipe import Loadable, ModelRecipe, worker_of
-from oppo.hf.serve.scorer_input import ReplayJournal, ScorerInput
-from oppo.hf.serve.scorer_workers import ReferenceWorker, RewardWorker, ScorerWorker, ValueWorker
-from oppo.hf.weights import SentWeights, addresses, copies, share_storage
+from oppo.hf.shared_memory import SharedModel
+from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
+from oppo.losses import SupportIndex, token_logprobs
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Recipe
 from oppo.placement.recipe import kind_of
+from oppo.returns import TokenRewards
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
+from oppo.support import Support
+
+ScorerEvent: TypeAlias = Prompt | Chunk | Given
+"""An event that a scorer reads."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScorerInput:
+    """Events for a scorer, those of each rollout in order.
+
+    Pickled, they are reduced to what a scorer reads of them, token ids. The log-probs and versions of a chunk arrive as
+    0, and of a prompt's columns only those that are named.
+
+    Attributes:
+        supports: whether the supports of tokens cross.
+        columns: the columns of prompts that cross.
+    """
+
+    events: Sequence[ScorerEvent]
+    supports: bool = False
+    columns: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        packed = [_packed(event, supports=self.supports, columns=self.columns) for event in self.events]
+        return _unpacked, (packed,)
+
+
+_Packed: TypeAlias = tuple[type[ScorerEvent], int, int, Mapping[str, object], bytes, bytes, bytes]
+"""Kind, rollout, start and columns of an event; its tokens, the ids of their support and the counts, each int32."""
+
+
+def _packed(event: ScorerEvent, *, supports: bool, columns: Sequence[str]) -> _Packed:
+    start = 0 if isinstance(event, Prompt) else event.start
+    given = event.columns if isinstance(event, Prompt) else {}
+    held = {name: given[name] for name in columns if name in given}
+    support = event.support if supports and isinstance(event, Chunk) else Support()
+    tokens, ids, counts = (
+        array.astype(np.int32, copy=False).tobytes() for array in (event.tokens, support.ids, support.counts)
+    )
+    return type(event), event.rollout, start, held, tokens, ids, counts
+
+
+def _unpacked(packed: Sequence[_Packed]) -> ScorerInput:
+    events: list[ScorerEvent] = []
+    for kind, rollout, start, columns, *buffers in packed:
+        tokens, ids, counts = (np.frombuffer(buffer, np.int32) for buffer in buffers)
+        if kind is Prompt:
+            events.append(Prompt(rollout, rollout, tokens, columns=columns))
+        elif kind is Given:
+            events.append(Given(rollout, start, tokens))
+        else:
+            logprobs, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
+            events.append(Chunk(rollout, start, tokens, logprobs, versions, Support(ids, counts)))
+    return ScorerInput(events)
+
+
+class ReplayJournal:
+    """The journal (:class:`oppo.placement.Journal`) of a scorer's worker: the events of the open rollouts.
+
+    It reads the arguments of the calls: a :class:`ScorerInput` extends its rollouts, and the number of a rollout, an
+    argument of ``finish`` and ``forget``, closes that rollout.
+
+    Args:
+        extend: the worker's method that reads a ScorerInput; a replay calls it.
+        columns: the columns of prompts that it reads.
+    """
+
+    def __init__(self, extend: Callable[..., None], columns: tuple[str, ...] = ()) -> None:
+        self._extend = extend
+        self._columns = columns
+        self._events: dict[int, list[ScorerEvent]] = {}
+
+    def note(self, work: Callable[..., object], args: tuple[object, ...]) -> None:
+        """Record a call that was answered."""
+        del work
+        for argument in args:
+            if isinstance(argument, ScorerInput):
+                for event in argument.events:
+                    if isinstance(event, Prompt):
+                        self._events[event.rollout] = []
+                    self._events[event.rollout].append(event)
+            elif isinstance(argument, Mapping | Sequence):
+                for rollout in argument:
+                    self._events.pop(rollout, None)
+
+    def replay(self) -> Iterator[tuple[Callable[..., object], tuple[object, ...]]]:
+        """Return one call with the events of all open rollouts."""
+        events = [event for rollout in self._events.values() for event in rollout]
+        yield self._extend, (ScorerInput(events, supports=True, columns=self._columns),)
+
 
 T = TypeVar("T")
+
+
+class ScorerWorker(ABC, Generic[T]):
+    """Reads rollouts as they grow, and keeps of each span what the scorer's result needs.
+
+    Args:
+        model: whose weights are loaded.
+        incremental: reads with it, or with its backbone and score layer.
+        exact: read each rollout alone, on the grid.
+        needs_logits: see :class:`~oppo.hf.kv.incremental_prefill.IncrementalPrefill`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, incremental: Incremental, *, exact: bool, needs_logits: bool = False
+    ) -> None:
+        self._model = model
+        self._exact = exact
+        self._reader = IncrementalPrefill(
+            incremental,
+            name=type(model).__name__,
+            vocabulary=vocabulary(model),
+            keep=self._keep,
+            exact=exact,
+            needs_logits=needs_logits,
+        )
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return type(self), (SharedModel(self._model), self._exact)
+
+    def extend(self, inputs: ScorerInput) -> None:
+        """Read more of some rollouts."""
+        self._reader.extend(inputs.events)
+
+    def finish(self, lengths: Mapping[int, int]) -> list[T]:
+        """Return each rollout's result, and forget it; ``lengths`` are the tokens of the responses, by rollout."""
+        return [self._result(state) for state in self._reader.finish(lengths)]
+
+    def forget(self, rollouts: Iterable[int]) -> None:
+        """Drop sessions; unknown rollouts are ignored."""
+        self._reader.forget(rollouts)
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need."""
+        return self._reader.memory()
+
+    def load(self, weights: Mapping[str, object]) -> None:
+        """Compute with ``weights`` from now on, here and in every worker over the same memory."""
+        adopt(self._model, weights)
+
+    @abstractmethod
+    def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
+        """Keep in the rollout's state what the result needs of ``outputs`` [k, D] at the span's last k positions."""
+
+    @abstractmethod
+    def _result(self, state: ReadState) -> T:
+        """Return the result of a rollout that has been read."""
+
+
+class ReferenceWorker(ScorerWorker[FloatArray]):
+    """Log-probs of a response under a causal LM, float32 [n]; see :class:`oppo.hf.serve.scorers.ReferenceLogprobs`."""
+
+    def __init__(self, model: PreTrainedModel, exact: bool, sampling: Sampling) -> None:
+        self._sampling = sampling
+        super().__init__(model, Incremental(model), exact=exact, needs_logits=True)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return type(self), (SharedModel(self._model), self._exact, self._sampling)
+
+    def load(self, weights: Mapping[str, object]) -> None:
+        """Compute with ``weights`` from now on; without any, go on with those there are."""
+        if weights:
+            super().load(weights)
+
+    def _result(self, state: ReadState) -> FloatArray:
+        return _joined(state)
+
+    @torch.inference_mode()
+    def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
+        session, first = span.state, max(span.state.prompt, span.start)
+        if not span.in_prompt:
+            # The logits at a position predict the next token: those for a span's first token precede the span.
+            before = outputs[:-1] if session.tail is None else torch.cat((session.tail, outputs[:-1]))
+            skipped = first - span.start
+            targets = span.tokens[skipped:]
+            support = SupportIndex.of(span.support.slice(skipped, len(span.tokens)), outputs.device)
+            before = before[len(before) - len(targets) :, self._sampling.drawn]
+            session.kept.append(token_logprobs(before, targets, self._sampling.temperature, support))
+        session.tail = outputs[-1:].clone()  # a view would keep the whole chunk's logits alive
+
+
+class RewardWorker(ScorerWorker[float]):
+    """The score of a rollout; see :class:`oppo.hf.serve.scorers.RewardModel`."""
+
+    def __init__(self, model: PreTrainedModel, exact: bool) -> None:
+        self._padding = model.config.get_text_config().pad_token_id
+        super().__init__(model, score_reader(model), exact=exact)
+
+    def _result(self, state: ReadState) -> float:
+        return float(state.kept[0])
+
+    def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
+        if self._padding is None:
+            span.state.kept = [outputs[-1]]
+            return
+        real = (span.tokens != self._padding).nonzero()
+        if len(real):
+            span.state.kept = [outputs[int(real[-1])]]
+        elif span.start == 0:
+            span.state.kept = [outputs[0]]  # the library's choice when there is nothing but padding
+
+
+class ValueWorker(ScorerWorker[FloatArray]):
+    """Values of the states around the tokens, float32 [n + 1]; see :class:`oppo.hf.serve.scorers.ValueModel`."""
+
+    def __init__(self, model: PreTrainedModel, exact: bool) -> None:
+        super().__init__(model, score_reader(model), exact=exact)
+
+    def _result(self, state: ReadState) -> FloatArray:
+        return _joined(state)
+
+    @torch.inference_mode()
+    def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
+        skipped = max(span.state.prompt - 1 - span.start, 0)
+        span.state.kept.append(outputs[skipped:, 0].float())
+
+
+def score_reader(model: PreTrainedModel) -> Incremental:
+    """Return a reader that applies a sequence-classification model's score layer at every position."""
+    head = score_head(model)
+    model.train(mode=False)
+    return Incremental(backbone(model), head=head)
+
+
+def _joined(state: ReadState) -> FloatArray:
+    if not state.kept:
+        return np.zeros(0, np.float32)
+    joined: FloatArray = torch.cat(state.kept).cpu().numpy()
+    return joined
 
 
 class StreamedScorer(Generic[T]):
@@ -54,8 +298,6 @@ class StreamedScorer(Generic[T]):
         return self._worker.time_slice
 
     async def _follow(self, weights: Mapping[str, object], version: int) -> None:
-        """Compute with these weights, which have this version, from the next call on."""
-
         def served() -> None:
             self._version = version
 
@@ -165,3 +407,163 @@ class ValueModel(StreamedScorer[FloatArray]):
             ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
         """
         await self._follow(weights.critic, weights.version)
+
+
+class ProcessRewardWorker(ScorerWorker[TokenRewards]):
+    """The rewards of a response's steps; see :class:`ProcessRewardModel`."""
+
+    def __init__(self, model: PreTrainedModel, exact: bool, separators: Sequence[int], label: int, baseline: float):
+        labels = int(model.config.num_labels or 0)
+        if not -labels <= label < labels:
+            raise ConfigError(f"{type(model).__name__} has {labels} labels, and none with the index {label}")
+        self._separators = tuple(separators)
+        self._label = label
+        self._baseline = baseline
+        head = token_head(model)
+        super().__init__(model, Incremental(backbone(model), head=head), exact=exact)
+        self._ids = torch.tensor(self._separators, dtype=torch.int64, device=model.device)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        arguments = (SharedModel(self._model), self._exact, self._separators, self._label, self._baseline)
+        return type(self), arguments
+
+    @torch.inference_mode()
+    def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
+        if span.in_prompt:
+            return
+        own = slice(max(span.state.prompt - span.start, 0), None)
+        tokens, logits = span.tokens[own], outputs[own].float()
+        rewards = logits[:, 0] if logits.shape[-1] == 1 else logits.softmax(-1)[:, self._label]
+        rewards = rewards - self._baseline
+        span.state.kept.append(rewards.where(torch.isin(tokens, self._ids), 0))
+        span.state.tail = rewards[-1:]
+
+    def _result(self, state: ReadState) -> TokenRewards:
+        if state.tail is None:
+            return TokenRewards(np.zeros(0, np.float32))
+        return TokenRewards(torch.cat((*state.kept[:-1], state.kept[-1][:-1], state.tail)).cpu().numpy())
+
+
+class ProcessRewardModel(StreamedScorer[TokenRewards]):
+    """Scores each step of a response: a reward at each token that ends a step, and at the last token.
+
+    The reward is the probability of one label of a token-classification model at that token, as in "Let's Verify Step
+    by Step" (Lightman et al. 2023, arXiv 2305.20050); of a model with one label it is the logit. All other tokens have
+    reward 0. The score of a response is the sum of its rewards, so a response of more steps has a higher one, unless
+    ``baseline`` is what a step is worth on average.
+
+    Args:
+        model: ``AutoModelForTokenClassification`` of a decoder, which shares the policy's tokenizer; or its recipe.
+        thread: where the model lives: any place.
+        separators: ids of the tokens that end a step (:meth:`oppo.hf.tokenizer.HfTokenizer.ending_with`).
+        label: the label whose probability counts, by its index; the last one by default.
+        baseline: subtracted from each reward of a step.
+        exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
+
+    Raises:
+        ConfigError: there is no such label.
+        ModelRefused: the model has no linear head, or cannot be served row by row.
+    """
+
+    def __init__(
+        self,
+        model: Loadable,
+        *,
+        thread: Hosting,
+        separators: Sequence[int],
+        label: int = -1,
+        baseline: float = 0.0,
+        exact: bool = False,
+    ) -> None:
+        super().__init__(worker_of(ProcessRewardWorker, model, exact, separators, label, baseline), thread)
+
+
+class RecomputedLogprobs(ReferenceLogprobs):
+    """Scores each response token with its log-prob under the actor's current weights: float32 [n], natural logarithm.
+
+    It reads responses while they grow, as the reference does. It follows the trainer: after :meth:`load`, sessions
+    opened under an older version are stale, and the caller forgets and replays them.
+
+    Args:
+        model: the actor. It may be the module that is trained: nothing of it is changed here.
+        sampling: the policy's; only the temperature and the ids that may be drawn count.
+        thread: where rollouts are read: any place.
+        exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
+
+    Raises:
+        ModelRefused: the model cannot be served row by row.
+    """
+
+    async def load(self, weights: Weights) -> None:
+        """Serve ``weights.actor`` from the next call on; tensors that are the model's own are not copied.
+
+        An empty ``weights.actor`` changes the version only.
+
+        Raises:
+            ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
+        """
+        await self._follow(weights.actor, weights.version)
+
+
+class ProximalLogprobs(RecomputedLogprobs):
+    """Scores each response token with its log-prob under the actor's current weights: float32 [n], natural logarithm.
+
+    A token that these weights sampled keeps its recorded log-prob. So the model reads only rollouts with older tokens,
+    whole and once, when they finish. Where no rollout was carried over it reads nothing, and the result is, to the bit,
+    the behaviour log-probs. Log-probs are over the tokens' supports; recomputed ones agree with recorded ones of the
+    same weights as those of :class:`~oppo.hf.serve.scorers.ReferenceLogprobs` do.
+
+    Args:
+        model: the actor. It may be the module that decodes: nothing of it is changed here.
+        sampling: the policy's; only the temperature and the ids that may be drawn count.
+        thread: where rollouts are read: any place.
+        exact: the bits of results do not depend on which rollouts finish together; slower.
+        on_publish: what the policy does with the keys and values of parked rollouts. With ``keep``, no single version
+            sampled the tokens that follow older ones, so they are recomputed too.
+
+    Raises:
+        ModelRefused: the model cannot be served row by row.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        sampling: Sampling,
+        thread: Hosting,
+        exact: bool = False,
+        on_publish: Literal["recompute", "keep"] = "recompute",
+    ) -> None:
+        super().__init__(model, sampling=sampling, thread=thread, exact=exact)
+        self._mixed = on_publish == "keep"
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+        """Read nothing: which tokens are stale is known when a rollout finishes."""
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[FloatArray]:
+        """Return the log-probs of each response."""
+        stale = {event.rollout: self._stale(event.response) for event in finished}
+        carried = [event for event in finished if stale[event.rollout].any()]
+        logprobs = {event.rollout: event.response.logprobs for event in finished}
+        for event, recomputed in zip(carried, await self._recompute(carried, priority), strict=True):
+            logprobs[event.rollout] = np.where(stale[event.rollout], recomputed, event.response.logprobs)
+        return list(logprobs.values())
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
+        """Do nothing: no rollout is kept between two calls."""
+
+    def _stale(self, response: Response) -> BoolArray:
+        older = response.versions < self._version
+        return response.sampled & (np.logical_or.accumulate(older) if self._mixed else older)
+
+    async def _recompute(self, finished: Sequence[Finish], priority: Priority) -> Sequence[FloatArray]:
+        if not finished:
+            return []
+        try:
+            events = [event for each in finished for event in (each.response.prompt, each.response.chunk())]
+            await super().extend(events, priority=priority)
+            return await super().finish(finished, priority=priority)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await super().forget([event.rollout for event in finished], priority=priority)
+            raise

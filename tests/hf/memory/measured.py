@@ -18,8 +18,7 @@ from oppo.hf.lora import add_lora
 from oppo.hf.memory.estimate import Bytes, Load, longest_batch, of_policy, of_reference, of_reward, of_trainer
 from oppo.hf.serve.decoding import Decoder, DecodeRow, DecodeStep
 from oppo.hf.serve.policy_core import PolicyCore
-from oppo.hf.serve.scorer_input import ScorerInput
-from oppo.hf.serve.scorer_workers import ReferenceWorker, RewardWorker
+from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput
 from oppo.hf.serve.signals import Signals
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.core import HfTrainerCore

@@ -1,10 +1,17 @@
-"""A reward model with another tokenizer or chat template, streamed: it reads the rollout as text while that grows."""
+"""A reward model with another tokenizer or chat template, streamed: it reads the rollout as text while that grows.
+
+A token is sent on when what follows can hardly change it: the last word is held back, and of a word without end its
+last tokens. That is a guess. In the end the model has read the tokens of the whole text, in one call of its
+tokenizer: where they differ from those that were sent, it goes back to the first difference.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,17 +20,188 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
-from oppo.hf.as_text.reader import EMPTY, OverLong, Reader, TooLong
-from oppo.hf.as_text.rendering import Form, Rendering, prompt_text
-from oppo.hf.as_text.retokenizer import Edit, Retokenizer
+from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import longest, vocabulary
 from oppo.hf.kv.incremental_prefill import IncrementalPrefill, ReadState, TokenSpan
-from oppo.hf.serve.scorer_input import ReplayJournal, ScorerInput
-from oppo.hf.serve.scorer_workers import score_reader
+from oppo.hf.serve.scorers import ReplayJournal, ScorerInput, score_reader
 from oppo.hf.shared_memory import SharedModel
-from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""Stands in decoded text for an incomplete character."""
+
+
+class GrowingText:
+    """Decodes the tokens of one response a few at a time.
+
+    Tokens are decoded behind those before them, since the text of a token depends on whether it is the first. So the
+    cost of a token does not grow with the length of the response.
+
+    Args:
+        decode: token ids to text.
+
+    Attributes:
+        tokens: all that came.
+        settled: whether the text of earlier tokens has never changed; if it has, no more text comes.
+
+    Example:
+        >>> text = GrowingText(lambda tokens: bytes(tokens).decode(errors="replace"))
+        >>> [text.push(part) for part in ([99, 97], [102, 0xC3], [0xA9])]
+        ['ca', '', 'fé']
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self.tokens: list[int] = []
+        self.settled = True
+        self._decode = decode
+        self._context = 0  # first token of those behind which new ones are decoded
+        self._known = 0  # tokens whose text was returned
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Return the text that is certain now: all, unless it ends in an incomplete character."""
+        self.tokens += tokens
+        if not self.settled:
+            return ""
+        before = self._decode(self.tokens[self._context : self._known])
+        after = self._decode(self.tokens[self._context :])
+        if not after.startswith(before):
+            self.settled = False
+            return ""
+        if after.endswith(REPLACEMENT):
+            return ""
+        if len(after) > len(before):
+            self._context = self._known
+        self._known = len(self.tokens)
+        return after[len(before) :]
+
+
+TAIL: Final = 16
+"""Tokens of a word that are held back at most: merges reach back less far."""
+
+CONTEXT: Final = 200
+"""Characters before new text that are tokenized again with it, at most."""
+
+MAX_REWINDS: Final = 3
+"""Rewinds after which the rest of a rollout waits for its end: this text cannot be cut where words end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A change of the tokens that were sent: the first ``keep`` of them stay, and ``ids`` follow."""
+
+    keep: int
+    ids: Sequence[int]
+
+
+class Retokenizer:
+    """The state of one rollout.
+
+    Args:
+        rendering: of prompt and response.
+        reader: the other tokenizer.
+        decode: the policy's tokens to text.
+        prompt: as the data has it.
+
+    Attributes:
+        sent: the tokens of the other tokenizer that were sent on.
+        reread: tokens that had been sent, and were taken back.
+    """
+
+    def __init__(
+        self, rendering: Rendering, reader: Reader, decode: Callable[[Sequence[int]], str], prompt: PromptText
+    ) -> None:
+        self.sent: list[int] = []
+        self.reread = 0
+        self._rendering = rendering
+        self._reader = reader
+        self._decode = decode
+        self._prompt = prompt
+        opening = rendering.opening(prompt) if reader.knows_offsets else None
+        self._streams = opening is not None
+        self._opening = opening or Rendered("")
+        self._text = self._opening.text
+        self._end = 0  # of the text that was sent, in characters
+        self._rewinds = 0
+        self._growing = GrowingText(decode)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the response that came."""
+        return len(self._growing.tokens)
+
+    def grow(self, tokens: Sequence[int]) -> Edit:
+        """Return what becomes certain with more of the response; none at first: the prompt alone."""
+        self._text += self._growing.push(tokens)
+        if not (self._streams and self._growing.settled) or len(self.sent) >= self._reader.limit:
+            return Edit(len(self.sent), ())
+        return self._continued() or self._restarted()
+
+    def finish(self) -> Edit:
+        """Return what makes of the tokens that were sent those of the whole text.
+
+        Raises:
+            TooLong: the text has more tokens than the model reads.
+        """
+        response = self._decode(self._growing.tokens)
+        rendered = self._rendering.whole(self._prompt, response)
+        return self._corrected(self._reader.features(rendered)["input_ids"])
+
+    def _continued(self) -> Edit | None:
+        start = max(last_word(self._text[: self._end]), self._end - CONTEXT) if self._end else 0
+        if not start:
+            return self._restarted()
+        pieces = self._reader.pieces(replace(self._so_far().after(start), special=False))
+        ends = [start + end for end in pieces.ends]
+        known = sum(1 for _ in takewhile(lambda end: end <= self._end, ends))
+        if not known or ends[known - 1] != self._end or pieces.ids[known - 1] != self.sent[-1]:
+            return None
+        stop = self._stable(Pieces(pieces.ids, ends))
+        return self._sent(Edit(len(self.sent), pieces.ids[known:stop]), ends[max(stop, known) - 1])
+
+    def _restarted(self) -> Edit:
+        pieces = self._reader.pieces(self._so_far())
+        stop = self._stable(pieces)
+        return self._corrected(pieces.ids[:stop], pieces.ends[stop - 1] if stop else 0)
+
+    def _so_far(self) -> Rendered:
+        response = (len(self._opening.text), len(self._text))
+        return replace(self._opening, text=self._text, data=[*self._opening.data, response])
+
+    def _corrected(self, ids: Sequence[int], end: int = 0) -> Edit:
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.sent, ids, strict=False)))
+        if taken_back := len(self.sent) - same:
+            self.reread += taken_back
+            self._rewinds += 1
+            self._streams = self._rewinds < MAX_REWINDS
+        return self._sent(Edit(same, ids[same:]), end)
+
+    def _sent(self, edit: Edit, end: int) -> Edit:
+        room = self._reader.limit - edit.keep
+        self.sent[edit.keep :] = edit.ids[:room]
+        self._end = end
+        return Edit(edit.keep, edit.ids[:room])
+
+    def _stable(self, pieces: Pieces) -> int:
+        border, ends = last_word(self._text), pieces.ends
+        whole_words = sum(1 for _ in takewhile(lambda end: end <= border, ends))
+        stop = max(whole_words, len(ends) - TAIL)
+        while 0 < stop < len(ends) and ends[stop - 1] == ends[stop]:  # inside of a character
+            stop -= 1
+        return stop
+
+
+def last_word(text: str) -> int:
+    """Return where the last word of a text begins, with the space before it.
+
+    Example:
+        >>> last_word("one two"), last_word("one two "), last_word("one")
+        (3, 3, 0)
+    """
+    head, *word = text.rsplit(maxsplit=1) or [""]
+    return len(head) if word else 0
+
 
 REREAD = "bridge/reread_tokens"
 """The metric of the tokens of a rollout that were read in vain."""
@@ -120,7 +298,6 @@ class BridgeWorker:
         self._prefill.forget(rollouts)
 
     def _received(self, event: Prompt | Chunk | Given, pending: int) -> list[int]:
-        """Open the rollout of a prompt; return the tokens of a response."""
         if isinstance(event, Prompt):
             self._prefill.extend([Prompt(event.rollout, event.rollout, np.zeros(0, np.int32))])
             decode = self._bridge.policy.decode
@@ -136,7 +313,6 @@ class BridgeWorker:
         return [*event.tokens.tolist()]
 
     def _ended(self, rollout: int, length: int) -> Edit | str:
-        """Return what makes the text of a rollout whole, or why it is not read."""
         found = self._opened(rollout)
         if found.length != length:
             raise ProtocolError(
@@ -159,7 +335,6 @@ class BridgeWorker:
         return self._open[rollout]
 
     def _read(self, edits: Mapping[int, Edit]) -> None:
-        """Bring what the model has read of each rollout to the tokens that were sent."""
         chunks: list[Given] = []
         for rollout, edit in edits.items():
             kept = self._prefill.rewind(rollout, edit.keep)
@@ -169,7 +344,6 @@ class BridgeWorker:
         self._prefill.extend(chunks)
 
     def _score(self, state: ReadState) -> float:
-        """Return the score at the last token that is not padding, as transformers has it."""
         ids = self._open[state.rollout].sent
         last = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] != self._padding), 0)
         return float(torch.cat(state.kept)[last])
@@ -177,7 +351,7 @@ class BridgeWorker:
 
 @torch.inference_mode()
 def _keep(span: TokenSpan, outputs: Tensor) -> None:
-    """Keep the score at each position, since the last one is known only in the end."""
+    # The score at each position is kept, since the last one is known only in the end.
     before = torch.cat(span.state.kept)[: span.start] if span.state.kept else outputs[:0, 0]
     span.state.kept = [before, outputs[:, 0].float()]
 
