@@ -1,18 +1,18 @@
-"""Writes ``docs/metrics.md`` from the declarations in ``oppo/report/catalogue.py``: ``python -m docs.make_metrics``."""  # noqa: INP001 - a script beside its page
+"""Writes ``docs/metrics.md`` from the declarations in ``oppo/report/metrics.py``: ``python -m docs.make_metrics``."""  # noqa: INP001 - a script beside its page
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from oppo.report.catalogue import METRICS
+from oppo.report.metrics import METRICS
 
 PAGE = Path(__file__).with_name("metrics.md")
 
 PREFACE = """\
 # Metrics
 
-Every metric of a step, made from the declarations in `oppo/report/catalogue.py`: change those, then run
+Every metric of a step, made from the declarations in `oppo/report/metrics.py`: change those, then run
 `python -m docs.make_metrics`. The names are the same in `StepReport.metrics` of any run, in `metrics.jsonl`, in
 [TensorBoard and Weights & Biases](runs.md#trackers). Those of the objective, the loss and the policy are TRL's for PPO
 where it has them. A number that is not finite is `null` in `metrics.jsonl`, and left out by the trackers; a metric is

@@ -22,8 +22,8 @@ from benchmarks.ladder.workloads import PAPER, BenchWorkload
 from benchmarks.machine import cores_here
 from oppo.chunking import WholeRollout
 from oppo.observe import Span
-from oppo.report.timed import TimedStep, Timekeeper
-from oppo.report.timeline import Excerpt, timeline
+from oppo.report.charts import Excerpt, timeline
+from oppo.report.trace import TimedStep, Timekeeper
 from oppo.stages import Update
 
 HERE: Final = Path(__file__).parent

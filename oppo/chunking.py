@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from oppo.admission.observation import Json, Observation
+from oppo.admission.protocol import Json, Observation
 from oppo.declared import require_declared
 
 FIRST_PROBE = 2

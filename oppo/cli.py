@@ -25,8 +25,8 @@ from oppo.durable import put
 from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError, RunComplete
 from oppo.numeric import require_real, require_whole
 from oppo.redact import harmless
-from oppo.report.display import displays
-from oppo.report.files import ended
+from oppo.report.panel import displays
+from oppo.report.records import ended
 from oppo.signals import Stopped, stoppable
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 
 from oppo.durable import make, put, sweep, whole
 from oppo.report import RunDirectory
-from oppo.report.rundir import RECORDS
+from oppo.report.run_dir import RECORDS
 
 
 def written(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from docs.make_metrics import PAGE, page
 from oppo.admission.bottleneck import LIMITS, NUMBERS, PARTS, PREFIX
 from oppo.cli import DONE
 from oppo.evaluation.evaluate import PREFIX as HELD_OUT
-from oppo.report.catalogue import METRICS, metric
+from oppo.report.metrics import METRICS, metric
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting
 from tests.workplace import furnish, oppo, records

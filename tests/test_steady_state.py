@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.admission import Observation, Overcommit
-from oppo.admission.pace import pace
+from oppo.admission.forecast import pace
 from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed, WholeRollout
 from oppo.models import Capabilities

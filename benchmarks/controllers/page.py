@@ -19,7 +19,7 @@ from benchmarks.controllers.compare import (
     mean_worth,
 )
 from benchmarks.controllers.regimes import ENGINES, REGIMES
-from oppo.report.svg import Axes, picture, placed
+from oppo.report.charts import Axes, picture, placed
 
 DOCS = CHECKOUT / "docs"
 

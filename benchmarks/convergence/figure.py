@@ -9,7 +9,7 @@ from benchmarks.convergence.arms import Arm
 from benchmarks.convergence.comparison import Interval, by_updates, curve, made_at
 from benchmarks.convergence.results import Outcome, Results
 from benchmarks.convergence.study import Axis, Panel, Study
-from oppo.report.svg import Axes, picture, placed
+from oppo.report.charts import Axes, picture, placed
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 400, 260, 50, 44, 60
 APART: Final = 90

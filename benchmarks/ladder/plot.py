@@ -10,7 +10,7 @@ from typing import Final
 from benchmarks.ladder.modes import MODES
 from benchmarks.ladder.of_record import Results
 from oppo.errors import ConfigError
-from oppo.report.svg import COLOURS, Axes, box, picture, placed, rule, text
+from oppo.report.charts import COLOURS, Axes, box, picture, placed, rule, text
 
 TIMES_SERIAL: Final = "times the serial step; whiskers: worst and best round"
 OURS: Final = COLOURS[0]

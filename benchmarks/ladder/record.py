@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
-from oppo.admission.observation import Json
+from oppo.admission.protocol import Json
 from oppo.errors import ProtocolError
 
 

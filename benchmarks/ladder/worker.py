@@ -45,10 +45,10 @@ from oppo.admission.bottleneck import PREFIX
 from oppo.errors import DataError
 from oppo.events import Batch, Prompt, StepReport
 from oppo.graph import Run
-from oppo.graph.step import UNKNOWN
+from oppo.graph.stage import UNKNOWN
 from oppo.observe import Observer, Span
 from oppo.overlap import occupation, seconds, union
-from oppo.report.work import work_of
+from oppo.report.records import work_of
 
 
 @dataclass(eq=False)

@@ -10,22 +10,21 @@ tested as a property in ``tests/stages/test_ledger.py``.
 Policies that learn have a ``state_dict()``. The same observations in the same order make the same decisions.
 """
 
-from oppo.admission.batched import TailBatched
+from oppo.admission.adaptive import SlopeAdaptive, TailAdaptive
 from oppo.admission.bottleneck import Bottleneck, bottleneck, together
-from oppo.admission.continuous import Continuous
-from oppo.admission.observation import Observation, Scoring, Stretch
-from oppo.admission.overcommit import Overcommit, Synchronous
+from oppo.admission.fixed import Continuous, Overcommit, Synchronous, TailBatched
 from oppo.admission.protocol import (
     Admission,
     AdmitView,
     CutView,
+    Observation,
     Refilling,
     RefillView,
     ReportsMetrics,
     Restarting,
+    Scoring,
+    Stretch,
 )
-from oppo.admission.slope import SlopeAdaptive
-from oppo.admission.tail import TailAdaptive
 
 __all__ = [
     "Admission",

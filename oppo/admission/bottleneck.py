@@ -39,7 +39,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, cast, get_args
 
-from oppo.admission.observation import Observation, Scoring
+from oppo.admission.protocol import Observation, Scoring
 
 StepPart: TypeAlias = Literal["decode", "tail", "cap", "score", "train"]
 """A part of a step's time."""

@@ -1,12 +1,139 @@
-"""The protocol of an admission policy, and its optional parts."""
+"""The protocol of an admission policy, and the observation of a finished step that it learns from."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
-from oppo.admission.observation import Observation
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+"""A JSON value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Busy time of one scorer in a step.
+
+    Attributes:
+        stage: name of its stage.
+        before: busy seconds until decoding ended.
+        after: busy seconds from then to its last value of the step.
+        spare: seconds of its calls after that, which nothing waited for.
+        calls, tokens: all its calls that read, and the tokens that they read.
+        answered: rollouts for which it answered.
+        answering: seconds of the calls that did.
+    """
+
+    stage: str
+    before: float
+    after: float
+    spare: float = 0.0
+    calls: int = 0
+    tokens: int = 0
+    answered: int = 0
+    answering: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        """Busy seconds in all."""
+        return self.before + self.after
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Successive decode steps, up to one in which a rollout ended: what was decoded, and how long it took.
+
+    Attributes:
+        seconds: that they took.
+        steps: their number.
+        tokens: that they made: the sum over the steps of the live rollouts.
+        context: the sum over the steps of the tokens in these rollouts' context, prompts included.
+        opened: tokens of the prompts that were read before them, to begin responses.
+        resumed: tokens in the context of rollouts that were carried and decoded on from here.
+        ended: rollouts that ended in them.
+    """
+
+    seconds: float
+    steps: int
+    tokens: int
+    context: int
+    opened: int = 0
+    resumed: int = 0
+    ended: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Measurements of one step. Seconds are on the event loop's clock; lengths are in tokens, sampled or given.
+
+    The length of a unit is that of its longest rollout.
+
+    Attributes:
+        step: ordinal of the step, from 0.
+        seconds: from the step's start, or the last publish of the step before if that is later, to its last publish.
+        decode_seconds: from the start of decoding to the cut; 0 without decoding.
+        decode_steps: number of forward passes: the most tokens that any rollout gained.
+        tokens: sum of the tokens that the rollouts gained.
+        rows: rollouts decoding at the start; 0 if not counted: one for each unit.
+        finished: lengths of the units completed in this step, trained or not.
+        capped: how many of those ended at the length cap.
+        parked: lengths so far of the incomplete units.
+        scoring: busy time of each scorer.
+        rest_seconds: ``seconds`` without decoding and the wait for scores after it; with lookahead, of the update and
+            the publishing alone.
+        accumulate_seconds: of a streamed update, beside decoding and scoring: they are no part of ``rest_seconds``.
+        score: mean score of the trained rollouts; NaN without any.
+        mismatch_kl: KL between the weights that sampled and those that were trained, nats per token; ``None`` if not
+            measured.
+        effective_samples: effective sample size of the importance weights as a share, 0 to 1; ``None`` likewise.
+        lookahead: number of later steps that may begin before this one has ended.
+        chunk: tokens in a chunk; 0 without decoding.
+        stretches: what its decode steps were; some of them together.
+
+    Example:
+        >>> seen = Observation(step=3, seconds=9.5, finished=(12, 40), scoring=(Scoring("reward", 2.0, 0.5),))
+        >>> Observation.from_json(seen.as_json()) == seen
+        True
+    """
+
+    step: int
+    seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_steps: int = 0
+    tokens: int = 0
+    rows: int = 0
+    finished: tuple[int, ...] = ()
+    capped: int = 0
+    parked: tuple[int, ...] = ()
+    scoring: tuple[Scoring, ...] = ()
+    rest_seconds: float = 0.0
+    accumulate_seconds: float = 0.0
+    score: float = float("nan")
+    mismatch_kl: float | None = None
+    effective_samples: float | None = None
+    lookahead: int = 0
+    chunk: int = 0
+    stretches: tuple[Stretch, ...] = ()
+
+    def as_json(self) -> dict[str, Json]:
+        """Return this as JSON values, for a journal or a checkpoint; a score that is not finite becomes ``None``."""
+        values = asdict(self)
+        lists = {name: list(values[name]) for name in ("finished", "parked", "scoring", "stretches")}
+        return {**values, **lists, "score": self.score if math.isfinite(self.score) else None}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Json]) -> Observation:
+        """Return the observation of which :meth:`as_json` returned ``value``."""
+        late = {"lookahead": 0, "chunk": 0, "stretches": (), "accumulate_seconds": 0.0}  # what older journals lack
+        given = {each.name: cast("Any", {**late, **value}[each.name]) for each in fields(cls)}
+        tuples = {
+            "finished": tuple(given["finished"]),
+            "parked": tuple(given["parked"]),
+            "scoring": tuple(Scoring(**each) for each in given["scoring"]),
+            "stretches": tuple(Stretch(**each) for each in given["stretches"]),
+        }
+        return cls(**{**given, **tuples, "score": math.nan if given["score"] is None else given["score"]})
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from oppo.admission import Admission, Continuous, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
-from oppo.admission.slope import SlopeRule
+from oppo.admission.adaptive import SlopeRule
 from oppo.algorithms.base import Roles
 from oppo.app.checkpoint import State
 from oppo.app.own_algorithm import graph_of
@@ -21,7 +21,7 @@ from oppo.events import StepReport
 from oppo.graph import Graph
 from oppo.hosted_trainer import HostedTrainer
 from oppo.models import ResumableTrainer
-from oppo.report.dump import dump_batch
+from oppo.report.log import dump_batch
 from oppo.stages import Generate, GroupRelative, InParts, Update
 
 if TYPE_CHECKING:

@@ -13,9 +13,7 @@ from oppo.app.sections import EvalSection
 from oppo.app.settings import Settings
 from oppo.declared import declared
 from oppo.errors import CheckpointError, ConfigError, RunComplete
-from oppo.report.files import METRICS, ended
-from oppo.report.lock import Lock
-from oppo.report.records import read
+from oppo.report.records import METRICS, Lock, ended, read
 
 CHECKPOINTS = "checkpoints"
 """The checkpoints in a run directory."""

@@ -17,7 +17,7 @@ from oppo.app.sources import ROWS, PromptSource, named, sources
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.errors import ConfigError, DataError, RunComplete
 from oppo.events import Prompt
-from oppo.report.files import ended
+from oppo.report.records import ended
 
 Rows: TypeAlias = Iterable[Mapping[str, object]] | AsyncIterable[Mapping[str, object]]
 """Rows of a program, a mapping of columns each. Those of a length are read at once; others as they come."""

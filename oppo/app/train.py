@@ -28,12 +28,10 @@ from oppo.errors import CheckpointError, HangError, behind
 from oppo.events import StepReport
 from oppo.graph import Graph, Run
 from oppo.liveness import Heartbeat
-from oppo.liveness.heartbeat import GAP
+from oppo.liveness.watchdog import GAP
 from oppo.observe import Notices, Observer, silent
 from oppo.report import RunDirectory, RunLog
-from oppo.report.files import require_unused
-from oppo.report.journal import JOURNAL, Replay, read_replay
-from oppo.report.lock import Lock
+from oppo.report.records import JOURNAL, Lock, Replay, read_replay, require_unused
 from oppo.signals import Interrupt, Stopped, interruptible
 from oppo.stages import Generate, Update
 

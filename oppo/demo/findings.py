@@ -10,8 +10,7 @@ from typing import cast
 
 from oppo.demo.exactness import Digests
 from oppo.evaluation import Comparison
-from oppo.report.journal import JOURNAL
-from oppo.report.records import read
+from oppo.report.records import JOURNAL, read
 
 LENGTH_HACK = 2.0
 """Responses this many times as long as before suggest that the policy exploits their length."""

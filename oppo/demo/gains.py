@@ -9,7 +9,7 @@ from rich.table import Table
 
 from oppo.observe import Role
 from oppo.overlap import busy, seconds
-from oppo.report.timed import TimedStep
+from oppo.report.trace import TimedStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from oppo.hf.cpu import use_cores
-from oppo.report.lock import Lock, is_locked
+from oppo.report.records import Lock, is_locked
 
 COMPLETE: Final = "COMPLETE"
 """The file that is written last; a directory without it is not used."""

@@ -28,9 +28,9 @@ from oppo.demo.schedules import excerpt, measure, starting
 from oppo.evaluation import compare
 from oppo.models import Sampling
 from oppo.redact import harmless
-from oppo.report.files import require_unused
 from oppo.report.metrics import hidden_fraction
-from oppo.report.rundir import metrics_of, write_page
+from oppo.report.records import require_unused
+from oppo.report.run_dir import metrics_of, write_page
 
 SHOWN = 3
 """Held-out prompts whose responses are shown."""

@@ -23,8 +23,8 @@ from oppo.app.train import PreparedRun, prepare
 from oppo.demo.gains import Effort, TimedRound, median_round
 from oppo.hf.loading.models import load_scalar, load_tokenizer, quiet
 from oppo.observe import silent
-from oppo.report.timed import Timekeeper
-from oppo.report.timeline import Excerpt
+from oppo.report.charts import Excerpt
+from oppo.report.trace import Timekeeper
 from oppo.stages.hold import held
 
 LEARNING_RATE: Final = 1e-9

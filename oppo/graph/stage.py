@@ -1,25 +1,301 @@
-"""The protocols of a stage: any object with an ``async def run``, and optional hooks.
-
-::
-
-    async def run(self, a: Receiver[A], b: Receiver[B], *, out: Sender[O]) -> None
-
-``run`` has one to four inputs. It is called once a step and returns when its inputs have ended; the executor then
-closes its output. It may have keywords: ``step: Step`` receives the current step, and any other,
-``again: Receiver[E] | None = None``, is an input by name, which a graph may connect.
-
-Hooks are found by their names: :class:`Observing`, :class:`Stateful`, :class:`Demanding`, and those of an async context
-manager, which a run enters when it opens and leaves, shielded from cancellation, when it closes. A stage need not keep
-the state of a step: two executions of a graph can be alive.
-"""
+"""Stages and steps: any object with an ``async def run`` is a stage; a step is one execution of every stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+import sys
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+import anyio
+
+from oppo.errors import GraphError
 from oppo.graph.channel import Receiver, Sender
-from oppo.graph.step import Step
+from oppo.observe import Role, Span, SpanListener, WorkContext, silent, work_context, working_for
+
+
+class StepLink:
+    """One step among those that are alive: which of its stages have returned, and the links of the steps next to it.
+
+    Args:
+        stages: names of the graph's stages.
+        before: the link of the step before, if that is alive.
+        lookahead: number of later steps that begin before this one has ended, unless the run ends or drains.
+
+    Attributes:
+        returned: by stage, set when it returns.
+        followed: set once ``after`` is known.
+        after: the link of the next step; ``None`` if that begins when this one has ended.
+        lookahead: as given.
+        over: set once no task of the step is left.
+        failed: whether it failed, or was cancelled because an earlier one had.
+    """
+
+    def __init__(self, stages: Sequence[str], before: StepLink | None = None, lookahead: int = 0) -> None:
+        self.returned = {name: anyio.Event() for name in stages}
+        self.followed = anyio.Event()
+        self.before = before
+        self.after: StepLink | None = None
+        self.lookahead = lookahead
+        self.over = anyio.Event()
+        self.failed = False
+        if before is not None:
+            before.after = self
+            before.followed.set()
+
+    def note_return(self, stage: str) -> None:
+        """Note that a stage has returned in this step: in the next it may begin."""
+        self.returned[stage].set()
+
+    def fail(self) -> None:
+        """Note that the step is over without a result: none follows, and earlier ones wait for none of its stages."""
+        self.failed = True
+        self.followed.set()
+        for event in self.returned.values():
+            event.set()
+
+    def end(self) -> None:
+        """Note that the step has ended, so that no later one refers to it."""
+        if self.after is not None:
+            self.after.before = None
+
+    async def previous(self, stages: Sequence[str]) -> None:
+        """Wait until the stages have returned in the step before; see :meth:`oppo.graph.Step.previous`."""
+        self._require_known(stages)
+        before = self.before
+        if before is not None:
+            await before.all_returned(stages)
+            if before.failed:
+                await anyio.sleep_forever()  # until the error of that step is raised, which cancels this one
+
+    async def later(self, stages: Sequence[str]) -> None:
+        """Wait until the stages have returned in the later steps; see :meth:`oppo.graph.Step.later`."""
+        self._require_known(stages)
+        link: StepLink = self
+        for _ in range(self.lookahead):
+            if link.failed:
+                await link.all_behind_over()
+                return
+            await link.followed.wait()
+            if link.after is None:
+                return
+            link = link.after
+            await link.all_returned(stages)
+
+    async def all_behind_over(self) -> None:
+        """Wait until every step behind this one is over: it has failed, so they are being cancelled."""
+        link = self.after
+        while link is not None:
+            await link.over.wait()
+            link = link.after
+
+    async def settled(self, stages: Sequence[str]) -> None:
+        """Wait until the stages have returned here and in the later steps; see :meth:`oppo.graph.Step.settled`."""
+        self._require_known(stages)
+        await self.all_returned(stages)
+        await self.later(stages)
+
+    async def all_returned(self, stages: Sequence[str]) -> None:
+        """Wait until the stages have returned in this step."""
+        for stage in stages:
+            await self.returned[stage].wait()
+
+    def _require_known(self, stages: Sequence[str]) -> None:
+        for stage in stages:
+            if stage not in self.returned:
+                known = ", ".join(map(repr, self.returned))
+                raise GraphError(f"a stage waits for {stage!r} of another step, but the stages are {known}")
+
+
+M = TypeVar("M")
+
+UNKNOWN: Final = sys.maxsize
+"""Remaining steps of a run without a known end."""
+
+
+ChannelCounters: TypeAlias = Mapping[str, Mapping[str, int]]
+"""The counters of each channel, by ``source->target``."""
+
+Gauge: TypeAlias = Callable[[], float]
+"""Returns a measurement of the process, for example the worst delay of its event loop since the last call."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkLog:
+    """The latest work of a run's stages, and its listener."""
+
+    spans: list[Span] = field(default_factory=list)
+    tell: SpanListener = silent
+
+    def add(self, span: Span) -> None:
+        """Keep a piece of work, and tell of it."""
+        self.spans.append(span)
+        self.tell(span)
+
+
+def _nobody(stage: str, item: object) -> None:
+    """Discard the item."""
+    del stage, item
+
+
+@dataclass(slots=True, eq=False)
+class StepRuntime:
+    """The run's side of a step, one for all of its stages; not for the stages themselves.
+
+    Attributes:
+        records: of the stages, by class, each with the name of its stage.
+        link: to the steps that are alive beside it; ``None`` outside of a run.
+        work: of this step and of those alive beside it.
+        gauges: of the run (:meth:`oppo.Graph.open`), by metric.
+        channels: returns the counters of the step's channels so far.
+        notify: tells the run's observers of an item, under the name of a stage.
+    """
+
+    records: dict[type, list[tuple[str, Any]]] = field(default_factory=dict)
+    link: StepLink | None = None
+    work: WorkLog = field(default_factory=WorkLog)
+    gauges: Mapping[str, Gauge] = field(default_factory=dict)
+    channels: Callable[[], ChannelCounters] = dict
+    notify: Callable[[str, object], None] = _nobody
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One execution of a graph, as passed to one of its stages.
+
+    A stage records its measurements as values of a class of its own; another stage reads them by class. All of them are
+    recorded when ``observe`` is called.
+
+    Attributes:
+        index: ordinal in the run, from 0.
+        remaining: number of steps left to run, this one included; ``UNKNOWN`` without a known end.
+        started: loop time, in seconds.
+        stage: name of the stage it is passed to.
+        ahead: number of earlier steps that had not ended when it began; 0 without lookahead.
+        runtime: what the run gives to it; its stages use the methods.
+
+    Example:
+        >>> step = Step(0, 10, started=0.0)
+        >>> step.of("reward").record(0.5)
+        >>> step.recorded(float)
+        [('reward', 0.5)]
+    """
+
+    index: int
+    remaining: int
+    started: float
+    stage: str = ""
+    ahead: int = 0
+    runtime: StepRuntime = field(default_factory=StepRuntime, repr=False)
+
+    @property
+    def number(self) -> int:
+        """Its ordinal for people, from 1: the number of completed steps once it has ended."""
+        return self.index + 1
+
+    @property
+    def observed(self) -> int:
+        """The number of steps whose results had been observed when it began."""
+        return self.index - self.ahead
+
+    def of(self, stage: str) -> Step:
+        """Return this step as passed to another stage; all stages share the records."""
+        return replace(self, stage=stage)
+
+    def record(self, measure: object) -> None:
+        """Record a measurement of the stage under its class."""
+        self.runtime.records.setdefault(type(measure), []).append((self.stage, measure))
+
+    def recorded(self, kind: type[M]) -> list[tuple[str, M]]:
+        """Return the records of this class, each with the name of its stage, in the order of recording."""
+        return list(self.runtime.records.get(kind, ()))
+
+    def note(self, item: object) -> None:
+        """Have the run's observers notice an item as they notice those that the stage sends; no stage reads it."""
+        self.runtime.notify(self.stage, item)
+
+    @contextmanager
+    def working(self, role: Role, label: str = "") -> Iterator[None]:
+        """Record the body as work of the stage, when it has come to its end; the run's observers get its span.
+
+        The spans of the models that it calls have its step and role.
+
+        Args:
+            role: of the work in the step.
+            label: of the span; the role by default.
+
+        Example:
+            >>> async def run(self, batches, *, out, step):
+            ...     async for batch in batches:
+            ...         with step.working("update"):
+            ...             await self.trainer.update(batch)
+        """
+        start, context = anyio.current_time(), WorkContext(self.index, role)
+        outer = work_context()  # the steps of an evaluation are none of the run that is evaluated
+        with working_for(outer if outer.role == "evaluate" else context):
+            yield
+        span = context.span(self.stage, label or role, start, anyio.current_time())
+        self.record(span)
+        self.runtime.work.add(span)
+
+    @property
+    def work(self) -> Sequence[Span]:
+        """The work that stages recorded in this step and in those alive beside it so far, in the order of its ends.
+
+        That of this step alone is ``recorded(Span)``.
+        """
+        return tuple(self.runtime.work.spans)
+
+    @property
+    def gauges(self) -> Mapping[str, Gauge]:
+        """The gauges of the run (:meth:`oppo.Graph.open`), by metric."""
+        return self.runtime.gauges
+
+    def channels(self) -> ChannelCounters:
+        """Return the counters of each channel in this step so far."""
+        return self.runtime.channels()
+
+    @property
+    def lookahead(self) -> int:
+        """The number of later steps that may begin before this one has ended."""
+        return 0 if self.runtime.link is None else self.runtime.link.lookahead
+
+    @property
+    def followed(self) -> bool:
+        """Whether a later step has begun; whether one has, by the end of this step, does not depend on timing."""
+        return self.runtime.link is not None and self.runtime.link.after is not None
+
+    async def previous(self, *stages: str) -> None:
+        """Wait until the stages have returned in the step before.
+
+        Raises:
+            GraphError: a name is unknown.
+        """
+        if self.runtime.link is not None:
+            await self.runtime.link.previous(stages)
+
+    async def later(self, *stages: str) -> None:
+        """Wait until the stages have returned in every later step that begins before this one has ended.
+
+        Which steps these are does not depend on timing: as many as the run looks ahead, fewer before its end and before
+        it drains. A stage must not wait so for one that depends on itself.
+
+        Raises:
+            GraphError: a name is unknown.
+        """
+        if self.runtime.link is not None:
+            await self.runtime.link.later(stages)
+
+    async def settled(self, *stages: str) -> None:
+        """Wait until the stages have returned in this step, and in every later one as :meth:`later` does.
+
+        Raises:
+            GraphError: a name is unknown.
+        """
+        if self.runtime.link is not None:
+            await self.runtime.link.settled(stages)
+
 
 A = TypeVar("A")
 B = TypeVar("B")

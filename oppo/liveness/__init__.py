@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from oppo.liveness.heartbeat import Heartbeat
-from oppo.liveness.limits import StallLimits
-from oppo.liveness.watchdog import Stall, Vitals, Watchdog
-from oppo.liveness.watched import watched
+from oppo.liveness.watchdog import Heartbeat, Stall, StallLimits, Vitals, Watchdog, watched
 
 __all__ = ["Heartbeat", "Stall", "StallLimits", "Vitals", "Watchdog", "watched"]

@@ -1,42 +1,223 @@
-"""The watchdog: a thread that notices when a run has stopped moving, reports it, and at last ends the run.
-
-::
-
-    nothing has moved for    notice       2 notice, 4 notice, ...    seconds              + grace    + grace
-                             listeners    listeners again            report, cancelled    free       last resort
-
-It is a thread because the event loop itself may hang. A move is an item sent, a span of a model, a step, or any change
-of ``progress()``. One long call of a model or a reward function looks like a hang: the report of a stall names it, and
-it may last ``call_timeout``. So may the end of a cancelled run, while something moves or models are being saved.
-
-Code that holds the interpreter lock stops every thread, this one too. A timer of the operating system ends such a
-process (:class:`~oppo.liveness.last_word.LastWord`), if the program has a last resort.
-"""
+"""The watchdog: a thread that notices when a run has stopped moving, reports it, and at last ends the run."""
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
+import math
+import os
+import signal
+import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import KW_ONLY, asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Protocol, Self, TypeAlias
+from types import FrameType, TracebackType
+from typing import Literal, Protocol, Self, TypeAlias, TypeVar
 
 import anyio
+import structlog
 
 from oppo.durable import opened
-from oppo.errors import HangError, note_others, running_loop
+from oppo.errors import HangError, as_itself, note_others, running_loop
 from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, StepReport
-from oppo.graph import Snapshot
-from oppo.liveness.hang import hang_report
-from oppo.liveness.last_word import LastWord
-from oppo.liveness.limits import StallLimits
+from oppo.graph import Run, Snapshot
+from oppo.numeric import require_real
 from oppo.observe import Observer, Span, now
 from oppo.redact import redacted_values
+
+NOTICE_SECONDS = 30.0
+"""Seconds without a move before a stall is reported, and again whenever they have doubled."""
+
+CALL_TIMEOUT = 3600.0
+"""Seconds that one call may last while nothing else moves."""
+
+GRACE_SECONDS = 30.0
+"""Seconds without a move or a save after which a cancelled run is ended by force."""
+
+
+@dataclass(frozen=True, slots=True)
+class StallLimits:
+    """The limits of a stall, in seconds.
+
+    Attributes:
+        seconds: without a move, after which the run is ended; 0: never, stalls are only reported.
+        call_timeout: replaces ``seconds`` while a call is in progress, if it is longer; 0 sets no limit.
+        notice: without a move, after which a stall is reported.
+        grace: without a move or a save, after which a cancelled run is ended by force.
+        names: of the settings for ``seconds`` and ``call_timeout``, for the error.
+
+    Raises:
+        ValueError: one is no number, or less than 0.
+    """
+
+    seconds: float
+    _: KW_ONLY
+    call_timeout: float = CALL_TIMEOUT
+    notice: float = NOTICE_SECONDS
+    grace: float = GRACE_SECONDS
+    names: tuple[str, str] = ("run.watchdog_seconds", "run.call_timeout")
+
+    def __post_init__(self) -> None:
+        values = (self.seconds, self.call_timeout, self.notice, self.grace)
+        for name, value in zip((*self.names, "notice", "grace"), values, strict=True):
+            require_real(name, value, 0, infinite=True)
+
+    def end(self, *, calling: bool) -> tuple[str, float]:
+        """Return the setting that limits a stall, and its seconds.
+
+        Args:
+            calling: whether a call is in progress.
+        """
+        if calling and self.seconds and (not self.call_timeout or self.call_timeout > self.seconds):
+            return self.names[1], self.call_timeout or math.inf
+        return self.names[0], self.seconds or math.inf
+
+    @property
+    def longest_cancellation(self) -> float:
+        """Seconds after its cancellation at which a run is ended by force even while it moves."""
+        return self.call_timeout or math.inf
+
+
+def hang_report(
+    seconds: float,
+    snapshots: Sequence[Snapshot],
+    rollouts: Mapping[str, list[int]],
+    loop: asyncio.AbstractEventLoop | None,
+) -> dict[str, object]:
+    """Return the report as JSON values, after ``seconds`` without a move; safe to call from any thread.
+
+    ``snapshots`` are of the steps that are alive, none between steps; ``rollouts`` are ids by state: in flight, parked,
+    finished.
+    """
+    return {
+        "still_for_seconds": round(seconds, 3),
+        "steps": [
+            {
+                "step": snapshot.step,
+                "summary": snapshot.sentence(),
+                "at_work": list(snapshot.working),
+                "waits": [asdict(wait) for wait in snapshot.waits],
+                "channels": snapshot.channels,
+                "table": snapshot.table.splitlines(),
+            }
+            for snapshot in snapshots
+        ],
+        "rollouts": rollouts,
+        "tasks": [
+            {"name": task.get_name(), "stack": list(await_chain(task.get_coro()))}
+            for task in (asyncio.all_tasks(loop) if loop is not None else ())
+        ],
+        "threads": [{"name": name, "stack": traceback.format_stack(frame)} for name, frame in sorted(thread_frames())],
+    }
+
+
+def await_chain(awaited: object) -> Iterator[str]:
+    """Yield the position of a suspended coroutine in each call, from the outermost to the innermost."""
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
+        if isinstance(frame, FrameType):
+            yield f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None) or _driven(awaited)
+
+
+def _driven(awaited: object) -> object:
+    # Code of a user is driven step by step (`oppo.errors.awaited`), so the interpreter does not know what it awaits.
+    frame = getattr(awaited, "gi_frame", None)
+    return frame.f_locals.get("call") if isinstance(frame, FrameType) else None
+
+
+def thread_frames() -> Iterator[tuple[str, FrameType]]:
+    """Yield the name and the current frame of each thread."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for identity, frame in sys._current_frames().items():  # noqa: SLF001 - documented, for exactly this
+        yield names.get(identity, str(identity)), frame
+
+
+STANDARD_ERROR = 2
+"""The file descriptor, whatever ``sys.stderr`` is."""
+
+CPU_SECONDS = 10.0
+"""The least processor seconds for each core before the timer runs down."""
+
+
+class LastWord:
+    """A timer of the operating system that ends the process unless it is wound up; it runs while the context is open.
+
+    It counts processor time, so a suspended process is not ended. When it runs down, code that needs no interpreter
+    lock writes the tracebacks of all threads to standard error, and the process ends. It runs for ``seconds`` of
+    processor time, and for at least :data:`CPU_SECONDS` for each core.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = max(seconds, CPU_SECONDS * (os.cpu_count() or 1))
+
+    def wind_up(self) -> None:
+        """Restart the timer."""
+        signal.setitimer(signal.ITIMER_PROF, self._seconds)
+
+    def __enter__(self) -> Self:
+        faulthandler.register(signal.SIGPROF, file=STANDARD_ERROR, all_threads=True, chain=True)
+        self.wind_up()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        faulthandler.unregister(signal.SIGPROF)
+
+
+PERIOD = 0.005
+"""Seconds between two beats."""
+
+GAP = "loop/worst_gap_s"
+"""The metric of the worst delay in a step."""
+
+
+class Heartbeat:
+    """Beats on the event loop every ``period`` seconds and keeps the worst delay, which shows code that blocks it."""
+
+    def __init__(
+        self,
+        period: float = PERIOD,
+        *,
+        clock: Callable[[], float] = now,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+    ) -> None:
+        self._period = period
+        self._clock = clock
+        self._sleep = sleep
+        self._beat = clock()
+        self._worst = 0.0
+
+    @asynccontextmanager
+    async def beating(self) -> AsyncIterator[None]:
+        """Beat while the context is open."""
+        with as_itself():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._beat_forever, name="heartbeat")
+                yield
+                tasks.cancel_scope.cancel()
+
+    def take(self) -> float:
+        """Return the worst delay since the last call in seconds, that of an overdue beat included, and reset it."""
+        worst, self._worst = max(self._worst, self._late()), 0.0
+        self._beat = self._clock()
+        return worst
+
+    async def _beat_forever(self) -> None:
+        self._beat = self._clock()
+        while True:
+            await self._sleep(self._period)
+            self._worst = max(self._worst, self._late())
+            self._beat = self._clock()
+
+    def _late(self) -> float:
+        return max(0.0, self._clock() - self._beat - self._period)
+
 
 RolloutState: TypeAlias = Literal["in flight", "parked", "finished"]
 
@@ -263,3 +444,64 @@ class Watchdog(Observer):
             return f"{self._report} could not be written: {error.strerror or error}"
         name, limit = self._limits.end(calling=bool(stall.calls))
         return f"see {self._report}; {name} = {limit:g} is the limit, 0 sets none"
+
+
+T = TypeVar("T")
+
+SECONDS = 600.0
+"""Seconds without a move after which a run is ended."""
+
+
+class Working(Protocol):
+    """Names its call in progress: a place, a :class:`oppo.FunctionReward`, or an :class:`oppo.observe.Reporter`."""
+
+    @property
+    def at_work(self) -> str:
+        """The call in progress; empty when there is none."""
+
+
+@asynccontextmanager
+async def watched(
+    run: Run[T],
+    *working: Working,
+    seconds: float = SECONDS,
+    call_timeout: float = CALL_TIMEOUT,
+    notice: float = NOTICE_SECONDS,
+    report: Path = Path("hang-report.json"),
+    tell: Callable[[str], object] | None = None,
+) -> AsyncIterator[None]:
+    """Watch a run while the context is open, and end it when nothing moves.
+
+    Its reports have ``loop/worst_gap_s``, the longest that the event loop was blocked, but not in virtual time: what
+    measures it wakes every few milliseconds, and time would never jump.
+
+    ``async with graph.open(prompts) as run, watched(run, decoding, scoring, reward): ...``
+
+    Args:
+        run: open; no step of it is running.
+        working: the places of its models, and its reward function; one of their calls may last ``call_timeout``.
+        seconds: without a move, after which the run is ended; 0: never.
+        call_timeout: replaces ``seconds`` while a call is in progress, if it is longer; 0: no limit.
+        notice: seconds without a move before ``tell`` is called, and again whenever they have doubled.
+        report: the file that records what every stage, task and thread was doing when the run is ended.
+        tell: called in another thread with a sentence about each stall; by default it is a warning of structlog.
+
+    Raises:
+        HangError: nothing had moved for too long.
+    """
+    warn = tell or structlog.get_logger("oppo").warning
+    watchdog = Watchdog(
+        StallLimits(seconds, call_timeout=call_timeout, notice=notice, names=("seconds", "call_timeout")),
+        report=report,
+        vitals=Vitals(calls=lambda: tuple(filter(None, (each.at_work for each in working)))),
+        listeners=[lambda stall: warn(stall.sentence())],
+    )
+    run.listen(watchdog)
+    with watchdog:
+        async with AsyncExitStack() as stack:
+            if not getattr(running_loop(), "virtual", False):
+                heartbeat = Heartbeat()
+                await stack.enter_async_context(heartbeat.beating())
+                run.gauge(GAP, heartbeat.take)
+            await stack.enter_async_context(watchdog.guarding(run))
+            yield

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from oppo.overlap import Occupation, occupation
-from oppo.report.journal import observations, story
 from oppo.report.log import RunLog
 from oppo.report.panel import Panel
-from oppo.report.rundir import RunDirectory
+from oppo.report.records import observations, story
+from oppo.report.run_dir import RunDirectory
 
 __all__ = ["Occupation", "Panel", "RunDirectory", "RunLog", "observations", "occupation", "story"]

@@ -10,8 +10,7 @@ from typing import cast
 from oppo.admission.bottleneck import PARTS, PREFIX, Bottleneck, together
 from oppo.redact import printable
 from oppo.report.charts import lines, stacked
-from oppo.report.evaluations import by_version
-from oppo.report.metrics import hidden_fraction, summary
+from oppo.report.metrics import by_version, hidden_fraction, summary
 from oppo.report.records import Record
 
 _STYLE = """
@@ -42,7 +41,7 @@ def page(
     Args:
         records: the lines of ``metrics.jsonl``.
         samples: the lines of ``samples.jsonl`` that the page shows.
-        timeline: an SVG picture at the top (:mod:`oppo.report.timeline`); none if empty.
+        timeline: an SVG picture at the top (:mod:`oppo.report.charts`); none if empty.
         evaluations: the lines of ``eval.jsonl``.
     """
     charts = "".join(

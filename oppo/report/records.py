@@ -1,21 +1,96 @@
-"""Records: files of one JSON object a line, each with its ``step``; read, and rewound to a checkpoint.
-
-In a file step n is the one after which n steps are made: 1 is the first, and an evaluation before it has step 0.
-Records in memory have the index of a step, from 0 on. So have files of earlier versions: they are known by their first
-line, and rewritten when their run is resumed.
-
-A kill may tear the last line, which is dropped. Any other line that is no record was damaged later: it is left out,
-kept in a file of its own and reported. The lines after it stay.
-"""
+"""Files of one JSON object a line: written, read, rewound to a checkpoint; the journal; the lock of a run directory."""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn, TypeAlias, cast
 
+from oppo.admission import Observation
+from oppo.admission.protocol import Json
 from oppo.durable import opened, put
+from oppo.errors import ConfigError
+from oppo.events import Chunk, Defer, Finish, Prompt, StepReport
+from oppo.observe import Span
+from oppo.redact import redacted
+from oppo.stages.selection import Rounds
+from oppo.turns import Answered
+
+LOCK = "running.lock"
+"""The file that is locked: it holds the process id of the run, which removes it in the end."""
+
+
+class Lock:
+    """Holds the lock of a directory until it is released.
+
+    Raises:
+        ConfigError: another run holds it.
+        OSError: the file cannot be written, or is a link: what it leads to is left alone.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LOCK
+        self._file = opened(self._path, "a+")
+        try:
+            while not self._acquire():
+                self._file.close()
+                self._file = opened(self._path, "a+")
+        except BlockingIOError as error:
+            self._file.close()
+            raise ConfigError(taken(directory)) from error
+        self._file.truncate(0)
+        self._file.write(f"{os.getpid()}\n")
+        self._file.flush()
+
+    def _acquire(self) -> bool:
+        """Lock the open file; return whether it is still at its path, from where its last owner may have removed it.
+
+        Raises:
+            BlockingIOError: another run holds the lock.
+        """
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Release the directory; idempotent."""
+        if not self._file.closed:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+
+
+def is_locked(directory: Path) -> bool:
+    """Return whether a run holds the lock of the directory."""
+    try:
+        with opened(directory / LOCK, "r") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def taken(directory: Path) -> str:
+    """Return the sentence that names the process writing the directory."""
+    try:
+        with opened(directory / LOCK, "r") as file:
+            owner = file.read(20).strip()
+    except (OSError, ValueError):  # the run has ended meanwhile, or the file was written by something else
+        owner = ""
+    return (
+        f"the run directory {directory} is being written by another run (process {owner or 'unknown'}): "
+        f"choose another run.name, or wait for it to end"
+    )
+
 
 Record: TypeAlias = dict[str, object]
 Damaged: TypeAlias = Callable[[int, bytes], None]
@@ -118,3 +193,268 @@ def _listed(noun: str, numbers: Sequence[int]) -> str:
         return f"{noun} {numbers[0]}"
     rest = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
     return f"{noun}s {', '.join(map(str, numbers[:_SHOWN]))}{rest}"
+
+
+METRICS, SAMPLES, WORK, REPORT = "metrics.jsonl", "samples.jsonl", "work.jsonl", "report.html"
+
+SUMMARY = "summary.json"
+"""Written last, however the run ends."""
+
+STEPLESS = frozenset(
+    {
+        "config.toml",
+        METRICS,
+        SAMPLES,
+        WORK,
+        EVALUATIONS,
+        "journal.jsonl",
+        "trace.json",
+        SUMMARY,
+        REPORT,
+        "log.jsonl",
+        "hang-report.json",
+        "vllm.log",
+    }
+)
+"""The files that a run may leave without having made a step."""
+
+
+def ended(path: Path) -> int | None:
+    """Return the steps of a complete run, whose trained models are saved; ``None`` for any other."""
+    try:
+        facts: dict[str, object] = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+        steps = facts["steps"] if facts["complete"] is True else None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return steps if type(steps) is int else None
+
+
+def require_unused(path: Path) -> None:
+    """Check that a new run could write ``path``, which may have to be made.
+
+    Raises:
+        ConfigError: it holds steps of another run, is being written by one, is no directory, or cannot be written.
+    """
+    try:
+        nearest = next(each for each in (path, *path.parents) if each.exists())
+        writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+        if writable and nearest == path:
+            if is_locked(path):
+                raise ConfigError(taken(path))
+            require_stepless(path)
+    except OSError as error:
+        raise ConfigError(f"the run directory {path} cannot be used: {error.strerror or error}") from error
+    if not writable:
+        fault = "cannot be written to" if nearest.is_dir() else "is no directory"
+        raise ConfigError(f"the run directory {path} cannot be used: {nearest} {fault}; choose another run.directory")
+
+
+def require_stepless(path: Path) -> None:
+    """Check that a directory holds at most the files of a run that made no step.
+
+    Raises:
+        ConfigError: it holds others, or records of steps.
+    """
+    used = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
+    if STEPLESS.issuperset(used) and next(read(path / METRICS), None) is None:
+        return
+    resumable = any(path.glob("checkpoints/step-*"))
+    advice = [f"go on with `oppo resume {path}`"] if resumable else []
+    raise ConfigError(
+        f"the run directory {path} is already used (it holds {', '.join(used[:3])}"
+        f"{', ...' if len(used) > 3 else ''}): {', '.join([*advice, 'choose another run.name'])}, or remove it"
+    )
+
+
+def clear(path: Path) -> None:
+    """Delete the files of a run that made no step, except its logs, which the next run continues.
+
+    Raises:
+        OSError: a file cannot be deleted.
+    """
+    for name in STEPLESS - {"log.jsonl", "vllm.log"}:
+        (path / name).unlink(missing_ok=True)
+
+
+JOURNAL = "journal.jsonl"
+"""The journal of a run directory."""
+
+
+def journal_entry(step: int, item: object, at: float) -> Record | None:
+    """Return the line for an item, ``None`` for items that the journal leaves out."""
+    if isinstance(item, Chunk):  # the most frequent by far
+        return None
+    if isinstance(item, Prompt):
+        return _line(step, at, "admitted", item.rollout, group=item.group, prompt_tokens=len(item.tokens))
+    if isinstance(item, Defer):
+        return _line(step, at, "deferred", item.rollout, age=item.age)
+    if isinstance(item, Finish):
+        return _line(step, at, "finished", item.rollout, reason=item.reason, tokens=len(item.response))
+    if isinstance(item, Answered):
+        facts = {"turn": item.turn, "tokens": item.tokens, "seconds": round(item.seconds, 6)}
+        error = {"error": redacted(item.error)} if item.error else {}
+        return _line(step, at, "answered", item.rollout, **facts, **error)
+    if isinstance(item, Observation):
+        return {"step": step, "at": round(at, 6), "event": OBSERVED, "seen": item.as_json()}
+    return None
+
+
+def journal_rounds(step: int, selected: Rounds, at: float) -> Iterator[Record]:
+    """Yield a line for each round of a step's selection; prompts are identified by their admission numbers."""
+    for number, each in enumerate(selected, 1):
+        yield {"step": step, "at": round(at, 6), "event": "round", "round": number, **asdict(each)}
+
+
+def journal_endings(step: int, report: StepReport, at: float) -> Iterator[Record]:
+    """Yield a line for each rollout that a step trained or dropped."""
+    for rollout in report.trained:
+        yield _line(step, at, "trained", rollout, version=report.version)
+    for drop in report.dropped:
+        yield _line(step, at, "dropped", drop.rollout, reason=redacted(drop.reason))
+
+
+def journal_drain(step: int, at: float) -> Record:
+    """Return the line that says after which step the run drained."""
+    return {"step": step, "at": round(at, 6), "event": DRAINED}
+
+
+def story(path: Path, rollout: int) -> list[Record]:
+    """Return the lines of one rollout in the journal at ``path``, in order, as they are there."""
+    found = (record for record in read(path) if record.get("rollout") == rollout)
+    return [{**record, "step": cast("int", record["step"]) + 1} for record in found]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The decisions that a resumed run repeats, from its journal.
+
+    Attributes:
+        observations: of the controllers, by step.
+        drains: the steps after which the run drained because a signal had ended it.
+    """
+
+    observations: Mapping[int, Observation] = field(default_factory=dict)
+    drains: frozenset[int] = frozenset()
+
+
+def read_replay(path: Path, first: int = 0) -> Replay:
+    """Return what a resumed run repeats by the journal at ``path``, with the observations from step ``first`` on."""
+    observed: dict[int, Observation] = {}
+    drained: set[int] = set()
+    for record in read(path):
+        if record.get("event") == OBSERVED and (each := _observation(record.get("seen"))) is not None:
+            observed[each.step] = each
+        elif record.get("event") == DRAINED:
+            last = cast("int", record["step"])
+            drained.add(last)
+            observed = {step: each for step, each in observed.items() if step <= last}  # later ones are made anew
+    return Replay({step: each for step, each in observed.items() if step >= first}, frozenset(drained))
+
+
+def observations(path: Path, first: int = 0) -> Mapping[int, Observation]:
+    """Return the observations of the steps from ``first`` on, by step, from the journal at ``path``."""
+    return read_replay(path, first).observations
+
+
+def _observation(seen: object) -> Observation | None:
+    """Return a journalled observation; ``None`` for a damaged one."""
+    try:
+        return Observation.from_json(cast("dict[str, Json]", seen))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _line(step: int, at: float, event: str, rollout: int, **facts: object) -> Record:
+    return {"step": step, "at": round(at, 6), "event": event, "rollout": rollout, **facts}
+
+
+Work: TypeAlias = dict[str, dict[str, list[float]]]
+"""By model and label of the work: the number of calls, and their seconds."""
+
+
+def work_of(spans: Iterable[Span]) -> Work:
+    """Return the work in the spans of models; that of evaluations, which is no part of a step, is left out.
+
+    Example:
+        >>> work_of([Span("reward", "extend", 0.0, 0.5), Span("reward", "extend", 1.0, 1.25)])
+        {'reward': {'extend': [2, 0.75]}}
+    """
+    found: Work = {}
+    for span in (span for span in spans if span.role != "evaluate"):
+        calls = found.setdefault(span.track, {}).setdefault(span.label, [0, 0.0])
+        calls[0] += 1
+        calls[1] = round(calls[1] + span.end - span.start, 6)
+    return found
+
+
+Job: TypeAlias = Callable[[], object]
+
+
+class Writer:
+    """Does jobs in order, in a thread of its own or at once.
+
+    A job that fails stops the writer, so that nothing is written after a gap. The next :meth:`submit` and
+    :meth:`close` raise its error.
+
+    Args:
+        threaded: use a thread; otherwise :meth:`submit` does the job itself, as virtual time needs it.
+        capacity: jobs that may wait; :meth:`submit` blocks while the queue is full.
+    """
+
+    def __init__(self, *, threaded: bool = True, capacity: int = 4096) -> None:
+        self._jobs: queue.Queue[Job | None] = queue.Queue(capacity)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="oppo-writer", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Do ``job`` after those submitted before it.
+
+        Raises:
+            BaseException: an earlier job raised it.
+        """
+        self._raise()
+        if self._thread is None:
+            self._do(job)
+            self._raise()
+        else:
+            self._jobs.put(job)
+
+    def flush(self) -> None:
+        """Block until every job submitted so far is done or, after a failure, dropped.
+
+        Raises:
+            BaseException: a job raised it.
+        """
+        self._jobs.join()
+        self._raise()
+
+    def close(self) -> None:
+        """Block until every job is done, and end the thread; idempotent.
+
+        Raises:
+            BaseException: a job raised it.
+        """
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._do(job)
+            self._jobs.task_done()
+        self._jobs.task_done()
+
+    def _do(self, job: Job) -> None:
+        if self._error is None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - the submitter raises it
+                self._error = error

@@ -10,10 +10,7 @@ from typing import Any, Final, cast
 
 from oppo.admission import Observation
 from oppo.errors import ConfigError, DataError, one_line
-from oppo.report.files import METRICS, WORK, ended
-from oppo.report.journal import JOURNAL, observations
-from oppo.report.records import Record, read
-from oppo.report.work import Work
+from oppo.report.records import JOURNAL, METRICS, WORK, Record, Work, ended, observations, read
 from oppo.simulate.calibrate import MeasuredStep
 from oppo.simulate.lengths import Observed
 

@@ -7,8 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from oppo.admission import Overcommit
-from oppo.admission.interval import KNOTS, cut_intervals, knots
-from oppo.admission.survival import Survival, kaplan_meier
+from oppo.admission.forecast import KNOTS, Survival, cut_intervals, kaplan_meier, knots
 from oppo.events import Prompt
 from oppo.stages.ledger import Ledger
 

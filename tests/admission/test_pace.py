@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from oppo.admission import Observation, Scoring
-from oppo.admission.pace import Pace, ScorerPace, decode_costs, pace, scorer_paces
+from oppo.admission.forecast import Pace, ScorerPace, decode_costs, pace, scorer_paces
 
 
 def seen(decode_steps: int, tokens: int, *scoring: Scoring, decode: float = 10.0, rest: float = 1.0) -> Observation:

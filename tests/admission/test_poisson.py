@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from oppo.admission.poisson import summed, tabulated
+from oppo.admission.forecast import summed, tabulated
 
 
 def exactly(count: int, mean: float) -> float:

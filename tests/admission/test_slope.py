@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from oppo.admission import Observation, SlopeAdaptive
-from oppo.admission.slope import SlopeRule
+from oppo.admission.adaptive import SlopeRule
 from oppo.errors import AdmissionError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from oppo.admission.survival import kaplan_meier
+from oppo.admission.forecast import kaplan_meier
 
 
 def test_without_parked_responses_it_is_the_empirical_distribution() -> None:

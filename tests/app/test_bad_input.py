@@ -17,7 +17,7 @@ from oppo.cli import UNTRAINED
 from oppo.data import read_prompts
 from oppo.hf.train.packing import MicroBatch
 from oppo.liveness import StallLimits
-from oppo.report.lock import Lock
+from oppo.report.records import Lock
 from tests.hf import tiny
 from tests.workplace import furnish, oppo, records, run, tokenizer
 

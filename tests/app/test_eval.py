@@ -16,7 +16,7 @@ from oppo.app.checkpoint import verified
 from oppo.app.resume import CHECKPOINTS
 from oppo.app.train import FINAL
 from oppo.cli import DONE, FAILED, UNUSABLE, main
-from oppo.report.catalogue import metric
+from oppo.report.metrics import metric
 from tests.app.test_resume_real import stable
 from tests.report.tracked import board
 from tests.workplace import furnish, oppo, records, start

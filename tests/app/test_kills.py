@@ -22,8 +22,7 @@ from oppo.app.checkpoint import read_state, write_state
 from oppo.chunking import Fixed
 from oppo.events import Batch
 from oppo.report import RunDirectory, observations
-from oppo.report.journal import JOURNAL, read_replay
-from oppo.report.records import DRAINED, OBSERVED, Record, read
+from oppo.report.records import DRAINED, JOURNAL, OBSERVED, Record, read, read_replay
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches
 

@@ -23,10 +23,7 @@ from oppo.app.train import FINAL, prepare
 from oppo.cli import DONE, FAILED, UNUSABLE, main
 from oppo.errors import CheckpointError, ConfigError, ModelError, RunComplete
 from oppo.report import observations
-from oppo.report.files import SUMMARY
-from oppo.report.journal import JOURNAL
-from oppo.report.lock import is_locked
-from oppo.report.records import OBSERVED, rewind
+from oppo.report.records import JOURNAL, OBSERVED, SUMMARY, is_locked, rewind
 from tests.forked import Program
 from tests.workplace import furnish, oppo, records, resume, start
 

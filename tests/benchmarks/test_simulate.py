@@ -31,7 +31,7 @@ from oppo.admission import Observation
 from oppo.errors import DataError
 from oppo.events import StepReport
 from oppo.observe import Observer, Span
-from oppo.report.work import work_of
+from oppo.report.records import work_of
 from oppo.simulate.lengths import Lognormal
 from oppo.simulate.outcome import LAST
 from oppo.simulate.simulated_run import SimulatedRun

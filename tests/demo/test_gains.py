@@ -16,7 +16,7 @@ from oppo.demo.gains import Effort, Gains, Standing, TimedRound
 from oppo.demo.schedules import deepened, excerpt, measure
 from oppo.hf.loading.models import load_scalar
 from oppo.observe import Role, Span
-from oppo.report.timed import TimedStep
+from oppo.report.trace import TimedStep
 from tests.hf import tiny
 from tests.workplace import furnish
 

@@ -8,7 +8,7 @@ import pytest
 
 from oppo.cli import main
 from oppo.demo.once import made_once
-from oppo.report.lock import Lock
+from oppo.report.records import Lock
 from tests.forked import Program
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from oppo.errors import GraphError
 from oppo.graph import GraphBuilder, Receiver, Sender, Stream
-from oppo.graph.ports import Ports
+from oppo.graph.topology import Ports
 from oppo.testing.loop import run_virtual
 from tests.graph.stages import Collect, Diary, Relay, Take, line
 

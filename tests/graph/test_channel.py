@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from oppo.errors import ProtocolError
 from oppo.graph.channel import Channel, channel_table
-from oppo.graph.executor import FanOut
+from oppo.graph.engine import FanOut
 from oppo.testing.loop import run_virtual
 
 

@@ -23,7 +23,7 @@ from oppo.hf.as_text.streamed import REREAD, TAIL_TOKENS, Bridge, BridgedReward
 from oppo.hf.cpu import use_cores
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.placement import Place, Process, Thread
-from oppo.report.catalogue import metric
+from oppo.report.metrics import metric
 from oppo.stages import GAE
 from oppo.testing import FakePolicy, FakeTrainer, check_scorer, prompts
 from tests.hf import tiny

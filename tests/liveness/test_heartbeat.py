@@ -9,7 +9,7 @@ import pytest
 
 import oppo
 from oppo.liveness import Heartbeat
-from oppo.liveness.heartbeat import GAP
+from oppo.liveness.watchdog import GAP
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, run_virtual
 from oppo.testing.fakes import prompts
 

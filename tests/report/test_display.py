@@ -15,7 +15,7 @@ from rich.console import Console
 
 from oppo.observe import Expendable, Span
 from oppo.report import Panel
-from oppo.report.display import Display, displays
+from oppo.report.panel import Display, displays
 from tests.report.synthetic import play
 
 

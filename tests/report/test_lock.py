@@ -16,9 +16,7 @@ import pytest
 from oppo.durable import put
 from oppo.errors import ConfigError
 from oppo.report import RunDirectory, RunLog
-from oppo.report.files import require_unused
-from oppo.report.lock import LOCK, Lock, is_locked, taken
-from oppo.report.records import rewind
+from oppo.report.records import LOCK, Lock, is_locked, require_unused, rewind, taken
 from tests.report.synthetic import play
 
 
@@ -55,7 +53,7 @@ def test_a_lock_on_a_file_that_its_owner_has_removed_meanwhile_is_none(
             owner.pop().release()
         locking(file, how)
 
-    monkeypatch.setattr("oppo.report.lock.fcntl.flock", flock)
+    monkeypatch.setattr("oppo.report.records.fcntl.flock", flock)
     mine = Lock(tmp_path)
     assert is_locked(tmp_path)
     with pytest.raises(ConfigError, match="being written by another run"):
@@ -66,7 +64,7 @@ def test_a_lock_on_a_file_that_its_owner_has_removed_meanwhile_is_none(
 
 def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path: Path) -> None:
     program = (
-        "import os, signal\nfrom pathlib import Path\nfrom oppo.report.lock import Lock\n"
+        "import os, signal\nfrom pathlib import Path\nfrom oppo.report.records import Lock\n"
         f"lock = Lock(Path({str(tmp_path)!r}))\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL

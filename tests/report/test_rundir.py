@@ -13,13 +13,12 @@ from oppo.errors import ConfigError
 from oppo.events import Defer
 from oppo.observe import Span
 from oppo.report import RunDirectory, observations, story
-from oppo.report.journal import JOURNAL, read_replay
+from oppo.report.charts import Excerpt
 from oppo.report.metrics import summary
 from oppo.report.page import page
-from oppo.report.records import Record, rewind
-from oppo.report.rundir import RECORDS, write_page
-from oppo.report.timed import TimedStep
-from oppo.report.timeline import Excerpt
+from oppo.report.records import JOURNAL, Record, read_replay, rewind
+from oppo.report.run_dir import RECORDS, write_page
+from oppo.report.trace import TimedStep
 from tests.report.synthetic import decode, play, play_first, play_second
 
 

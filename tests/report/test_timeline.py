@@ -8,14 +8,14 @@ import pytest
 
 from oppo.events import Defer
 from oppo.observe import Role, Span
-from oppo.report.timed import TimedStep, Timekeeper
-from oppo.report.timeline import LEFT, RIGHT, WIDTH, Excerpt, timeline
-from oppo.report.work import work_of
+from oppo.report.charts import LEFT, RIGHT, TIMELINE_WIDTH, Excerpt, timeline
+from oppo.report.records import work_of
+from oppo.report.trace import TimedStep, Timekeeper
 from tests.report.synthetic import CHANNELS, finish, report
 
 ROLES: dict[str, Role] = {"policy": "decode", "reward model": "score", "critic": "score", "trainer": "update"}
 SVG = "{http://www.w3.org/2000/svg}"
-ACROSS = WIDTH - LEFT - RIGHT
+ACROSS = TIMELINE_WIDTH - LEFT - RIGHT
 
 
 def step(index: int, start: float, *spans: tuple[str, float, float], cut: float | None, carried: int = 0) -> TimedStep:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from oppo.report.writer import Writer
+from oppo.report.records import Writer
 
 
 @pytest.mark.parametrize("threaded", [True, False])

@@ -17,7 +17,7 @@ from oppo.admission.bottleneck import StepPart
 from oppo.errors import GraphError, ModelDiverged
 from oppo.events import Batch
 from oppo.models import Trained
-from oppo.report.dump import dump_batch
+from oppo.report.log import dump_batch
 from oppo.stages import GAE, Generate, Update
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, run_virtual
 from tests.pipelines import Pipeline, Setting

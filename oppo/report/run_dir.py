@@ -1,30 +1,11 @@
-"""The run directory: a run in files that other tools can read, written beside it.
-
-====================  ===================================================================================
-``config.toml``       the resolved settings
-``metrics.jsonl``     one flat object a step, with TRL's names for PPO's metrics
-``samples.jsonl``     a few rollouts of each step, with text and score
-``eval.jsonl``        only where a run is evaluated: one object an evaluation, the first of step 0
-``journal.jsonl``     the events of every rollout, and the controllers' observation of every step
-``work.jsonl``        how long each model was at what work in each step (:mod:`oppo.report.work`)
-``log.jsonl``         the run's beginning, steps, drops and end (:mod:`oppo.report.log`)
-``trace.json``        Chrome trace of the first and the last steps: a track for each stage and model, an arrow for
-                      each rollout
-``summary.json``      totals and means of the run; ``complete``: whether it reached its end, its models saved
-``report.html``       timeline of the latest two steps, charts, summary and samples, self-contained
-``vllm.log``          only where vLLM decodes: what its processes write
-``hang-report.json``  only where a run was ended because nothing moved (:mod:`oppo.liveness`)
-``nonfinite/``        only where a run was ended because it diverged: its last batch (:mod:`oppo.report.dump`)
-``*.damaged``         lines that were no records any more when the run was resumed
-====================  ===================================================================================
-"""
+"""The run directory: a run in files that other tools can read, written beside it."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain, groupby, islice
@@ -40,32 +21,79 @@ from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Batch, StepReport
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
-from oppo.redact import holds_secret
-from oppo.report import journal
-from oppo.report.evaluations import evaluation_record, summary_of
-from oppo.report.files import (
+from oppo.redact import holds_secret, redacted
+from oppo.report.charts import Excerpt, timeline
+from oppo.report.metrics import Metrics, finite, step_metrics, summary, summary_of
+from oppo.report.page import page
+from oppo.report.records import (
+    EVALUATIONS,
+    JOURNAL,
     METRICS,
     REPORT,
     SAMPLES,
     SUMMARY,
     WORK,
+    Lock,
+    Record,
+    Writer,
     clear,
+    gaps,
+    journal_drain,
+    journal_endings,
+    journal_entry,
+    journal_rounds,
+    line_of,
+    read,
     require_stepless,
     require_unused,
+    rewind,
+    work_of,
 )
-from oppo.report.journal import JOURNAL
-from oppo.report.lock import Lock
-from oppo.report.metrics import Metrics, step_metrics, summary
-from oppo.report.page import page
-from oppo.report.records import EVALUATIONS, gaps, line_of, read, rewind
-from oppo.report.samples import samples
-from oppo.report.timed import Timekeeper
-from oppo.report.timeline import Excerpt, timeline
-from oppo.report.trace import TRACED, Trace, TraceFile
-from oppo.report.work import work_of
-from oppo.report.writer import Writer
+from oppo.report.trace import TRACED, Timekeeper, Trace, TraceFile
 from oppo.stages.selection import Rounds
 from oppo.stopping import Detokenize
+
+
+def samples(step: int, batch: Batch, count: int, decode: Detokenize) -> Iterator[Record]:
+    """Yield up to ``count`` rollouts of a batch, spread evenly from the worst score to the best."""
+    order = sorted(range(len(batch)), key=lambda row: (float(batch.scores[row]), row))
+    last, rows = len(order) - 1, batch.rows()
+    spread = [k * last // (count - 1) for k in range(count)] if count > 1 else [last]
+    for row in order if count >= len(order) else [order[place] for place in spread]:
+        response, span = batch.responses[row], rows[row]
+        kl = None if batch.reference is None else (batch.logprobs[span] - batch.reference[span])[response.sampled]
+        yield {
+            "step": step,
+            "rollout": response.prompt.rollout,
+            "score": float(batch.scores[row]),
+            "kl": None if kl is None else float(kl.sum()),
+            "tokens": len(response),
+            "reason": batch.reasons[row],
+            "prompt": redacted(decode(response.prompt.tokens.tolist())),
+            "completion": redacted(decode(response.tokens.tolist())),
+        }
+
+
+def evaluation_record(found: Evaluated, count: int, decode: Detokenize | None) -> Record:
+    """Return the line of an evaluation, with the answers to the first ``count`` prompts, the same in every line."""
+    answers = () if decode is None else found.answers[:count]
+    metrics = {name: finite(value) for name, value in found.metrics.items()}
+    return {
+        "step": found.step,
+        "version": found.version,
+        **metrics,
+        "samples": [
+            {
+                "score": float(each.score),
+                "reason": each.finish.reason,
+                "prompt": redacted(decode(each.finish.response.prompt.tokens.tolist())),
+                "completion": redacted(decode(each.finish.response.tokens.tolist())),
+            }
+            for each in answers
+            if decode is not None
+        ],
+    }
+
 
 RECORDS = (METRICS, SAMPLES, WORK, JOURNAL)
 """Files of one object a line, each with its ``step`` (:mod:`oppo.report.records`)."""
@@ -165,12 +193,12 @@ class RunDirectory(Observer):
         self._at = at
         self._timekeeper.on_item(step, stage, item, at)
         if stage == self._source:
-            if (entry := journal.entry(step, item, at)) is not None:
+            if (entry := journal_entry(step, item, at)) is not None:
                 self._write(JOURNAL, [entry])
             if self._trace is not None:
                 self._trace.item(stage, item, at)
         elif isinstance(item, Rounds):
-            self._write(JOURNAL, journal.rounds(step, item, at))
+            self._write(JOURNAL, journal_rounds(step, item, at))
         elif isinstance(item, Evaluated):
             self.evaluated = True
             self._write(EVALUATIONS, [evaluation_record(item, self._keep, self._decode)])
@@ -193,14 +221,14 @@ class RunDirectory(Observer):
         if isinstance(result, StepReport):
             self.trained += len(result.trained)
             self._write(METRICS, [step_metrics(result)])
-            self._write(JOURNAL, journal.endings(step, result, self._at))
+            self._write(JOURNAL, journal_endings(step, result, self._at))
         if self._trace is not None and self._trace_file is not None:
             self._writer.submit(partial(self._trace_file.write, *self._trace.take()))
         self._flush_files()
 
     def drained(self, step: int) -> None:
         """Journal that no step begins before ``step`` has ended, which is the last in flight, though none was due."""
-        self._write(JOURNAL, [journal.drain(step, self._at)])
+        self._write(JOURNAL, [journal_drain(step, self._at)])
 
     def conclude(self) -> None:
         """Mark the run as complete: it reached its end, and its models are saved."""

@@ -2,20 +2,145 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import anyio
 
 from oppo.errors import ProtocolError, blaming, errors_only, leaves, note_others, running_loop
-from oppo.graph.channel import Channel, Sender, channel_table
-from oppo.graph.snapshot import Snapshot, Wait
-from oppo.graph.source import Source
-from oppo.graph.step import Step
+from oppo.graph.channel import Channel, ChannelStatistics, Sender, channel_table
+from oppo.graph.stage import Step
 from oppo.graph.topology import SOURCE, Node, Topology
 from oppo.observe import Observer, Span
+
+Want: TypeAlias = Literal["an item", "room"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A stage that waits for another: for an item from it, or for room in the channel to it."""
+
+    stage: str
+    awaited: str
+    want: Want
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The stages of one step at one moment; safe to take from any thread.
+
+    Attributes:
+        step: number of the step, from 1.
+        running: the stages that have not returned.
+        waits: a stage may wait for several others, or wait in one task while it works in another.
+        channels: the counters of each, by ``source->target``.
+        table: the channels as lines for people.
+
+    Example:
+        >>> waits = (Wait("advantage", "reward", "an item"),)
+        >>> print(Snapshot(0, ("reward", "advantage"), waits, {}, "").sentence())
+        advantage waits for reward; reward is at work
+    """
+
+    step: int
+    running: tuple[str, ...]
+    waits: tuple[Wait, ...]
+    channels: Mapping[str, Mapping[str, int]]
+    table: str
+
+    @property
+    def working(self) -> Sequence[str]:
+        """The stages that have not returned and wait for no other."""
+        waiting = {wait.stage for wait in self.waits}
+        return [stage for stage in self.running if stage not in waiting]
+
+    def doing(self, stage: str) -> str:
+        """Return ``at work``, ``waits for ...``, or an empty string once the stage has returned."""
+        if stage not in self.running:
+            return ""
+        waits = [wait for wait in self.waits if wait.stage == stage]
+        if not waits:
+            return "at work"
+        items = [wait.awaited for wait in waits if wait.want == "an item"]
+        full = [f"{wait.awaited} to make room" for wait in waits if wait.want == "room"]
+        return f"waits for {', '.join([*items, *full])}"
+
+    def sentence(self) -> str:
+        """Return, on one line, which stages wait for which and which are at work."""
+        waiting = [f"{stage} {self.doing(stage)}" for stage in self.running if stage not in self.working]
+        return "; ".join([*waiting, *(f"{stage} is at work" for stage in self.working)])
+
+
+class Source:
+    """A receiver that takes one item from an iterable per read, never ahead.
+
+    It lives as long as the run: the end of a step neither closes it nor loses an item. It has one reader and cannot be
+    joined.
+
+    Args:
+        items: sync or async; iterated on the event loop, and never closed here.
+    """
+
+    def __init__(self, items: Iterable[object] | AsyncIterable[object]) -> None:
+        self._items: Iterator[object] | AsyncIterator[object] = (
+            aiter(items) if isinstance(items, AsyncIterable) else iter(items)
+        )
+        self._taken = 0
+        self._waiting = 0
+        self._ended = False
+
+    async def drain(self) -> Sequence[object]:
+        """Return one item; empty only at the end."""
+        if self._ended:
+            return []
+        self._waiting += 1
+        try:
+            item = await anext(self._items) if isinstance(self._items, AsyncIterator) else next(self._items)
+        except (StopIteration, StopAsyncIteration):
+            self._ended = True
+            return []
+        finally:
+            self._waiting -= 1
+        self._taken += 1
+        return [item]
+
+    def __aiter__(self) -> AsyncIterator[object]:
+        return self
+
+    async def __anext__(self) -> object:
+        for item in await self.drain():
+            return item
+        raise StopAsyncIteration
+
+    def drain_nowait(self) -> Sequence[object]:
+        """Raise ``ProtocolError``: taking an item may have to wait."""
+        raise ProtocolError(f"{SOURCE!r} is read with `async for` or `drain()`; put a stage between it and a join")
+
+    @property
+    def ended(self) -> bool:
+        """Whether a read has found the end of the items."""
+        return self._ended
+
+    def watch(self, event: anyio.Event) -> None:
+        """Do nothing: an iterable does not announce its items."""
+
+    def unwatch(self, event: anyio.Event) -> None:
+        """Do nothing."""
+
+    def abandon(self) -> None:
+        """Do nothing: the reader continues in its next step."""
+
+    def describe(self) -> str:
+        """Return its line of the channel table."""
+        state = "ended" if self._ended else "waited for" if self._waiting else "idle"
+        return f"{SOURCE:<32} {self._taken:>4} taken {state}"
+
+    def statistics(self) -> ChannelStatistics:
+        """Return the counters over the whole run."""
+        return ChannelStatistics(self._taken, self._taken, 0, 0, 0, 0, 0, self._waiting)
+
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)

@@ -1,0 +1,193 @@
+"""Admission that learns nothing: overcommit of a fixed number of units, tail batching, and continuous batching."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from oppo.admission.protocol import AdmitView, CutView, Observation, RefillView
+from oppo.declared import require_declared
+from oppo.errors import AdmissionError
+
+
+@dataclass(frozen=True, slots=True)
+class Overcommit:
+    """Keeps ``extra`` units in flight beyond the batch and carries the stragglers (inter-step overlap).
+
+    Attributes:
+        batch: units in a full batch.
+        extra: Delta, the units in flight beyond it; 0 is strictly on-policy.
+        max_deferrals: the cut waits for units of this age.
+
+    Raises:
+        AdmissionError: ``batch`` < 1, ``extra`` outside 0 .. batch, or ``max_deferrals`` < 1.
+    """
+
+    batch: int
+    extra: int = 0
+    max_deferrals: int = 2
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=AdmissionError)
+        if self.batch < 1:
+            raise AdmissionError(f"batch must be at least 1, not {self.batch}")
+        if not 0 <= self.extra <= self.batch:
+            raise AdmissionError(
+                f"extra must lie in 0 .. batch = {self.batch}, not {self.extra}: with more, the units that may not be "
+                "deferred again would not fit in one batch"
+            )
+        if self.max_deferrals < 1:
+            raise AdmissionError(f"max_deferrals must be at least 1, not {self.max_deferrals}; extra=0 defers nothing")
+
+    def admit(self, view: AdmitView) -> int:
+        """Fill up to ``batch + extra``; 0 if more than that is carried."""
+        return max(0, self.batch + self.extra - view.carried)
+
+    def cut(self, view: CutView) -> bool:
+        """Stop once the batch is full and no overdue unit is decoding."""
+        return view.placed >= self.batch and not view.overdue
+
+    def observe(self, seen: Observation) -> None:
+        """Learn nothing."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the extra units of the coming step."""
+        return {"deferral/extra": float(self.extra)}
+
+
+class AdaptiveOvercommit:
+    """An overcommit whose ``extra`` a controller sets anew for each step, by replacing ``_current``."""
+
+    _current: Overcommit
+
+    @property
+    def extra(self) -> int:
+        """Delta of the coming step."""
+        return self._current.extra
+
+    def admit(self, view: AdmitView) -> int:
+        """Fill up to ``batch + extra``."""
+        return self._current.admit(view)
+
+    def cut(self, view: CutView) -> bool:
+        """Stop once the batch is full and no overdue unit is decoding."""
+        return self._current.cut(view)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the extra units of the coming step."""
+        return self._current.metrics()
+
+
+def Synchronous(batch: int) -> Overcommit:  # noqa: N802 - reads as the policy it returns
+    """Return the admission that waits for every response of its batch: strictly on-policy, none deferred."""
+    return Overcommit(batch=batch, extra=0)
+
+
+@dataclass(frozen=True, slots=True)
+class TailBatched:
+    """Short rounds that discard their tail, and long rounds of discarded units only (RollPacker, arXiv 2509.21009).
+
+    A short round launches ``launch * batch`` units, trains the first ``batch`` complete ones and discards the others.
+    When a whole batch is waiting, a long round restarts it with the current weights and waits for all of it. So every
+    token is trained by the weights that made it, at the price of the discarded tokens (``deferral/discarded_tokens``)
+    and of a mean length that swings between short batches and a long one. Every prompt is trained exactly once: near
+    the end of the run, or of the data, waiting units fill up the rounds.
+
+    Attributes:
+        batch: units in a full batch.
+        launch: units launched in a short round, in batches.
+
+    Raises:
+        AdmissionError: ``batch`` < 1, or ``launch`` outside 1 .. 2.
+
+    Example:
+        >>> TailBatched(batch=64).admit(AdmitView(carried=10, oldest=1, remaining=9))
+        80
+    """
+
+    batch: int
+    launch: float = 1.25
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=AdmissionError)
+        if self.batch < 1:
+            raise AdmissionError(f"batch must be at least 1, not {self.batch}")
+        if not 1 <= self.launch <= 2:
+            raise AdmissionError(f"launch must lie in 1 .. 2, not {self.launch}")
+
+    @property
+    def max_deferrals(self) -> int:
+        """No bound: waiting units have no tokens that could become stale."""
+        return sys.maxsize
+
+    def admit(self, view: AdmitView) -> int:
+        """Launch a short round, unless a whole batch waits for a long one."""
+        return 0 if view.carried >= self.batch else math.ceil(self.launch * self.batch)
+
+    @property
+    def restarts(self) -> Literal[True]:
+        """True: discarded units fill long rounds, and rounds with too few new units."""
+        return True
+
+    def cut(self, view: CutView) -> bool:
+        """Stop once the batch is full."""
+        return view.placed >= self.batch
+
+    def observe(self, seen: Observation) -> None:
+        """Learn nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continuous:
+    """Keeps ``extra`` units decoding: new ones join whenever some are completed.
+
+    So a decode step has all its rows until the cut, and a batch has the units that are completed first, of whatever
+    step. The others are carried: up to ``extra``, with a mean lag of about extra / batch steps. With lookahead and
+    weights that are published in flight this is PipelineRL (arXiv 2509.19128), but every prompt is trained once, and no
+    token is more than ``max_deferrals`` + lookahead updates old.
+
+    Attributes:
+        batch: units in a full batch.
+        extra: the units that are decoded at a time, and the most that are carried.
+        max_deferrals: the cut waits for units of this age.
+
+    Raises:
+        AdmissionError: ``batch`` < 1, ``extra`` outside 1 .. batch, or ``max_deferrals`` < 1.
+
+    Example:
+        >>> Continuous(batch=64, extra=32).refill(RefillView(placed=10, decoding=30, unplaced=30))
+        2
+    """
+
+    batch: int
+    extra: int
+    max_deferrals: int = 2
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=AdmissionError)
+        if self.extra < 1:
+            raise AdmissionError(f"extra units are decoded at a time, so it must be at least 1, not {self.extra}")
+        Overcommit(self.batch, self.extra, self.max_deferrals)  # checks the rest
+
+    def admit(self, view: AdmitView) -> int:
+        """Begin with ``extra`` units that decode, the carried ones included."""
+        return max(0, self.extra - (view.carried - view.complete))
+
+    def refill(self, view: RefillView) -> int:
+        """Keep ``extra`` units decoding, unless the batch and ``extra`` more belong to the step already."""
+        room = self.batch + self.extra - view.placed - view.unplaced
+        return max(0, min(self.extra - view.decoding, room))
+
+    def cut(self, view: CutView) -> bool:
+        """Stop once the batch is full and no overdue unit is decoding."""
+        return view.placed >= self.batch and not view.overdue
+
+    def observe(self, seen: Observation) -> None:
+        """Learn nothing."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the units that are decoded at a time."""
+        return {"deferral/extra": float(self.extra)}
