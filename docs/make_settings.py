@@ -11,11 +11,10 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from oppo.algorithms import ALGORITHMS
-from oppo.app.overrides import SEEDED
-from oppo.app.reward_settings import RewardPart
-from oppo.app.settings import keys_of
-from oppo.app.tables import OneOf
-from oppo.declared import MOST, SEEDS, Declared, declared as declared_of
+from oppo.config.load import SEEDED
+from oppo.config.sections import RewardPart
+from oppo.config.settings import keys_of
+from oppo.declared import MOST, SEEDS, Declared, OneOf, declared as declared_of
 
 PAGE = Path(__file__).with_name("settings.md")
 

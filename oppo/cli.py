@@ -30,7 +30,7 @@ from oppo.report.records import ended
 from oppo.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
-    from oppo.app.settings import Settings
+    from oppo.config.settings import Settings
 
 DONE, FAILED, UNUSABLE, UNTRAINED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -100,7 +100,7 @@ def train(
         Load and check everything, print the resolved settings, the graph, a prompt as the policy reads it, and what the
         reward says of a short response to it; train nothing.
     """
-    from oppo.app.config import load  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.config.load import load  # noqa: PLC0415 - `oppo --help` should be quick
 
     return carry_out(load(config, in_cluster(override, ray)), dry_run=dry_run)
 
@@ -206,11 +206,11 @@ def doctor(
     trial
         Load the models too and make one step, with all responses as long as they may be; save nothing.
     """
-    from oppo.app.config import load  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.app.doctor import examine  # noqa: PLC0415 - likewise
     from oppo.app.engines import require_engine  # noqa: PLC0415 - likewise
     from oppo.app.train import require_installed  # noqa: PLC0415 - likewise
     from oppo.app.trial import attempt  # noqa: PLC0415 - likewise
+    from oppo.config.load import load  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.hf.memory.capacity import Hardware  # noqa: PLC0415 - likewise
 
     if trial and assume:

@@ -48,6 +48,7 @@ LEAVES = frozenset(
     {
         "app",
         "cli",
+        "config",
         "data",
         "demo",
         "durable",
@@ -94,25 +95,24 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 RATCHETS = {
-    "modules": 297,
+    "modules": 288,
     "files in the root": 31,  # libraries: which versions were tested
     # Repairs: estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to
     # user code, and what is checked at the seams; a limit for each kind of schedule, what a simulation leaves out.
-    "lines": 50_503,
+    "lines": 50_379,
     "protocols": 86,
     "functions that only require": 92,  # of metrics, that a batch has each rollout once, that names are distinct
     "modules that name turns": 41,
     "modules that name exact": 33,
-    "modules that name lookahead": 27,
+    "modules that name lookahead": 26,
     "modules that name restarts": 19,
-    "modules that name elsewhere": 18,
+    "modules that name elsewhere": 17,
 }
 """What the package may have at most. Lower a number when it falls; a raised one needs its reason beside it."""
 
 KNOWN_CIRCLES: frozenset[frozenset[str]] = frozenset(
     {
         frozenset({"oppo.app.assemble", "oppo.app.compose", "oppo.app.expected"}),
-        frozenset({"oppo.app.consistency", "oppo.app.settings"}),
         frozenset({"oppo.hf.serve.decode_loop", "oppo.hf.serve.mailbox", "oppo.hf.serve.policy"}),
         frozenset({"oppo.testing.fake_decode", "oppo.testing.fake_policy"}),
         frozenset({f"oppo.vllm.{name}" for name in ("decode", "decoding", "policy", "requests", "sampling")}),

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaModel
 
-from oppo.app.config import load
 from oppo.app.train import prepare, run as train
 from oppo.cli import main
+from oppo.config.load import load
 from oppo.hf.cpu import available_cores
 from oppo.hf.digest import weights_digest
 from oppo.report import story

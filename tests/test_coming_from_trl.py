@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs.make_settings import NAMES, tables
-from oppo.app.config import load
+from oppo.config.load import load
 
 PAGE = (Path(__file__).parents[1] / "docs" / "coming-from-trl.md").read_text(encoding="utf-8")
 FIELDS = json.loads((Path(__file__).parent / "golden" / "trl_fields.json").read_text(encoding="utf-8"))

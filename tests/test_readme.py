@@ -17,7 +17,7 @@ import torch
 
 import oppo.algorithms
 from oppo import GAE, Fixed, FloatArray, Graph, Overcommit, Score, grpo, ppo
-from oppo.app.config import load
+from oppo.config.load import load
 from oppo.errors import GraphError
 from oppo.hf import BridgedReward, ClassifierReward, ProcessRewardModel, SimilarityReward
 from oppo.placement import Thread

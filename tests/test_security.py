@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oppo.app.config import load
 from oppo.cli import main
+from oppo.config.load import load
 from oppo.hf.digest import weights_digest
 from oppo.hf.loading.models import load_causal
 from tests.hf import tiny
@@ -182,7 +182,7 @@ def test_reading_a_run_again_imports_and_runs_nothing_of_it(workplace: Path) -> 
     assert oppo(workplace, "", "run.name=again", *overrides) == 0
     directory = workplace / "runs" / "again"
     program = (
-        "import sys\nfrom pathlib import Path\nfrom oppo.app.config import load\nfrom oppo.report import story\n"
+        "import sys\nfrom pathlib import Path\nfrom oppo.config.load import load\nfrom oppo.report import story\n"
         f"directory = Path({str(directory)!r})\n"
         "settings = load(directory / 'config.toml')\n"
         "assert settings.models.reward.endswith('reward.py:short')\n"
@@ -243,7 +243,7 @@ def test_a_fault_of_the_program_itself_leaks_nothing(
     def fail(*_: object) -> None:
         raise RuntimeError("no way to https://me:canary@host\x1b[31m")
 
-    monkeypatch.setattr("oppo.app.config.load", fail)
+    monkeypatch.setattr("oppo.config.load.load", fail)
     assert main(["train", str(workplace / "config.toml")]) == 1
     said = capsys.readouterr().err
     assert "Traceback" in said

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from docs.make_settings import DEMO, NAMES, PAGE, page, tables
-from oppo.app.config import resolve
+from oppo.config.load import resolve
 from oppo.demo.assets import Assets, Facts
 from oppo.demo.run import FULL, SHORT, DemoPlan, settings_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from oppo.app.settings import Settings
+from oppo.config.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

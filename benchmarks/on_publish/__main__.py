@@ -16,8 +16,8 @@ from statistics import fmean, median
 
 import anyio
 
-from oppo.app.config import load
 from oppo.app.train import PreparedRun, prepare
+from oppo.config.load import load
 from oppo.errors import ConfigError
 from oppo.hf.serve.policy import HfPolicy
 

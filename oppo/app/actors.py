@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-from oppo.app.settings import Settings
+from oppo.config.settings import Settings
 from oppo.hf.cpu import use_cores
 from oppo.hf.device_layout import Devices, Elsewhere
 from oppo.placement import Place

@@ -19,8 +19,8 @@ from oppo.app.reward_models import Judge, JudgeFactory, ModelReading
 from oppo.app.rewards import UserCode
 from oppo.app.roles import RoleLoader
 from oppo.app.saving import Saving
-from oppo.app.sections import ModelsSection, SamplingSection
-from oppo.app.settings import Settings
+from oppo.config.sections import ModelsSection, SamplingSection
+from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray

@@ -11,11 +11,11 @@ from oppo.admission import Admission, Continuous, Observation, Overcommit, Slope
 from oppo.admission.adaptive import SlopeRule
 from oppo.algorithms.base import Roles
 from oppo.app.checkpoint import State
-from oppo.app.own_algorithm import graph_of
-from oppo.app.sections import ADMISSIONS, StepSection
-from oppo.app.settings import Settings
 from oppo.app.supply import Supply
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
+from oppo.config.own import graph_of
+from oppo.config.sections import ADMISSIONS, StepSection
+from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, ConfigError
 from oppo.events import StepReport
 from oppo.graph import Graph

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from oppo.app.reward_models import Judge
 from oppo.app.roles import RoleLoader
-from oppo.app.sections import ModelsSection
-from oppo.app.settings import Settings
+from oppo.config.sections import ModelsSection
+from oppo.config.settings import Settings
 from oppo.hf.device_layout import Devices
 from oppo.hf.recipe import Loadable
 from oppo.hf.trunk import value_model_on

@@ -14,8 +14,8 @@ from oppo.app.assemble import policy_tokenizer
 from oppo.app.expected import SHARE, Expected, advice, by_device, crowded, expected, load_of
 from oppo.app.layout import devices_of
 from oppo.app.provenance import Provenance
-from oppo.app.settings import Settings
 from oppo.app.supply import supplied
+from oppo.config.settings import Settings
 from oppo.hf.cpu import available_cores
 from oppo.hf.memory.capacity import Hardware, memory_of
 from oppo.hf.memory.estimate import Bytes, Load

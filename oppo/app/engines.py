@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.app.layout import devices_of
-from oppo.app.settings import Settings
+from oppo.config.settings import Settings
 from oppo.durable import make
 from oppo.hf.cpu import available_cores
 from oppo.hf.device_layout import DeviceLayout, Devices, acting_share

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from oppo.app.provenance import HELD_OUT, Provenance
-from oppo.app.settings import Settings
+from oppo.config.settings import Settings
 from oppo.errors import ConfigError, noted
 from oppo.evaluation import Evaluate, Evaluation
 from oppo.evaluation.evaluate import BEFORE, Progress

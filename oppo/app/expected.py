@@ -17,7 +17,7 @@ from oppo.app.critics import critic_source
 from oppo.app.engines import served_dtype
 from oppo.app.layout import scored
 from oppo.app.reward_models import ModelReading
-from oppo.app.settings import Settings
+from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.device import CPU

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from oppo.app.actors import places_elsewhere
-from oppo.app.settings import Settings
+from oppo.config.settings import Settings
 from oppo.hf.cpu import available_cores
 from oppo.hf.device_layout import SCORED, DeviceLayout, Devices
 from oppo.hf.memory.capacity import Hardware

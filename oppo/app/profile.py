@@ -8,11 +8,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ValidationError
 
-from oppo.app.config import parsed
-from oppo.app.config_errors import Faults
-from oppo.app.overrides import overridden
-from oppo.app.tables import STRICT, Table
-from oppo.declared import declared
+from oppo.config.load import Faults, overridden, parsed
+from oppo.declared import STRICT, Table, declared
 from oppo.errors import ConfigError
 from oppo.simulate.hardware import GPUS, MODELS, Gpu, Transformer
 from oppo.simulate.profile import (

@@ -9,14 +9,13 @@ import anyio
 from rich.console import Console
 
 from oppo.app.compose import MakeGraph
-from oppo.app.config import load, resolve
-from oppo.app.overrides import overridden
-from oppo.app.own_algorithm import with_name
 from oppo.app.resume import settings_of
-from oppo.app.settings import Settings
-from oppo.app.sources import ROWS
 from oppo.app.supply import ProgramRows, Rows
 from oppo.app.train import prepare, run
+from oppo.config.load import load, overridden, resolve
+from oppo.config.own import with_name
+from oppo.config.sections import ROWS
+from oppo.config.settings import Settings
 from oppo.observe import Observer, silent
 from oppo.report import RunDirectory
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from oppo.app.checkpoint import State
-from oppo.app.settings import Settings
+from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, DataError
 from oppo.report.log import installed
 

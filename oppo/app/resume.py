@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from oppo.app.checkpoint import Checkpoint, Checkpoints
-from oppo.app.config import load
-from oppo.app.devices import PlacementSection
 from oppo.app.provenance import Provenance, fingerprint, fingerprints, require_continued
-from oppo.app.sections import EvalSection
-from oppo.app.settings import Settings
+from oppo.config.load import load
+from oppo.config.sections import EvalSection, PlacementSection
+from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.errors import CheckpointError, ConfigError, RunComplete
 from oppo.report.records import METRICS, Lock, ended, read

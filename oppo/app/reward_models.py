@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from oppo.app.reward_settings import OF_MODELS, As, OverLong, When
 from oppo.app.roles import RoleLoader
-from oppo.app.sections import ModelsSection
+from oppo.config.sections import OF_MODELS, As, ModelsSection, OverLong, When
 from oppo.errors import ConfigError
 from oppo.events import Drop
 from oppo.hf.as_text.rendering import Form

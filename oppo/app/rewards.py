@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from oppo.app.reward_settings import RewardPart
-from oppo.app.sections import DataSection, ModelsSection
+from oppo.config.sections import DataSection, ModelsSection, RewardPart
 from oppo.environments import FunctionEnvironment
 from oppo.errors import ConfigError
 from oppo.events import Drop

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from oppo.app.sections import ModelsSection
+from oppo.config.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.as_text.whole import Encoder
 from oppo.hf.device_layout import Devices

@@ -11,9 +11,9 @@ from typing import Final, Literal
 
 from oppo.admission import Admission
 from oppo.app.compose import admission_of
-from oppo.app.config import load, resolve
 from oppo.app.profile import load_profile
-from oppo.app.settings import Settings
+from oppo.config.load import load, resolve
+from oppo.config.settings import Settings
 from oppo.errors import ConfigError
 from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, calibrated
 from oppo.simulate.records import RunRecord

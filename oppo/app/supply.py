@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from oppo.app.provenance import Provenance
-from oppo.app.sections import DataSection
-from oppo.app.settings import Settings
-from oppo.app.sources import ROWS, PromptSource, named, sources
+from oppo.config.sections import ROWS, DataSection, PromptSource, named, sources
+from oppo.config.settings import Settings
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.errors import ConfigError, DataError, RunComplete
 from oppo.events import Prompt

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
-from oppo.app.sections import Tracker
-from oppo.app.settings import Settings
+from oppo.config.sections import Tracker
+from oppo.config.settings import Settings
 from oppo.libraries import require
 from oppo.observe import Expendable, Observer
 

@@ -20,10 +20,10 @@ from oppo.app.empty_steps import EmptySteps
 from oppo.app.evaluate import evaluate_first, evaluates, is_due, judged, show_progress, with_evaluations
 from oppo.app.provenance import Provenance
 from oppo.app.resume import CHECKPOINTS, locked, newest, require_same_run
-from oppo.app.settings import Settings
 from oppo.app.supply import NOTHING, ProgramRows, Supply, require_room, require_unfinished, steps_of, supplied
 from oppo.app.trackers import require_trackers
 from oppo.app.watching import watching
+from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, HangError, behind
 from oppo.events import StepReport
 from oppo.graph import Graph, Run

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import anyio
 from rich.filesize import decimal
 
-from oppo.app.settings import Settings
 from oppo.app.train import PreparedRun, prepare
+from oppo.config.settings import Settings
 from oppo.data import PromptStream
 from oppo.hf.memory.peak import Peak
 

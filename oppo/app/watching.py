@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from oppo.app.sections import RunSection
-from oppo.app.settings import Settings
 from oppo.app.trackers import tracking
+from oppo.config.sections import RunSection
+from oppo.config.settings import Settings
 from oppo.errors import HangError
 from oppo.graph import Run
 from oppo.liveness import Stall, StallLimits, Vitals, Watchdog

@@ -10,8 +10,8 @@ from typing import cast
 import anyio
 
 from oppo.algorithms.ppo import PPO
-from oppo.app.settings import Settings
 from oppo.app.train import PreparedRun, prepare
+from oppo.config.settings import Settings
 from oppo.data import PromptStream
 from oppo.errors import ConfigError
 from oppo.events import Batch, Drop

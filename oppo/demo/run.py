@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from oppo import observe
-from oppo.app.config import resolve
 from oppo.app.engines import require_engine_installed
-from oppo.app.sections import Engine
-from oppo.app.settings import Settings
 from oppo.app.train import FINAL, prepare, run
+from oppo.config.load import resolve
+from oppo.config.sections import Engine
+from oppo.config.settings import Settings
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.exactness import compare_schedules
 from oppo.demo.examination import DemoAnswers, examine

@@ -18,8 +18,8 @@ import torch
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
 from oppo.app.compose import roles_of
-from oppo.app.settings import Settings
 from oppo.app.train import PreparedRun, prepare
+from oppo.config.settings import Settings
 from oppo.demo.gains import Effort, TimedRound, median_round
 from oppo.hf.loading.models import load_scalar, load_tokenizer, quiet
 from oppo.observe import silent

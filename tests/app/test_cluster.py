@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from oppo.app.config import load
 from oppo.app.expected import by_device, expected
 from oppo.app.layout import devices_of
 from oppo.app.provenance import fingerprints
 from oppo.app.resume import require_same
-from oppo.app.settings import Settings
 from oppo.cli import UNUSABLE, main
+from oppo.config.load import load
+from oppo.config.settings import Settings
 from oppo.errors import ConfigError
 from tests.workplace import furnish
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from oppo.app.config import load
 from oppo.app.expected import ALONE, Expected, crowded, engine_share, expected, load_of
 from oppo.app.layout import devices_of
 from oppo.cli import DONE, UNUSABLE, main
+from oppo.config.load import load
 from oppo.hf.device import CPU
 from oppo.hf.device_layout import Devices
 from oppo.hf.memory.capacity import Hardware

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from oppo.algorithms.base import ClippedAlgorithm
-from oppo.app.config import load, resolve
 from oppo.app.provenance import fingerprints
 from oppo.app.resume import require_same
-from oppo.app.settings import Settings
+from oppo.config.load import load, resolve
+from oppo.config.settings import Settings
 from oppo.errors import ConfigError
 
 MINIMAL = 'models.policy = "actor"\nmodels.reward = "reward.py:score"\ndata.prompts = "prompts.jsonl"\n'

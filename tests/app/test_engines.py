@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Self
 import pytest
 import torch
 
-from oppo.app.config import load
 from oppo.app.train import prepare
 from oppo.cli import main
+from oppo.config.load import load
 from oppo.errors import ConfigError, ModelError
 from oppo.hf.loading.models import load_causal
 from oppo.hf.serve.policy import HfPolicy

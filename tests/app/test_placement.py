@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from oppo.app.config import load
 from oppo.app.layout import devices_of, layout_of
 from oppo.app.train import FINAL
 from oppo.cli import DONE, FAILED, UNUSABLE
+from oppo.config.load import load
 from oppo.hf.device import DeviceThread
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.observe import silent

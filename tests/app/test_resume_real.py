@@ -16,11 +16,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from oppo.app.checkpoint import COMPLETE, _seal as seal, verified
-from oppo.app.config import load
 from oppo.app.provenance import fingerprints
 from oppo.app.resume import settings_of
 from oppo.app.train import FINAL, prepare
 from oppo.cli import DONE, FAILED, UNUSABLE, main
+from oppo.config.load import load
 from oppo.errors import CheckpointError, ConfigError, ModelError, RunComplete
 from oppo.report import observations
 from oppo.report.records import JOURNAL, OBSERVED, SUMMARY, is_locked, rewind

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from oppo.app.config import load
 from oppo.app.expected import expected, load_of
 from oppo.app.layout import devices_of
+from oppo.config.load import load
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import TEMPLATE, spot
 from tests.hf.test_whole import classifier, sentence_encoder

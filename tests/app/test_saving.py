@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import oppo.hf.train.core
-from oppo.app.config import load
 from oppo.app.train import FINAL, prepare
 from oppo.cli import INTERRUPTED
+from oppo.config.load import load
 from oppo.hf.lora import merged
 from tests.workplace import furnish, start
 

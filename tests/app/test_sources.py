@@ -17,10 +17,10 @@ from safetensors.numpy import load_file
 
 from oppo import train
 from oppo.app.checkpoint import read_state
-from oppo.app.config import load
 from oppo.app.resume import CHECKPOINTS
 from oppo.app.train import FINAL
 from oppo.cli import DONE, UNUSABLE, main
+from oppo.config.load import load
 from oppo.errors import ConfigError, DataError
 from tests.workplace import furnish, oppo, records, start
 

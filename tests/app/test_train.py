@@ -6,8 +6,8 @@ import pytest
 
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.app.compose import admission_of, chunks_of
-from oppo.app.sections import StepSection
 from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
+from oppo.config.sections import StepSection
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import torch
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from oppo.app.config import load
 from oppo.app.resume import CHECKPOINTS
 from oppo.app.train import FINAL, prepare, run
 from oppo.cli import DONE, FAILED, main
+from oppo.config.load import load
 from oppo.events import Chunk, Scored
 from oppo.testing import Recorder
 from tests.report.synthetic import all_nested

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from oppo.app.config import load
+from oppo.config.load import load
 from tests.hf import tiny
 from tests.workplace import furnish, oppo, records, tokenizer
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from oppo.app.assemble import assemble, policy_tokenizer
-from oppo.app.config import load
 from oppo.app.resume import settings_of
 from oppo.cli import DONE, UNUSABLE, main
+from oppo.config.load import load
 from oppo.errors import ConfigError
 from oppo.observe import silent
 from oppo.rewards import Rewards

@@ -11,8 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from oppo.app.config import load
 from oppo.app.train import prepare, run
+from oppo.config.load import load
 from oppo.observe import Observer, Span
 from tests.workplace import furnish, records
 

@@ -35,8 +35,8 @@ from benchmarks.convergence.schedules import ADAPTIVE, ARMS, SCHEDULES, SERIAL, 
 from benchmarks.convergence.studies import STUDIES
 from benchmarks.convergence.study import Study
 from benchmarks.machine import cores_here
-from oppo.app.sections import StepSection
-from oppo.app.settings import Settings
+from oppo.config.sections import StepSection
+from oppo.config.settings import Settings
 from oppo.demo.assets import Assets, Facts
 from oppo.demo.run import FULL, settings_of
 from oppo.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from oppo.app.config import load
+from oppo.config.load import load
 from oppo.demo.gains import Effort, Gains, Standing, TimedRound
 from oppo.demo.schedules import deepened, excerpt, measure
 from oppo.hf.loading.models import load_scalar

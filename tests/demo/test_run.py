@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from oppo.app.config import load
 from oppo.cli import main
+from oppo.config.load import load
 from oppo.demo.exactness import Digests
 from oppo.demo.findings import Findings
 from oppo.demo.run import UNMEASURED, demo

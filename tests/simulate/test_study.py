@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from oppo.app.compose import admission_of
-from oppo.app.config import load, resolve
 from oppo.app.simulation import own_schedule, refusal
+from oppo.config.load import load, resolve
 from oppo.simulate.calibrate import LAYOUTS
 from oppo.simulate.outcome import ScheduleOutcome
 from oppo.simulate.schedules import ladder

@@ -74,7 +74,8 @@ def test_a_process_that_holds_the_interpreter_lock_dies_with_its_parent(tmp_path
     program = (
         "import multiprocessing, threading, time\nfrom pathlib import Path\n"
         "from tests.vllm.test_processes import hold_the_lock\n"
-        f"engine = multiprocessing.get_context({method!r}).Process(target=hold_the_lock, args=(Path({str(begun)!r}),))\n"
+        f"begun = Path({str(begun)!r})\n"
+        f"engine = multiprocessing.get_context({method!r}).Process(target=hold_the_lock, args=(begun,))\n"
         "thread = threading.Thread(target=engine.start)\nthread.start()\nthread.join()\ntime.sleep(600)\n"
     )
     parent = subprocess.Popen(

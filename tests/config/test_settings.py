@@ -15,9 +15,9 @@ from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.base import ClippedAlgorithm
 from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO
 from oppo.algorithms.ppo import PPO
-from oppo.app.config import load, resolve
-from oppo.app.reward_settings import RewardPart
-from oppo.app.settings import Settings, keys_of
+from oppo.config.load import load, resolve
+from oppo.config.sections import RewardPart
+from oppo.config.settings import Settings, keys_of
 from oppo.errors import ConfigError
 from oppo.losses import ClippedLoss, PPOLoss, SequenceLoss
 from oppo.returns import ScoreShaping
@@ -504,6 +504,6 @@ def test_an_algorithm_that_there_is_none_of_is_one_fault_whatever_its_table_says
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_settings_are_checked_without_loading_torch(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(f'{MINIMAL}[step]\nalgorithm = "{name}"\n')
-    check = "import sys; from pathlib import Path; from oppo.app.config import load; load(Path(sys.argv[1])).toml()"
+    check = "import sys; from pathlib import Path; from oppo.config.load import load; load(Path(sys.argv[1])).toml()"
     probe = f"{check}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", probe, str(tmp_path / "config.toml")], check=True)

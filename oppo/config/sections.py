@@ -2,40 +2,313 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError
 
 from oppo.algorithms import ALGORITHMS
-from oppo.app.devices import DeviceName
-from oppo.app.reward_settings import (
-    SOURCE,
-    As,
-    OverLong,
-    RewardPart,
-    Separators,
-    When,
-)
-from oppo.app.sources import HeldOut, Prompts
-from oppo.app.tables import Name, OneOf, TextOrTables
+from oppo.data.datasets_library import is_hub_name
+from oppo.data.stream import whole_numbers
 from oppo.declared import (
     Count,
     Filled,
     FromList,
+    Name,
     NonNegative,
+    OneOf,
     Positive,
     PositiveCount,
     Rollouts,
     Seconds,
     Seed,
+    TextOrTables,
+    adapter,
+    declared,
+    expectation,
     required,
     setting,
 )
+from oppo.errors import ConfigError, DataError, did_you_mean, shortened
+from oppo.gym import LIBRARY
 from oppo.models import SamplingSettings
 from oppo.rewards import OnFailure
 from oppo.user_code import SPEC
+
+
+def resolved(text: str, folder: Path) -> str:
+    """Return a path of a file in ``folder`` as an absolute one.
+
+    Raises:
+        ConfigError: it cannot be followed.
+    """
+    try:
+        return str((folder / Path(text).expanduser()).resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, an unknown ~user, a NUL
+        raise ConfigError(f"{text!r} is no path that can be followed: {error}") from error
+
+
+When: TypeAlias = Literal["auto", "whole"]
+"""When a reward model reads."""
+
+As: TypeAlias = Literal["auto", "tokens", "chat", "joined", "pair", "response"]
+"""The form in which a reward model reads a rollout."""
+
+OverLong: TypeAlias = Literal["error", "drop", "truncate"]
+Separators: TypeAlias = Annotated[tuple[Filled, ...], FromList()]
+
+SOURCE: Final = (
+    "directory or hub name of a reward model, or `file.py:name` of a function, of a scorer, of a function that makes "
+    "one in a `place`, or of several rewards `{name: (weight, function or scorer)}`; `reasoning-gym`: the verifier of "
+    "its tasks"
+)
+
+OF_MODELS: Final = ("reading", "form", "over_long", "label", "column", "separators")
+"""The settings of a reward that say how a model reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardPart:
+    """``[models.reward.NAME]``: one of several rewards, whose weighted sum is the score."""
+
+    source: Filled = required(SOURCE)
+    weight: float = setting(1.0, "its factor in the sum")
+    reading: When | None = setting(None, "in place of `models.reward_reading`")
+    form: As | None = setting(None, "in place of `models.reward_form`")
+    over_long: OverLong | None = setting(None, "in place of `models.reward_over_long`")
+    label: str | None = setting(None, "in place of `models.reward_label`")
+    column: str | None = setting(None, "in place of `models.reward_column`")
+    separators: Separators | None = setting(None, "in place of `models.reward_separators`")
+    failure: OnFailure | None = setting(None, "in place of `models.reward_failure`")
+    process: bool | None = setting(None, "in place of `models.reward_process`")
+    concurrency: PositiveCount | None = setting(None, "in place of `models.reward_concurrency`")
+    timeout: Positive | None = setting(None, "in place of `models.reward_timeout`")
+    each: bool | None = setting(None, "in place of `models.reward_each`")
+    keep_special_tokens: bool | None = setting(None, "in place of `models.reward_keep_special_tokens`")
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is Python code, and no reward model."""
+        return self.source == LIBRARY or file_of(self.source) is not None
+
+
+def file_of(spec: str) -> Path | None:
+    """Return the file of ``file.py:name``; ``None`` for another text."""
+    named = SPEC.match(spec)
+    return None if named is None else Path(named["file"])
+
+
+_DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+SCORERS: Final = ("reference", "reward", "critic")
+"""The models that score."""
+
+Remote: TypeAlias = Literal["policy", "reference", "reward", "critic", "trainer"]
+"""A model that can be in an actor of a cluster; of the trainer, every rank but the first."""
+
+
+def _require_device(device: str) -> str:
+    if _DEVICE.fullmatch(device) is None:
+        raise ValueError(f"expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1', got {device!r}")
+    return device
+
+
+def _require_another(device: str) -> str:
+    return device and _require_device(device)
+
+
+def _listed(devices: object) -> object:
+    return [devices] if isinstance(devices, str) and devices else devices or []
+
+
+DeviceName: TypeAlias = Annotated[str, AfterValidator(_require_device)]
+
+Another: TypeAlias = Annotated[str, AfterValidator(_require_another)]
+"""A device, or nothing for that of something else."""
+
+Several: TypeAlias = Annotated[tuple[DeviceName, ...], FromList(), BeforeValidator(_listed)]
+"""A device or a list of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementSection:
+    """``[placement]``: the device of each model, where they are not all on ``models.device``."""
+
+    policy: Another = setting("", "of the policy that decodes; `models.device` when empty")
+    trainer: Several = setting(
+        (),
+        "where updates are made: a device, or a list of them for as many training ranks, each a process, such as "
+        '`["cuda:1", "cuda:2"]` or `["cpu", "cpu"]`; `models.device` when empty',
+    )
+    scorers: Another = setting("", "of reference, reward and critic; `models.device` when empty")
+    reference: Another = setting("", "of the reference; `placement.scorers` when empty")
+    reward: Another = setting("", "of reward models; `placement.scorers` when empty")
+    critic: Another = setting("", "of the critic that is served; `placement.scorers` when empty")
+    shard: bool = setting(
+        default=True,
+        description="give each training rank a shard of weights, gradients and optimizer states (FSDP2), in place of "
+        "all of them; one rank has all",
+    )
+    cluster: str = setting(
+        "",
+        "a Ray cluster whose machines take the models of `placement.remote`: `auto`, which is that of `RAY_ADDRESS` or "
+        "of `ray start` on this machine, or the `host:port` of its head; none when empty",
+    )
+    remote: Annotated[tuple[Remote, ...], FromList()] = setting(
+        (),
+        "with a cluster, the models that are actors there, each of its own; of the trainer, every rank but the first; "
+        "all that can be but the policy when empty",
+    )
+    actor_cpus: PositiveCount = setting(
+        1, "with a cluster, the cores that each actor takes of its machine and computes with, as rank 0 does here"
+    )
+    spread: bool = setting(
+        default=False, description="with a cluster, put each rank of the trainer on a machine of its own"
+    )
+
+    def names(self, device: str) -> Mapping[str, tuple[str, ...]]:
+        """Return the devices by model, where ``device`` is that of models that have none of their own."""
+        scorers = self.scorers or device
+        return {
+            "policy": (self.policy or device,),
+            "trainer": self.trainer or (device,),
+            **{name: (getattr(self, name) or scorers,) for name in SCORERS},
+        }
+
+    def key_of(self, model: str) -> str:
+        """Return the setting that says where a model is."""
+        own = [model, "scorers"] if model in SCORERS else [model]
+        return next((f"placement.{key}" for key in own if getattr(self, key)), "models.device")
+
+
+ROWS: Final = "<rows of a program>"
+"""The source of a run whose prompts a program gives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSource:
+    """One source of prompts."""
+
+    path: Filled = required("a file, a directory that datasets wrote, or a dataset's name at a hub")
+    weight: Positive | None = setting(None, "share of the prompts, relative to those of the others")
+    column: Filled | None = setting(None, "the column that holds the prompt, where it is another than `data.column`")
+    split: Filled = setting("train", "of a dataset with several")
+    subset: str = setting("", "of a dataset at a hub: the name of a configuration")
+
+    @property
+    def file(self) -> Path | None:
+        """The file or directory; ``None`` for a dataset at a hub, and for rows of a program."""
+        return None if self.path == ROWS or is_hub_name(self.path) else Path(self.path)
+
+    def within(self, folder: Path) -> PromptSource:
+        """Return the source that a settings file in ``folder`` names: paths are absolute afterwards.
+
+        Raises:
+            ConfigError: the path cannot be followed.
+        """
+        is_name = is_hub_name(self.path) and not (folder / self.path).exists()
+        return self if is_name or self.path == ROWS else replace(self, path=resolved(self.path, folder))
+
+    def table(self) -> dict[str, object]:
+        """Return what a file holds of it: the values that are not defaults."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+
+
+def _sources(value: object) -> str | tuple[PromptSource, ...]:
+    """Return the value of a setting for prompts.
+
+    Raises:
+        ValueError: it is no source, and no list of sources.
+    """
+    if isinstance(value, str) and value:
+        return value
+    if not (isinstance(value, list | tuple) and value):
+        raise ValueError(
+            "expected a file, a directory or a dataset's name, or a list of such with their weights, got "
+            f"{shortened(repr(value), 200)}"
+        )
+    found = tuple(_source(each, number) for number, each in enumerate(value, 1))
+    weights = [each.weight for each in found if each.weight is not None]
+    if weights and len(weights) < len(found):
+        lacking = next(number for number, each in enumerate(found, 1) if each.weight is None)
+        raise ValueError(f"source {lacking} has no weight, and others have one: give each a weight, or none")
+    if weights:
+        try:
+            whole_numbers(weights)
+        except DataError as error:
+            raise ValueError(str(error)) from error
+    return found
+
+
+def _source(value: object, number: int) -> PromptSource:
+    if isinstance(value, PromptSource):
+        return value
+    if isinstance(value, str):
+        value = {"path": value}
+    names, table = [each.name for each in fields(PromptSource)], value if isinstance(value, Mapping) else {}
+    if not table:
+        raise ValueError(f"source {number}: expected text or a table, got {shortened(repr(value), 200)}")
+    if unknown := [key for key in table if key not in names]:
+        guess = did_you_mean(str(unknown[0]), names)
+        raise ValueError(f"source {number}: unknown key {unknown[0]!r}{guess}; the keys are {', '.join(names)}")
+    if "path" not in table:
+        raise ValueError(f"source {number}: path is missing: {declared(PromptSource)['path'].description}")
+    try:
+        found: PromptSource = adapter(PromptSource).validate_python(table)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        key, got = detail["loc"][0], shortened(repr(detail["input"]), 200)
+        raise ValueError(f"source {number}: {key}: expected {expectation(detail)}, got {got}") from error
+    return found
+
+
+def _held_out(value: object) -> str | tuple[PromptSource, ...]:
+    """Return the value of a setting for held-out prompts, each of which is answered; empty for none.
+
+    Raises:
+        ValueError: it is no source, and no list of sources, or one has a weight.
+    """
+    if value == "":
+        return ""
+    found = _sources(value)
+    if any(each.weight is not None for each in sources(found)):
+        raise ValueError("held-out prompts are answered once each, so that no source has a weight: leave it out")
+    return found
+
+
+Prompts: TypeAlias = Annotated[str | tuple[PromptSource, ...], PlainValidator(_sources)]
+"""The value of a setting that names prompts: one source, or several."""
+
+
+HeldOut: TypeAlias = Annotated[str | tuple[PromptSource, ...], PlainValidator(_held_out)]
+"""The value of a setting that names held-out prompts, or none."""
+
+
+def sources(prompts: str | tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
+    """Return the sources that a setting names."""
+    return tuple(named("", prompts).values())
+
+
+def named(key: str, prompts: str | tuple[PromptSource, ...]) -> dict[str, PromptSource]:
+    """Return the sources of a setting, each by its name: ``data.prompts``, or ``data.prompts[0]`` of several."""
+    if isinstance(prompts, str):
+        return {key: PromptSource(path=prompts)} if prompts else {}
+    return {f"{key}[{number}]": each for number, each in enumerate(prompts)}
+
+
+def within(prompts: str | tuple[PromptSource, ...], folder: Path) -> str | tuple[PromptSource, ...]:
+    """Return what a settings file in ``folder`` names, with absolute paths.
+
+    Raises:
+        ConfigError: a path cannot be followed.
+    """
+    if isinstance(prompts, str):
+        return PromptSource(path=prompts).within(folder).path if prompts else ""
+    return tuple(each.within(folder) for each in prompts)
+
 
 Engine: TypeAlias = Literal["transformers", "vllm"]
 Tracker: TypeAlias = Literal["tensorboard", "wandb"]

@@ -1,0 +1,392 @@
+"""The settings of a training run: a TOML file in, checked and resolved, and the same file out with every default.
+
+An error names section and key, what was expected and what came; one error lists all faults of a file. Paths, those of
+``--set`` included, are relative to the folder of the file and come out absolute, so the resolved file can be moved.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from pydantic import ValidationError
+
+from oppo.algorithms import ALGORITHMS
+from oppo.algorithms.ppo import PPO
+from oppo.config.own import NAMED, Kinds, find
+from oppo.config.sections import RewardPart, StepSection, resolved, within
+from oppo.config.settings import Settings, keys_of
+from oppo.declared import SEEDS, Declared, declared, expectation
+from oppo.errors import ConfigError, did_you_mean, shortened
+from oppo.redact import HIDDEN, holds_secret, names_secret, redacted
+from oppo.user_code import SPEC
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
+    """Return the settings of the TOML file at ``path``, with ``section.key=value`` overrides, paths resolved.
+
+    Raises:
+        ConfigError: the file cannot be read or is no TOML, or a setting is unknown, missing or out of range.
+    """
+    return resolve(overridden(parsed(path), overrides), path.absolute().parent)
+
+
+def parsed(path: Path) -> dict[str, object]:
+    """Return the document in a TOML file.
+
+    Raises:
+        ConfigError: the file cannot be read or is no TOML.
+    """
+    try:
+        return tomllib.loads(_text(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # TOML, UTF-8, a number too long, a NUL in the path
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def resolve(document: Mapping[str, object], folder: Path) -> Settings:
+    """Return the settings of a parsed file that lies in ``folder``.
+
+    Raises:
+        ConfigError: a setting is unknown, missing or out of range.
+    """
+    document = _with_files(document, folder)
+    try:
+        settings = Settings.of(with_correction(seeded(document)))
+    except ValidationError as error:
+        raise ConfigError(SettingsFaults.of(document).describe(error)) from error
+    models = settings.models
+    models = replace(models, reward=_reward(models.reward, folder))
+    policy = _model(models.policy, folder)
+    own_critic = next(iter(models.reward_models), policy)
+    if models.shared_trunk or not settings.algorithm.has_critic:
+        own_critic = ""
+    found = settings.model_copy(
+        update={
+            "run": replace(settings.run, directory=resolved(settings.run.directory, folder)),
+            "models": replace(
+                models,
+                policy=policy,
+                reference=_model(models.reference, folder) or (policy if settings.has_reference else ""),
+                critic=_model(models.critic, folder) or own_critic,
+                environment=_model(models.environment, folder),
+            ),
+            "data": replace(settings.data, prompts=within(settings.data.prompts, folder)),
+            "eval": replace(settings.eval, prompts=within(settings.eval.prompts, folder)),
+        }
+    )
+    require_public(found.tables())
+    return found
+
+
+def _text(path: Path) -> str:
+    """Return a file's text; what is no regular file may never end, and is not opened."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError("it is no regular file")
+    return path.read_text(encoding="utf-8")
+
+
+def _spec(text: str, folder: Path) -> str:
+    """Return ``file.py:name`` with the file's path."""
+    file, _, name = text.rpartition(":")
+    return f"{resolved(file, folder)}:{name}"
+
+
+def _with_files(document: Mapping[str, object], folder: Path) -> Mapping[str, object]:
+    """Return the document with the paths of an algorithm's file and of others whose code declares a table."""
+    step = document.get("step")
+    if not isinstance(step, Mapping):
+        return document
+    named = {name: step.get(name) for name in NAMED}
+    found = {name: _spec(spec, folder) for name, spec in named.items() if isinstance(spec, str) and SPEC.match(spec)}
+    return {**document, "step": {**step, **found}} if found else document
+
+
+def _reward(reward: str | Mapping[str, RewardPart], folder: Path) -> str | Mapping[str, RewardPart]:
+    """Return a reward, or each of several, as :func:`_model` does."""
+    if isinstance(reward, str):
+        return _model(reward, folder)
+    return {name: replace(part, source=_model(part.source, folder)) for name, part in reward.items()}
+
+
+def _model(text: str, folder: Path) -> str:
+    """Return a hub name as it is, and an absolute path for what exists in ``folder`` or is spelt as a path."""
+    if SPEC.match(text):
+        return _spec(text, folder)
+    spelt_as_path = text.startswith((".", "/", "~"))
+    return resolved(text, folder) if text and (spelt_as_path or os.path.lexists(folder / text)) else text
+
+
+SEEDED = ("data", "sampling", "trainer", "eval")
+"""The sections with a seed of their own; the default is the run's."""
+
+CORRECTION = "truncated"
+"""``algorithm.is_correction`` where vLLM decodes and the file names none.
+
+vLLM and the trainer compute the same log-probs with other kernels. Importance weights correct for the difference, and
+for stale tokens with it.
+"""
+
+
+def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
+    """Return a parsed file with ``section.key=value`` overrides; a key may be a table, ``section.key.name.key=value``.
+
+    A new ``run.seed`` replaces the old one in every section that names it: in a resolved file all of them do.
+
+    Raises:
+        ConfigError: an override is malformed, or its section is a value in this file.
+    """
+    changed: dict[str, object] = copy.deepcopy(dict(document))
+    parsed = [_parsed(override) for override in overrides]
+    if any(place == ["run", "seed"] for place, _, _ in parsed):
+        _drop_equal_seeds(changed)
+    for (*tables, key), value, override in parsed:
+        table = changed
+        for depth, name in enumerate(tables, 1):
+            inner = table.setdefault(name, {})
+            if not isinstance(inner, dict):
+                what, where = "section" if depth == 1 else "table", ".".join(tables[:depth])
+                raise ConfigError(f"--set {override}: {where!r} is not a {what} of this file but the value {inner!r}")
+            table = inner
+        table[key] = value
+    return changed
+
+
+def seeded(document: Mapping[str, object]) -> dict[str, object]:
+    """Return the document with the run's seed in every section of :data:`SEEDED` that names none."""
+    filled: dict[str, object] = dict(document)
+    if (seed := _seed(document.get("run"))) is None:
+        return filled
+    for name in SEEDED:
+        section = document.get(name, {})
+        if isinstance(section, Mapping):
+            filled[name] = {"seed": seed, **section}
+    if "data" not in document:
+        del filled["data"]
+    return filled
+
+
+def with_correction(document: Mapping[str, object]) -> dict[str, object]:
+    """Return the document with :data:`CORRECTION` if vLLM decodes and the algorithm has one but names none."""
+    filled = dict(document)
+    models, step, algorithm = (filled.get(name, {}) for name in ("models", "step", "algorithm"))
+    if not isinstance(models, Mapping) or models.get("engine") != "vllm" or not isinstance(algorithm, Mapping):
+        return filled
+    name = step.get("algorithm", "ppo") if isinstance(step, Mapping) else "ppo"
+    kind = find(name)
+    if kind is not None and "is_correction" in declared(kind):
+        filled["algorithm"] = {"is_correction": CORRECTION, **algorithm}
+    return filled
+
+
+def _drop_equal_seeds(document: Mapping[str, object]) -> None:
+    """Remove the run's seed from the sections that name it, so that they follow the run's."""
+    seed = _seed(document.get("run"))
+    for section in map(document.get, SEEDED):
+        if seed is not None and isinstance(section, dict) and _seed(section) == seed:
+            del section["seed"]
+
+
+def _seed(section: object) -> int | None:
+    """Return a section's seed; ``None`` without a valid one."""
+    seed = section.get("seed") if isinstance(section, Mapping) else None
+    return seed if type(seed) is int and seed in SEEDS else None
+
+
+def _parsed(override: str) -> tuple[list[str], object, str]:
+    """Return an override's section, tables and key, its value, and its text."""
+    place, equals, text = override.partition("=")
+    names = [name.strip() for name in place.split(".")]
+    if not equals or len(names) < 2 or not all(names):
+        raise ConfigError(f"--set expects section.key=value, such as step.batch=16; got {override!r}")
+    return names, _value(text.strip()), override
+
+
+def _value(text: str) -> object:
+    """Return ``text`` as one TOML value, or unchanged if it is no TOML."""
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return document["value"] if len(document) == 1 else text
+
+
+REWARDS = ("models", "reward")
+"""The key that may be a table of tables."""
+
+OTHER_NAMES: Final = {
+    "response_length": "max_new_tokens",
+    "max_completion_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+    "batch_size": "batch",
+    "lr": "learning_rate",
+    "num_generations": "samples",
+    "kl_coef": "kl",
+    "beta": "kl",
+    "num_mini_batches": "minibatches",
+}
+"""Keys by the names that other libraries have for them."""
+
+SHOWN = 200
+"""Characters of a wrong value in its message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Describes the faults of a file with sections of keys.
+
+    Attributes:
+        keys: declarations by section and key.
+        sections: all that there can be.
+        named: sections whose keys are names of sections of one kind: ``[gpus.NAME]``.
+    """
+
+    keys: Mapping[str, Mapping[str, Declared]]
+    sections: Sequence[str]
+    named: Collection[str] = ()
+
+    def describe(self, error: ValidationError) -> str:
+        """Return one line for each wrong setting."""
+        grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
+        for detail in error.errors(include_url=False):
+            grouped.setdefault(self._place(detail["loc"]), []).append(detail)
+        lines = [self._sentence(place, details) for place, details in grouped.items()]
+        if len(lines) == 1:
+            return lines[0]
+        return "\n".join([f"{len(lines)} settings are wrong:", *(f"  {line}" for line in lines)])
+
+    def _place(self, loc: Sequence[int | str]) -> tuple[str, ...]:
+        """Return the section and the key of a fault, as far as it has them."""
+        parts = [str(part) for part in loc]
+        if len(parts) > 1 and parts[0] in self.named:
+            parts[:2] = [f"{parts[0]}.{parts[1]}"]
+        return tuple(parts[:2])
+
+    def _declared(self, section: str) -> Mapping[str, Declared]:
+        return self.keys.get(section.partition(".")[0], {})
+
+    def _sentence(self, place: tuple[str, ...], details: Sequence[ErrorDetails]) -> str:
+        detail = details[0]
+        if not place:  # a fault between sections, which its message names
+            return detail["msg"].removeprefix("Value error, ")
+        where = f"[{'.'.join(place)}]" if len(place) % 2 else ".".join(place)
+        if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
+            return self._unknown(place)
+        if detail["type"] == "missing":
+            return f"{where} is missing: {self._wanted(place)}"
+        if detail["type"] == "value_error":
+            return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
+        if detail["type"] in {"model_type", "dataclass_type"}:
+            return f"{where}: expected {self._wanted(place)}, got {shortened(repr(detail['input']), SHOWN)}"
+        if detail["loc"][-1:] == ("[key]",):
+            home = ".".join(place[:2])
+            return f"{home}: expected names of {expectation(detail)}, got {shortened(repr(detail['input']), SHOWN)}"
+        item = next((f"item {part} to be " for part in detail["loc"][2:] if isinstance(part, int)), "")
+        expected = " or ".join(dict.fromkeys(expectation(each) for each in details))
+        choices = detail.get("ctx", {}).get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
+        guess = did_you_mean(str(detail["input"]), choices) if detail["type"] == "literal_error" else ""
+        return f"{where}: expected {item}{expected}, got {shortened(repr(detail['input']), SHOWN)}{guess}"
+
+    def _wanted(self, place: tuple[str, ...]) -> str:
+        keys = self._declared(place[0])
+        return f"a section with the keys {', '.join(keys)}" if len(place) == 1 else keys[place[1]].description
+
+    def _unknown(self, place: tuple[str, ...]) -> str:
+        if len(place) == 1:
+            return self._unknown_name("section", "a configuration", self.sections, place)
+        return self._unknown_name("key", f"[{place[0]}]", self._declared(place[0]), place)
+
+    def _unknown_name(self, kind: str, home: str, known: Iterable[str], place: tuple[str, ...]) -> str:
+        known = list(known)
+        guess = self._elsewhere(place) or did_you_mean(OTHER_NAMES.get(place[-1], place[-1]), known)
+        return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {', '.join(known)}"
+
+    def _elsewhere(self, place: tuple[str, ...]) -> str:
+        """Return the sections that have the same key."""
+        homes = [f"[{name}]" for name, keys in self.keys.items() if len(place) == 2 and place[1] in keys]
+        return f" (it is a key of {', '.join(homes)})" if homes else ""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsFaults(Faults):
+    """Describes the faults of a run's settings.
+
+    Attributes:
+        algorithm: the name of the algorithm that declares ``[algorithm]``.
+    """
+
+    algorithm: str = ""
+
+    @classmethod
+    def of(cls, document: Mapping[str, object]) -> Self:
+        """Return the describer for a document and its algorithm."""
+        kinds, step = Kinds.of(document), document.get("step")
+        named = step.get("algorithm") if kinds.algorithm is not None and isinstance(step, Mapping) else None
+        keys = keys_of(kinds.algorithm or PPO, kinds)
+        return cls(keys, list(Settings.model_fields), algorithm=str(named or StepSection().algorithm))
+
+    def _place(self, loc: Sequence[int | str]) -> tuple[str, ...]:
+        """Return the same, and of a reward among several its name and the key there."""
+        return tuple(str(part) for part in loc[: 4 if loc[:2] == REWARDS else 2])
+
+    def _wanted(self, place: tuple[str, ...]) -> str:
+        if len(place) == 3:
+            return f"a table with the keys {', '.join(declared(RewardPart))}"
+        if len(place) == 4:
+            return declared(RewardPart)[place[3]].description
+        return super(SettingsFaults, self)._wanted(place)
+
+    def _unknown(self, place: tuple[str, ...]) -> str:
+        if len(place) == 4:
+            return self._unknown_name("key", "[models.reward.NAME]", declared(RewardPart), place)
+        return super(SettingsFaults, self)._unknown(place)
+
+    def _elsewhere(self, place: tuple[str, ...]) -> str:
+        """Return the sections or algorithms that have the same key."""
+        if len(place) != 2:
+            return ""
+        others = ", ".join(repr(name) for name, kind in ALGORITHMS.items() if place[1] in declared(kind))
+        if place[0] == "algorithm" and others:
+            return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})"
+        homes = super(SettingsFaults, self)._elsewhere(place)
+        if homes or not others:
+            return homes
+        return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})"
+
+
+def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
+    """Check that no setting holds a secret, by its name or its value: a run writes its settings into a file.
+
+    Raises:
+        ConfigError: a setting holds one.
+    """
+    for name, section in tables.items():
+        for key, text in _texts(name, section):
+            if text and (names_secret(key.rpartition(".")[2]) or holds_secret(text)):
+                shown = HIDDEN if redacted(text) == text else redacted(text)
+                raise ConfigError(
+                    f"{key} holds a secret, got {shown}: a run keeps its settings in a file, so give it in the "
+                    "environment, or by a login, and leave it out here"
+                )
+
+
+def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the texts in a value of a file with their keys, those in lists and tables included."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _texts(f"{key}.{name}", each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(key, each)
