@@ -21,10 +21,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 from oppo.events import Batch, Finish, FinishReason, Prompt, Response
-from oppo.hf.digest import weights_digest
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.returns import gae, kl_estimate, shaped_rewards, whiten

@@ -88,7 +88,7 @@ BANNED = {
     "eval": "never",
     "exec": "never",
 }
-CORES = PACKAGE / "hf" / "cpu.py"
+CORES = PACKAGE / "hf" / "devices.py"
 CLOCKS = {"time", "monotonic", "perf_counter"}
 
 MAX_FILE_LINES = 700
@@ -288,7 +288,7 @@ def test_banned_calls_are_not_made() -> None:
             if inside and owner == "time" and name in CLOCKS and module_of(path) != "observe":
                 faults.append(f"{where}: use oppo.observe.now, or the loop's clock")
             if inside and name == "set_num_threads" and path != CORES:
-                faults.append(f"{where}: use oppo.hf.cpu.use_cores, which no other thread's count can overtake")
+                faults.append(f"{where}: use oppo.hf.devices.use_cores, which no other thread's count can overtake")
     assert not faults
 
 

@@ -19,10 +19,10 @@ from oppo.admission import Overcommit
 from oppo.algorithms.ppo import ppo
 from oppo.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.events import Batch, Prompt
-from oppo.hf.digest import weights_digest
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.losses import token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread

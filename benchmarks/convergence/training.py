@@ -19,8 +19,8 @@ from oppo.app.train import FINAL, PreparedRun, prepare, run
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.examination import examine
 from oppo.demo.run import FULL, SHORT, DemoPlan, settings_of
-from oppo.hf.cpu import available_cores, use_cores
-from oppo.hf.loading.models import load_tokenizer
+from oppo.hf.devices import available_cores, use_cores
+from oppo.hf.loading import load_tokenizer
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Sampling
 from oppo.stages.hold import held

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from oppo import observe
 from oppo.events import Prompt
-from oppo.hf.cpu import use_cores
+from oppo.hf.devices import use_cores
 from oppo.hf.serve.decoding import Decoder, DecodeRow, DecodeStep
 from oppo.hf.serve.signals import Signals
 from oppo.models import Sampling

@@ -15,8 +15,8 @@ from benchmarks.ladder.directory import Files
 from benchmarks.ladder.layout import Seat
 from oppo.demo.once import made_once
 from oppo.events import Prompt
-from oppo.hf.device import DeviceThread
-from oppo.hf.memory.estimate import at_rest
+from oppo.hf.devices import DeviceThread
+from oppo.hf.memory import at_rest
 from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Policy, Sampling
 from oppo.observe import SpanListener

@@ -35,7 +35,8 @@ from oppo.demo.once import alone, made_once
 from oppo.demo.pretrain import Progress
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Prompt
-from oppo.hf.loading.models import load_causal, quiet
+from oppo.hf.loading import load_causal
+from oppo.hf.model_files import quiet
 
 SOURCES: Final = ("countdown.py", "directory.py", "teach.py")
 ROLES: Final = ("actor", "reward", "critic")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.ladder.workloads import Layout
-from oppo.hf.cpu import use_cores
+from oppo.hf.devices import use_cores
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,8 @@ from oppo.algorithms.ppo import ppo
 from oppo.demo.once import alone
 from oppo.events import Drop, Prompt, StepReport
 from oppo.graph import Graph
-from oppo.hf.device import DeviceThread
-from oppo.hf.loading.models import load_causal, load_scalar
-from oppo.hf.out_of_memory import ModelPlace
+from oppo.hf.devices import DeviceThread, ModelPlace
+from oppo.hf.loading import load_causal, load_scalar
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer

@@ -16,7 +16,7 @@ from benchmarks.ladder.workloads import Shape
 from oppo.demo.pretrain import IGNORED, Progress, TrainingBudget, descend, rate
 from oppo.evaluation import Answering, respond
 from oppo.events import Prompt
-from oppo.hf.cpu import use_cores
+from oppo.hf.devices import use_cores
 from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Sampling
 from oppo.placement import Thread

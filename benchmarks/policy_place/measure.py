@@ -19,7 +19,7 @@ import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from oppo.events import Prompt
-from oppo.hf.cpu import use_cores
+from oppo.hf.devices import use_cores
 from oppo.hf.recipe import ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Sampling

@@ -26,7 +26,7 @@ from oppo import observe
 from oppo.demo.once import alone
 from oppo.events import Prompt
 from oppo.hf import HfPolicy
-from oppo.hf.cpu import use_cores
+from oppo.hf.devices import use_cores
 from oppo.hf.introspection import vocabulary as vocabulary_of
 from oppo.hf.serve.decoding import DecodeStep
 from oppo.hf.serve.mailbox import HfDecode, Mailbox

@@ -26,7 +26,7 @@ from oppo.data import read_prompts
 from oppo.errors import OppoError
 from oppo.evaluation import Answering, Comparison, compare, respond
 from oppo.events import Finish, FloatArray, Prompt
-from oppo.hf.loading.models import load_causal, load_tokenizer
+from oppo.hf.loading import load_causal, load_tokenizer
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Sampling

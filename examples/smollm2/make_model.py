@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from oppo.evaluation import respond
 from oppo.events import Prompt
-from oppo.hf.loading.models import load_causal, load_tokenizer
+from oppo.hf.loading import load_causal, load_tokenizer
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Sampling

@@ -24,18 +24,15 @@ from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
-from oppo.hf.device_layout import DeviceLayout, Devices
+from oppo.hf.devices import DeviceLayout, Devices, ModelPlace
 from oppo.hf.introspection import end_ids, vocabulary
-from oppo.hf.loading.directory import ADAPTER, CONFIG, read_object
-from oppo.hf.loading.hub import located
-from oppo.hf.loading.models import load_tokenizer, quiet
+from oppo.hf.loading import load_tokenizer
 from oppo.hf.lora import add_lora, share_base
-from oppo.hf.out_of_memory import ModelPlace
+from oppo.hf.model_files import ADAPTER, CONFIG, located, quiet, read_object
 from oppo.hf.recipe import Loadable, ModelRecipe, positions_of
 from oppo.hf.serve.scorers import ProximalLogprobs, RecomputedLogprobs, ReferenceLogprobs, ValueModel
 from oppo.hf.tokenizer import HfTokenizer
-from oppo.hf.train.actor_critic import ActorCritic
-from oppo.hf.train.actor_critic_recipe import ActorCriticRecipe
+from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe
 from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener

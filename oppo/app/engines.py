@@ -17,12 +17,10 @@ from transformers import PreTrainedModel
 from oppo.app.layout import devices_of
 from oppo.config.settings import Settings
 from oppo.durable import make
-from oppo.hf.cpu import available_cores
-from oppo.hf.device_layout import DeviceLayout, Devices, acting_share
+from oppo.hf.devices import DeviceLayout, Devices, ModelPlace, acting_share, available_cores
 from oppo.hf.introspection import longest
-from oppo.hf.loading.hub import located
-from oppo.hf.memory.capacity import Hardware
-from oppo.hf.out_of_memory import ModelPlace
+from oppo.hf.memory import Hardware
+from oppo.hf.model_files import located
 from oppo.hf.recipe import Loadable
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
@@ -122,7 +120,7 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
     """
     if settings.models.engine == "vllm":
         from oppo.vllm.arguments import computes_on_cpu, require_arguments  # noqa: PLC0415 - takes seconds to import
-        from oppo.vllm.route import placed, route_of  # noqa: PLC0415
+        from oppo.vllm.sync import placed, route_of  # noqa: PLC0415
 
         require_arguments(settings.vllm, settings=True, planned=assumed is not None)
         devices = devices_of(settings, assumed)
@@ -158,7 +156,7 @@ def _on_transformers(request: ServeRequest) -> Serving:
 def _on_vllm(request: ServeRequest) -> Serving:
     """Serve a copy of the weights in processes of their own, with the actor's share of the cores."""
     from oppo.vllm import VllmEngine, VllmPolicy  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
-    from oppo.vllm.route import placed  # noqa: PLC0415
+    from oppo.vllm.sync import placed  # noqa: PLC0415
 
     settings, models, data = request.settings, request.settings.models, request.settings.data
     directory = located(models.policy, weights=True, allow_pickle=models.allow_pickle, tell=request.tell)

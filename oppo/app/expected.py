@@ -20,19 +20,15 @@ from oppo.app.reward_models import ModelReading
 from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelRefused
-from oppo.hf.device import CPU
-from oppo.hf.device_layout import Devices
-from oppo.hf.loading.encoders import transformer_of
-from oppo.hf.loading.hub import located
-from oppo.hf.loading.kinds import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind
-from oppo.hf.loading.outline import outline
-from oppo.hf.loading.reward_kind import RewardKind, reward_kind
+from oppo.hf.devices import CPU, Devices
+from oppo.hf.loading import outline, transformer_of
 from oppo.hf.lora import add_lora
-from oppo.hf.memory.capacity import Hardware, memory_of
-from oppo.hf.memory.estimate import (
+from oppo.hf.memory import (
     Bytes,
+    Hardware,
     Load,
     at_rest,
+    memory_of,
     of_critic,
     of_policy,
     of_process,
@@ -40,13 +36,13 @@ from oppo.hf.memory.estimate import (
     of_reward,
     of_trainer,
 )
+from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind, RewardKind, located, reward_kind
 from oppo.hf.serve.policy import PREFILL_TOKENS
-from oppo.hf.train.actor_critic import ActorCritic
-from oppo.hf.trunk import value_model_on
+from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.models import Sampling, SamplingSettings
 from oppo.observe import silent
 from oppo.vllm.arguments import GIB
-from oppo.vllm.route import gpus_of, placed, workers_of
+from oppo.vllm.sync import gpus_of, placed, workers_of
 
 SHARE: Final = "gpu_memory_utilization"
 """The engine's argument with its share of a GPU's memory."""

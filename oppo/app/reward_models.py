@@ -12,7 +12,7 @@ from oppo.events import Drop
 from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
-from oppo.hf.loading.reward_kind import RewardKind
+from oppo.hf.model_files import RewardKind
 from oppo.hf.recipe import ModelRecipe, positions_of
 from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
 from oppo.hf.tokenizer import HfTokenizer

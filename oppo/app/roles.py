@@ -13,14 +13,9 @@ from transformers import PreTrainedModel
 from oppo.config.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.as_text.whole import Encoder
-from oppo.hf.device_layout import Devices
-from oppo.hf.loading.directory import holds_tokenizer
-from oppo.hf.loading.encoders import load_encoder
-from oppo.hf.loading.hub import located
-from oppo.hf.loading.models import LoadOptions, load_causal, load_scalar, load_tokenizer
-from oppo.hf.loading.precision import require_supported
-from oppo.hf.loading.reward_kind import RewardKind, reward_kind
-from oppo.hf.out_of_memory import attributed
+from oppo.hf.devices import Devices, attributed
+from oppo.hf.loading import LoadOptions, load_causal, load_encoder, load_scalar, load_tokenizer, require_supported
+from oppo.hf.model_files import RewardKind, holds_tokenizer, located, reward_kind
 from oppo.hf.recipe import LOADERS, Loadable, ModelKind, ModelRecipe, vocabulary_of
 from oppo.hf.tokenizer import HfTokenizer
 

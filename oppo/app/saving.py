@@ -10,7 +10,7 @@ import anyio
 from oppo.app.checkpoint import Checkpoints, State, write_state
 from oppo.durable import whole, writing
 from oppo.errors import ModelError
-from oppo.hf.loading.models import quiet
+from oppo.hf.model_files import quiet
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import ResumableTrainer
 from oppo.placement import Thread

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from oppo.app.train import PreparedRun, prepare
 from oppo.config.settings import Settings
 from oppo.data import PromptStream
-from oppo.hf.memory.peak import Peak
+from oppo.hf.memory import Peak
 
 if TYPE_CHECKING:
     from oppo.events import Prompt

@@ -33,7 +33,7 @@ from oppo.demo import language, preference
 from oppo.demo.once import alone, made_once
 from oppo.demo.pretrain import Progress, Shape, TrainingBudget, train_policy, train_tokenizer, write
 from oppo.demo.reward import normalise, pair_accuracy, scalar_model, score, train_reward
-from oppo.hf.loading.models import quiet
+from oppo.hf.model_files import quiet
 
 SOURCES: Final = ("language", "preference", "pretrain", "reward", "assets", "once")
 

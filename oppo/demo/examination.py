@@ -13,8 +13,8 @@ import numpy as np
 from oppo.data import read_prompts
 from oppo.evaluation import Answering, examine as answers_of
 from oppo.events import FloatArray
-from oppo.hf.cpu import available_cores, use_cores
-from oppo.hf.loading.models import load_causal, load_scalar, load_tokenizer
+from oppo.hf.devices import available_cores, use_cores
+from oppo.hf.loading import load_causal, load_scalar, load_tokenizer
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel
 from oppo.hf.tokenizer import HfTokenizer

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from transformers.utils import logging as transformers_logging
 
-from oppo.hf.cpu import use_cores
+from oppo.hf.devices import use_cores
 from oppo.report.records import Lock, is_locked
 
 COMPLETE: Final = "COMPLETE"

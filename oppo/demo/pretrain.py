@@ -24,7 +24,7 @@ from oppo.data import read_prompts
 from oppo.demo import language
 from oppo.demo.preference import Review
 from oppo.evaluation import Answering, respond
-from oppo.hf.cpu import use_cores
+from oppo.hf.devices import use_cores
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer

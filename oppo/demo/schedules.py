@@ -21,7 +21,8 @@ from oppo.app.compose import roles_of
 from oppo.app.train import PreparedRun, prepare
 from oppo.config.settings import Settings
 from oppo.demo.gains import Effort, TimedRound, median_round
-from oppo.hf.loading.models import load_scalar, load_tokenizer, quiet
+from oppo.hf.loading import load_scalar, load_tokenizer
+from oppo.hf.model_files import quiet
 from oppo.observe import silent
 from oppo.report.charts import Excerpt
 from oppo.report.trace import Timekeeper

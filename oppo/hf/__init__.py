@@ -8,10 +8,9 @@ warn_of_untested()  # first: what is imported below may fail for it
 
 from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
-from oppo.hf.device import DeviceThread
+from oppo.hf.devices import DeviceThread
 from oppo.hf.introspection import end_ids
-from oppo.hf.loading.encoders import load_encoder
-from oppo.hf.loading.models import load_causal, load_process, load_scalar, load_tokenizer
+from oppo.hf.loading import load_causal, load_encoder, load_process, load_scalar, load_tokenizer
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import (
@@ -23,8 +22,8 @@ from oppo.hf.serve.scorers import (
     ValueModel,
 )
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.train.actor_critic import value_model_on
 from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.trunk import value_model_on
 
 __all__ = [
     "Bridge",

@@ -22,14 +22,12 @@ from weakref import WeakValueDictionary
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from oppo.errors import ConfigError
-from oppo.hf.device import device_of
+from oppo.hf.devices import device_of
 from oppo.hf.introspection import longest, reach, vocabulary
 from oppo.hf.kv.attention import Choice
-from oppo.hf.loading.directory import require_adapter
-from oppo.hf.loading.hub import located
-from oppo.hf.loading.models import load_causal, load_process, load_scalar
-from oppo.hf.loading.precision import require_supported
+from oppo.hf.loading import load_causal, load_process, load_scalar, require_supported
 from oppo.hf.lora import add_lora
+from oppo.hf.model_files import located, require_adapter
 from oppo.placement import Recipe
 
 T = TypeVar("T")

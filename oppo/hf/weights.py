@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
 from pickle import PickleBuffer
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from oppo.errors import ModelError
-from oppo.hf.device import synchronised
+from oppo.hf.devices import synchronised
 from oppo.placement.wire import Bulk
 
 
@@ -117,3 +118,12 @@ def share_storage(module: nn.Module, weights: Mapping[str, object]) -> bool:
         if parameter.requires_grad and isinstance(value, Tensor) and value.data_ptr() == parameter.data_ptr():
             return True
     return False
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return the SHA-256 of a model's parameters and buffers: names, dtypes, shapes and every bit, in name order."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -34,7 +34,7 @@ class Process(SupervisedPlace):
     Args:
         name, listener, time_slice: see :class:`Place`.
         setup: called once in the child before anything else, for example
-            ``functools.partial(oppo.hf.cpu.use_cores, 1)``; importable by name.
+            ``functools.partial(oppo.hf.devices.use_cores, 1)``; importable by name.
         restarts: how many dead children are replaced in an hour; above 0, calls with callbacks are refused.
         tell: called with a sentence about each restart, from another thread.
 

@@ -19,9 +19,9 @@ from anyio.from_thread import BlockingPortal
 from torch import Tensor
 
 from oppo.errors import ModelError, as_itself
-from oppo.vllm.publish import DEADLINE, in_time
-from oppo.vllm.route import Route
-from oppo.vllm.weight_file import untied
+from oppo.vllm.sync import DEADLINE, in_time
+from oppo.vllm.sync import Route
+from oppo.vllm.sync import untied
 
 if TYPE_CHECKING:
     from oppo.vllm.surface import AsyncEngine
@@ -145,7 +145,7 @@ class DeviceSender:
         self._trainer: TrainerSide | None = None
 
     async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
-        """Send the weights and wait until all workers serve them; see :class:`oppo.vllm.publish.WeightSender`."""
+        """Send the weights and wait until all workers serve them; see :class:`oppo.vllm.sync.WeightSender`."""
         self._require_local(tensors)
         self._source.tensors = untied(tensors)
         client = self._client = self._client or BlockingClient(llm)

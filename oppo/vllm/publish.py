@@ -12,7 +12,7 @@ import anyio.to_thread
 from torch import Tensor
 
 from oppo.errors import ModelLost, as_itself, one_line
-from oppo.vllm.weight_file import WeightFile
+from oppo.vllm.sync import WeightFile
 
 if TYPE_CHECKING:
     from oppo.vllm.surface import AsyncEngine

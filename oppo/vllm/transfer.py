@@ -1,6 +1,6 @@
 """The worker's side of publishing: weights are read from a file, or from memory of a GPU that the trainer has too.
 
-vLLM imports this in its workers; :mod:`oppo.vllm.publish` and :mod:`oppo.vllm.device_publish` are the other side.
+vLLM imports this in its workers; :mod:`oppo.vllm.sync` and :mod:`oppo.vllm.sync` are the other side.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from oppo.vllm.device_publish import restored
+from oppo.vllm.sync import restored
 
 
 class Unpacked(UnquantizedEmbeddingMethod):

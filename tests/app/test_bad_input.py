@@ -212,7 +212,7 @@ def test_running_out_of_memory_names_the_model_and_the_setting_that_helps(
         torch.empty(1 << 50, dtype=torch.uint8)
         raise AssertionError("there is no machine with a pebibyte")
 
-    monkeypatch.setattr("oppo.hf.train.core.pack", too_much)
+    monkeypatch.setattr("oppo.hf.train.trainer.pack", too_much)
     assert oppo(workplace, "", "run.name=memory") == 1
     said = capsys.readouterr().err
     assert "error: the trainer ran out of memory while it did 'update': lower trainer.micro_batch_tokens (" in said
@@ -349,8 +349,8 @@ def test_a_reward_that_never_returns_ends_the_run_with_a_report(workplace: Path)
 def test_a_model_that_never_returns_ends_the_process_with_a_report(workplace: Path) -> None:
     hang = (
         "import functools, threading\n"
-        "import oppo.hf.train.core, oppo.app.watching\n"
-        "oppo.hf.train.core.pack = lambda *_: threading.Event().wait()\n"
+        "import oppo.hf.train.trainer, oppo.app.watching\n"
+        "oppo.hf.train.trainer.pack = lambda *_: threading.Event().wait()\n"
         "oppo.app.watching.StallLimits = functools.partial(oppo.app.watching.StallLimits, grace=1)\n"
     )
     code, _, said = run(workplace, "run.name=model-stuck", "run.watchdog_seconds=4", "run.call_timeout=4", before=hang)

@@ -18,7 +18,7 @@ from oppo.app.train import prepare
 from oppo.cli import main
 from oppo.config.load import load
 from oppo.errors import ConfigError, ModelError
-from oppo.hf.loading.models import load_causal
+from oppo.hf.loading import load_causal
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ProximalLogprobs, RecomputedLogprobs
 from oppo.models import Sampling, Weights

@@ -349,7 +349,7 @@ def test_a_run_that_could_not_be_taken_up_leaves_what_it_had_learned(
     def unreadable(*_: object) -> None:
         raise CheckpointError("the disk is gone")
 
-    monkeypatch.setattr("oppo.hf.train.core.read_training", unreadable)
+    monkeypatch.setattr("oppo.hf.train.trainer.read_training", unreadable)
     assert resume(folder, "kept", "run.steps=7") == FAILED
     assert "the disk is gone" in capsys.readouterr().err
     assert weights(folder, "kept") == weights(folder, "whole")

@@ -77,8 +77,8 @@ def test_a_reward_model_of_any_kind_is_found_by_its_directory_and_said(
 
 
 def test_a_run_is_the_same_bit_for_bit_when_a_bridged_model_reads_in_a_process(workplace: Path) -> None:
-    from oppo.hf.digest import weights_digest
-    from oppo.hf.loading.models import load_causal
+    from oppo.hf.loading import load_causal
+    from oppo.hf.weights import weights_digest
 
     digests = []
     for place in ("thread", "process"):

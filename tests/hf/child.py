@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oppo.hf.cpu import use_cores
+from oppo.hf.devices import use_cores
 
 SEGMENT_BYTES = 2048
 """Rows of the suite's tiny models are segmented as those of real ones are."""

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves
 
-from oppo.hf.memory.live_bytes import ModuleT, WithoutData, strip
+from oppo.hf.memory import ModuleT, WithoutData, strip
 
 aten = torch.ops.aten
 

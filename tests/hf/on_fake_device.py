@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from oppo.events import Batch, Chunk, Prompt
 from oppo.hf.lora import add_lora, merged
-from oppo.hf.memory.estimate import Load, longest_batch
+from oppo.hf.memory import Load, longest_batch
 from oppo.hf.serve.decoding import Decoder, DecodeRow, DecodeStep
 from oppo.hf.serve.policy_core import PolicyCore
 from oppo.hf.serve.sampling import draw
@@ -28,11 +28,10 @@ from oppo.hf.serve.scorers import (
     ValueWorker,
 )
 from oppo.hf.serve.signals import Signals
-from oppo.hf.train.actor_critic import ActorCritic
-from oppo.hf.train.core import HfTrainerCore
-from oppo.hf.train.team import Alone
-from oppo.hf.train.training_state import gather_training
-from oppo.hf.trunk import value_model_on
+from oppo.hf.train.actor_critic import ActorCritic, value_model_on
+from oppo.hf.train.optim import gather_training
+from oppo.hf.train.ranks import Alone
+from oppo.hf.train.trainer import HfTrainerCore
 from oppo.hf.weights import adopt, copies
 from oppo.hosted_trainer import TrainerCounts
 from oppo.losses import ClippedLoss, PPOLoss

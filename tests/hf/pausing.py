@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import oppo.hf.train.core
+import oppo.hf.train.trainer
 from oppo.events import Batch
 from oppo.hf.train.packing import MicroBatch, pack
 from oppo.losses import Input, Inputs, LossValue, PPOLoss
@@ -44,4 +44,4 @@ def deadly(folder: Path, call: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return pack(batch, rows, device, asked)
 
-    pytest.MonkeyPatch().setattr(oppo.hf.train.core, "pack", dying)
+    pytest.MonkeyPatch().setattr(oppo.hf.train.trainer, "pack", dying)

@@ -20,13 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from oppo.errors import ModelError, one_line
 from oppo.events import Batch
-from oppo.hf.memory.live_bytes import LiveBytes
-from oppo.hf.train.core import HfTrainerCore
-from oppo.hf.train.optimisation import Optimisation
+from oppo.hf.memory import LiveBytes
+from oppo.hf.train.optim import Optimisation, gather_training
 from oppo.hf.train.packing import units
-from oppo.hf.train.sharding import whole
-from oppo.hf.train.team import Ranked
-from oppo.hf.train.training_state import gather_training
+from oppo.hf.train.ranks import Ranked, whole
+from oppo.hf.train.trainer import HfTrainerCore
 from oppo.losses import Inputs, LossValue, PPOLoss, Whole
 
 
@@ -121,7 +119,7 @@ def blind() -> None:
             raise FileNotFoundError(file)
         return safe_open(file, framework=framework)
 
-    pytest.MonkeyPatch().setattr("oppo.hf.train.training_state.safe_open", refusing)
+    pytest.MonkeyPatch().setattr("oppo.hf.train.optim.safe_open", refusing)
 
 
 class Talkers:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.events import Prompt
-from oppo.hf.cpu import use_cores
+from oppo.hf.devices import use_cores
 from oppo.hf.serve.mailbox import HfDecode
 from oppo.hf.serve.noise import gumbel
 from oppo.hf.serve.policy import HfPolicy

@@ -24,15 +24,15 @@ from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.errors import ModelError
 from oppo.events import Batch, FloatArray, IntArray, Prompt
-from oppo.hf.digest import weights_digest
 from oppo.hf.introspection import backbone, longest, routed, score_head, vocabulary
 from oppo.hf.kv.incremental import Incremental
-from oppo.hf.loading.models import load_causal, load_tokenizer
+from oppo.hf.loading import load_causal, load_tokenizer
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.training import TrainerSettings

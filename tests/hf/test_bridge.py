@@ -20,7 +20,7 @@ from oppo.errors import ModelError, ProtocolError
 from oppo.events import Drop, Finish, Prompt, Response
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Rendering, prompt_text
 from oppo.hf.as_text.streamed import REREAD, TAIL_TOKENS, Bridge, BridgedReward
-from oppo.hf.cpu import use_cores
+from oppo.hf.devices import use_cores
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.placement import Place, Process, Thread
 from oppo.report.metrics import metric

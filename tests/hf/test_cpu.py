@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from oppo.hf.cpu import available_cores, use_cores
+from oppo.hf.devices import available_cores, use_cores
 
 
 def test_no_more_cores_are_used_than_the_environment_allows(monkeypatch: pytest.MonkeyPatch) -> None:

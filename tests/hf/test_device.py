@@ -11,11 +11,10 @@ from torch.cuda._utils import _get_device_index
 
 from oppo.errors import ConfigError
 from oppo.hf import DeviceThread
-from oppo.hf.device import CPU, device_of, numbered, use_stream
-from oppo.hf.device_layout import DeviceLayout, Devices
-from oppo.hf.loading.models import load_causal
+from oppo.hf.devices import CPU, DeviceLayout, Devices, device_of, numbered, use_stream
+from oppo.hf.loading import load_causal
 from oppo.hf.train.actor_critic import ActorCritic
-from oppo.hf.train.replicas import Replicas
+from oppo.hf.train.ranks import Replicas
 from oppo.hf.weights import copies
 from oppo.observe import silent
 from oppo.placement import Process, Thread

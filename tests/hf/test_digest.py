@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from oppo.hf.digest import weights_digest
+from oppo.hf.weights import weights_digest
 
 
 def test_a_digest_sees_one_bit_in_any_type() -> None:

@@ -17,10 +17,10 @@ from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.events import Prompt, StepReport
 from oppo.hf import DeviceThread, HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel, probe
-from oppo.hf.digest import weights_digest
 from oppo.hf.kv.incremental import Incremental
 from oppo.hf.serve.noise import gumbel
 from oppo.hf.serve.sampling import draw
+from oppo.hf.weights import weights_digest
 from oppo.losses import SupportIndex, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread

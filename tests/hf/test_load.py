@@ -26,12 +26,12 @@ from transformers import (
 )
 
 from oppo.errors import ConfigError, ModelRefused
-from oppo.hf.digest import weights_digest
 from oppo.hf.kv.attention import attend_in_segments, attends_eagerly
-from oppo.hf.loading.models import load_causal, load_scalar, load_tokenizer
+from oppo.hf.loading import load_causal, load_scalar, load_tokenizer
 from oppo.hf.lora import add_lora
 from oppo.hf.recipe import ModelRecipe, name_of, positions_of, vocabulary_of
 from oppo.hf.shared_memory import ALIGNMENT
+from oppo.hf.weights import weights_digest
 from tests.hf import tiny
 
 
@@ -319,7 +319,7 @@ def test_running_out_of_memory_is_no_damage(causal: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         torch.empty(1 << 50, dtype=torch.uint8)
 
-    monkeypatch.setattr("oppo.hf.loading.models._align", full)
+    monkeypatch.setattr("oppo.hf.loading._align", full)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         load_causal(causal)
 
@@ -415,7 +415,7 @@ def test_a_hub_is_asked_once_and_that_is_told(hub_copy: Path, monkeypatch: pytes
         asked.append((name, timeout))
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr("oppo.hf.loading.hub.is_offline_mode", lambda: False)
+    monkeypatch.setattr("oppo.hf.model_files.is_offline_mode", lambda: False)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
     told: list[str] = []
     tell = told.append

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oppo.chunking import Fixed
 from oppo.errors import ConfigError, ModelRefused
-from oppo.hf.digest import weights_digest
 from oppo.hf.lora import add_lora, merged, rounding_loss, share_base
 from oppo.hf.probe import probe
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.models import Weights
 from oppo.placement import Thread
 from oppo.training import TrainerSettings

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-import oppo.hf.train.core
+import oppo.hf.train.trainer
 from oppo.errors import ConfigError
 from oppo.events import Batch
-from oppo.hf.digest import weights_digest
 from oppo.hf.train.packing import units
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.losses import (
     ClippedLoss,
     Input,
@@ -305,7 +305,7 @@ async def test_only_what_a_loss_reads_is_computed(
         calls.append(logits.requires_grad)
         return entropies(logits, temperature, support)
 
-    monkeypatch.setattr(oppo.hf.train.core, "entropies", counted)
+    monkeypatch.setattr(oppo.hf.train.trainer, "entropies", counted)
     await trainer_on(Clipped(measures=measures), thread, epochs=1, micro_batch_tokens=1).update(batch())
     assert calls == [False] * computed
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from oppo.errors import ConfigError, ModelRefused
-from oppo.hf.digest import weights_digest
-from oppo.hf.loading.precision import require_supported
-from oppo.hf.train.master_weights import MasterWeights
+from oppo.hf.loading import require_supported
+from oppo.hf.train.optim import MasterWeights
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oppo.errors import ConfigError, ModelError, ModelLost
-from oppo.hf.out_of_memory import ModelPlace, attributed, ran_out
+from oppo.hf.devices import ModelPlace, attributed, ran_out
 from oppo.placement import Thread
 
 

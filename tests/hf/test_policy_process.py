@@ -19,8 +19,7 @@ from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Batch, Prompt
-from oppo.hf.cpu import use_cores
-from oppo.hf.digest import weights_digest
+from oppo.hf.devices import use_cores
 from oppo.hf.recipe import ModelRecipe
 from oppo.hf.serve.decoding import Decoder, DecodeRow, DecodeStep
 from oppo.hf.serve.mailbox import HfDecode
@@ -30,6 +29,7 @@ from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.serve.signals import Signals
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Process, Thread

@@ -18,12 +18,11 @@ from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Finish, FloatArray, Prompt
-from oppo.hf.cpu import use_cores
-from oppo.hf.digest import weights_digest
-from oppo.hf.out_of_memory import ModelPlace
+from oppo.hf.devices import ModelPlace, use_cores
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.models import Sampling, Scorer, Weights
 from oppo.placement import Place, Process, Thread
 from oppo.testing import check_scorer

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Finish, FloatArray, Prompt, Response
-from oppo.hf.cpu import use_cores
-from oppo.hf.loading.models import load_process
+from oppo.hf.devices import use_cores
+from oppo.hf.loading import load_process
 from oppo.hf.serve.scorers import ProcessRewardModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.placement import Place, Process, Thread

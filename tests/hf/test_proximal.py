@@ -15,7 +15,6 @@ from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.errors import ModelError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Response, StepReport
-from oppo.hf.digest import weights_digest
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import (
     ProximalLogprobs,
@@ -26,6 +25,7 @@ from oppo.hf.serve.scorers import (
     ValueModel,
 )
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.losses import PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread

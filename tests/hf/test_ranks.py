@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelLost, ModelRefused
 from oppo.events import Batch
-from oppo.hf.cpu import use_cores
-from oppo.hf.digest import weights_digest
+from oppo.hf.devices import use_cores
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.train.team import deal
+from oppo.hf.train.ranks import deal
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Trained
 from oppo.placement import Place, Ranks, Thread

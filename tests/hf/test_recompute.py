@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.errors import ModelRefused
 from oppo.hf.probe import probe
-from oppo.hf.train.recompute import recompute
+from oppo.hf.train.actor_critic import recompute
 from tests.hf import tiny
 
 IDS = torch.arange(3, 23).reshape(2, 10)

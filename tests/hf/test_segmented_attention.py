@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from oppo.hf.device import CPU
+from oppo.hf.devices import CPU
 from oppo.hf.introspection import backbone
 from oppo.hf.kv import segmented_attention
 from oppo.hf.kv.attention import attend_in_segments, attends_eagerly

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError
 from oppo.events import Batch
-from oppo.hf.cpu import use_cores
-from oppo.hf.digest import weights_digest
+from oppo.hf.devices import use_cores
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, Divided, Loss, PairwiseLoss, SequenceLoss
 from oppo.models import StreamingTrainer, Trained
 from oppo.placement import Place, Ranks, Thread

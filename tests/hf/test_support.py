@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response
-from oppo.hf.digest import weights_digest
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs
 from oppo.hf.train.packing import MicroBatch, micro_batches, pack, units
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.losses import PPOLoss, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread

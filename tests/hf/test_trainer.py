@@ -25,12 +25,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.events import Batch, BoolArray, FloatArray, IntArray, Prompt, Response
-from oppo.hf.digest import weights_digest
 from oppo.hf.kv.length_bucketing import cheapest_groups
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
 from oppo.hf.train.packing import MicroBatch, pack
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, Input, LossValue, PPOLoss, Whole
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread

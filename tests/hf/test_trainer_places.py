@@ -24,14 +24,13 @@ from oppo.chunking import Fixed
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph
-from oppo.hf.cpu import use_cores
-from oppo.hf.digest import weights_digest
+from oppo.hf.devices import use_cores
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.actor_critic import ActorCritic, shares_trunk, value_model_on
 from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.trunk import shares_trunk, value_model_on
+from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
 from oppo.placement import Hosting, Place, Process, Thread

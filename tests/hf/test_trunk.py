@@ -20,15 +20,14 @@ from transformers import (
 
 from oppo.chunking import Fixed
 from oppo.errors import ModelRefused
-from oppo.hf.digest import weights_digest
 from oppo.hf.introspection import score_head
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
-from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.actor_critic import ActorCritic, OwnHead, require_own_head, shares_trunk, value_model_on
 from oppo.hf.train.packing import MicroBatch, pack
 from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.trunk import OwnHead, require_own_head, shares_trunk, value_model_on
+from oppo.hf.weights import weights_digest
 from oppo.losses import PPOLoss, Whole, policy_loss, token_logprobs, value_loss
 from oppo.placement import Thread
 from oppo.testing import check_trainer

@@ -30,7 +30,7 @@ from oppo.errors import ConfigError, ModelError, ModelRefused, ProtocolError, Re
 from oppo.events import Drop, Finish, Prompt, Response
 from oppo.hf import ClassifierReward, HfTokenizer, SimilarityReward, load_encoder as load_here
 from oppo.hf.as_text.rendering import Form, OverLong
-from oppo.hf.cpu import use_cores
+from oppo.hf.devices import use_cores
 from oppo.placement import Process, Thread
 from oppo.testing import check_scorer
 from tests.hf import tiny

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from oppo.hf.cpu import use_cores
+from oppo.hf.devices import use_cores
 from oppo.models import VariesSampling, Weights
 from oppo.placement import Process
 from tests.hf import tiny

@@ -16,10 +16,10 @@ from oppo.algorithms.group import grpo
 from oppo.chunking import Fixed
 from oppo.errors import CheckpointError, ConfigError
 from oppo.events import Batch
-from oppo.hf.digest import weights_digest
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ProximalLogprobs, RewardModel
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
 from oppo.placement import Thread

@@ -10,8 +10,8 @@ import torch
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt
 from oppo.models import Weights
-from oppo.vllm.publish import GRACE
-from oppo.vllm.served_weights import ServedWeights
+from oppo.vllm.sync import GRACE
+from oppo.vllm.sync import ServedWeights
 from tests.vllm.bench import WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from oppo.errors import ModelError, ModelLost
-from oppo.vllm.device_publish import DeviceSender, plain, restored
-from oppo.vllm.publish import FileSender
-from oppo.vllm.route import Backend, Route
+from oppo.vllm.sync import DeviceSender, plain, restored
+from oppo.vllm.sync import FileSender
+from oppo.vllm.sync import Backend, Route
 
 TENSORS = {"first": torch.arange(6.0).reshape(2, 3), "second": torch.ones(2)}
 HANDLES = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oppo.errors import ConfigError
-from oppo.vllm.route import Route, route_of
+from oppo.vllm.sync import Route, route_of
 
 CPU, FIRST, SECOND, THIRD, FOURTH = (torch.device(each) for each in ("cpu", "cuda:0", "cuda:1", "cuda:2", "cuda:3"))
 UUIDS = ["a1", "b2", "c3", "d4"]

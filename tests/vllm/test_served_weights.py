@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from oppo.errors import ModelError
-from oppo.vllm.served_weights import ServedWeights
+from oppo.vllm.sync import ServedWeights
 
 
 def config(**changes: Any) -> LlamaConfig:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from oppo.errors import ModelError
-from oppo.vllm.weight_file import DTYPES, WeightFile
+from oppo.vllm.sync import DTYPES, WeightFile
 
 
 def assert_holds(file: WeightFile, tensors: dict[str, Tensor]) -> None:

@@ -1,17 +1,157 @@
-"""Actor and critic as one module with one forward pass."""
+"""Actor and critic as one module: forward pass, shared trunk, recomputed layers, and loading on another machine."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from oppo.errors import ModelRefused
-from oppo.hf.introspection import keeps_logits
+from oppo.hf.introspection import backbone, keeps_logits, score_head
+from oppo.hf.recipe import ModelRecipe
 from oppo.hf.train.packing import MicroBatch
-from oppo.hf.trunk import OwnHead, shares_trunk
+
+AGREEMENT = 1e-4
+"""Largest difference between an actor's logits and those of :class:`OwnHead`, in units of the largest logit."""
+
+
+def value_model_on(actor: PreTrainedModel) -> PreTrainedModel:
+    """Return a critic whose trunk is the ``actor``'s own module, with a value head of zeros, in evaluation mode.
+
+    Raises:
+        ModelRefused: transformers has no sequence-classification model of this architecture with a head of one layer,
+            or the actor's head cannot run apart from its trunk.
+    """
+    trunk, config = backbone(actor), copy.deepcopy(actor.config)
+    config.num_labels = 1
+    if actor.device.type != "meta":  # without weights there are no logits to compare
+        require_own_head(actor)
+    try:
+        with torch.device("meta"):  # the trunk built here is dropped, so it takes no memory
+            critic = cast("PreTrainedModel", AutoModelForSequenceClassification.from_config(config, dtype=actor.dtype))
+    except ValueError as error:
+        raise ModelRefused(
+            f"transformers has no sequence-classification model of type {config.model_type!r} to put a value head on "
+            "the policy's trunk with: set models.shared_trunk = false and name a models.critic of another architecture"
+        ) from error
+    head = score_head(critic)
+    setattr(critic, critic.base_model_prefix, trunk)
+    head.to_empty(device=actor.device)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.zero_()
+    known = {*trunk.parameters(), *head.parameters()}
+    if others := [name for name, parameter in critic.named_parameters() if parameter not in known]:
+        raise ModelRefused(
+            f"{type(critic).__name__} has {', '.join(others)} between trunk and score: expected a head that is one "
+            "layer; set models.shared_trunk = false"
+        )
+    critic.train(mode=False)
+    return critic
+
+
+def shares_trunk(actor: PreTrainedModel, critic: PreTrainedModel) -> bool:
+    """Return whether actor and critic are heads on one trunk."""
+    return actor.base_model is critic.base_model
+
+
+class OwnHead:
+    """The head of a causal language model: logits as a function of the trunk's hidden states.
+
+    It runs the model's own forward pass over a trunk that returns its input, so it includes what the architecture does
+    between hidden states and logits (scaling, softcapping). :func:`require_own_head` checks that a model allows this.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        shell = copy.copy(model)
+        shell._modules = {**model._modules, model.base_model_prefix: _Identity()}  # noqa: SLF001 - the model keeps its own
+        self._shell = shell
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits [n, q, V] of hidden states [n, q, D]."""
+        logits: Tensor = self._shell(inputs_embeds=hidden, use_cache=False).logits
+        return logits
+
+
+@torch.no_grad()
+def require_own_head(model: PreTrainedModel) -> None:
+    """Check on a few tokens that :class:`OwnHead` of ``model`` computes the model's logits.
+
+    Raises:
+        ModelRefused: it does not: the model uses its trunk in another way.
+    """
+    ids = torch.arange(4, device=model.device)[None]
+    mask = torch.ones_like(ids)
+    try:
+        apart = OwnHead(model)(backbone(model)(ids, attention_mask=mask, use_cache=False).last_hidden_state).float()
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelRefused(
+            f"the head of {type(model).__name__} cannot run apart from its trunk, so no critic can share the trunk: "
+            f"set models.shared_trunk = false ({error!r})"
+        ) from error
+    expected = model(ids, attention_mask=mask, use_cache=False).logits.float()
+    difference = float((apart - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    if not difference <= AGREEMENT:
+        raise ModelRefused(
+            f"the head of {type(model).__name__}, run on the hidden states of its trunk, differs from the model's own "
+            f"logits by {difference:.1e} of the largest; at most {AGREEMENT:.0e} is allowed: set "
+            "models.shared_trunk = false"
+        )
+
+
+class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
+    """The output of any kind of trunk, with hidden states only."""
+
+    router_logits: None = None
+
+
+class _Identity(nn.Module):
+    """A trunk whose hidden states are its input embeddings."""
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The trunk of OPT, one level below the model's base model."""
+        return self
+
+    def forward(self, *ids: object, inputs_embeds: Tensor, **options: object) -> _HiddenStates:
+        del ids, options
+        return _HiddenStates(last_hidden_state=inputs_embeds)
+
+
+def recompute(model: PreTrainedModel, every: int = 1) -> None:
+    """Make every ``every``-th layer keep only its input, and run again in the backward pass (Chen et al. 2016).
+
+    The layers' forward must be free of randomness: dropout is off in every model here.
+
+    Args:
+        model: changed in place, for good; its parameters and their names stay.
+        every: 1 recomputes all layers; n recomputes the first, and each n-th after it.
+
+    Raises:
+        ModelRefused: transformers can checkpoint none of the model's layers.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelRefused(
+            f"{type(model).__name__} has no layers that transformers can checkpoint: set gradient_checkpointing = 0"
+        )
+    for layer in layers[::every]:
+        layer.forward = partial(_recomputed, layer)  # a partial, so that a deep copy calls its own layer
+
+
+def _recomputed(layer: nn.Module, /, *args: object, **kwargs: object) -> object:
+    forward = partial(type(layer).forward, layer, **kwargs)
+    if not torch.is_grad_enabled():
+        return forward(*args)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class ActorCritic(nn.Module):
@@ -106,3 +246,31 @@ def _require_value_head(critic: PreTrainedModel) -> None:
         )
     if labels != 1:
         raise ModelRefused(f"the critic {name} must have one label, a value, but has {labels}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorCriticRecipe:
+    """How an actor, and its critic if it has one, are loaded for a rank on another machine.
+
+    The rank is sent the trained weights by rank 0, so a head that was new need not be the same.
+
+    Attributes:
+        actor: of kind ``causal``.
+        critic: of kind ``scalar``; ``None`` without a critic, or with one on the actor's trunk.
+        shared_trunk: the critic is a head on the actor's trunk, see :func:`oppo.hf.value_model_on`.
+    """
+
+    actor: ModelRecipe
+    critic: ModelRecipe | None = None
+    shared_trunk: bool = False
+
+    def load(self) -> ActorCritic:
+        """Return the models.
+
+        Raises:
+            ConfigError, ModelRefused: see :meth:`ModelRecipe.load`.
+        """
+        actor = self.actor.load()
+        if self.shared_trunk:
+            return ActorCritic(actor, value_model_on(actor))
+        return ActorCritic(actor, None if self.critic is None else self.critic.load())

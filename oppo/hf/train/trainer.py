@@ -1,22 +1,443 @@
-"""The trainer on transformers and accelerate: a handle on the event loop to the core that trains in a place."""
+"""The trainer on transformers: a handle on the event loop, and its core, which trains where the models live.
+
+One update::
+
+    batch ── epochs x minibatches ──> units ── by length, within a token budget ─> micro-batches
+                  │                                                                   │ forward, loss, backward
+                  └── clip, optimizer step (none if loss or gradient is not finite) <─┘
+
+A loss divides by the size of a whole minibatch, and its units (a token, a row, the rows of a group) are never split, so
+the gradient of a minibatch does not depend on its micro-batches, nor on which rank computes which of them: gradients
+and measurements are summed over the ranks, and all of them make the same optimizer step. Dropout is off for the models'
+whole life: they may be serving rollouts at any time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import cast
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from oppo.durable import writing
+from oppo.errors import ConfigError
 from oppo.events import Batch
-from oppo.hf.train.actor_critic import ActorCritic
-from oppo.hf.train.actor_critic_recipe import ActorCriticRecipe
-from oppo.hf.train.core import HfTrainerCore
-from oppo.hf.train.replicas import Replicas
+from oppo.hf.devices import use_stream
+from oppo.hf.lora import has_adapters, merged
+from oppo.hf.model_files import quiet
+from oppo.hf.shared_memory import SharedModel
+from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, recompute
+from oppo.hf.train.metrics import StalenessMetrics, Sums, UpdateMetrics
+from oppo.hf.train.optim import Optimisation, gather_training, read_training, write_training
+from oppo.hf.train.packing import MicroBatch, micro_batches, minibatches, pack, tokens_read, units
+from oppo.hf.train.ranks import SHARDS, Alone, Ranked, Replicas, Team, reset, whole
 from oppo.hosted_trainer import HostedTrainer, TrainerCounts
-from oppo.losses import Loss, default_loss
-from oppo.models import Sampling, Trained
-from oppo.placement import Hosting
+from oppo.losses import Divided, Input, Inputs, Loss, LossValue, Whole, default_loss, entropies, token_logprobs
+from oppo.losses.base import evaluated, require_inputs, require_loss
+from oppo.models import Sampling, Trained, Weights
+from oppo.placement import Hosting, Recipe
 from oppo.training import TrainerSettings
+
+_COMPARED = ("tokens", "sampled", "logprobs", "versions", "advantages", "proximal", "reference", "values", "returns")
+"""The columns of a batch, a number for each token, that a loss may read."""
+
+
+@dataclass(slots=True, eq=False)
+class PartialGradient:
+    """The accumulated part of a batch; the gradient itself is held by the optimisation.
+
+    Attributes:
+        version: of the weights that it is of.
+        parts: the micro-batches, each with the models' outputs, without gradient: float32 [T].
+        finite: whether all losses and gradients so far were finite.
+    """
+
+    version: int
+    parts: list[tuple[MicroBatch, Mapping[Input, Tensor]]] = field(default_factory=list)
+    finite: bool = True
+    _rows: dict[int, tuple[Batch, int]] = field(default_factory=dict)
+
+    def note(self, part: Batch) -> None:
+        """Record the rows of a part of the batch."""
+        self._rows.update({rollout: (part, row) for row, rollout in enumerate(part.rollouts)})
+
+    def holds(self, rollout: int) -> bool:
+        """Return whether a rollout is among its rows."""
+        return rollout in self._rows
+
+    def is_of(self, batch: Batch, version: int) -> bool:
+        """Return whether it is finite, of these weights, and of rows that are all in ``batch``, as they are there."""
+        at = {rollout: row for row, rollout in enumerate(batch.rollouts)}
+        known = self._rows.items()
+        return (
+            self.finite
+            and self.version == version
+            and all(rollout in at and _alike(part, row, batch, at[rollout]) for rollout, (part, row) in known)
+        )
+
+
+def _alike(one: Batch, row: int, other: Batch, at: int) -> bool:
+    """Return whether two rows hold the same, to the last bit."""
+    here, there = one.rows()[row], other.rows()[at]
+    columns: Sequence[tuple[object, object]] = [(getattr(one, name), getattr(other, name)) for name in _COMPARED]
+    same_group = one.responses[row].prompt.group == other.responses[at].prompt.group
+    return (
+        same_group
+        and one.scores[row] == other.scores[at]
+        and all(
+            mine is theirs is None
+            if mine is None or theirs is None
+            else np.array_equal(np.asarray(mine)[here], np.asarray(theirs)[there])
+            for mine, theirs in columns
+        )
+    )
+
+
+class HfTrainerCore:
+    """Trains an actor, and its critic if it has one; implements :class:`oppo.hosted_trainer.TrainerCore`.
+
+    Pickled, it crosses to another process with a new optimizer, over the same weights and counts. Several processes
+    that :meth:`join` train together: the first keeps the weights and counts that the others have copies or shards of.
+
+    Args:
+        models: what is trained.
+        sampling, settings, loss: see :class:`oppo.hf.HfTrainer`.
+        counts: of updates and their work.
+        replicas: how several ranks have the models.
+
+    Raises:
+        ConfigError, ModelRefused: as :class:`oppo.hf.HfTrainer` does.
+    """
+
+    def __init__(
+        self,
+        models: ActorCritic,
+        sampling: Sampling,
+        settings: TrainerSettings,
+        loss: Loss,
+        counts: TrainerCounts,
+        *,
+        replicas: Replicas = SHARDS,
+    ) -> None:
+        self.actor, self.critic = models.actor, models.critic
+        self.settings, self.loss, self.counts = settings, loss, counts
+        require_loss(loss, critic=self.critic is not None)
+        if self.critic is None:
+            settings.require_no_critic()
+        models.trained()
+        for model in filter(None, (self.actor, self.critic)):
+            model.train(mode=False)
+            if settings.gradient_checkpointing:
+                recompute(model, settings.gradient_checkpointing)
+        self._whole = self._models = models
+        self._sampling = sampling
+        self._inputs = loss.reads | loss.measures
+        self._replicas = replicas
+        self._team: Team = Alone()
+        self._partial: PartialGradient | None = None
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        made = partial(type(self), replicas=self._replicas)
+        return made, (SharedModel(self._whole), self._sampling, self.settings, self.loss, self.counts)
+
+    def recipe(self) -> Recipe[HfTrainerCore]:
+        """Return how a copy is made on another machine, where it gets the trained weights when it joins.
+
+        Raises:
+            ModelError: there is no recipe of the models.
+        """
+        recipe, replicas = self._replicas.elsewhere()
+        return Recipe(HfTrainerCore, _elsewhere, (recipe, self._sampling, self.settings, self.loss, replicas))
+
+    def join(self, rank: int, size: int, meeting: str) -> None:
+        """Train with the copies of this core in other processes; see :class:`oppo.placement.Member`.
+
+        Raises:
+            ModelRefused: a model cannot be sharded.
+            ConfigError: there are not as many devices as ranks.
+        """
+        device = self._replicas.device(rank, size, self._whole)
+        use_stream(device)
+        team = Ranked(rank, size, meeting, device)
+        if rank:
+            self.counts = self.counts.copy()
+        self._models, self._team = self._replicas.of(self._whole, team), team
+
+    @cached_property
+    def optimisation(self) -> Optimisation:
+        """The optimizer; created at its first use, so that its memory is allocated where updates are made."""
+        return Optimisation(self._models, self.settings)
+
+    def weights(self) -> Weights:
+        """Return the current weights, by reference."""
+        critic = {} if self.critic is None else self.critic.state_dict()
+        merge = partial(merged, self.actor, torch.float32) if has_adapters(self.actor) else None
+        return Weights(self.counts.version, actor=self.actor.state_dict(), critic=critic, merge=merge)
+
+    def write(self, directory: Path) -> None:
+        """Write all that :meth:`restore` needs, and the trained models.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        counts = {"version": self.counts.version, "episodes": self.counts.episodes}
+        tensors = gather_training(self.optimisation, self._team)
+        self._team.once(lambda: write_training(directory, tensors, counts))
+        self.save(directory)
+
+    def save(self, directory: Path) -> None:
+        """Write the trained models, loadable by ``from_pretrained``, as ``directory/actor`` and ``directory/critic``.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._team.once(partial(self._save, directory))
+
+    def _save(self, directory: Path) -> None:
+        with quiet(), writing(directory / "actor"):
+            self.actor.save_pretrained(directory / "actor")
+        if self.critic is not None:
+            with quiet(), writing(directory / "critic"):
+                self.critic.save_pretrained(directory / "critic", state_dict=merged(self.critic))
+
+    def restore(self, directory: Path) -> None:
+        """Continue where the trainer that wrote ``directory`` was.
+
+        Raises:
+            CheckpointError: it was written of other models.
+        """
+        self._discard()
+        counts = read_training(directory, self.optimisation, self._team)
+        self._keep_whole()
+        self.counts.version = self.counts.restored = counts["version"]
+        self.counts.episodes = counts["episodes"]
+
+    def update(self, batch: Batch) -> Trained:
+        """Train on one batch; the version increases by one, even if every minibatch was skipped.
+
+        A minibatch whose loss or gradient is not finite makes no optimizer step: its rollouts are in ``skipped``, each
+        once, and in ``nonfinite`` if no other minibatch trained them. What was accumulated is discarded.
+
+        Raises:
+            ConfigError: the loss reads log-probs that the batch lacks, or another ``Accelerator`` of the process
+                accumulates gradients.
+        """
+        self._discard()
+
+        def learn(update: UpdateMetrics) -> None:
+            rows = units(batch, self.loss.unit)
+            for epoch in range(self.settings.epochs):
+                key = self.settings.seed, self.counts.version, epoch
+                for minibatch in minibatches(rows, self.settings.minibatches, key):
+                    self._step(batch, minibatch, update)
+
+        return self._learned(batch, learn)
+
+    def accumulate(self, part: Batch) -> None:
+        """Add the gradient of some rows of the coming batch, whole units, to what was accumulated.
+
+        Raises:
+            ConfigError: the gradient of a batch is not a sum over its units: there are several epochs or minibatches,
+                the loss divides by sizes of several kinds, or it reads log-probs that the part lacks.
+        """
+        self._require_a_sum()
+        require_inputs(self.loss, part)
+        if self._partial is None or self._partial.version != self.counts.version:
+            self._discard()
+            self._partial = PartialGradient(self.counts.version)
+        try:
+            self._accumulate(part, units(part, self.loss.unit), self._partial)
+        except BaseException:
+            reset(self._models)
+            self._discard()
+            raise
+        self._partial.note(part)
+
+    def commit(self, batch: Batch) -> Trained:
+        """Train on one batch, some rows of which were accumulated: the same as :meth:`update`, but for rounding.
+
+        If a number of them was not finite, or they are not rows of this batch as it is, it is an update.
+
+        Raises:
+            ConfigError: as :meth:`update` and :meth:`accumulate` do.
+        """
+        partial, self._partial = self._partial, None
+        if partial is None or not partial.is_of(batch, self.counts.version):
+            return self.update(batch)
+        rest = [unit for unit in units(batch, self.loss.unit) if not partial.holds(batch.rollouts[unit[0]])]
+        if rest:
+            self._accumulate(batch, rest, partial)
+        if not partial.finite:
+            return self.update(batch)
+        return self._learned(batch, lambda update: self._commit(batch, partial, update))
+
+    def _require_a_sum(self) -> None:
+        if self.settings.epochs > 1 or self.settings.minibatches > 1:
+            raise ConfigError(
+                f"a batch of {self.settings.epochs} epoch(s) and {self.settings.minibatches} minibatch(es) cannot be "
+                "trained in parts, since weights change within it: set both to 1, or do not stream updates"
+            )
+        if not isinstance(self.loss, Divided) or self.loss.divisor is None:
+            raise ConfigError(
+                f"{type(self.loss).__name__} does not name one size that it divides by, so its gradient cannot be "
+                "summed before the batch is complete: give it a divisor (oppo.losses.Divided), or do not stream updates"
+            )
+
+    def _accumulate(self, batch: Batch, rows: list[list[int]], partial: PartialGradient) -> None:
+        """Hold the gradient of the sum of these units' losses, if it is finite."""
+        self.optimisation.require_every_step()
+        one = Whole(1.0, 1.0, 1.0, float(self._sampling.max_new_tokens))
+        losses = [torch.zeros((), device=self._models.actor.device)]  # a rank may have no part of them
+        for part in self._shared(batch, rows):
+            outputs = self.outputs(part)
+            losses.append(self.backward(part, outputs, one).loss.detach())
+            partial.parts.append((part, {name: tensor.detach() for name, tensor in outputs.items()}))
+            self.counts.micro_batches += 1
+        finite = torch.tensor([float(torch.stack(losses).isfinite().all() and self.optimisation.is_finite())])
+        if self._team.sum(finite) == self._team.size:
+            self.optimisation.hold()
+        else:
+            partial.finite = False
+        self.optimisation.clear()
+
+    def _commit(self, batch: Batch, partial: PartialGradient, update: UpdateMetrics) -> None:
+        """Make the optimizer step of a batch whose gradient is held."""
+        rows = list(chain.from_iterable(units(batch, self.loss.unit)))
+        size, loss = Whole.of(batch, rows, self._sampling.max_new_tokens), cast("Divided", self.loss)
+        self.optimisation.release(1 / getattr(size, str(loss.divisor)))
+        found = Sums()
+        with torch.no_grad():
+            for part, outputs in partial.parts:
+                evaluated = self._evaluated(part, outputs, size)
+                update.add(part, outputs["logprobs"], evaluated)
+                found.add(evaluated)
+        self._apply(batch, rows, found, update)
+
+    def _discard(self) -> None:
+        self._partial = None
+        self.optimisation.forget()
+
+    def _learned(self, batch: Batch, learn: Callable[[UpdateMetrics], None]) -> Trained:
+        """Return the outcome of an update whose optimizer steps ``learn`` makes."""
+        require_inputs(self.loss, batch)
+        factor = self.settings.learning_rate_factor(self.counts.version)
+        self.optimisation.scale(factor)
+        update = UpdateMetrics(self.loss, StalenessMetrics(self.counts.version))
+        try:
+            learn(update)
+            update.sum_over(self._team)
+            self._keep_whole()
+        except BaseException:
+            reset(self._models)
+            raise
+        finally:  # gradients of a failed update must not reach the next one
+            self.optimisation.clear()
+        self.counts.episodes += len(batch)
+        self.counts.version += 1
+        skipped = tuple(rollout for rollout in batch.rollouts if rollout in update.skipped)
+        return Trained(
+            metrics={
+                **update.metrics(),
+                "val/num_eos_tokens": float(np.isin(batch.tokens[batch.sampled], self._sampling.stop).sum()),
+                "train/tokens": float(batch.sampled.sum()),
+                "lr": self.settings.learning_rate * factor,
+                "episode": float(self.counts.episodes),
+            },
+            nonfinite=tuple(rollout for rollout in skipped if rollout not in update.stepped),
+            skipped=skipped,
+        )
+
+    def _step(self, batch: Batch, minibatch: list[list[int]], update: UpdateMetrics) -> None:
+        self.optimisation.require_every_step()
+        rows = list(chain.from_iterable(minibatch))
+        size, found = Whole.of(batch, rows, self._sampling.max_new_tokens), Sums()
+        for part in self._shared(batch, minibatch):
+            outputs = self.outputs(part)
+            evaluated = self.backward(part, outputs, size)
+            update.add(part, outputs["logprobs"], evaluated)
+            found.add(evaluated)
+            self.counts.micro_batches += 1
+        self._apply(batch, rows, found, update)
+
+    def _apply(self, batch: Batch, rows: list[int], found: Sums, update: UpdateMetrics) -> None:
+        """Make the optimizer step of a minibatch whose gradient was added, if all its numbers are finite."""
+        update.staleness.first_minibatch = False
+        self._team.sum_gradients(chain.from_iterable(self.optimisation.weights))
+        names, sums = found.over(self._team)
+        *measured, loss = sums.tolist()
+        norms = self.optimisation.clip()
+        rollouts = {batch.responses[r].prompt.rollout for r in rows}
+        if np.isfinite((loss, *norms)).all():
+            self.optimisation.step()
+            update.measured.append(dict(zip(names, measured, strict=True)))
+            update.norms.append(norms)
+            update.stepped |= rollouts
+        else:
+            update.minibatches_skipped += 1
+            update.skipped |= rollouts
+        self.optimisation.clear()
+
+    def _shared(self, batch: Batch, minibatch: list[list[int]]) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of some units."""
+        device, budget = self._models.actor.device, self.settings.micro_batch_tokens
+        groups = list(micro_batches(batch, minibatch, device, budget))
+        for mine in self._team.share([tokens_read(batch, group) for group in groups]):
+            if mine is None:
+                self._idle(batch, groups[-1][:1])
+            else:
+                yield pack(batch, groups[mine], device, self._inputs)
+
+    def _idle(self, batch: Batch, rows: list[int]) -> None:
+        """Make the passes of a micro-batch without a gradient: those of other ranks need this one's shards."""
+        part = pack(batch, rows, self._models.actor.device, self._inputs)
+        outputs = self.outputs(part).values()
+        self.optimisation.backward(torch.stack([output.sum() for output in outputs]).sum() * 0.0)
+
+    def backward(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> LossValue:
+        """Add the gradient of a micro-batch of a minibatch of this size; return the loss's result."""
+        evaluated = self._evaluated(part, outputs, size)
+        self.optimisation.backward(evaluated.loss)
+        return evaluated
+
+    def _evaluated(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> LossValue:
+        inputs = {name: tensor if name in self.loss.reads else tensor.detach() for name, tensor in outputs.items()}
+        return evaluated(self.loss, Inputs(part.mask, part.row, part.groups, size, {**part.given, **inputs}))
+
+    def outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
+        """Return log-probs, values if there is a critic, and entropies if the loss has them as input: float32 [T]."""
+        logits, values = self.optimisation.models(part, actor_learns=self.counts.version >= self.settings.critic_warmup)
+        temperature, logits = self._sampling.temperature, logits[..., self._sampling.drawn]
+        outputs: dict[Input, Tensor] = {"logprobs": token_logprobs(logits, part.tokens, temperature, part.support)}
+        if "entropies" in self._inputs:
+            source = logits if "entropies" in self.loss.reads else logits.detach()
+            outputs["entropies"] = entropies(source, temperature, part.support)
+        return outputs if values is None else {**outputs, "values": values}
+
+    @torch.no_grad()
+    def _keep_whole(self) -> None:
+        """Copy the trained weights to the models that are whole, in the process that keeps them."""
+        if self._models is self._whole and not self._team.rank:
+            return
+        kept = dict(self._whole.named_parameters())
+        for name, trained in self._models.named_parameters():
+            if trained.requires_grad:
+                weight = whole(trained)
+                if not self._team.rank:
+                    kept[name].copy_(weight)
+
+
+def _elsewhere(
+    recipe: ActorCriticRecipe, sampling: Sampling, settings: TrainerSettings, loss: Loss, replicas: Replicas
+) -> HfTrainerCore:
+    """Return the core of a rank on another machine."""
+    return HfTrainerCore(recipe.load(), sampling, settings, loss, TrainerCounts.new(), replicas=replicas)
 
 
 class HfTrainer(HostedTrainer[HfTrainerCore]):
@@ -24,11 +445,11 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
 
     The metrics are those of the loss, of the tokens' staleness, and of the work done.
 
-    Weights with fewer bits than float32 are trained through float32 copies, see :mod:`oppo.hf.train.master_weights`.
+    Weights with fewer bits than float32 are trained through float32 copies, see :mod:`oppo.hf.train.optim`.
 
-    A trunk that the two models share (:func:`oppo.hf.trunk.value_model_on`) is read once, and its gradient is that of
-    the sum of all losses. It belongs to the actor: it has the actor's learning rate, is clipped with the actor, and
-    does not learn during the critic's warm-up, which trains the value head only.
+    A trunk that the two models share (:func:`oppo.hf.value_model_on`) is read once, and its gradient is that of the sum
+    of all losses. It belongs to the actor: it has the actor's learning rate, is clipped with the actor, and does not
+    learn during the critic's warm-up, which trains the value head only.
 
     In a :class:`~oppo.placement.Process` the weights lie in memory that both processes share, see
     :mod:`oppo.hf.shared_memory`: the models given here compute with the trained weights. The float32 copies and the
@@ -49,7 +470,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         settings: everything about the optimisation.
         loss: PPO's by default, :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
         shard: where there are several ranks, each has a shard of weights, gradients and optimizer states (FSDP2, see
-            :mod:`oppo.hf.train.sharding`); otherwise each has all of them.
+            :mod:`oppo.hf.train.ranks`); otherwise each has all of them.
         devices: of the ranks; those of the models when empty. Ranks on GPUs are given models on the CPU, which then
             hold the weights that are published and saved.
         recipe: how ranks on other machines load the models; the trained weights they get from this one.

@@ -13,8 +13,9 @@ import torch
 
 from oppo.errors import ModelRefused
 from oppo.hf.lora import add_lora
-from oppo.hf.memory.estimate import (
+from oppo.hf.memory import (
     Bytes,
+    LiveBytes,
     Load,
     longest_batch,
     of_critic,
@@ -22,10 +23,10 @@ from oppo.hf.memory.estimate import (
     of_reference,
     of_reward,
     of_trainer,
+    without_data,
 )
-from oppo.hf.memory.live_bytes import LiveBytes, without_data
 from oppo.hf.train.actor_critic import ActorCritic
-from oppo.hf.train.core import HfTrainerCore
+from oppo.hf.train.trainer import HfTrainerCore
 from oppo.hosted_trainer import TrainerCounts
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling

@@ -19,11 +19,11 @@ from oppo.algorithms.ppo import ppo
 from oppo.chunking import Fixed
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Finish, FloatArray
-from oppo.hf.digest import weights_digest
 from oppo.hf.recipe import ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
 from oppo.models import Sampling, Scorer, Weights
 from oppo.placement import Hosting, Place, Thread
 from oppo.placement.ray import Cluster, RayPlace

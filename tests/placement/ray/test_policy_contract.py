@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from oppo.hf.digest import weights_digest
 from oppo.hf.recipe import ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.weights import weights_digest
 from oppo.models import Sampling
 from oppo.placement.ray import Cluster, RayPlace
 from tests.hf import child, test_decoding, test_policy, test_publish_in_flight, test_turns, test_with_sampling, tiny

@@ -15,11 +15,10 @@ import torch
 
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Batch
-from oppo.hf.cpu import use_cores
+from oppo.hf.devices import use_cores
 from oppo.hf.recipe import ModelRecipe
-from oppo.hf.train.actor_critic_recipe import ActorCriticRecipe
+from oppo.hf.train.actor_critic import ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.trunk import value_model_on
 from oppo.losses import PPOLoss
 from oppo.placement import Hosted, Hosting, Member, Recipe, Thread
 from oppo.placement.ray import Cluster, RayRanks, Room

@@ -10,7 +10,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from oppo.vllm import VllmEngine
 from oppo.vllm.reward import PoolingCollector, PoolingEngine
 from oppo.vllm.surface import AsyncEngine, Collector
-from oppo.vllm.weight_file import WeightFile
+from oppo.vllm.sync import WeightFile
 from tests.vllm import scenario
 from tests.vllm.real.conftest import tiny_actor
 

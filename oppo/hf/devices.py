@@ -1,4 +1,4 @@
-"""The devices of a run's models, their places, and the places' shares of the CPU cores.
+"""Devices of models by name, cores of the CPU, the places of a run on them, and errors when their memory runs out.
 
 The actor decodes on half of the cores; reward, reference and critic take turns on the rest, those of each device in a
 place of their own; the update, which runs alone, has all of them. Each place is a thread or a process, or, for training
@@ -9,18 +9,144 @@ for bit.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
-from oppo.errors import ConfigError
-from oppo.hf.cpu import use_cores
-from oppo.hf.device import CPU, DeviceThread, device_of
-from oppo.placement import Place, Process, Ranks, Thread
+from oppo.errors import ConfigError, ModelError
+from oppo.observe import SpanListener, silent
+from oppo.placement import Hosted, Hosting, Journal, Place, Process, Ranks, Recipe, Thread
 from oppo.placement.answered_place import AnsweredPlace
+from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
+
+
+def use_cores(count: int) -> None:
+    """Let the calling thread, and those that torch starts for it, compute on ``count`` cores.
+
+    A thread new to torch adopts, with its first torch call, the count last set in any thread of the process. Reading
+    the count is such a first call, so the count set next stays.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(count)
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use: its CPU affinity, at most ``OMP_NUM_THREADS``."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return min(bound, int(limit)) if limit.isdecimal() and int(limit) else bound
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+W = TypeVar("W")
+
+CPU = torch.device("cpu")
+
+# cuDNN's attention plans each pair of shapes anew, and the length of the keys changes with every decode step: a plan
+# can take tenths of a second. A program that knows its shapes may turn it on again.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def device_of(name: str, *, exact: bool = False, gpus: int | None = None) -> torch.device:
+    """Return the available device of that name, with its number.
+
+    Args:
+        name: ``cpu``, ``cuda``, ``cuda:1`` ...; ``auto`` is the first CUDA device, or the CPU without one.
+        exact: ``auto`` is the CPU, whose kernels alone compute bits that do not depend on timing.
+        gpus: how many CUDA devices there are on the machine that is meant; ``None``: this one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = here if gpus is None else gpus
+    if name == "cpu" or (name == "auto" and (exact or not count)):
+        return CPU
+    number = torch.device("cuda" if name == "auto" else name).index or 0
+    if number >= count:
+        known = ", ".join(["cpu", *(f"cuda:{each}" for each in range(count))])
+        if gpus is not None:
+            raise ConfigError(f"there is no {name!r} on the machine that is assumed, which has {known}")
+        build = "" if torch.version.cuda else f"; torch {torch.__version__} was built without CUDA"
+        raise ConfigError(f"there is no {name!r} here: torch finds {known}{build}")
+    return torch.device("cuda", number)
+
+
+def numbered(device: torch.device) -> torch.device:
+    """Return the device with its number: ``cuda`` alone is the current one of the calling thread."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def synchronised(device: torch.device) -> None:
+    """Wait until the device has finished the work of this process on all streams; all threads then see the results."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def use_stream(device: torch.device) -> None:
+    """Let the calling thread work on the device, in a stream of its own, so that threads overlap there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(numbered(device))
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
+class DeviceThread(Thread):
+    """A thread for models on one device: on a GPU it has a stream of its own, so that threads overlap there.
+
+    Models that are hosted, and the results of calls, are complete for every other thread: hosting waits for what made
+    the model, and a call ends, with its span, when the device has done its work. On a CPU it is a :class:`Thread`.
+
+    Args:
+        name, listener, setup, time_slice: see :class:`~oppo.placement.Thread`.
+        device: of the models, such as ``"cuda:1"``; ``"cuda"`` is the current device.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device | str,
+        *,
+        listener: SpanListener = silent,
+        setup: Callable[[], None] | None = None,
+        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
+    ) -> None:
+        self.device = torch.device(device)
+
+        def set_up() -> None:
+            if setup is not None:
+                setup()
+            use_stream(self.device)
+
+        super().__init__(name, listener=listener, setup=set_up, time_slice=time_slice)
+
+    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Return a handle to ``instance``, complete for the thread's stream; ``journal`` records nothing."""
+        hosted = super().host(instance, track=track, journal=journal)
+        synchronised(self.device)
+        return hosted
+
+    async def call_at(
+        self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Run ``work`` in the thread, wait for the device, and return the result."""
+
+        def synchronous(*args: P.args, **kwargs: P.kwargs) -> R:
+            result = work(*args, **kwargs)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            return result
+
+        return await super().call_at(priority, track, label, synchronous, *args, **kwargs)
+
 
 Home: TypeAlias = Literal["thread", "process"]
 Scorers: TypeAlias = Literal["auto"] | Home
@@ -72,7 +198,7 @@ class Devices:
         Args:
             names: by model, one or, of the trainer, several.
             key_of: returns the setting that names a model's device.
-            exact: see :func:`~oppo.hf.device.device_of`.
+            exact: see :func:`~oppo.hf.devices.device_of`.
             gpus: likewise.
             elsewhere: models on other machines, whose devices are not looked for here; ``auto`` is as it is here.
 
@@ -273,3 +399,82 @@ def _require_cpu(setting: str, home: Scorers, devices: Iterable[torch.device]) -
 def acting_share(cores: int) -> int:
     """Return how many of ``cores`` decode, be it in the actor's place or in an engine's processes."""
     return max(1, cores // 2)
+
+
+_SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Return whether an error, or one of its causes, is an allocator's; allocators have no error type in common."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError | OSError) and any(sign in str(error).lower() for sign in _SIGNS):
+            return True
+        error = error.__cause__
+    return False
+
+
+@contextmanager
+def attributed(model: str, doing: str, remedy: str) -> Iterator[None]:
+    """Attribute out-of-memory errors to a model.
+
+    Raises:
+        ModelError: memory ran out inside; it names ``model``, what it was ``doing`` and the ``remedy``.
+    """
+    try:
+        yield
+    except Exception as error:  # any kind: the cause decides
+        if not ran_out(error):
+            raise
+        first_line = str(error).partition("\n")[0] or type(error).__name__
+        raise ModelError(f"the {model} ran out of memory while {doing}: {remedy} ({first_line})") from error
+
+
+class ModelPlace:
+    """A place that hosts one model by name, in spans and out-of-memory errors; several may share one.
+
+    Args:
+        place: hosts the model.
+        model: its name in errors, and its track in traces.
+        remedy: advice against running out of memory, with settings by name.
+    """
+
+    def __init__(self, place: Hosting, model: str, remedy: str) -> None:
+        self._place = place
+        self._model = model
+        self._remedy = remedy
+
+    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
+        """Host ``instance`` in the place.
+
+        Raises:
+            ModelError: the place cannot host it, or memory ran out.
+        """
+        with attributed(self._model, "it was given a home", self._remedy):
+            hosted = self._place.host(instance, track=track or self._model, journal=journal)
+        return _Attributed(hosted, self._model, self._remedy)
+
+
+class _Attributed(Generic[T]):
+    def __init__(self, hosted: Hosted[T], model: str, remedy: str) -> None:
+        self._hosted = hosted
+        self._model = model
+        self._remedy = remedy
+
+    @property
+    def time_slice(self) -> TimeSlice:
+        return self._hosted.time_slice
+
+    def at(self, priority: Priority) -> Hosted[T]:
+        return _Attributed(self._hosted.at(priority), self._model, self._remedy)
+
+    async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with attributed(self._model, f"it did {label!r}", self._remedy):
+            return await self._hosted.call(label, work, *args, **kwargs)
+
+    async def load(
+        self, work: Callable[[T, W], object], weights: W, loaded: Callable[[], object] | None = None
+    ) -> None:
+        with attributed(self._model, "it did 'load'", self._remedy):
+            await self._hosted.load(work, weights, loaded)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oppo.hf.train.packing import MicroBatch
-from oppo.hf.train.team import Team
+from oppo.hf.train.ranks import Team
 from oppo.losses import Loss, LossValue
 
 LAGS = ("0", "1", "2plus")

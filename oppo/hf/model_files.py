@@ -1,17 +1,206 @@
-"""Checks on a model directory before a library reads it: complete data inside of the directory, and no code."""
+"""The files of a model: found by directory or hub name, and checked before a library reads them.
+
+A hub is asked once, with a short timeout, whether it has the model; files are fetched only from one that has it. What
+is read is complete data inside of the directory, and no code.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePath
+from typing import Any, Final, Literal, TypeAlias
 
+import torch
+from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging
 
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, ModelRefused, OppoError, did_you_mean_path, one_line
+from oppo.hf.introspection import score_head, token_head
+from oppo.observe import silent
+
+METADATA = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+"""Files of a hub that describe a model or its tokenizer."""
+
+
+def located(
+    name: str | Path,
+    *,
+    weights: bool,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+    tell: Callable[[str], None] = silent,
+) -> Path:
+    """Return the directory of a model or tokenizer, without checking its contents.
+
+    Args:
+        name: a directory, or a hub name.
+        weights: fetch weights too from a hub.
+        allow_pickle: fetch pickles if the hub has no other weights.
+        trust_remote_code: fetch code too.
+        tell: receives a sentence when a hub is contacted, or a local copy is used instead.
+
+    Raises:
+        ConfigError: there is no such directory, and no hub has a model of that name or can be reached.
+    """
+    try:
+        directory = Path(name).expanduser()
+        if directory.is_dir():
+            return directory
+        if (copy := _copy_without_hub(str(name), tell)) is not None:
+            return copy
+        directory = Path(
+            snapshot_download(str(name), allow_patterns=[*METADATA, *(["*.py"] if trust_remote_code else [])])
+        )
+        if weights:
+            _fetch(str(name), directory, SAFETENSORS, "adapter_model.safetensors")
+        if weights and allow_pickle and not any(directory.glob("*.safetensors")):
+            _fetch(str(name), directory, PICKLED, "adapter_model.bin")
+    except OppoError:
+        raise
+    except HFValidationError:
+        guess = did_you_mean_path(Path(name).expanduser().absolute())
+        raise ConfigError(
+            f"{str(name)!r} is no directory here{guess}, nor could it be the name of a model at a hub"
+        ) from None
+    except Exception as error:  # any kind: paths that no system has, networks, servers, disks
+        raise ConfigError(f"{str(name)!r} could not be had ({one_line(error)})") from error
+    return directory
+
+
+def _fetch(name: str, directory: Path, weights: tuple[str, str], adapter: str) -> None:
+    whole, index = weights
+    snapshot_download(name, allow_patterns=[whole, adapter, *shards(directory / index)])
+
+
+@cache
+def _copy_without_hub(name: str, tell: Callable[[str], None]) -> Path | None:
+    """Return this machine's copy if no hub can be asked for a model; ``None`` if a hub has the model.
+
+    The answer holds for the life of the process, so that a run waits for it once per name.
+
+    Raises:
+        ConfigError: no hub can be asked, and there is no copy.
+        HFValidationError: the name is not a valid hub name.
+    """
+    files = (CONFIG, ADAPTER, "tokenizer_config.json", "tokenizer.json")
+    cached = [found for file in files if isinstance(found := try_to_load_from_cache(name, file), str)]
+    copy = Path(cached[0]).parent if cached else None
+    try:
+        if not is_offline_mode():
+            tell(f"{name} is no directory here: asking {constants.ENDPOINT} for it")
+        HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # any kind: proxies, certificates, servers and their answers
+        if copy is None:
+            guess = did_you_mean_path(Path(name).absolute())
+            raise ConfigError(
+                f"{name!r} is no directory here{guess}, and as a hub name it could not be had ({one_line(error)})"
+            ) from error
+        if not is_offline_mode():
+            tell(f"taking {name} as this machine's copy {copy} has it ({one_line(error)})")
+        return copy
+    return None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress transformers' progress bars and load reports: this module reports the same in its own words."""
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+AutoClass: TypeAlias = type[
+    AutoModel | AutoModelForCausalLM | AutoModelForSequenceClassification | AutoModelForTokenClassification
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of model.
+
+    Attributes:
+        auto: the class that loads it.
+        mapping: has the config classes of which transformers has such a model.
+        name: in errors.
+        options: of ``from_pretrained``.
+        require: refuses a model without the layers that serving it needs.
+        streamed: whether it is served row by row, as sequences grow, and is probed for that.
+        optional: prefixes of weights that serving does without, which may be missing.
+    """
+
+    auto: AutoClass
+    mapping: Container[type[PreTrainedConfig]]
+    name: str
+    options: Mapping[str, Any]
+    require: Callable[[PreTrainedModel], object]
+    streamed: bool = True
+    optional: tuple[str, ...] = ()
+
+
+def _anything(model: PreTrainedModel) -> None:
+    del model
+
+
+CAUSAL: Final = Kind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model", {}, _anything)
+
+SCALAR: Final = Kind(
+    AutoModelForSequenceClassification,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "sequence classification model with one label",
+    {"num_labels": 1},
+    score_head,
+)
+
+PROCESS: Final = Kind(
+    AutoModelForTokenClassification,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    "token classification model",
+    {},
+    token_head,
+)
+
+CLASSIFIER: Final = Kind(
+    AutoModelForSequenceClassification,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "sequence classification model",
+    {},
+    _anything,
+    streamed=False,
+)
+
+EMBEDDER: Final = Kind(AutoModel, MODEL_MAPPING, "text encoder", {}, _anything, streamed=False, optional=("pooler.",))
+
 
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
+
+MODULES = "modules.json"
+"""The parts of a sentence encoder, in the order of their application, as sentence-transformers writes them."""
 
 OBJECTS = (
     *(CONFIG, GENERATION, ADAPTER, "model.safetensors.index.json"),
@@ -229,3 +418,46 @@ def _pickled(directory: Path, pickles: list[str]) -> ConfigError:
         "are read: expected *.safetensors. If you trust them, set models.allow_pickle = true, which reads tensors "
         "and builds nothing else, or write the model once with save_pretrained(), which makes safetensors"
     )
+
+
+RewardKind: TypeAlias = Literal["scalar", "process", "classifier", "similarity"]
+"""One number at the last token, streamed; one at each step, streamed; a label's logit of the whole; a similarity."""
+
+
+@quiet()
+def reward_kind(directory: Path, *, trusted: bool = False) -> RewardKind:
+    """Return the kind of reward model that a directory holds.
+
+    A sequence classification model is ``scalar`` if transformers applies its head to the last token of a causal model,
+    and otherwise a ``classifier``. A token classification model is ``process``. What sentence-transformers has written
+    is ``similarity``, and so is an encoder without a head. Everything else is ``scalar``, to be refused when it is
+    loaded.
+
+    Raises:
+        ConfigError: the config is damaged, or needs code that is not trusted.
+    """
+    if (directory / MODULES).is_file():
+        return "similarity"
+    if (directory / ADAPTER).is_file() or not (directory / CONFIG).is_file():
+        return "scalar"
+    require_no_code(directory, trusted=trusted)
+    architectures = read_object(directory / CONFIG).get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    if name.endswith("ForTokenClassification"):
+        return "process"
+    if name.endswith("ForSequenceClassification"):
+        return "scalar" if _scores_the_last_token(directory, trusted=trusted) else "classifier"
+    headless = name.endswith("Model") and not name.endswith("LMHeadModel")
+    return "similarity" if headless else "scalar"
+
+
+def _scores_the_last_token(directory: Path, *, trusted: bool) -> bool:
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted, num_labels=1)
+        with torch.device("meta"):
+            score_head(AutoModelForSequenceClassification.from_config(config, trust_remote_code=trusted))
+    except ModelRefused:
+        return False
+    except Exception as error:  # any kind: a damaged config reaches deep into transformers
+        raise ConfigError(f"no model can be made of {directory / CONFIG}: {error}") from error
+    return True

@@ -1,9 +1,12 @@
-"""The processes that make an update together: what each of them does, and what they add up.
+"""Training ranks: processes that make an update together.
 
 ::
 
     micro-batches ── deal ──> rank 0, rank 1, ...   equally many each, some of them idle
     gradients, measurements ── summed ──> equal in every rank, so that all step alike
+
+Each rank has the whole models, or a shard of weights, gradients and optimizer states: FSDP2,
+``torch.distributed.fsdp``.
 """
 
 from __future__ import annotations
@@ -11,17 +14,24 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any, Final, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from oppo.errors import ModelError, one_line
+from oppo.errors import ConfigError, ModelError, ModelRefused, one_line
+from oppo.hf.devices import numbered
+from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe
 from oppo.placement.rank_group import listener
 
 T = TypeVar("T")
@@ -211,3 +221,118 @@ def deal(costs: Sequence[float], had: list[float], rank: int) -> list[int | None
             had[to] += costs[part]
         mine.append(dealt[rank])
     return mine
+
+
+def shard(models: ActorCritic, mesh: DeviceMesh) -> None:
+    """Give each rank of ``mesh`` a shard of every parameter; a layer's are whole only while it computes.
+
+    Gradients are summed over the ranks, not averaged: losses divide by the size of the whole minibatch.
+
+    Raises:
+        ModelRefused: the actor or the critic has no layers that transformers marks as such, or trained weights are of
+            several dtypes.
+    """
+    dtypes = {str(parameter.dtype) for parameter in models.parameters() if parameter.requires_grad}
+    if len(dtypes) > 1:
+        raise ModelRefused(
+            f"the trained weights are of {' and '.join(sorted(dtypes))}, but shards are gathered in one dtype: load "
+            "actor and critic with the same, or train in ranks with whole weights (shard = false)"
+        )
+    for model in filter(None, (models.actor, models.critic)):
+        if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
+            raise ModelRefused(
+                f"{type(model).__name__} has no layers that transformers marks as such, so it cannot be sharded: train "
+                "it in ranks with whole weights (shard = false), or in one process"
+            )
+    # In 16 bits a sum of gradients would be rounded once for each rank.
+    sharded = partial(fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    for module in list(models.modules()):
+        if isinstance(module, GradientCheckpointingLayer):
+            sharded(module)
+    sharded(models)  # embeddings and heads: the models' own forward passes would bypass a hook of theirs
+    for part in _shards(models):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+
+
+def reset(models: nn.Module) -> None:
+    """Forget a forward or backward pass that has failed midway, so that the next one begins afresh."""
+    if isinstance(models, FSDPModule):
+        models.reshard()
+        models.reset_iter_state()
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that is no shard: one that is, gathered from all ranks, which all call this."""
+    gathered: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gathered.detach()
+
+
+def alike(tensor: Tensor, shape: Tensor) -> Tensor:
+    """Return a whole tensor as ``shape`` lies: this rank's shard of it, or all of it."""
+    if isinstance(shape, DTensor):
+        return distribute_tensor(tensor.to(shape.device), shape.device_mesh, shape.placements)
+    return tensor.to(shape.device)
+
+
+def _shards(models: nn.Module) -> Iterator[FSDPModule]:
+    yield from (module for module in models.modules() if isinstance(module, FSDPModule))
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """How the ranks of a trainer have its models.
+
+    Attributes:
+        shard, devices, recipe: see :class:`oppo.hf.HfTrainer`.
+        loaded: this rank has loaded the models, which compute for it alone, and is sent the trained weights.
+    """
+
+    shard: bool = True
+    devices: Sequence[torch.device] = ()
+    recipe: ActorCriticRecipe | None = None
+    loaded: bool = False
+
+    def device(self, rank: int, size: int, models: ActorCritic) -> torch.device:
+        """Return where a rank computes.
+
+        Raises:
+            ConfigError: there are not as many devices as ranks.
+        """
+        if self.devices and len(self.devices) != size:
+            raise ConfigError(f"expected a device for each of {size} ranks, got {len(self.devices)}")
+        return numbered(self.devices[rank]) if self.devices and not self.loaded else models.actor.device
+
+    def of(self, whole: ActorCritic, team: Ranked) -> ActorCritic:
+        """Return what a rank trains: ``whole`` itself, or a copy of it on the rank's device; its own shard of it.
+
+        Raises:
+            ModelRefused: a model cannot be sharded.
+        """
+        models = whole
+        if not self.loaded and (team.rank or self.shard or team.device != whole.actor.device):
+            models = whole.copied(team.device)
+        if self.recipe is not None:  # a rank may have loaded other weights
+            for weight in chain.from_iterable(models.trained()):
+                weight.detach().copy_(team.broadcast(weight))
+        if self.shard:
+            shard(models, team.mesh)
+        return models
+
+    def elsewhere(self) -> tuple[ActorCriticRecipe, Replicas]:
+        """Return how a rank on another machine makes its models, and how it has them.
+
+        Raises:
+            ModelError: that is not known.
+        """
+        if self.recipe is None:
+            raise ModelError(
+                "a trainer with a rank on another machine needs to know how its models are loaded there: expected "
+                "HfTrainer(..., recipe=ActorCriticRecipe(actor=ModelRecipe(path=...)))"
+            )
+        return self.recipe, replace(self, loaded=True)
+
+
+SHARDS: Final = Replicas()
+"""Each rank has a shard, on the models' device."""

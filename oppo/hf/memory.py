@@ -1,22 +1,39 @@
-"""The bytes that one model of a run needs, by what they are for."""
+"""The memory that the models of a run will need, before any of them is loaded, and what devices have.
+
+The code that serves and trains the models runs on tensors without data (PyTorch's fake tensors), which have shapes,
+dtypes and devices, and the bytes of those that are alive are counted. So an estimate knows the architecture, the
+attention, gradient checkpointing, adapters and 16-bit weights as the run will. It leaves out what an allocator rounds
+up or keeps, and the work space of kernels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from oppo.errors import ConfigError
 from oppo.events import Batch, Chunk, IntArray, Prompt, Response
+from oppo.hf.devices import CPU
 from oppo.hf.introspection import backbone
 from oppo.hf.kv.attention import attend, kinds_of
 from oppo.hf.kv.incremental import Incremental
-from oppo.hf.memory.live_bytes import LiveBytes, ModuleT, strip, without_data
 from oppo.hf.serve.chunked_prefill import ChunkedPrefill
 from oppo.hf.serve.noise import Noise
 from oppo.hf.serve.sampling import draw
@@ -30,12 +47,227 @@ from oppo.hf.serve.scorers import (
 )
 from oppo.hf.serve.signals import Signals
 from oppo.hf.train.actor_critic import ActorCritic
-from oppo.hf.train.core import HfTrainerCore
 from oppo.hf.train.packing import pack, units
+from oppo.hf.train.trainer import HfTrainerCore
 from oppo.hosted_trainer import TrainerCounts
 from oppo.losses import Loss, Whole
 from oppo.models import Sampling
 from oppo.training import TrainerSettings
+
+_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""The memory limit of a container, where there is one."""
+
+_ASSUMED: Final = re.compile(r"(?:(?P<machines>[1-9]\d{0,3})x)?(?P<gpus>[1-9]\d{0,2})x(?P<name>[^x]+)-(?P<size>\d+)GB")
+
+
+def free(device: torch.device) -> int:
+    """Return the bytes of a device that are free now; of a CPU, those that a process can get without swapping."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available: int = psutil.virtual_memory().available
+    for limit in _LIMITS:
+        with suppress(OSError, ValueError):  # "max": no limit
+            available = min(available, int(limit.read_text()))
+    return available
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The GPUs of machines that a run is planned for.
+
+    Attributes:
+        name: of a GPU.
+        bytes: memory of each.
+        gpus: in each machine.
+        machines: their number.
+    """
+
+    name: str
+    bytes: int
+    gpus: int
+    machines: int = 1
+
+    @classmethod
+    def assumed(cls, text: str) -> Self:
+        """Return the hardware of a text such as ``8xH100-80GB`` or, with several machines, ``2x8xH100-80GB``.
+
+        Raises:
+            ConfigError: it is no such text.
+        """
+        found = _ASSUMED.fullmatch(text)
+        if found is None:
+            raise ConfigError(
+                f"--assume takes [MACHINESx]GPUSxNAME-MEMORYGB, such as 8xH100-80GB or 2x8xH100-80GB, got {text!r}"
+            )
+        return cls(found["name"], int(found["size"]) * 10**9, int(found["gpus"]), int(found["machines"] or 1))
+
+    def __str__(self) -> str:
+        each = f"{self.gpus} x {self.name} with {self.bytes // 10**9} GB"
+        return each if self.machines == 1 else f"{self.machines} machines of {each}"
+
+
+def memory_of(device: torch.device, assumed: Hardware | None = None) -> tuple[int, int] | None:
+    """Return the free and all bytes of a device; ``None`` for the CPU of a machine that is assumed."""
+    if assumed is not None:
+        return None if device.type == "cpu" else (assumed.bytes, assumed.bytes)
+    there = free(device)
+    return there, torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else there
+
+
+_INTERVAL: Final = 0.02
+"""Seconds between two readings of the system's figures."""
+
+
+class Peak:
+    """Measures memory between its beginning and its end; a context manager.
+
+    On a CPU the system says how much this process and its children have, shared memory counted once; on a GPU, PyTorch
+    what this process has allocated.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="oppo-memory", daemon=True)
+        self._most = 0
+
+    def __enter__(self) -> Self:
+        for number in _gpus():
+            torch.cuda.reset_peak_memory_stats(number)
+        self._most = self._used()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        del kind, error, tb
+        self._over.set()
+        self._thread.join()
+
+    def by_device(self) -> dict[torch.device, int]:
+        """Return the most bytes so far on each device that has any."""
+        on_gpus = {torch.device("cuda", each): torch.cuda.max_memory_allocated(each) for each in _gpus()}
+        return {CPU: max(self._most, self._used()), **{device: most for device, most in on_gpus.items() if most}}
+
+    def _watch(self) -> None:
+        while not self._over.wait(_INTERVAL):
+            self._most = max(self._most, self._used())
+
+    def _used(self) -> int:
+        used = 0
+        for process in [self._process, *self._process.children(recursive=True)]:
+            with suppress(psutil.Error):  # it has ended
+                used += getattr(process.memory_full_info(), "pss", process.memory_info().rss)
+        return used
+
+
+def _gpus() -> range:
+    return range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_aten = torch.ops.aten
+_NUMBER = frozenset({_aten._local_scalar_dense.default, _aten.item.default})  # noqa: SLF001 - an operator's name
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations create in this context, while they are alive.
+
+    Attributes:
+        now: bytes alive.
+        peak: the most so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.now = self.peak = 0
+        self._counted: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Run an operation and count what it created."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf)
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self._counted or not size:
+            return
+        self._counted.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self._counted.discard(key)
+        self.now -= size
+
+
+class WithoutData(LiveBytes):
+    """The same for tensors without data: where an operation asks for data, masks are true and numbers are 1.
+
+    So rows have no padding, which holds for rows of one length, and a search for few ids falls back to all of them.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Run an operation, or answer for it, and count what it created."""
+        if func in _NUMBER:
+            return True if args[0].dtype == torch.bool else 1
+        if func is _aten.nonzero.default:
+            return args[0].new_zeros((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        if func is _aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1]):
+            return args[0].reshape(-1, *args[0].shape[args[1][0].dim() :]).clone()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def strip(module: ModuleT) -> ModuleT:
+    """Return a module made on the ``meta`` device with parameters and buffers as on a CPU, but without data.
+
+    Called in the context of :func:`without_data`, which counts them.
+    """
+    stripped = dict[int, Tensor]()
+
+    def like(tensor: Tensor) -> Tensor:
+        if id(tensor) not in stripped:
+            bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            stripped[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+        return stripped[id(tensor)]
+
+    for part in module.modules():
+        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            setattr(part, name, like(tensor))
+    return module
+
+
+@contextmanager
+def without_data() -> Iterator[LiveBytes]:
+    """Let tensors that are created inside have no data, and count their bytes.
+
+    Example:
+        >>> with without_data() as live:
+        ...     half = torch.zeros(1000, 1000).sum(1)
+        >>> live.now, live.peak
+        (4000, 4004000)
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), WithoutData() as live:
+        yield live
+
 
 T = TypeVar("T")
 

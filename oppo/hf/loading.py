@@ -1,0 +1,558 @@
+"""Models and tokenizers by directory or hub name, read from safetensors, and probed before first use.
+
+Loading makes three passes: over the files (:mod:`oppo.hf.model_files`); over names and shapes, on the device ``meta``
+that allocates nothing; and over the weights. Errors of the libraries about a damaged or foreign file become one
+sentence that names the file.
+
+Pickles are refused unless they are allowed; then tensors are read from them, and no other objects are built.
+
+transformers chooses the attention implementation, SDPA for models that support it, unless eager attention is chosen.
+The probe finds the kind of attention (:mod:`oppo.hf.kv.attention`) that serves the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path, PurePath
+from typing import Final, Literal, TypedDict, Unpack, cast
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from oppo.errors import ConfigError, ModelRefused, OppoError, one_line
+from oppo.hf.as_text.whole import Encoder, Pooling, reach, reads_beside
+from oppo.hf.devices import CPU, ran_out
+from oppo.hf.kv.attention import CHOICES, COSTS, Choice
+from oppo.hf.lora import require_peft
+from oppo.hf.model_files import (
+    CAUSAL,
+    CLASSIFIER,
+    CONFIG,
+    EMBEDDER,
+    MODULES,
+    OBSOLETE,
+    PROCESS,
+    SCALAR,
+    Kind,
+    entries_of,
+    located,
+    quiet,
+    read_object,
+    require_adapter,
+    require_data,
+    require_json,
+    require_no_code,
+)
+from oppo.hf.probe import probe
+from oppo.hf.shared_memory import ALIGNMENT
+from oppo.hf.tokenizer import HfTokenizer
+from oppo.observe import silent
+
+DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "auto": "auto",
+}
+"""The types of weights, by their names in settings; ``auto``: that of the checkpoint."""
+
+
+class LoadOptions(TypedDict, total=False):
+    """The arguments of :func:`load_causal`, for loaders that have the same."""
+
+    dtype: str
+    device: torch.device | str
+    trust_remote_code: bool
+    allow_pickle: bool
+    ignore_unused: bool
+    attention: Choice
+    tell: Callable[[str], None]
+
+
+def load_causal(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: torch.device | str = CPU,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    ignore_unused: bool = False,
+    attention: Choice = "auto",
+    tell: Callable[[str], None] = silent,
+) -> PreTrainedModel:
+    """Return the causal language model at a directory or hub name, in evaluation mode, probed.
+
+    Args:
+        path: a directory with ``config.json`` and safetensors, or with an adapter for such a model, or a hub name.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
+        device: of the returned model.
+        trust_remote_code: run code that comes with the model.
+        allow_pickle: without safetensors, read tensors from pickles (``weights_only``).
+        ignore_unused: leave out weights that the model does not use.
+        attention: the kind of attention; ``auto``: the fastest that serves it exactly (:mod:`oppo.hf.kv.attention`).
+        tell: receives a sentence when a hub is contacted, weights are left out, a head is new, or attention is of a
+            slower kind.
+
+    Raises:
+        ConfigError: there is no such model, a file of it is damaged, or its weights are not those that its
+            ``config.json`` describes; or the dtype or the kind of attention is unknown.
+        ModelRefused: the architecture has no such model, or it cannot be served exactly.
+    """
+    return load(
+        CAUSAL,
+        path,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+        ignore_unused=ignore_unused,
+        attention=attention,
+        tell=tell,
+    )
+
+
+def load_scalar(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: torch.device | str = CPU,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    ignore_unused: bool = False,
+    attention: Choice = "auto",
+    new_head: bool = False,
+    tell: Callable[[str], None] = silent,
+) -> PreTrainedModel:
+    """Return the sequence-classification model with one label at a directory or hub name, in evaluation mode, probed.
+
+    A head for logits in the checkpoint is left out. The other arguments and errors are those of :func:`load_causal`.
+
+    Args:
+        new_head: start with a head of zeros if the checkpoint has none: for a critic, never for a reward.
+
+    Raises:
+        ConfigError: also if the checkpoint has no scalar head, and none may be new.
+        ModelRefused: also if the model has no ``score`` layer.
+    """
+    return load(
+        SCALAR,
+        path,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+        ignore_unused=ignore_unused,
+        attention=attention,
+        tell=tell,
+        new_head=new_head,
+    )
+
+
+def load_process(path: str | Path, **options: Unpack[LoadOptions]) -> PreTrainedModel:
+    """Return the token-classification model at a directory or hub name, in evaluation mode, probed.
+
+    Arguments and errors are those of :func:`load_causal`.
+
+    Raises:
+        ModelRefused: also if the model has no linear head.
+    """
+    return load(PROCESS, path, **options)
+
+
+@quiet()
+def load_tokenizer(
+    path: str | Path, *, trust_remote_code: bool = False, tell: Callable[[str], None] = silent
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer at a directory or hub name; ``tell`` receives a sentence when a hub is contacted.
+
+    Raises:
+        ConfigError: there is no such tokenizer, a file of it is damaged, or it needs code that is not trusted.
+    """
+    directory = located(path, weights=False, trust_remote_code=trust_remote_code, tell=tell)
+    require_no_code(directory, trusted=trust_remote_code)
+    with reading(directory, f"{directory / CONFIG} cannot be used"), suppress(OSError, ValueError):  # it may lack one
+        AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    failure = (
+        f"no tokenizer could be loaded: the directory {str(directory)!r} holds {entries_of(directory)}; looked for "
+        "tokenizer.json or a vocabulary"
+    )
+    with reading(directory, failure):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=trust_remote_code
+        )
+        tokenizer.name_or_path = str(path)
+        if not tokenizer.get_vocab().keys() - tokenizer.added_tokens_encoder.keys():
+            raise ConfigError(failure)
+    return tokenizer
+
+
+@contextmanager
+def reading(directory: Path, failure: str) -> Iterator[None]:
+    """Turn library errors about the files of a directory into one sentence: on the damaged file, or ``failure``.
+
+    Raises:
+        ConfigError: for any error except running out of memory.
+    """
+    try:
+        yield
+    except OppoError:
+        raise
+    except Exception as error:  # any kind: a file reaches deep into several libraries before one of them notices
+        if ran_out(error):
+            raise
+        if type(error).__name__ == "UnpicklingError":  # by its name, since nothing here imports pickle
+            raise ConfigError(
+                f"the pickles at {str(directory)!r} are damaged, or hold more than tensors, and nothing else is built "
+                "from them: expected weights as save_pretrained() writes them"
+            ) from None  # torch would advise to build whatever they hold
+        require_json(directory)
+        raise ConfigError(f"{failure} ({one_line(error)})") from error
+
+
+@quiet()
+def load(
+    kind: Kind,
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: torch.device | str = CPU,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    ignore_unused: bool = False,
+    attention: Choice = "auto",
+    tell: Callable[[str], None] = silent,
+    new_head: bool = False,
+) -> PreTrainedModel:
+    """Return a model of a kind; arguments and errors are those of :func:`load_causal` and :func:`load_scalar`."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    if attention not in CHOICES:
+        raise ConfigError(f"attention must be one of {', '.join(CHOICES)}, not {attention!r}")
+    find = partial(located, weights=True, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, tell=tell)
+    directory = find(path)
+    adapter = require_adapter(directory, allow_pickle=allow_pickle)
+    if adapter is not None:
+        require_peft(f"the adapter in {directory}")
+    base = directory if adapter is None else find(adapter.base)
+    with reading(base, f"no model can be made of {base / CONFIG} and the weights beside it"):
+        tensors = require_data(base, trusted=trust_remote_code, allow_pickle=allow_pickle)
+        require_kind(kind, base, tensors, trusted=trust_remote_code)
+        options = _options(kind, dtype, attention, trusted=trust_remote_code, allow_pickle=allow_pickle)
+        trial, info = cast(
+            "tuple[PreTrainedModel, Info]",
+            kind.auto.from_pretrained(base, device_map="meta", output_loading_info=True, **options),
+        )
+        kind.require(trial)
+        given = () if adapter is None else adapter.tensors
+        missing, left_out = require_fit(
+            kind, trial, info, path, given=given, new_head=new_head, ignore_unused=ignore_unused
+        )
+        model = cast("PreTrainedModel", kind.auto.from_pretrained(base, **options))
+        with torch.no_grad():
+            for name in missing:
+                model.get_parameter(name).zero_()
+        if adapter is not None:
+            left_out += _adapted(kind, model, directory, path, ignore_unused=ignore_unused)
+        model.name_or_path = model.config.name_or_path = str(path if adapter is None else adapter.base)
+        require_finite(model, path)
+        _align(model)
+        torch.nn.Module.to(model, device=device)
+        served_by = probe(model, attention=attention) if kind.streamed else "segmented"
+    if served_by != "segmented" and attention == "auto":
+        tell(f"{path} is served with attention {served_by!r}: {COSTS[served_by]}")
+    if left_out:
+        tell(f"{path} has {first_of(left_out)}, left out since {type(model).__name__} does not use that")
+    if missing:
+        tell(f"{path} has no {first_of(missing)}: the head is new, and begins at zero")
+    return model
+
+
+def _options(kind: Kind, dtype: str, attention: Choice, *, trusted: bool, allow_pickle: bool) -> dict[str, object]:
+    """Return the options of ``from_pretrained``."""
+    return {
+        "dtype": DTYPES[dtype],
+        "trust_remote_code": trusted,
+        "use_safetensors": None if allow_pickle else True,
+        "weights_only": True,
+        "ignore_mismatched_sizes": True,  # require_fit() reports them, in one sentence
+        **kind.options,
+        **({"attn_implementation": "eager"} if attention == "eager" else {}),
+    }
+
+
+def _adapted(
+    kind: Kind, model: PreTrainedModel, directory: Path, path: str | Path, *, ignore_unused: bool
+) -> list[str]:
+    """Load a directory's adapter into a model, frozen; return the weights that the model does not use."""
+    with reading(directory, f"the adapter in {directory} cannot be used"):
+        info = model.load_adapter(
+            str(directory),
+            use_safetensors=(directory / "adapter_model.safetensors").is_file(),
+            weights_only=True,
+            dtype=model.dtype,
+            ignore_mismatched_sizes=True,
+        ).to_dict()
+        return require_fit(kind, model, info, path, ignore_unused=ignore_unused)[1]
+
+
+@torch.no_grad()
+def _align(model: PreTrainedModel) -> None:
+    """Copy tensors of the mapped file, which begin where its header ends, into aligned memory.
+
+    The bits of a product depend on the address of a matrix. Aligned, they depend neither on the length of the header
+    nor on a later move of the weights, for example into shared memory.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
+
+
+HEADS = ("lm_head.", "embed_out.")
+"""Prefixes of the weights of a language model's head, which a critic made of it does not use."""
+
+
+class Info(TypedDict):
+    """transformers' loading info of a checkpoint: names of weights, and names with the shapes found and expected."""
+
+    missing_keys: Collection[str]
+    unexpected_keys: Collection[str]
+    mismatched_keys: Collection[tuple[str, Collection[int], Collection[int]]]
+
+
+def require_kind(kind: Kind, directory: Path, tensors: Sequence[str], *, trusted: bool) -> None:
+    """Check that the architecture has a model of this kind, and that the files hold enough tensors for its depth."""
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
+    if type(config) not in kind.mapping and kind.auto.__name__ not in getattr(config, "auto_map", ()):
+        raise ModelRefused(
+            f"the model at {str(directory)!r} is of type {config.model_type!r}, of which transformers has no "
+            f"{kind.name}: take one of another architecture"
+        )
+    depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if 0 < len(tensors) < depth:  # first: building so many layers may take hours, even without memory
+        raise ConfigError(
+            f"{directory / 'config.json'} describes {depth} layers, but there are {len(tensors)} tensors in all: "
+            "expected the weights of that model"
+        )
+
+
+def require_fit(
+    kind: Kind,
+    model: PreTrainedModel,
+    info: Info,
+    path: str | Path,
+    *,
+    given: Collection[str] = (),
+    new_head: bool = False,
+    ignore_unused: bool,
+) -> tuple[list[str], list[str]]:
+    """Check the weights of a checkpoint by name and shape; return the missing ones of a new head, and the unused ones.
+
+    An adapter's weights, ``given``, are not missing. Constants that the model computes are not unused, nor are weights
+    that transformers ignores itself.
+
+    Raises:
+        ConfigError: a shape differs, a weight is missing from the backbone or from a head that may not be new, or a
+            weight other than those of a head for logits is unused, without ``ignore_unused``.
+    """
+    checkpoint, has_logits = f"the checkpoint at {str(path)!r}", model.get_output_embeddings() is not None
+    if info["mismatched_keys"]:
+        wrong = [f"{name} is {list(found)}, not {list(wanted)}" for name, found, wanted in info["mismatched_keys"]]
+        raise ConfigError(f"{checkpoint} does not fit {type(model).__name__}: {', '.join(sorted(wrong)[:3])}")
+    missing = sorted({*info["missing_keys"]}.difference(given, _named(info["missing_keys"], kind.optional)))
+    if backbone := [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]:
+        raise ConfigError(f"{checkpoint} has no {first_of(backbone)}: it is incomplete")
+    if missing and not new_head:
+        why = "; a reward from an untrained head would be noise"
+        if kind is CAUSAL:
+            why = f", not {', '.join(model.config.architectures or ['an unknown one'])}"
+        raise ConfigError(f"{checkpoint} has no {first_of(missing)}: expected a {kind.name}{why}")
+    buffers = {name for name, _ in model.named_buffers()}
+    unused = sorted(name for name in info["unexpected_keys"] if name not in buffers and not name.endswith(OBSOLETE))
+    droppable = () if has_logits else HEADS
+    if not ignore_unused and (unknown := [name for name in unused if not name.startswith(droppable)]):
+        raise ConfigError(
+            f"{checkpoint} has {first_of(unknown)}, which {type(model).__name__} does not use: expected the weights of "
+            "the model that config.json describes, and of this kind; if it may do without, set "
+            "models.ignore_unused_weights = true"
+        )
+    return missing, unused
+
+
+def _named(names: Collection[str], prefixes: tuple[str, ...]) -> list[str]:
+    return [name for name in names if prefixes and name.startswith(prefixes)]
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first three names and the number of the rest, for messages."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def require_finite(model: PreTrainedModel, path: str | Path) -> None:
+    """Check that no weight is NaN or infinite; otherwise the first symptom would be another error, much later."""
+    for name, weight in model.named_parameters():
+        if weight.numel() and not torch.stack(torch.aminmax(weight.detach())).isfinite().all():
+            raise ConfigError(
+                f"{name} of the checkpoint at {str(path)!r} holds NaN or infinite numbers in {weight.dtype}: expected "
+                "weights of a training that did not diverge"
+            )
+
+
+@quiet()
+def outline(
+    kind: Kind, path: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Return the model of a directory or hub name without its weights.
+
+    Args:
+        kind: of the model.
+        path: a directory with ``config.json``, or with an adapter for such a model, or a hub name.
+        dtype: as :func:`oppo.hf.loading.load_causal` has it.
+
+    Raises:
+        ConfigError: there is no such model, its ``config.json`` cannot be used, or there are weights beside it that are
+            of a smaller model.
+        ModelRefused: the architecture has no model of this kind.
+    """
+    directory = located(path, weights=False, trust_remote_code=trust_remote_code, tell=silent)
+    adapter = require_adapter(directory, allow_pickle=True)
+    if adapter is not None:
+        directory = located(adapter.base, weights=False, trust_remote_code=trust_remote_code, tell=silent)
+    require_no_code(directory, trusted=trust_remote_code)
+    with reading(directory, f"no model can be made of {directory / 'config.json'}"):
+        weights = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
+        if weights:
+            tensors = require_data(directory, trusted=trust_remote_code, allow_pickle=True)
+            require_kind(kind, directory, tensors, trusted=trust_remote_code)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **kind.options)
+        chosen = DTYPES[dtype]
+        given = (config.dtype or torch.float32) if chosen == "auto" else chosen
+        with torch.device("meta"):
+            model: PreTrainedModel = kind.auto.from_config(  # type: ignore[no-untyped-call]  # transformers'
+                config, dtype=given, trust_remote_code=trust_remote_code
+            )
+    numbers, there = model.num_parameters(), sum(file.stat().st_size for file in weights)
+    if weights and numbers > there:
+        raise ConfigError(
+            f"{directory / 'config.json'} describes {numbers} numbers, but the weights have {there} bytes: expected "
+            "the weights of that model"
+        )
+    return model
+
+
+def require_supported(dtype: torch.dtype, device: torch.device) -> None:
+    """Accept a dtype in which models can be served and trained on ``device``.
+
+    Raises:
+        ConfigError: they cannot; the message names dtypes that can.
+    """
+    if dtype == torch.float16 and device.type == "cpu":
+        raise ConfigError(
+            "float16 is not for a CPU, where it is slow and its gradients underflow: expected models.dtype = "
+            "'float32' or 'bfloat16'"
+        )
+    if (
+        dtype == torch.bfloat16
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} does not compute in bfloat16 itself: expected models.dtype = "
+            "'float32'"
+        )
+
+
+POOLINGS: Final[dict[str, Pooling]] = {
+    "cls": "cls",
+    "lasttoken": "last",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean",  # another length, and the same direction
+}
+"""How a pooling module says which states stand for a text: by one word, or by a key for each."""
+
+
+def load_encoder(path: str | Path, **options: Unpack[LoadOptions]) -> Encoder:
+    """Return the model at a directory or hub name, in evaluation mode, with its own tokenizer.
+
+    A sequence classification model keeps its labels. Any other is a sentence encoder: ``modules.json`` says how its
+    states are pooled, as sentence-transformers writes it; without that it is their mean. Arguments and errors are those
+    of :func:`oppo.hf.load_causal`.
+
+    Raises:
+        ConfigError: also if the directory holds no tokenizer.
+        ModelRefused: a sentence encoder has other parts than a transformer, a pooling and a normalisation.
+    """
+    tell, trusted = options.get("tell", silent), options.get("trust_remote_code", False)
+    directory = located(path, weights=False, trust_remote_code=trusted, tell=tell)
+    transformer, pooling = _parts(directory)
+    home = path if transformer == directory else transformer
+    architectures = read_object(transformer / CONFIG).get("architectures") if (transformer / CONFIG).is_file() else ()
+    classifies = pooling is None and str(architectures).find("ForSequenceClassification") >= 0
+    if pooling is None and not classifies:
+        tell(f"{path} has no {MODULES}, which would say how a text becomes one vector: it is the mean of its states")
+        pooling = "mean"
+    model = load(CLASSIFIER if classifies else EMBEDDER, home, **options)
+    tokenizer = HfTokenizer(load_tokenizer(home, trust_remote_code=trusted, tell=tell))
+    limit = min(reach(model, tokenizer), _sentence_limit(transformer))
+    encoder = Encoder(model, tokenizer, limit, pooling)
+    if not reads_beside(encoder):
+        tell(f"{path} reads texts one by one: padding would change its outputs")
+        encoder = replace(encoder, beside=False)
+    return encoder
+
+
+def transformer_of(directory: Path) -> Path:
+    """Return the directory of the transformer of a text encoder.
+
+    Raises:
+        ConfigError: the list of modules is damaged.
+        ModelRefused: a sentence encoder has other parts than a transformer, a pooling and a normalisation.
+    """
+    return _parts(directory)[0]
+
+
+def _parts(directory: Path) -> tuple[Path, Pooling | None]:
+    """Return the directory of the transformer, and the pooling of a sentence encoder."""
+    file = directory / MODULES
+    if not file.is_file():
+        return directory, None
+    try:
+        parts = json.loads(file.read_text(encoding="utf-8"))
+        modules = [(PurePath(str(part["path"])), str(part["type"]).rpartition(".")[2]) for part in parts]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{file} is no list of modules with path and type: {error}") from error
+    names = [name for _, name in modules]
+    if names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise ModelRefused(
+            f"{directory} is a sentence encoder of the modules {', '.join(names)}: expected Transformer, Pooling and, "
+            "maybe, Normalize; serve another as a reward function"
+        )
+    if any(path.is_absolute() or ".." in path.parts for path, _ in modules):
+        raise ConfigError(f"{file} names a module outside of its directory")
+    return directory / modules[0][0], _pooling(directory / modules[1][0])
+
+
+def _pooling(module: Path) -> Pooling:
+    """Return the pooling that a module's config chooses."""
+    chosen = read_object(module / CONFIG)
+    flags = [key for key, value in chosen.items() if value is True and key.startswith("pooling_mode")]
+    modes = [str(chosen["pooling_mode"])] if "pooling_mode" in chosen else flags
+    if len(modes) != 1 or modes[0] not in POOLINGS:
+        raise ModelRefused(f"{module} pools by {', '.join(modes) or 'nothing'}: expected one of {', '.join(POOLINGS)}")
+    return POOLINGS[modes[0]]
+
+
+def _sentence_limit(directory: Path) -> int:
+    """Return the tokens that a sentence encoder was made for."""
+    file = directory / "sentence_bert_config.json"
+    limit = read_object(file).get("max_seq_length") if file.is_file() else None
+    return limit if isinstance(limit, int) else 1 << 30

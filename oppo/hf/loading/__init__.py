@@ -1,1 +1,0 @@
-"""Loading models and tokenizers from directories and hubs, with checks before first use."""

@@ -1,0 +1,279 @@
+"""The optimizer, the float32 copies of 16-bit weights on which it steps, and the file from which training resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from oppo.durable import writing
+from oppo.errors import CheckpointError, ConfigError, one_line
+from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.ranks import Team, alike, whole
+from oppo.training import TrainerSettings
+
+
+class MasterWeights:
+    """The parameters that an optimizer steps on: float32 copies of those with fewer bits, the others themselves.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        >>> masters = MasterWeights([weight])
+        >>> optimizer = torch.optim.SGD([masters.of(weight)], lr=1e-3)
+        >>> for _ in range(4):
+        ...     weight.grad = torch.ones_like(weight)
+        ...     masters.collect()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     masters.write_back()
+        >>> round(masters.of(weight).item(), 4), weight.item()
+        (0.996, 0.99609375)
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._copies = {
+            parameter: nn.Parameter(parameter.detach().float())
+            for parameter in parameters
+            if parameter.dtype.itemsize < torch.float32.itemsize
+        }
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what the optimizer steps on in the place of ``parameter``."""
+        return self._copies.get(parameter, parameter)
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the parameters' gradients to those of their copies, and clear them."""
+        for parameter, master in self._copies.items():
+            if parameter.grad is not None:
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Set the parameters to the values of their copies, rounded."""
+        for parameter, master in self._copies.items():
+            parameter.copy_(master)
+
+    def clear(self) -> None:
+        """Clear the gradients of the parameters; the optimizer clears those of the copies."""
+        for parameter in self._copies:
+            parameter.grad = None
+
+
+class Optimisation:
+    """AdamW through accelerate, on float32 copies of 16-bit weights; it clips each model's gradient apart.
+
+    Args:
+        models: what is trained.
+        settings: learning rates, weight decay and the largest gradient norm.
+
+    Attributes:
+        models: as accelerate has prepared them.
+        masters: the float32 copies.
+        optimizer: as accelerate has prepared it.
+        weights: on which it steps, for each model.
+    """
+
+    def __init__(self, models: ActorCritic, settings: TrainerSettings) -> None:
+        self._max_grad_norm = settings.max_grad_norm
+        # Models and batches stay on the actor's device; accelerate would choose one for the whole process.
+        # Only a plugin takes precedence over the environment, and nothing but an update accumulates gradients here.
+        self._accelerator = Accelerator(
+            device_placement=False,
+            mixed_precision="no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        )
+        trained = models.trained()
+        self.masters = MasterWeights(parameter for part in trained for parameter in part)
+        self.weights = [[self.masters.of(parameter) for parameter in part] for part in trained]
+        self._held: dict[nn.Parameter, Tensor] = {}
+        self.models, self.optimizer = self._accelerator.prepare(models, _adamw(settings, self.weights))
+
+    def scale(self, factor: float) -> None:
+        """Set each learning rate to ``factor`` times its peak."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
+
+    def require_every_step(self) -> None:
+        """Accept accelerate's state, which is the process's, only if it neither divides losses nor skips steps.
+
+        Raises:
+            ConfigError: another ``Accelerator`` of the process accumulates gradients.
+        """
+        steps, synchronised = self._accelerator.gradient_accumulation_steps, self._accelerator.sync_gradients
+        if steps != 1 or not synchronised:
+            raise ConfigError(
+                f"accelerate accumulates gradients over {steps} steps{'' if synchronised else ', and makes none now'}: "
+                "expected 1, and each one made. Its state is shared in a process: give every other Accelerator "
+                "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1), or train in another process"
+            )
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss``."""
+        self._accelerator.backward(loss)
+        self.masters.collect()
+
+    def is_finite(self) -> bool:
+        """Return whether all gradients are."""
+        finite = [_local(grad).isfinite().all() for grad in self._gradients().values()]
+        return not finite or bool(torch.stack(finite).all())  # one answer of the device, not one for each gradient
+
+    def hold(self) -> None:
+        """Add the gradients to those held aside, and clear them."""
+        for weight, grad in self._gradients().items():
+            held = self._held.get(weight)
+            self._held[weight] = grad if held is None else held.add_(grad)
+            weight.grad = None
+
+    def release(self, factor: float) -> None:
+        """Make ``factor`` times the gradients held aside the gradients."""
+        for weight, grad in self._held.items():
+            weight.grad = grad.mul_(factor)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients held aside."""
+        self._held = {}
+
+    def _gradients(self) -> dict[nn.Parameter, Tensor]:
+        return {weight: weight.grad for part in self.weights for weight in part if weight.grad is not None}
+
+    def clip(self) -> tuple[float, ...]:
+        """Scale each model's gradient down to the largest norm allowed; return the norms before."""
+        return tuple(float(self._accelerator.clip_grad_norm_(part, self._max_grad_norm)) for part in self.weights)
+
+    def step(self) -> None:
+        """Make an optimizer step."""
+        self.optimizer.step()
+        self.masters.write_back()
+
+    def clear(self) -> None:
+        """Clear the gradients."""
+        self.optimizer.zero_grad()
+        self.masters.clear()
+
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """Return the weights on which it steps, by the names of the models' parameters."""
+        named = self.models.named_parameters()
+        return {name: self.masters.of(parameter) for name, parameter in named if parameter.requires_grad}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def _adamw(settings: TrainerSettings, weights: Sequence[Sequence[nn.Parameter]]) -> torch.optim.AdamW:
+    """Return the optimizer of the actor's weights and the critic's, if any; only matrices decay."""
+    rate, critic_rate = settings.learning_rate, settings.critic_learning_rate
+    rates = rate, rate if critic_rate is None else critic_rate
+    groups = [
+        {"params": parameters, "lr": peak, "peak": peak, "weight_decay": decay}
+        for part, peak in zip(weights, rates, strict=False)
+        for parameters, decay in (
+            ([parameter for parameter in part if parameter.ndim >= 2], settings.weight_decay),
+            ([parameter for parameter in part if parameter.ndim < 2], 0.0),
+        )
+        if parameters
+    ]
+    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+_FILE = "trainer.safetensors"
+_PARAMETER = "parameter"
+_DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_STEP = "step"
+"""The one state of AdamW that has not the parameter's shape."""
+
+
+def gather_training(optimisation: Optimisation, team: Team) -> dict[str, Tensor]:
+    """Return every trained parameter and its state in the optimizer, whole, on the CPU; other ranks than 0 get none.
+
+    All ranks call it. No rank's device holds more than one of the gathered tensors at a time.
+    """
+    gathered = dict[str, Tensor]()
+    for name, parameter in optimisation.named_weights().items():
+        for kind, tensor in {_PARAMETER: parameter, **optimisation.optimizer.state[parameter]}.items():
+            each = whole(tensor)
+            if not team.rank:
+                gathered[f"{kind}/{name}"] = each.cpu().contiguous()
+    return gathered
+
+
+def write_training(directory: Path, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> None:
+    """Write what :func:`gather_training` returned, and counts, of updates for example.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with writing(directory / _FILE):
+        save_file(dict(tensors), directory / _FILE, metadata={name: str(count) for name, count in counts.items()})
+
+
+@torch.no_grad()
+def read_training(directory: Path, optimisation: Optimisation, team: Team) -> dict[str, int]:
+    """Restore parameters and optimizer in place; return the counts.
+
+    Only rank 0 reads the file, which other machines may lack.
+
+    Raises:
+        CheckpointError: the file cannot be read, or was written of other parameters; nothing is changed.
+    """
+    stored, counts = dict[str, dict[str, Tensor]](), dict[str, int]()
+    trained = optimisation.named_weights()
+
+    def read() -> None:
+        try:
+            with safe_open(directory / _FILE, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - it is no mapping
+                    kind, name = key.split("/", 1)
+                    stored.setdefault(name, {})[kind] = file.get_tensor(key)
+                texts = (file.metadata() or {}).items()
+                counts.update({name: int(count) for name, count in texts if count.isdecimal()})
+            theirs = {name: kinds[_PARAMETER] for name, kinds in stored.items()}
+        except Exception as error:  # safetensors raises errors of its own, and a tensor may be missing
+            raise CheckpointError(f"{directory / _FILE} cannot be read: {one_line(error)}") from error
+        _require_alike(directory / _FILE, trained, theirs)
+
+    team.once(read)
+    shapes = team.first(
+        {
+            name: {kind: (tuple(each.shape), str(each.dtype)) for kind, each in kinds.items()}
+            for name, kinds in stored.items()
+        }
+    )
+    for name, parameter in trained.items():
+        given = {
+            kind: team.broadcast(stored[name].pop(kind) if stored else torch.empty(shape, dtype=_DTYPES[dtype]))
+            for kind, (shape, dtype) in shapes[name].items()
+        }
+        parameter.copy_(alike(given.pop(_PARAMETER), parameter))
+        optimisation.optimizer.state[parameter] = {
+            kind: tensor.to(parameter.device) if kind == _STEP else alike(tensor, parameter)
+            for kind, tensor in given.items()
+        }
+    optimisation.masters.write_back()
+    return team.first(counts)
+
+
+def _require_alike(file: Path, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    for name in sorted(ours.keys() | theirs.keys()):
+        mine, stored = (_shape(tensors.get(name)) for tensors in (ours, theirs))
+        if mine != stored:
+            raise CheckpointError(
+                f"{file} was written of other models: it has {stored} as {name!r}, this run trains {mine}; resume with "
+                "the models and adapters that were trained"
+            )
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
