@@ -211,7 +211,7 @@ def doctor(
     from oppo.app.train import require_installed  # noqa: PLC0415 - likewise
     from oppo.app.trial import attempt  # noqa: PLC0415 - likewise
     from oppo.config.load import load  # noqa: PLC0415 - `oppo --help` should be quick
-    from oppo.hf.memory.capacity import Hardware  # noqa: PLC0415 - likewise
+    from oppo.hf.memory import Hardware  # noqa: PLC0415 - likewise
 
     if trial and assume:
         raise ConfigError("--trial makes a step on this machine, and --assume is about another: leave one of them out")

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from oppo.app.train import prepare, run as train
 from oppo.cli import main
 from oppo.config.load import load
-from oppo.hf.cpu import available_cores
-from oppo.hf.digest import weights_digest
+from oppo.hf.devices import available_cores
+from oppo.hf.weights import weights_digest
 from oppo.report import story
 from tests.hf import tiny
 from tests.workplace import furnish, oppo, records, start, tokenizer

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from oppo.cli import main
 from oppo.config.load import load
-from oppo.hf.digest import weights_digest
-from oppo.hf.loading.models import load_causal
+from oppo.hf.loading import load_causal
+from oppo.hf.weights import weights_digest
 from tests.hf import tiny
 from tests.workplace import furnish, oppo, records, tokenizer_of
 

@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from oppo.config.settings import Settings
-from oppo.hf.cpu import use_cores
-from oppo.hf.device_layout import Devices, Elsewhere
+from oppo.hf.devices import Devices, Elsewhere, use_cores
 from oppo.placement import Place
 
 

@@ -11,9 +11,9 @@ from oppo.app.reward_models import Judge
 from oppo.app.roles import RoleLoader
 from oppo.config.sections import ModelsSection
 from oppo.config.settings import Settings
-from oppo.hf.device_layout import Devices
+from oppo.hf.devices import Devices
 from oppo.hf.recipe import Loadable
-from oppo.hf.trunk import value_model_on
+from oppo.hf.train.actor_critic import value_model_on
 
 
 @dataclass(frozen=True, slots=True, eq=False)

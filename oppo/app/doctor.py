@@ -16,9 +16,8 @@ from oppo.app.layout import devices_of
 from oppo.app.provenance import Provenance
 from oppo.app.supply import supplied
 from oppo.config.settings import Settings
-from oppo.hf.cpu import available_cores
-from oppo.hf.memory.capacity import Hardware, memory_of
-from oppo.hf.memory.estimate import Bytes, Load
+from oppo.hf.devices import available_cores
+from oppo.hf.memory import Bytes, Hardware, Load, memory_of
 from oppo.observe import silent
 
 PACKAGES: Final = ("oppo", "torch", "transformers", "accelerate", "peft", "vllm", "ray", "anyio", "numpy")

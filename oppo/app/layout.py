@@ -7,9 +7,8 @@ from contextlib import ExitStack
 
 from oppo.app.actors import places_elsewhere
 from oppo.config.settings import Settings
-from oppo.hf.cpu import available_cores
-from oppo.hf.device_layout import SCORED, DeviceLayout, Devices
-from oppo.hf.memory.capacity import Hardware
+from oppo.hf.devices import SCORED, DeviceLayout, Devices, available_cores
+from oppo.hf.memory import Hardware
 
 
 def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:

@@ -15,13 +15,10 @@ import torch
 from oppo.errors import ConfigError, OppoError, ProtocolError, one_line, running_loop
 from oppo.observe import now, silent
 from oppo.vllm.arguments import computes_on_cpu, engine_arguments, require_arguments
-from oppo.vllm.sync import DeviceSender
 from oppo.vllm.heeded import heeded
 from oppo.vllm.plugin import register, transfer_of
 from oppo.vllm.processes import Children, EngineLog, cores_of, environment, guarded, logging_to
-from oppo.vllm.sync import FileSender, WeightSender
-from oppo.vllm.sync import route_of
-from oppo.vllm.sync import ServedWeights
+from oppo.vllm.sync import DeviceSender, FileSender, ServedWeights, WeightSender, route_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -31,10 +31,10 @@ from oppo.vllm.decode import VllmDecode
 from oppo.vllm.decoding import DecodingLoop
 from oppo.vllm.engine import VllmEngine
 from oppo.vllm.lost import advice, answered, engine_calls
-from oppo.vllm.sync import GRACE, cancelled_after
 from oppo.vllm.requests import params_of, prompt_of, reports_supports
 from oppo.vllm.sampling import VllmSampling
 from oppo.vllm.surface import Output
+from oppo.vllm.sync import GRACE, cancelled_after
 
 
 class VllmPolicy:

@@ -13,11 +13,9 @@ from oppo.app.expected import ALONE, Expected, crowded, engine_share, expected, 
 from oppo.app.layout import devices_of
 from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load
-from oppo.hf.device import CPU
-from oppo.hf.device_layout import Devices
-from oppo.hf.memory.capacity import Hardware
-from oppo.hf.memory.estimate import Bytes
-from oppo.vllm.route import placed, route_of
+from oppo.hf.devices import CPU, Devices
+from oppo.hf.memory import Bytes, Hardware
+from oppo.vllm.sync import placed, route_of
 from tests.workplace import furnish, oppo, tokenizer
 
 MIB = 1 << 20
@@ -100,7 +98,7 @@ def test_a_device_that_is_too_small_is_named_with_its_models(monkeypatch: pytest
 def test_models_that_do_not_fit_are_refused_before_they_are_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("oppo.hf.memory.capacity.free", lambda device: 500_000)
+    monkeypatch.setattr("oppo.hf.memory.free", lambda device: 500_000)
     assert oppo(folder, "", "run.name=crowded") == UNUSABLE
     said = capsys.readouterr().err
     assert "cpu has 500.0 kB free, and its models need" in said

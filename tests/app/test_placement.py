@@ -15,7 +15,7 @@ from oppo.app.layout import devices_of, layout_of
 from oppo.app.train import FINAL
 from oppo.cli import DONE, FAILED, UNUSABLE
 from oppo.config.load import load
-from oppo.hf.device import DeviceThread
+from oppo.hf.devices import DeviceThread
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.observe import silent
 from oppo.placement import Place, Process, Ranks, Thread

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import oppo.hf.train.core
+import oppo.hf.train.trainer
 from oppo.app.train import FINAL, prepare
 from oppo.cli import INTERRUPTED
 from oppo.config.load import load
@@ -44,7 +44,7 @@ def test_what_was_learned_is_saved_as_a_whole_though_who_waits_for_it_is_cancell
             go_on.set()
         assert saving.cancelled()
 
-    monkeypatch.setattr(oppo.hf.train.core, "merged", held)
+    monkeypatch.setattr(oppo.hf.train.trainer, "merged", held)
     final = folder / "elsewhere" / "final"
     (final / "old").mkdir(parents=True)
     with prepare(load(folder / "config.toml", ["run.scorers=thread", "run.name=cancelled"])) as session:
@@ -57,13 +57,13 @@ def test_what_was_learned_is_saved_as_a_whole_though_who_waits_for_it_is_cancell
 
 SLOW = """
 import pathlib, time
-import oppo.hf.train.core
-merging = oppo.hf.train.core.merged
+import oppo.hf.train.trainer
+merging = oppo.hf.train.trainer.merged
 def merged(model):
     pathlib.Path({mark!r}).touch()
     time.sleep(2)
     return merging(model)
-oppo.hf.train.core.merged = merged
+oppo.hf.train.trainer.merged = merged
 """
 """Has a process take its time over saving, and leave a mark when it begins to."""
 

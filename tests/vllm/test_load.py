@@ -10,8 +10,7 @@ import torch
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt
 from oppo.models import Weights
-from oppo.vllm.sync import GRACE
-from oppo.vllm.sync import ServedWeights
+from oppo.vllm.sync import GRACE, ServedWeights
 from tests.vllm.bench import WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender
 

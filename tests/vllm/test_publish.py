@@ -20,9 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from oppo.errors import ModelError, ModelLost
-from oppo.vllm.sync import DeviceSender, plain, restored
-from oppo.vllm.sync import FileSender
-from oppo.vllm.sync import Backend, Route
+from oppo.vllm.sync import Backend, DeviceSender, FileSender, Route, plain, restored
 
 TENSORS = {"first": torch.arange(6.0).reshape(2, 3), "second": torch.ones(2)}
 HANDLES = [

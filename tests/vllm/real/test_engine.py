@@ -22,8 +22,7 @@ from oppo.events import Prompt
 from oppo.hf.lora import add_lora, merged
 from oppo.models import Piece, Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
-from oppo.vllm.sync import FileSender
-from oppo.vllm.sync import WeightFile
+from oppo.vllm.sync import FileSender, WeightFile
 from tests.vllm.real.conftest import VOCABULARY
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

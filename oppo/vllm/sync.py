@@ -1,0 +1,595 @@
+"""Weight sync to vLLM: what is sent, where it lies, and by which route.
+
+::
+
+    trainer on a CPU, or vLLM there   one safetensors file in memory, which the workers map
+    trainer on the GPU of vLLM        CUDA IPC: handles of the tensors
+    trainer on another GPU            NCCL
+
+All workers serve the new weights, or none does. vLLM drives its own transfers (IPC, NCCL) from a thread that blocks,
+through a client of blocking calls; here it runs in a worker thread, and the client calls back to the event loop of the
+engine. These two routes were written from vLLM's sources and are tested with a stand-in; they have never run on a GPU.
+
+:mod:`oppo.vllm.transfer` is the other side, in the workers.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from tempfile import mkstemp
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeAlias
+
+import anyio
+import anyio.to_thread
+import torch
+from anyio.from_thread import BlockingPortal
+from torch import Tensor
+
+from oppo.errors import ConfigError, ModelError, ModelLost, as_itself, one_line
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from oppo.vllm.surface import AsyncEngine
+
+
+Backend: TypeAlias = Literal["file", "ipc", "nccl"]
+
+SIZES: Final = (
+    "data_parallel_size",
+    "pipeline_parallel_size",
+    "tensor_parallel_size",
+    "prefill_context_parallel_size",
+)
+"""The engine's arguments whose product is the number of its workers; each has a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How weights reach the workers.
+
+    Attributes:
+        workers: their number.
+        trainer: the device that the weights come from.
+    """
+
+    backend: Backend
+    workers: int
+    trainer: torch.device
+
+
+def workers_of(arguments: Mapping[str, object]) -> int:
+    """Return the number of an engine's workers."""
+    return prod(int(str(arguments.get(size) or 1)) for size in SIZES)
+
+
+def placed(arguments: Mapping[str, object], device: torch.device) -> dict[str, object]:
+    """Return the arguments of an engine whose GPUs begin with a device, unless they name others."""
+    if not device.index or arguments.get("device_ids"):
+        return dict(arguments)
+    return {**arguments, "device_ids": list(range(device.index, device.index + workers_of(arguments)))}
+
+
+def route_of(arguments: Mapping[str, object], trainer: torch.device, *, on_cpu: bool, gpus: int | None = None) -> Route:
+    """Return the way of weights to an engine with these arguments.
+
+    An engine with several workers needs NCCL, which takes no two processes on one GPU.
+
+    Args:
+        arguments: of the engine; ``device_ids`` are the GPUs that it has, by number among those that are visible or by
+            UUID. Without it they are the first ones.
+        trainer: the device that the weights come from.
+        on_cpu: whether vLLM computes on a CPU.
+        gpus: how many GPUs there are on the machine that is meant; ``None``: this one.
+
+    Raises:
+        ConfigError: trainer and workers are on GPUs between which weights cannot go, or there are too few GPUs; what to
+            set is named.
+    """
+    workers = workers_of(arguments)
+    used = () if on_cpu else gpus_of(arguments, gpus)
+    if on_cpu or trainer.type != "cuda":
+        return Route("file", workers, trainer)
+    number = torch.cuda.current_device() if trainer.index is None else trainer.index
+    trainer = torch.device("cuda", number)
+    if number not in used:
+        return Route("nccl", workers, trainer)
+    if workers == 1:
+        if gpus is None:
+            _require_sharable_memory()
+        return Route("ipc", workers, trainer)
+    free = next(each for each in range(len(used) + 1) if each not in used)
+    sizes = ", ".join(f"vllm.{size} = {arguments[size]}" for size in SIZES if arguments.get(size, 1) != 1)
+    raise ConfigError(
+        f"{sizes} puts vLLM on the GPUs {', '.join(map(str, used))}, and the trainer is on GPU {number}, but weights "
+        f"go from one GPU to several only if none of these is its own: set placement.trainer = 'cuda:{free}', or "
+        "placement.policy to the first of other GPUs"
+    )
+
+
+def _require_sharable_memory() -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        settings = os.environ.get(name, "").lower().replace(" ", "").split(",")
+        if "expandable_segments:true" in settings:
+            raise ConfigError(
+                f"{name} has expandable_segments:True, and vLLM, on the GPU of the trainer, reads weights by CUDA IPC, "
+                "which needs memory of cudaMalloc: leave that out, or give the trainer another GPU than vLLM "
+                "(placement.trainer)"
+            )
+
+
+def gpus_of(arguments: Mapping[str, object], gpus: int | None = None) -> Sequence[int]:
+    """Return the numbers of an engine's GPUs among those that are visible.
+
+    Args:
+        arguments: as :func:`route_of` has them.
+        gpus: likewise.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    chosen, workers = arguments.get("device_ids"), workers_of(arguments)
+    count = torch.cuda.device_count() if gpus is None else gpus
+    if not isinstance(chosen, Sequence) or isinstance(chosen, str) or not chosen:
+        chosen = range(workers)
+    numbers = {uuid_of(number): number for number in range(count)} if gpus is None else {}
+    ids = [each if isinstance(each, int) else numbers.get(str(each).removeprefix("GPU-"), -1) for each in chosen]
+    if not all(0 <= each < count for each in ids[:workers]) or len(ids) < workers:
+        known = f", or some of {', '.join(f'GPU-{each}' for each in numbers)}" if numbers else ""
+        raise ConfigError(
+            f"vLLM has {workers} workers, a GPU for each, and they would be on the GPUs {list(chosen)}: expected "
+            f"numbers from 0 to {count - 1}{known}, as placement.policy (the first) or vllm.device_ids name them"
+        )
+    return ids[:workers]
+
+
+def uuid_of(number: int) -> str:
+    """Return the UUID of a visible GPU."""
+    return str(torch.cuda.get_device_properties(number).uuid)
+
+
+DTYPES: Final[Mapping[torch.dtype, str]] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of dtypes in a safetensors file."""
+
+
+class WeightFile:
+    """A file without a name on Linux, so that nothing is left of it when this process ends, however it ends.
+
+    Attributes:
+        path: leads to it while this object lives, in every process of this user.
+
+    Example:
+        >>> from safetensors.torch import load_file
+        >>> file = WeightFile()
+        >>> file.write({"bias": torch.ones(2)})
+        >>> load_file(file.path)
+        {'bias': tensor([1., 1.])}
+    """
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._descriptor = os.memfd_create("oppo-weights")
+            self.path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
+            weakref.finalize(self, os.close, self._descriptor)
+        else:
+            self._descriptor, name = mkstemp(prefix="oppo-weights-")
+            self.path = Path(name)
+            weakref.finalize(self, _remove, self._descriptor, self.path)
+        self._memory = torch.zeros(0, dtype=torch.uint8)
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write these tensors in place of what was there; of tied ones the first.
+
+        Raises:
+            ModelError: a dtype is unknown to the format, or there is too little memory.
+        """
+        kept = untied(tensors)
+        header = _header(kept)
+        end = len(header)
+        self._resize(end + sum(tensor.nbytes for tensor in kept.values()))
+        self._memory[:end] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        for tensor in kept.values():
+            start, end = end, end + tensor.nbytes
+            if tensor.nbytes:
+                self._memory[start:end].copy_(tensor.view(-1).view(torch.uint8))
+
+    def _resize(self, size: int) -> None:
+        if size == len(self._memory):
+            return
+        try:
+            os.ftruncate(self._descriptor, size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._descriptor, 0, size)  # else a lack of memory is a signal, at the first write
+            self._memory = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
+        except OSError as error:
+            raise ModelError(
+                f"there is no memory for {size:,} bytes of weights on their way to vLLM, which goes on serving the old "
+                f"ones ({one_line(error)}): they are needed once more beside the trainer's and the engine's"
+            ) from error
+
+
+def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors by name, the first of those that lie in the same memory."""
+    first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault((tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())), name)
+    return {name: tensors[name].detach().contiguous() for name in first.values()}
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the head of a safetensors file: the length of the entries, 8 bytes, and the entries in JSON."""
+    entries, end = dict[str, object](), 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise ModelError(
+                f"weight {name} is of {tensor.dtype}, which cannot travel to vLLM: expected one of "
+                f"{', '.join(str(each) for each in DTYPES)}"
+            )
+        start, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _remove(descriptor: int, path: Path) -> None:
+    os.close(descriptor)
+    with suppress(FileNotFoundError):
+        path.unlink()
+
+
+SHOWN = 3
+"""Names that an error lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """Names and shapes of a model's weights.
+
+    Attributes:
+        model: its name, for errors.
+        shapes: of everything in its ``state_dict``.
+        needed: names of parameters; of those that are tied to one another, one is enough.
+    """
+
+    model: str
+    shapes: Mapping[str, tuple[int, ...]]
+    needed: tuple[frozenset[str], ...]
+
+    @classmethod
+    def of(cls, model: str, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
+        """Return the weights that transformers makes for a configuration; this takes no memory for them.
+
+        Raises:
+            ValueError: transformers knows no causal language model of this kind.
+        """
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds to import
+
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        tied: dict[int, set[str]] = {}
+        for name, parameter in made.named_parameters(remove_duplicate=False):
+            tied.setdefault(id(parameter), set()).add(name)
+        shapes = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+        return cls(model, shapes, tuple(frozenset(names) for names in tied.values()))
+
+    def require(self, tensors: Mapping[str, Tensor]) -> None:
+        """Check weights before they are sent.
+
+        Raises:
+            ModelError: a name is missing or unknown, or a shape differs.
+        """
+        missing = [min(names) for names in self.needed if not names & tensors.keys()]
+        unknown = [name for name in tensors if name not in self.shapes]
+        other = [
+            f"{name} {list(tensors[name].shape)}, not {list(shape)}"
+            for name, shape in self.shapes.items()
+            if name in tensors and tuple(tensors[name].shape) != shape
+        ]
+        faults = {"missing": missing, "unknown": unknown, "of another shape": other}
+        said = [f"{len(names)} {what} ({_some(names)})" for what, names in faults.items() if names]
+        if said:
+            raise ModelError(
+                f"these are not the weights of {self.model}, which vLLM serves: {', '.join(said)}; it goes on with "
+                "those that it has: publish the model that the engine was started with, or start it with the model "
+                "that is trained"
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (" ..." if len(names) > SHOWN else "")
+
+
+DEADLINE: Final = 600.0
+"""Seconds after which an engine that takes no weights counts as lost."""
+
+
+GRACE: Final = 20.0
+"""Seconds for which a cancellation waits while an engine takes weights."""
+
+
+class WeightSender(Protocol):
+    """Gives an engine the weights of an update."""
+
+    async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
+        """Have every worker serve ``tensors``, by their names in transformers; the engine is paused meanwhile.
+
+        Raises:
+            ModelError: the weights could not be sent; the old ones are served.
+            ModelLost: it is not known which weights are served, or the engine is dead.
+        """
+
+
+class FileSender:
+    """Sends weights through a file in memory, which vLLM's workers map: for workers on this machine.
+
+    Args:
+        deadline: seconds that the engine has.
+    """
+
+    def __init__(self, deadline: float = DEADLINE) -> None:
+        self._deadline = deadline
+        self._agreed = False
+        self._file = WeightFile()
+
+    async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
+        """Write the file, and have the workers load it; see :class:`WeightSender`."""
+        await anyio.to_thread.run_sync(self._file.write, tensors)
+        await self._load(llm, self._file.path, version)
+
+    async def _load(self, llm: AsyncEngine, path: Path, version: str) -> None:
+        from vllm.distributed.weight_transfer.base import (  # noqa: PLC0415 - takes seconds to import
+            WeightTransferInitRequest,
+            WeightTransferUpdateRequest,
+        )
+
+        async with in_time(self._deadline, version):
+            if not self._agreed:
+                await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+                self._agreed = True
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
+            await llm.finish_weight_update(weight_version=version)
+
+
+@asynccontextmanager
+async def cancelled_after(seconds: float) -> AsyncIterator[None]:
+    """Give the body so many more seconds when it is cancelled from outside."""
+
+    async def outside() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            body.deadline = min(body.deadline, anyio.current_time() + seconds)
+
+    with as_itself():
+        async with anyio.create_task_group() as tasks:
+            with anyio.CancelScope(shield=True) as body:
+                tasks.start_soon(outside, name="watch for a cancellation")
+                yield
+            tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def in_time(deadline: float, version: str) -> AsyncIterator[None]:
+    """Give the body, which has the engine load weights, some seconds.
+
+    Raises:
+        ModelLost: it took longer, or raised an error: which weights are served is unknown.
+    """
+    try:
+        with anyio.fail_after(deadline):
+            yield
+    except TimeoutError as error:
+        raise ModelLost(
+            f"vLLM took no weights within {deadline:.0f} s, so which it serves is unknown: go on from the newest "
+            "checkpoint (oppo resume)"
+        ) from error
+    except Exception as error:
+        raise ModelLost(
+            f"vLLM could not load the weights of version {version}, so which it serves is unknown "
+            f"({one_line(error)}): go on from the newest checkpoint (oppo resume)"
+        ) from error
+
+
+@dataclass
+class Published:
+    """vLLM's ``WeightSource`` over the weights of the latest update."""
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def metadata(self) -> list[Any]:
+        """Return vLLM's ``ParamMeta`` of each tensor, in the order of iteration."""
+        from vllm.distributed.weight_transfer.base import ParamMeta  # noqa: PLC0415 - takes seconds to import
+
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.tensors.items())
+
+
+class BlockingClient:
+    """vLLM's ``VLLMWeightSyncClient``: the calls of an engine, from any thread.
+
+    Attributes:
+        portal: leads to the engine's event loop, during an update.
+    """
+
+    def __init__(self, llm: AsyncEngine) -> None:
+        self.portal: BlockingPortal | None = None
+        self._llm = llm
+
+    @property
+    def _call(self) -> Any:
+        if self.portal is None:
+            raise ModelError("vLLM was called between two updates of its weights")
+        return self.portal.call
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have the workers join."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest  # noqa: PLC0415
+
+        self._call(self._llm.init_weight_transfer_engine, WeightTransferInitRequest(init_info=init_info))
+
+    def start_weight_update(self) -> None:
+        """Begin an update."""
+        self._call(self._llm.start_weight_update)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Have the workers load weights."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415
+
+        if handles := update_info.get("ipc_handles"):
+            update_info = {**update_info, "ipc_handles": plain(handles)}
+        self._call(self._llm.update_weights, WeightTransferUpdateRequest(update_info=update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End the update."""
+        self._call(self._llm.finish_weight_update, weight_version)
+
+
+_TYPES: Final = (torch.Tensor, torch.storage.TypedStorage, torch.storage.UntypedStorage)
+
+_NAMED: Final[Mapping[str, object]] = {
+    **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in _TYPES},
+    **{str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)},
+}
+"""What the handle of a GPU's memory holds besides numbers and bytes."""
+
+Handles: TypeAlias = Sequence[Mapping[str, Sequence[object]]]
+"""Of each tensor, by the UUID of its GPU, the arguments of torch's ``rebuild_cuda_tensor``."""
+
+
+def plain(handles: Handles) -> list[dict[str, list[object]]]:
+    """Return handles with names for types, so that they travel without pickles: vLLM then need not allow these.
+
+    Raises:
+        ModelError: one holds something else, as a later torch might.
+    """
+    names = {value: name for name, value in _NAMED.items()}
+
+    def spelt(value: object) -> object:
+        if isinstance(value, tuple):
+            return list(value)
+        if isinstance(value, type | torch.dtype) and value not in names:
+            raise ModelError(f"the handle of a tensor in a GPU's memory holds {value}, which has no name for vLLM")
+        return names.get(value, value) if isinstance(value, type | torch.dtype) else value
+
+    return [{gpu: [spelt(each) for each in arguments] for gpu, arguments in handle.items()} for handle in handles]
+
+
+def restored(handles: Handles) -> list[dict[str, list[object]]]:
+    """Return handles of :func:`plain` with the types themselves."""
+
+    def meant(value: object) -> object:
+        return _NAMED.get(value, value) if isinstance(value, str) else value
+
+    return [{gpu: [meant(each) for each in arguments] for gpu, arguments in handle.items()} for handle in handles]
+
+
+class TrainerSide(Protocol):
+    """vLLM's ``TrainerWeightTransferEngine``."""
+
+    def send_weights(self) -> None:
+        """Send what the source holds, and wait until the workers have it."""
+
+
+class DeviceSender:
+    """Sends weights from the trainer's GPU to those of vLLM's workers.
+
+    Args:
+        route: ``ipc`` or ``nccl``.
+        deadline: seconds that a transfer has.
+    """
+
+    def __init__(self, route: Route, deadline: float = DEADLINE) -> None:
+        self._route = route
+        self._deadline = deadline
+        self._source = Published()
+        self._client: BlockingClient | None = None
+        self._trainer: TrainerSide | None = None
+
+    async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
+        """Send the weights and wait until all workers serve them; see :class:`oppo.vllm.sync.WeightSender`."""
+        self._require_local(tensors)
+        self._source.tensors = untied(tensors)
+        client = self._client = self._client or BlockingClient(llm)
+
+        def transfer() -> None:
+            with current(self._route.trainer):
+                self._trainer = self._trainer or self._joined(client)
+                self._trainer.send_weights()
+
+        try:
+            async with in_time(self._deadline, version):
+                with as_itself():
+                    async with BlockingPortal() as client.portal:
+                        await anyio.to_thread.run_sync(transfer, abandon_on_cancel=True)
+                await llm.update_weight_version(version)
+        finally:
+            client.portal = None
+
+    def _require_local(self, tensors: Mapping[str, Tensor]) -> None:
+        expected = self._route.trainer
+        for name, tensor in tensors.items():
+            if tensor.device != expected:
+                raise ModelError(
+                    f"weight {name} is on {tensor.device}, and vLLM, which goes on with those that it has, was started "
+                    f"for a trainer on {expected}: start the engine with trainer='{tensor.device}'"
+                )
+
+    def _joined(self, client: BlockingClient) -> TrainerSide:
+        """Return vLLM's side of the trainer, in contact with the workers."""
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: PLC0415
+
+        init = init_info(self._route)
+        trainer: TrainerSide = WeightTransferTrainerFactory.trainer_init(init, client=client, source=self._source)
+        return trainer
+
+
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Make a GPU the one that the thread works on, when it has finished what other threads gave it to do."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        yield
+
+
+def init_info(route: Route) -> Any:
+    """Return how the trainer, as rank 0, and the workers meet."""
+    if route.backend == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # noqa: PLC0415
+
+        return IPCTrainerInitInfo(rank=0)
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: PLC0415
+
+    return NCCLTrainerInitInfo(
+        master_address="127.0.0.1", master_port=free_port(), world_size=1 + route.workers, rank=0
+    )
+
+
+def free_port() -> int:
+    """Return a port of this machine that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
