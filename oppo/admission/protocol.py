@@ -65,7 +65,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Measurements of one step. Seconds are on the event loop's clock; lengths are in tokens, sampled or given.
+    """Measurements of one step. Seconds are on the event loop's clock; lengths are in sampled tokens.
 
     The length of a unit is that of its longest rollout.
 
@@ -73,8 +73,8 @@ class Observation:
         step: ordinal of the step, from 0.
         seconds: from the step's start, or the last publish of the step before if that is later, to its last publish.
         decode_seconds: from the start of decoding to the cut; 0 without decoding.
-        decode_steps: number of forward passes: the most tokens that any rollout gained.
-        tokens: sum of the tokens that the rollouts gained.
+        decode_steps: number of forward passes: the most tokens that were sampled of any rollout.
+        tokens: sum of the tokens that were sampled.
         rows: rollouts decoding at the start; 0 if not counted: one for each unit.
         finished: lengths of the units completed in this step, trained or not.
         capped: how many of those ended at the length cap.

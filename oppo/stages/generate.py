@@ -15,7 +15,7 @@ import anyio
 from oppo.admission import Admission, Observation, Refilling, ReportsMetrics, Restarting
 from oppo.chunking import ChunkSize, Fixed
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted
-from oppo.events import Defer, Prompt, Response, RolloutEvent, StepReport
+from oppo.events import Defer, Given, Prompt, Response, RolloutEvent, StepReport
 from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import Decode, Policy
 from oppo.numeric import require_whole
@@ -355,7 +355,14 @@ class Generate:
         for snapshot, decode in zip(restored, decodes, strict=True):
             response, prompt = snapshot.response, snapshot.response.prompt
             self._in_flight[prompt.rollout] = InFlightRollout(
-                prompt, decode, True, response.pieces(), len(response), snapshot.reason, snapshot.dropped
+                prompt,
+                decode,
+                announced=True,
+                pieces=response.pieces(),
+                length=len(response),
+                reason=snapshot.reason,
+                dropped=snapshot.dropped,
+                tool_tokens=int((~response.sampled).sum()),
             )
 
     async def _decodes(self, rollouts: Sequence[Prompt | Response]) -> Sequence[Decode]:
@@ -386,6 +393,7 @@ class Generate:
                     event = piece.event(rollout.prompt.rollout, rollout.length)
                     rollout.pieces.append(event)
                     rollout.length += len(piece.tokens)
+                    rollout.tool_tokens += len(piece.tokens) if isinstance(event, Given) else 0
                     await out.send(event)
                 if piece.state == "cut":
                     ended(rollout)

@@ -27,8 +27,8 @@ class Grown:
     """The tokens of a rollout that were decoded in a phase.
 
     Attributes:
-        prompt: tokens of its prompt.
-        start, stop: tokens of its response at the beginning and at the end.
+        prompt: tokens of its prompt, and tool tokens of its response at the beginning.
+        start, stop: sampled tokens of its response at the beginning and at the end.
         ended: loop time of its last piece, in seconds; NaN if it did not end.
         joined: decode steps of the phase before it was decoded.
     """
@@ -173,7 +173,7 @@ class DecodeMeter:
     def __init__(self, rollouts: Iterable[InFlightRollout], chunk: int = 0) -> None:
         self._chunk = chunk
         self._units: list[list[InFlightRollout]] = []
-        self._lengths: dict[int, int] = {}
+        self._starts: dict[int, tuple[int, int]] = {}  # tokens sampled and tool tokens, by rollout
         self._joined: dict[int, int] = {}
         self._unended: list[InFlightRollout] = []
         self._made = 0
@@ -186,7 +186,7 @@ class DecodeMeter:
         units = [list(unit) for _, unit in groupby(ordered, key=lambda each: each.prompt.admission)]
         units = [unit for unit in units if any(each.reason is None for each in unit)]
         self._units += units
-        self._lengths |= {each.prompt.rollout: each.length for unit in units for each in unit}
+        self._starts |= {each.prompt.rollout: (each.sampled, each.tool_tokens) for unit in units for each in unit}
         self._joined |= {each.prompt.rollout: self._made for unit in units for each in unit}
         self._unended += [each for unit in units for each in unit if each.reason is None]
 
@@ -195,7 +195,7 @@ class DecodeMeter:
         self._made = max(self._made, self._joined[rollout.prompt.rollout] + self._gain(rollout))
 
     def _gain(self, each: InFlightRollout) -> int:
-        return each.length - self._lengths[each.prompt.rollout]
+        return each.sampled - self._starts[each.prompt.rollout][0]
 
     def decoded(self) -> Decoded:
         """Return what they have gained so far."""
@@ -203,23 +203,24 @@ class DecodeMeter:
             for each in unit:
                 self.note_end(each)
         longest = [
-            (max(unit, key=lambda each: each.length), all(each.reason is not None for each in unit))
+            (max(unit, key=lambda each: each.sampled), all(each.reason is not None for each in unit))
             for unit in self._units
         ]
         return Decoded(
             decode_steps=self._made,
             tokens=sum(self._gain(each) for unit in self._units for each in unit),
             rows=self._rows,
-            finished=tuple(rollout.length for rollout, complete in longest if complete),
+            finished=tuple(rollout.sampled for rollout, complete in longest if complete),
             capped=sum(rollout.reason == "length" for rollout, complete in longest if complete),
-            parked=tuple(rollout.length for rollout, complete in longest if not complete),
+            parked=tuple(rollout.sampled for rollout, complete in longest if not complete),
             chunk=self._chunk,
             grown=tuple(map(self._grown, self._unended)),
         )
 
     def _grown(self, each: InFlightRollout) -> Grown:
-        number = each.prompt.rollout
-        return Grown(len(each.prompt.tokens), self._lengths[number], each.length, each.ended, self._joined[number])
+        start, tool_tokens = self._starts[each.prompt.rollout]
+        prompt, joined = len(each.prompt.tokens) + tool_tokens, self._joined[each.prompt.rollout]
+        return Grown(prompt, start, each.sampled, each.ended, joined)
 
 
 def observation(report: StepReport, step: Step) -> Observation:

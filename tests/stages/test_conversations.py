@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo import GAE, Graph, Overcommit, StepReport, Synchronous, TailBatched, grpo, ppo, wrap
+from oppo import GAE, Graph, Observation, Overcommit, StepReport, Synchronous, TailBatched, grpo, ppo, wrap
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Drop, Prompt
 from oppo.models import Capabilities
@@ -90,6 +91,23 @@ def test_what_the_step_waits_for_is_its_slowest_tool() -> None:
     assert made.reports[0].seconds == pytest.approx(7.0 + 20 * 0.01)
     assert made.reports[0].metrics["turns/answer_seconds"] == pytest.approx(7.0)
     assert made.policy.tokens == 8 + 3 * 20, "nothing was decoded while all of them waited"
+
+
+def test_what_is_told_of_a_step_counts_sampled_tokens_alone(tmp_path: Path) -> None:
+    """Within a step, and of a rollout that is carried or restored with an answer in it."""
+    tool = Tool(lambda turn: 0.3 if turn.number == 1 else 0.0, length=50)
+    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
+    made, parts = (pipeline(setting, tool, first_has_turns) for _ in range(2)), []
+    for part, first, end in zip(made, (0, 1), (1, 4), strict=True):
+        run_virtual(partial(part.run_part, first, end, tmp_path))
+        parts.append([item for _, _, item in part.tap.items if isinstance(item, Observation)])
+    (first,), rest = parts
+    assert (first.tokens, first.decode_steps, first.parked) == (3 * 10 + 8 + 5, 10, (5,))
+    assert len(rest) == 3
+    gains = [0, *(sum(seen.parked) for seen in (first, *rest))]
+    for before, seen, after in zip(gains[1:], rest, gains[2:], strict=False):
+        assert seen.tokens == sum(seen.finished) + after - before
+        assert seen.decode_steps == sum(each.steps for each in seen.stretches) == max(seen.finished) == 10
 
 
 def test_a_rollout_whose_tool_is_slow_is_carried_and_asked_once() -> None:
