@@ -97,11 +97,12 @@ def test_what_is_told_of_a_step_counts_sampled_tokens_alone(tmp_path: Path) -> N
     """Within a step, and of a rollout that is carried or restored with an answer in it."""
     tool = Tool(lambda turn: 0.3 if turn.number == 1 else 0.0, length=50)
     setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
-    made, parts = (pipeline(setting, tool, first_has_turns) for _ in range(2)), []
-    for part, first, end in zip(made, (0, 1), (1, 4), strict=True):
-        run_virtual(partial(part.run_part, first, end, tmp_path))
-        parts.append([item for _, _, item in part.tap.items if isinstance(item, Observation)])
-    (first,), rest = parts
+    told: list[Observation] = []
+    for begin, end in ((0, 1), (1, 4)):
+        made = pipeline(setting, tool, first_has_turns)
+        run_virtual(partial(made.run_part, begin, end, tmp_path))
+        told += [item for _, _, item in made.tap.items if isinstance(item, Observation)]
+    first, *rest = told
     assert (first.tokens, first.decode_steps, first.parked) == (3 * 10 + 8 + 5, 10, (5,))
     assert len(rest) == 3
     gains = [0, *(sum(seen.parked) for seen in (first, *rest))]
