@@ -91,7 +91,7 @@ def hang_report(
 ) -> dict[str, object]:
     """Return the report as JSON values, after ``seconds`` without a move; safe to call from any thread.
 
-    ``snapshots`` are of the steps that are alive, none between steps; ``rollouts`` are ids by state: in flight, parked,
+    ``snapshots`` are of the steps that are alive, none between steps; ``rollouts`` are ids by state: in flight, deferred,
     finished.
     """
     return {
@@ -219,7 +219,7 @@ class Heartbeat:
         return max(0.0, self._clock() - self._beat - self._period)
 
 
-RolloutState: TypeAlias = Literal["in flight", "parked", "finished"]
+RolloutState: TypeAlias = Literal["in flight", "deferred", "finished"]
 
 
 class Watched(Protocol):
@@ -319,7 +319,7 @@ class Watchdog(Observer):
         if isinstance(item, Prompt | Chunk | Given):
             self._rollouts[item.rollout] = "in flight"
         elif isinstance(item, Defer):
-            self._rollouts[item.rollout] = "parked"
+            self._rollouts[item.rollout] = "deferred"
         elif isinstance(item, Finish):
             self._rollouts[item.rollout] = "finished"
         elif isinstance(item, Drop):
@@ -433,7 +433,7 @@ class Watchdog(Observer):
                 remedies.pop(0)()
 
     def _write_report(self, stall: Stall) -> str:
-        rollouts: dict[str, list[int]] = {"in flight": [], "parked": [], "finished": []}
+        rollouts: dict[str, list[int]] = {"in flight": [], "deferred": [], "finished": []}
         for rollout, state in sorted(self._rollouts.copy().items()):
             rollouts[state].append(rollout)
         report = hang_report(stall.seconds, stall.snapshots, rollouts, self._loop)

@@ -208,7 +208,7 @@ async def test_a_run_that_hangs_is_ended_and_the_report_names_who_hangs(tmp_path
     assert step["at_work"] == ["reward"]
     assert {"stage": "advantage", "awaited": "reward", "want": "an item"} in step["waits"]
     assert step["channels"]["reward->advantage"]["waiting_receivers"] == 1
-    assert written["rollouts"] == {"in flight": [], "parked": [1], "finished": [0, 2]}
+    assert written["rollouts"] == {"in flight": [], "deferred": [1], "finished": [0, 2]}
     tasks = {task["name"]: task["stack"] for task in written["tasks"]}
     assert any("rewards/function.py" in line for line in tasks["ppo.reward"])
     assert any("in stuck" in line for thread in written["threads"] for line in thread["stack"])
