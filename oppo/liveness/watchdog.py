@@ -91,8 +91,7 @@ def hang_report(
 ) -> dict[str, object]:
     """Return the report as JSON values, after ``seconds`` without a move; safe to call from any thread.
 
-    ``snapshots`` are of the steps that are alive, none between steps; ``rollouts`` are ids by state: in flight, deferred,
-    finished.
+    ``snapshots`` are of the steps that are alive, none between steps; ``rollouts`` are ids by state, such as deferred.
     """
     return {
         "still_for_seconds": round(seconds, 3),
@@ -417,7 +416,6 @@ class Watchdog(Observer):
             self._last_word.wind_up()
 
     def _end(self, stall: Stall) -> None:
-        """Write the report, cancel the run, and end it by force if it does not end."""
         self._hang = hang = HangError(f"{stall.sentence()} ({self._write_report(stall)})")
         if self._loop is not None and self._scope is not None:
             self._loop.call_soon_threadsafe(self._scope.cancel)
