@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from html import escape
+from typing import TextIO
 from urllib.parse import quote
 
 HIDDEN = "***"
@@ -114,6 +115,29 @@ def harmless(text: str) -> str:
     return "\n".join(map(on_one_line, excerpt(text, SHOWN).splitlines()))
 
 
+class HarmlessStream:
+    """A text stream for a terminal: what is written to it is shown as :func:`harmless` does; colours too are spelt out.
+
+    Tabs and carriage returns stay.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write ``text`` without what may do harm; return its length."""
+        self._stream.write(printable(excerpt(text, SHOWN), "\n\r\t"))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each of ``lines``."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
 def redacted_values(value: object, redact: Callable[[str], str] = redacted) -> object:
     """Return a JSON value with every string in it redacted; keys and structure stay."""
     match value:
@@ -147,7 +171,6 @@ def _without(text: str, values: list[str], shapes: Iterable[tuple[str, str]]) ->
 
 
 def _secrets(environment: Mapping[str, str] | None) -> tuple[list[str], list[str]]:
-    """Return the values to hide, long and short, as spelt in text, JSON, HTML and URLs; the longest first."""
     variables = os.environ if environment is None else environment
     values = {value for name, value in variables.items() if names_secret(name) and _is_secret(value)}
     spelt = {
@@ -169,6 +192,5 @@ def names_secret(name: str) -> bool:
 
 
 def _is_secret(value: str) -> bool:
-    """Return whether a value is more than a number, and not the path of a file that holds the secret."""
     garbles = len(value) < SHORTEST or value.replace(".", "").isdecimal()
     return not garbles and not (value.startswith("/") and os.path.lexists(value))

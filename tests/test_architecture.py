@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "libraries", "numeric", "declared", "signals"}),
+    frozenset({"errors", "libraries", "numeric", "declared", "redact", "signals"}),
     frozenset({"events", "observe", "overlap", "scheduling", "support"}),
     frozenset(
         {
@@ -56,7 +56,6 @@ LEAVES = frozenset(
         "gym",
         "hf",
         "liveness",
-        "redact",
         "report",
         "rewards",
         "simulate",

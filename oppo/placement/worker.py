@@ -12,13 +12,14 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, TextIO, cast
 
 from oppo import observe
 from oppo.errors import ModelError
 from oppo.placement.callback import Refusal, Reply, Request, Stub
 from oppo.placement.lifeline import die_with, exit_at_once
 from oppo.placement.wire import Answer, Call, Create, Failure, Packet, pack, receive, send, unpack
+from oppo.redact import HarmlessStream
 
 
 class OverdueError(BaseException):
@@ -43,12 +44,14 @@ def heed_interrupts() -> None:
 def serve(fd: int, lifeline: int) -> None:
     """Answer the orders that come over the socket ``fd``, in this thread, and exit when the parent closes it.
 
-    Ctrl-C is left to the parent. This process dies with its parent, whatever it is doing (:func:`die_with`).
+    Ctrl-C is left to the parent. This process dies with its parent, whatever it is doing (:func:`die_with`). What user
+    code logs or prints here is shown without secrets and control characters.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(fd, False)
     os.set_inheritable(lifeline, False)
     die_with(lifeline)
+    sys.stdout, sys.stderr = cast("TextIO", HarmlessStream(sys.stdout)), cast("TextIO", HarmlessStream(sys.stderr))
     connection: Connection[bytes, bytes] = Connection(fd)
     line = _SocketLine(connection)
     instances: dict[int, object] = {}
@@ -109,7 +112,6 @@ class Requests:
         return partial(self._request, argument) if isinstance(argument, Stub) else argument
 
     def _request(self, stub: Stub, /, *args: object, **kwargs: object) -> object:
-        """Return what the callback returned; return ``None`` at once from a one-way callback."""
         if not self._refused:
             self._line.send(pack(Request(stub, args, kwargs)))
             if stub.oneway and not self._line.has_come():
@@ -178,7 +180,6 @@ def _in_progress() -> Iterator[None]:
 
 
 def _failure(error: Exception, start: float) -> Packet:
-    """Return the error as an answer; one that cannot cross as itself becomes a :class:`ModelError` with its words."""
     report = "".join(traceback.format_exception(error))
     end = observe.now()
     try:

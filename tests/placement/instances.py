@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -44,6 +46,12 @@ class Total:
         """Say that the work has begun, then let no other thread of this interpreter run."""
         begun.write_text("begun")
         ctypes.PyDLL(None).sleep(600)
+
+    def say(self, words: str) -> None:
+        """Print and log the words."""
+        print(words)  # noqa: T201 - as user code does
+        print(words, file=sys.stderr)  # noqa: T201
+        logging.getLogger("grader").warning(words)
 
     def leave(self, code: int) -> NoReturn:
         raise SystemExit(code)

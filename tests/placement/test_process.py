@@ -313,3 +313,18 @@ def test_a_child_that_holds_the_interpreter_lock_dies_with_its_parent(tmp_path: 
         assert begun.read_text() == "begun"
         parent.kill()
         assert parent.stdout.read() == "1\n", "the output ends once no process holds it"
+
+
+def test_what_a_child_prints_and_logs_is_shown_without_control_characters_and_secrets() -> None:
+    words = "\x1b[31mred\x07 \u00e9 hunter2-hunter2-hunter2\tend"
+    program = (
+        "import anyio\nfrom oppo.placement.detached import DisposableProcess\n"
+        "from tests.placement.instances import Total\n"
+        f"anyio.run(DisposableProcess('grader', Total()).call, Total.say, {words!r})\n"
+    )
+    variables = environment() | {"GRADER_PASSWORD": "hunter2-hunter2-hunter2", "PYTHONIOENCODING": "utf-8"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, encoding="utf-8", check=True, env=variables
+    )
+    shown = "\\x1b[31mred\\x07 \u00e9 ***\tend\n"
+    assert (ran.stdout, ran.stderr) == (shown, shown * 2)
