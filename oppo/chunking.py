@@ -138,11 +138,9 @@ class Tuned(ChunkSize):
 
     @property
     def _trial(self) -> int | None:
-        """Ordinal of the step in the current probe, if there is one."""
         at = self._step % self.every
         return at if self._step >= 0 and at < self._trials else None
 
     @property
     def _trials(self) -> int:
-        """Steps of a probe."""
         return self.trials * len(self.candidates)

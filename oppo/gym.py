@@ -83,7 +83,6 @@ def verify(
 
 @cache
 def _verifier(task: str) -> Callable[[str, Mapping[str, Any]], float]:
-    """Return the function that scores an answer to an entry of a task."""
     score: Callable[[str, Mapping[str, Any]], float] = _library().get_score_answer_fn(task)
     return score
 

@@ -158,7 +158,6 @@ class Checkpoints:
             raise CheckpointError(f"there is a checkpoint {path} already: each step has one at most")
 
     def _paths(self) -> list[Path]:
-        """Return the named checkpoints, damaged ones included, oldest first."""
         found = [path for path in self._directory.glob("step-*") if _NAME.match(path.name)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
@@ -173,7 +172,6 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _best(self, past: Sequence[Path], newest: Path) -> Checkpoint | None:
-        """Return the checkpoint of the highest score among those of what the newest is a score of."""
         sealed = [found for found in map(_sealed, past) if found is not None]
         measure = next((each.measure for each in sealed if each.path == newest), "")
         scored = [each for each in sealed if each.measure == measure and not math.isnan(each.score)]
@@ -232,7 +230,6 @@ def verified(path: Path) -> Checkpoint:
 
 
 def _sealed(path: Path) -> Checkpoint | None:
-    """Return a checkpoint as its file ``COMPLETE`` describes it; ``None`` without a valid one."""
     try:
         seal = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
         _digests(seal)
@@ -269,7 +266,6 @@ def _digest(file: Path) -> str:
 
 
 def _split(value: object, path: str, arrays: dict[str, Array]) -> object:
-    """Return ``value`` with its arrays moved to ``arrays``, each under its path."""
     if isinstance(value, np.ndarray):
         arrays[path] = value
         return {_ARRAY: path}

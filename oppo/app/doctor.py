@@ -105,6 +105,5 @@ def _table(needs: Sequence[Expected]) -> Iterator[str]:
 
 
 def _largest(models: Sequence[Expected]) -> str:
-    """Return which part of which model takes the most."""
     size, model, part = max((getattr(each.bytes, part), each.model, part) for each in models for part in _PARTS)
     return f"most of it {'keys and values' if part == 'keys_values' else part} of the {model} ({decimal(size)})"

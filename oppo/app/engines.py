@@ -141,7 +141,6 @@ def served_dtype(settings: Settings, trained: torch.dtype) -> str:
 
 
 def _on_transformers(request: ServeRequest) -> Serving:
-    """Serve, in the actor's place, the very module that is trained; not with ``share_weights`` off, nor elsewhere."""
     policy = HfPolicy(
         request.served,
         sampling=request.sampling,
@@ -154,7 +153,6 @@ def _on_transformers(request: ServeRequest) -> Serving:
 
 
 def _on_vllm(request: ServeRequest) -> Serving:
-    """Serve a copy of the weights in processes of their own, with the actor's share of the cores."""
     from oppo.vllm import VllmEngine, VllmPolicy  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
     from oppo.vllm.sync import placed  # noqa: PLC0415
 

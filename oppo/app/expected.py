@@ -223,7 +223,6 @@ def expected(
 def _engine(
     settings: Settings, devices: Devices, made: Outlines, others: Sequence[Expected], assumed: Hardware | None
 ) -> list[Expected]:
-    """Return what each worker of an engine takes: its share of a GPU, or weights and cache where that is chosen."""
     arguments, trained = placed(settings.vllm, devices.policy), made.actor().dtype
     served = getattr(torch, served_dtype(settings, trained), trained)
     replicas = int(str(arguments.get("data_parallel_size") or 1))
@@ -277,7 +276,6 @@ def _served(
 
 
 def _shares_the_policy_s(settings: Settings, devices: Devices, model: str) -> bool:
-    """Return whether a model that scores is served over the policy's weights, or those that are trained."""
     models = settings.models
     if model == "reference":
         apart = devices.reference != devices.actor or model in devices.elsewhere
@@ -294,11 +292,6 @@ def _trainer(settings: Settings, made: Outlines, load: Load | None) -> Bytes:
 
 
 def _training(settings: Settings, devices: Devices, whole: Bytes, unshared: int | None) -> list[Expected]:
-    """Return what each training rank needs, of what one that has everything needs.
-
-    Args:
-        unshared: bytes of trained weights that are not served here; ``None``: all.
-    """
     ranks, own = devices.trainer, whole.weights if unshared is None else unshared
     if len(ranks) == 1:
         return [Expected("trainer", ranks[0], replace(whole, weights=own))]
@@ -354,7 +347,6 @@ def crowded(needs: Sequence[Expected], assumed: Hardware | None = None) -> list[
 
 
 def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware) -> Iterator[str]:
-    """Yield a sentence about each GPU that a cluster lacks, or that is too small: an actor has one, of any machine."""
     actors: dict[str, list[Expected]] = {}
     for each in needs:
         if each.elsewhere and each.device.type == "cuda":

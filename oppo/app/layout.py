@@ -70,7 +70,6 @@ def layout_of(settings: Settings, devices: Devices, tell: Callable[[str], None])
 
 
 def _scored_here(settings: Settings) -> list[str]:
-    """Return the models that score on this machine; a reward function does, beside models that do not."""
     functions = any(part.is_function for part in settings.models.rewards.values())
     here = [model for model in scored(settings) if model not in settings.elsewhere]
     return [*here, "reward"] if functions and "reward" not in here else here

@@ -82,7 +82,6 @@ async def rehearse(session: PreparedRun) -> list[str]:
 
 
 async def _try(session: PreparedRun, prompts: Sequence[Prompt]) -> Tried:
-    """Draw a short response to each prompt, and score them together."""
     assembly, generate = session.assembly, session.graph.stage("generate", Generate)
     policy, sampling = generate.policy, assembly.sampling
     short = min(LONGEST, sampling.max_new_tokens)
@@ -106,7 +105,6 @@ async def _try(session: PreparedRun, prompts: Sequence[Prompt]) -> Tried:
 
 
 def _shown(tokenizer: HfTokenizer, tokens: list[int]) -> Iterator[str]:
-    """Yield text as the model reads it, special tokens included, indented."""
     for line in tokenizer.decode_whole(tokens).splitlines():
         yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="    ") or [""]
 
@@ -119,7 +117,6 @@ def _ending(tokenizer: HfTokenizer, sampling: Sampling) -> Iterator[str]:
 
 
 def _scored(rewards: Sequence[str], tried: Tried) -> str:
-    """Return what the reward said, in words."""
     parts = ", ".join(f"{name.removeprefix('reward/')} {value:g}" for name, value in tried.parts.items())
     said = [f"drops it ({one.reason})" if isinstance(one, Drop) else f"says {float(one):g}" for one in tried.scores]
     first, second = said

@@ -125,7 +125,6 @@ class JudgeFactory:
                     return self._similarity(reading, place)
 
     def _scalar(self, reading: ModelReading, place: Hosting) -> Judge:
-        """Return a causal model with one label: it reads the policy's tokens, or else the rollout as text."""
         source, given = reading.source, reading.form
         model, difference = self.load.scalar_reward(reading.key, source)
         if given in {"auto", "tokens"} and difference is None:

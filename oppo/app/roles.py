@@ -118,7 +118,6 @@ class RoleLoader:
         )
 
     def _served(self, name: str, kind: ModelKind, path: str) -> Loadable:
-        """Return a model that scores, or, of one on another machine, how it is loaded there."""
         model = name.partition(".")[0]
         if model not in self._devices.elsewhere:
             return self._loaded(name, LOADERS[kind], path)
@@ -133,7 +132,6 @@ class RoleLoader:
         return model
 
     def _checked(self, path: str, model: Loadable) -> Loadable:
-        """Return a model that reads token ids as the policy does."""
         self._require_the_policy_s_tokens(path, model)
         return model
 
@@ -152,7 +150,6 @@ class RoleLoader:
             raise type(error)("\n".join([f"models.{name}: {error}", *advice])) from error
 
     def _options(self, name: str) -> LoadOptions:
-        """Return the options of loading the model of ``models.<name>``."""
         models = self._models
         return {
             "dtype": models.dtype,
@@ -165,7 +162,6 @@ class RoleLoader:
         }
 
     def _device(self, model: str) -> torch.device:
-        """Return the device that a model is loaded on; of one that is served elsewhere, where it is trained."""
         found: torch.device = getattr(self._devices, "actor" if model == "policy" else model)
         return self._devices.trainer[0] if model in self._devices.elsewhere - {"policy"} else found
 
@@ -173,7 +169,6 @@ class RoleLoader:
         return located(path, weights=False, trust_remote_code=self._models.trust_remote_code, tell=self._tell)
 
     def _difference(self, path: str, model: Loadable) -> str | None:
-        """Return how a model reads token ids otherwise than the policy, in words: its scores would mean nothing."""
         policy = self._models.policy
         has_tokenizer = path != policy and holds_tokenizer(self._located(path))
         if has_tokenizer and (difference := self._tokenizer.differs(self.tokenizer(path))) is not None:

@@ -165,7 +165,6 @@ def refusal(settings: Settings, schedule: Schedule) -> str:
 
 
 def _admission(config: Path) -> Admission:
-    """Return a new admission of the run with these settings; this works in any process."""
     settings = load(config)
     return settings.own_admission() or admission_of(settings.step)
 
@@ -188,6 +187,5 @@ def own_schedule(settings: Settings, cap: int, config: Path) -> Schedule:
 
 
 def _measured(steps: Sequence[MeasuredStep]) -> float | None:
-    """Return the median seconds for each trained token, without the first quarter of the steps."""
     warm = [step.seen.seconds / step.tokens for step in steps[len(steps) // 4 :] if step.tokens]
     return median(warm) if warm else None

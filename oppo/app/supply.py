@@ -124,7 +124,6 @@ def _pools(
     tell: Callable[[str], None],
     rows: Rows | None,
 ) -> dict[str, list[Prompt]]:
-    """Return the prompts of each source of a setting, by its name."""
     found = named(key, settings.data.prompts if key == "data.prompts" else settings.eval.prompts)
     return {name: read(each, settings.data, tokenizer, tell, rows) for name, each in found.items()}
 

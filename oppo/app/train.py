@@ -197,7 +197,6 @@ def prepare(
 def _resumed(
     settings: Settings, checkpoints: Checkpoints, stack: ExitStack, tell: Callable[[str], None]
 ) -> tuple[Lock, Checkpoint | None]:
-    """Return the lock of the run directory, which ``stack`` releases, and its newest checkpoint."""
     lock = locked(settings)
     stack.callback(lock.release)
     checkpoint = newest(settings, checkpoints)

@@ -84,11 +84,6 @@ def rows_of_hub(name: str, split: str, subset: str = "", tell: Callable[[str], N
 
 
 def _library(source: str) -> Any:
-    """Return the library.
-
-    Raises:
-        DataError: it is not installed.
-    """
     require("datasets", f"{source}: a dataset", error=DataError)
     import datasets  # noqa: PLC0415 - an extra, which takes a second to import
 
@@ -97,7 +92,6 @@ def _library(source: str) -> Any:
 
 @contextmanager
 def _quiet(library: Any) -> Iterator[None]:
-    """Hide the library's progress bars, which would run through the panel."""
     shown = library.is_progress_bar_enabled()
     library.disable_progress_bars()
     try:

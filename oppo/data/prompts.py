@@ -172,7 +172,6 @@ def rows_of(
 
 
 def _encoded(value: object, tokenizer: Tokenizer, read: int, place: str) -> IntArray:
-    """Return int32 [P], P >= 1."""
     tokens: Sequence[int] = ()
     if isinstance(value, str):
         if value.strip():
@@ -202,7 +201,6 @@ def _encoded_by(encode: Callable[[T], Sequence[int]], value: T, place: str, by: 
 
 
 def _message(value: object, place: str) -> Message:
-    """Return a chat message with all of its fields."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(f"{place}: a chat message is {{'role': text, 'content': text}}, got {shown(value)}")
     content = value.get("content")

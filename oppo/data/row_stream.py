@@ -99,11 +99,6 @@ class RowStream(AsyncIterator[Prompt]):
         self._resumed = (int(state["rows"]), str(state["digest"]))
 
     async def _skip(self, rows: int, digest: str) -> None:
-        """Take rows that were taken before.
-
-        Raises:
-            DataError: they are fewer, or others.
-        """
         try:
             for _ in range(rows):
                 await self._next()

@@ -79,7 +79,6 @@ def _object(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
 
 
 def _csv_rows(path: Path) -> Iterator[Located]:
-    """Yield the rows after a header line; every column is text."""
     reader = csv.reader(_lines(path, newline=""), strict=True)
     try:
         names = next(reader, [])
