@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.smollm2 import evaluate, make_model, reward as rules
-from oppo.app import config
+from oppo.config.load import load
 from oppo.rewards import load_function
 
 EXAMPLE = Path(make_model.__file__).parent
@@ -197,7 +197,7 @@ def test_no_opening_dominates_the_prompts() -> None:
 
 
 def test_the_configuration_is_valid_and_its_reward_loads() -> None:
-    settings = config.load(EXAMPLE / "config.toml")
+    settings = load(EXAMPLE / "config.toml")
     assert (settings.run.steps, settings.step.batch, settings.step.extra) == (20, 16, 4)
     assert settings.models.policy == settings.models.critic == str(EXAMPLE / "model")
     (reward,) = settings.models.rewards.values()
