@@ -55,5 +55,5 @@ def _small_models_attend_in_segments() -> Iterator[None]:
     from tests.hf.child import SEGMENT_BYTES  # after the settings above: it imports torch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("oppo.hf.kv.segmented_attention.SEGMENT_BYTES", SEGMENT_BYTES)
+        patch.setattr("oppo.hf.kv.attention.SEGMENT_BYTES", SEGMENT_BYTES)
         yield

@@ -70,7 +70,7 @@ def test_models_in_processes_make_the_same_run(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "oppo.hf.kv.segmented_attention.SEGMENT_BYTES", 256 * 1024
+        "oppo.hf.kv.attention.SEGMENT_BYTES", 256 * 1024
     )  # the children do not know what tests have changed
     final = {}
     for scorers in ("thread", "process"):

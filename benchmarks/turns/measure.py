@@ -28,8 +28,8 @@ from oppo.events import Prompt
 from oppo.hf import HfPolicy
 from oppo.hf.devices import use_cores
 from oppo.hf.introspection import vocabulary as vocabulary_of
-from oppo.hf.serve.decoding import DecodeStep
-from oppo.hf.serve.mailbox import HfDecode, Mailbox
+from oppo.hf.serve.decoder import DecodeStep
+from oppo.hf.serve.policy import HfDecode, Mailbox
 from oppo.models import Sampling
 from oppo.placement import Place, Process, Thread
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from oppo.errors import ModelRefused
 from oppo.hf.introspection import backbone, cache_argument, keeps_logits, routed, vocabulary
 from oppo.hf.kv.attention import AttentionKind, Choice, attend, kinds_of, window_of
-from oppo.hf.kv.incremental import Incremental
+from oppo.hf.kv.reader import Incremental
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest difference at a position, in units of the largest output there; two-byte types hide small faults."""

@@ -1,6 +1,6 @@
 """vLLM as a backend; an extra."""
 
-from oppo.vllm.decode import VllmDecode
+from oppo.vllm.requests import VllmDecode
 from oppo.vllm.engine import VllmEngine
 from oppo.vllm.policy import VllmPolicy
 from oppo.vllm.reward import VllmReward

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from oppo.decodes import BufferedDecode
+from oppo.rollout_buffer import BufferedDecode
 from oppo.errors import ProtocolError
 from oppo.events import FinishReason, IntArray, Response
 from oppo.models import PieceState, Sampling

@@ -18,10 +18,10 @@ from anyio.abc import TaskGroup
 
 from oppo.errors import leaves
 from oppo.models import Cut, Decode
-from oppo.vllm.lost import engine_calls
+from oppo.vllm.surface import engine_calls
 
 if TYPE_CHECKING:
-    from oppo.vllm.decode import VllmDecode
+    from oppo.vllm.requests import VllmDecode
     from oppo.vllm.policy import VllmPolicy
 
 

@@ -15,10 +15,13 @@ import torch
 from oppo.errors import ConfigError, OppoError, ProtocolError, one_line, running_loop
 from oppo.observe import now, silent
 from oppo.vllm.arguments import computes_on_cpu, engine_arguments, require_arguments
-from oppo.vllm.heeded import heeded
+from oppo.vllm.device_publish import DeviceSender
+from oppo.vllm.engine import heeded
 from oppo.vllm.plugin import register, transfer_of
 from oppo.vllm.processes import Children, EngineLog, cores_of, environment, guarded, logging_to
-from oppo.vllm.sync import DeviceSender, FileSender, ServedWeights, WeightSender, route_of
+from oppo.vllm.publish import FileSender, WeightSender
+from oppo.vllm.route import route_of
+from oppo.vllm.served_weights import ServedWeights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

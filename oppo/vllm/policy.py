@@ -21,20 +21,20 @@ import anyio
 import anyio.to_thread
 from torch import Tensor
 
-from oppo.decodes import response_to
+from oppo.rollout_buffer import response_to
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt, Response
 from oppo.models import Capabilities, Cut, Decode, Decoding, Sampling, Weights
 from oppo.observe import Reporter
 from oppo.stopping import Detokenize, StopCriteria, turn_ended
-from oppo.vllm.decode import VllmDecode
+from oppo.vllm.requests import VllmDecode
 from oppo.vllm.decoding import DecodingLoop
 from oppo.vllm.engine import VllmEngine
-from oppo.vllm.lost import advice, answered, engine_calls
+from oppo.vllm.surface import advice, answered, engine_calls
+from oppo.vllm.publish import GRACE, cancelled_after
 from oppo.vllm.requests import params_of, prompt_of, reports_supports
 from oppo.vllm.sampling import VllmSampling
 from oppo.vllm.surface import Output
-from oppo.vllm.sync import GRACE, cancelled_after
 
 
 class VllmPolicy:

@@ -15,7 +15,7 @@ from oppo.support import Support
 from oppo.vllm.surface import Completion, Logprob
 
 if TYPE_CHECKING:
-    from oppo.vllm.decode import VllmDecode
+    from oppo.vllm.requests import VllmDecode
 
 
 def reports_supports(sampling: Sampling) -> bool:

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from oppo.errors import ModelError, ModelRefused, ProtocolError
 from oppo.events import Chunk, Finish, Given, Prompt
-from oppo.vllm.lost import StartedEngine, answered
+from oppo.vllm.surface import StartedEngine, answered
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

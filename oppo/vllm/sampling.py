@@ -13,7 +13,7 @@ from oppo.stopping import StopCriteria
 from oppo.vllm.requests import reports_supports
 
 if TYPE_CHECKING:
-    from oppo.vllm.decode import VllmDecode
+    from oppo.vllm.requests import VllmDecode
     from oppo.vllm.policy import VllmPolicy
 
 

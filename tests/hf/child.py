@@ -13,4 +13,4 @@ SEGMENT_BYTES = 2048
 def set_up() -> None:
     """Compute on one core and in segments, as in tests."""
     use_cores(1)
-    pytest.MonkeyPatch().setattr("oppo.hf.kv.segmented_attention.SEGMENT_BYTES", SEGMENT_BYTES)
+    pytest.MonkeyPatch().setattr("oppo.hf.kv.attention.SEGMENT_BYTES", SEGMENT_BYTES)

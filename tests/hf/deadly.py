@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oppo.hf.kv.incremental_prefill import IncrementalPrefill, ReadState
+from oppo.hf.kv.reader import IncrementalPrefill, ReadState
 
 AT = {"extend": 7, "finish": 5}
 """At which call of its kind, in one process, it dies."""

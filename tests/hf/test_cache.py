@@ -12,9 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from oppo.errors import ModelError, ModelRefused, ProtocolError
 from oppo.hf.introspection import backbone, score_head
 from oppo.hf.kv.attention import attend, kinds_of
-from oppo.hf.kv.cache import KVView, SlabLayer
-from oppo.hf.kv.incremental import Incremental
-from oppo.hf.kv.slabs import KVRegion, Slab, index
+from oppo.hf.kv.cache import KVRegion, KVView, Slab, SlabLayer, index
+from oppo.hf.kv.reader import Incremental
 from tests.hf import tiny
 
 torch.set_num_threads(1)

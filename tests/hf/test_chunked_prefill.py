@@ -11,8 +11,8 @@ import torch
 
 from oppo.errors import ModelError
 from oppo.events import Prompt
-from oppo.hf.serve.decoding import Decoder, DecodeRow, DecodeStep
-from oppo.hf.serve.signals import Signals
+from oppo.hf.serve.decoder import Decoder, DecodeRow, DecodeStep
+from oppo.hf.serve.decoder import Signals
 from oppo.models import Sampling
 from tests.hf import tiny
 from tests.hf.stories import Story, assert_close, prompts, serving, told

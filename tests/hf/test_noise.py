@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oppo.hf.serve.noise import AHEAD, Noise, gumbel
+from oppo.hf.serve.sampling import AHEAD, Noise, gumbel
 
 CPU = torch.device("cpu")
 SEED = 7

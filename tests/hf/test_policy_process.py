@@ -21,12 +21,12 @@ from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Batch, Prompt
 from oppo.hf.devices import use_cores
 from oppo.hf.recipe import ModelRecipe
-from oppo.hf.serve.decoding import Decoder, DecodeRow, DecodeStep
-from oppo.hf.serve.mailbox import HfDecode
+from oppo.hf.serve.decoder import Decoder, DecodeRow, DecodeStep
+from oppo.hf.serve.policy import HfDecode
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.policy_core import PolicyCore
+from oppo.hf.serve.decoder import PolicyCore
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.serve.signals import Signals
+from oppo.hf.serve.decoder import Signals
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest

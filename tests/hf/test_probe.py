@@ -32,9 +32,8 @@ from transformers import (
 
 from oppo.errors import ModelRefused
 from oppo.hf.introspection import backbone
-from oppo.hf.kv.attention import AttentionKind, Masks, attend_in_segments
-from oppo.hf.kv.segmented_attention import Segments
-from oppo.hf.kv.slabs import KVRegion, Slab
+from oppo.hf.kv.attention import AttentionKind, Masks, Segments, attend_in_segments
+from oppo.hf.kv.cache import KVRegion, Slab
 from oppo.hf.probe import probe
 from tests.hf import tiny
 
@@ -292,7 +291,7 @@ def test_a_fault_of_segmented_attention_is_found_though_short_rows_would_be_one_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three rows are stepped in a segment each; at most two length classes are read together."""
-    monkeypatch.setattr("oppo.hf.kv.segmented_attention.SEGMENT_BYTES", 256 * 1024)  # as it is outside of these tests
+    monkeypatch.setattr("oppo.hf.kv.attention.SEGMENT_BYTES", 256 * 1024)  # as it is outside of these tests
     made = list[int]()
 
     def faulty(tensors: tuple[Tensor, ...]) -> Segments:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from oppo.hf.serve.noise import gumbel
+from oppo.hf.serve.sampling import gumbel
 from oppo.hf.serve.sampling import draw
 from oppo.models import Sampling
 from oppo.support import Support

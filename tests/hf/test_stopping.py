@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from oppo.hf.serve.noise import gumbel
+from oppo.hf.serve.sampling import gumbel
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.sampling import draw
 from oppo.models import Sampling

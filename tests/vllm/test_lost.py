@@ -11,7 +11,7 @@ from oppo.errors import ModelError, ModelLost
 from oppo.models import Weights
 from oppo.testing import run_virtual
 from oppo.vllm.engine import _failure
-from oppo.vllm.lost import LOOK, answered
+from oppo.vllm.surface import LOOK, answered
 from tests.vllm.bench import WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, engine_of
 

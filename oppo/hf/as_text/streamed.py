@@ -22,7 +22,7 @@ from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import longest, vocabulary
-from oppo.hf.kv.incremental_prefill import IncrementalPrefill, ReadState, TokenSpan
+from oppo.hf.kv.reader import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.serve.scorers import ReplayJournal, ScorerInput, score_reader
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.tokenizer import HfTokenizer, Rendered

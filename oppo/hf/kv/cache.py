@@ -1,15 +1,248 @@
-"""A transformers ``Cache`` whose layers write to, and read from, slabs."""
+"""The KV cache: a slab for each length class, live sequences contiguous at its front, and transformers' view of it.
+
+A slab is a pair of tensors ``[capacity, heads, columns, head_dim]`` for each layer; slot ``i`` holds one sequence.
+Capacity and columns follow the sequences held. Three invariants make a slice of a slab safe to attend to:
+
+- slots ``0 .. len(slab)`` are live, in the order of :attr:`Slab.rows`; the last live row moves into a freed slot;
+- positions that no live sequence has written are zero: a masked NaN of another sequence would still be a NaN;
+- every slot begins on a multiple of 64 bytes, so that the bits a kernel computes do not depend on the slot.
+
+:class:`SlabCache` is a transformers ``Cache`` whose layers write to, and read from, slabs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from oppo.hf.kv.segmented_attention import Segments
-from oppo.hf.kv.slabs import KVRegion, Slab
+from oppo.hf.kv.attention import Segments
+
+ALIGNMENT = 8
+"""Columns are a multiple of this: a slot then is a multiple of 64 bytes even with four two-byte numbers per column."""
+
+SLACK = 8
+"""A slab that holds rows and gets more reserves one spare slot for every so many live ones."""
+
+HEADROOM = 5
+"""A slab that grows reserves columns for sequences longer by one part in so many, and so is copied less often."""
+
+SPARE = 1.125
+"""A slab larger than its rows need by this factor gives memory back when a row leaves."""
+
+
+@dataclass(slots=True)
+class KVRegion:
+    """The part of a slab that one forward pass reads and writes.
+
+    Attributes:
+        slots: the slots read, one per batch row: a slice (read as a view) or int64 [n] (read as a copy).
+        end: columns ``0 .. end`` are read.
+        to_slots, to_columns: int64 [m], where each new token is written.
+        unpadded: int64 [m], which of the n * q padded positions are tokens; ``None`` when all are.
+    """
+
+    slots: slice | Tensor
+    end: int
+    to_slots: Tensor
+    to_columns: Tensor
+    unpadded: Tensor | None
+    _indices: dict[int, Tensor] = field(default_factory=dict)
+    _columns: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Number of batch rows."""
+        return self.slots.stop - self.slots.start if isinstance(self.slots, slice) else len(self.slots)
+
+    def indices(self, heads: int, columns: int) -> Tensor:
+        """Return the places of new tokens in a slab [capacity * heads * columns, ...], int64 [m * heads]; cached."""
+        if columns != self._columns:  # the slab has been resized
+            self._indices, self._columns = {}, columns
+        if heads not in self._indices:
+            first = self.to_slots * (heads * columns) + self.to_columns
+            self._indices[heads] = (first[:, None] + torch.arange(heads, device=first.device) * columns).flatten()
+        return self._indices[heads]
+
+    def advance(self) -> None:
+        """Move to the next column of the same slots."""
+        self.end += 1
+        self.to_columns += 1
+        for indices in self._indices.values():
+            indices.add_(1)
+
+
+class Slab:
+    """The keys and values of all sequences of one length class.
+
+    Args:
+        longest: the longest sequence of the class.
+
+    Attributes:
+        longest: the same, rounded up to a multiple of :data:`ALIGNMENT`.
+        columns: allocated for each slot.
+        rows: the sequence in each live slot.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = _aligned(longest)
+        self.columns = 0
+        self.rows: list[int] = []
+        self._slots: dict[int, int] = {}
+        self._capacity = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def slot(self, row: int) -> int:
+        """Return the slot that holds ``row``."""
+        return self._slots[row]
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, region: KVRegion) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values [n, heads, q, head_dim]; return those that the rows attend to."""
+        stores = self._layers.get(layer)
+        if stores is None:
+            stores = self._layers[layer] = self._empty(keys), self._empty(values)
+        for store, new in zip(stores, (keys, values), strict=True):
+            flat = new.transpose(1, 2)  # [n, q, heads, head_dim]
+            if region.unpadded is not None:
+                flat = flat.flatten(0, 1)[region.unpadded]
+            size = new.shape[-1]
+            store.view(-1, size).index_copy_(0, region.indices(new.shape[1], self.columns), flat.reshape(-1, size))
+        return stores[0][region.slots, :, : region.end], stores[1][region.slots, :, : region.end]
+
+    def reserve(self, count: int, columns: int) -> None:
+        """Make room for ``count`` more rows and for sequences of ``columns`` tokens, with one copy."""
+        rows = len(self.rows) + count
+        if rows > self._capacity or columns > self.columns:
+            spare = rows // SLACK if count and self.rows else 0
+            capacity = rows + spare if rows > self._capacity else min(self._capacity, rows + spare)
+            self._resize(capacity, self.columns if columns <= self.columns else self._with_headroom(columns))
+
+    def trim(self, columns: int) -> None:
+        """Give memory back if the slab is :data:`SPARE` times too large; the longest row has ``columns`` tokens."""
+        rows, needed = len(self.rows), self._with_headroom(columns)
+        if self._capacity * self.columns > SPARE * rows * needed:
+            self._resize(rows, needed)
+
+    def add(self, rows: Iterable[int]) -> None:
+        """Give each of ``rows`` a reserved slot behind the live ones."""
+        for row in rows:
+            self._slots[row] = len(self.rows)
+            self.rows.append(row)
+
+    def adopt(self, rows: Mapping[int, int], source: Slab) -> None:
+        """Move ``rows`` and that many columns of each from ``source`` into reserved slots.
+
+        An empty slab takes over the memory of a source that gives up all of its rows; nothing is copied then.
+        """
+        if not self.rows and len(rows) == len(source):
+            self._inherit(source)
+            return
+        self.add(rows)
+        for layer, old_stores in source._layers.items():
+            if layer not in self._layers:
+                self._layers[layer] = self._empty(old_stores[0]), self._empty(old_stores[1])
+            for store, old in zip(self._layers[layer], old_stores, strict=True):
+                for row, length in rows.items():
+                    store[self._slots[row], :, :length] = old[source._slots[row], :, :length]
+        source.remove(rows)
+
+    def remove(self, rows: Iterable[int]) -> None:
+        """Free the slots of ``rows``; the last live rows move into them."""
+        gone = {self._slots.pop(row) for row in rows}
+        before, live = len(self.rows), len(self.rows) - len(gone)
+        holes = sorted(slot for slot in gone if slot < live)
+        movers = [slot for slot in range(live, before) if slot not in gone]
+        self._copy(holes, movers)
+        for store in self._tensors():
+            store[live:before].zero_()
+        for hole, mover in zip(holes, movers, strict=True):
+            self.rows[hole] = self.rows[mover]
+            self._slots[self.rows[hole]] = hole
+        del self.rows[live:]
+
+    def bring_forward(self, rows: Sequence[int], *, ordered: bool) -> None:
+        """Permute slots so that ``rows`` hold the first, if ``ordered`` in this order; copies only rows that move."""
+        count, wanted = len(rows), set(rows)
+        entering = iter([row for row in rows if self._slots[row] >= count])
+        displaced = iter([row for row in self.rows[:count] if row not in wanted])
+        front = list(rows) if ordered else [row if row in wanted else next(entering) for row in self.rows[:count]]
+        target = front + [next(displaced) if row in wanted else row for row in self.rows[count:]]
+        moved = [slot for slot, row in enumerate(target) if self.rows[slot] != row]
+        if not moved:
+            return
+        self._copy(moved, [self._slots[target[slot]] for slot in moved])
+        self.rows = target
+        self._slots = {row: slot for slot, row in enumerate(target)}
+
+    def bytes_allocated(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(store.nbytes for store in self._tensors())
+
+    def bytes_per_token(self) -> int:
+        """Return the bytes of one position of one sequence over all layers; 0 before the first write."""
+        return sum(store.shape[1] * store.shape[3] * store.element_size() for store in self._tensors())
+
+    def _copy(self, to: Sequence[int], of: Sequence[int]) -> None:
+        stores = list(self._tensors())
+        if not to or not stores:
+            return
+        to_slots, of_slots = index(to, stores[0].device), index(of, stores[0].device)
+        for store in stores:
+            store[to_slots] = store[of_slots]
+
+    def _inherit(self, source: Slab) -> None:
+        capacity, columns = max(self._capacity, source._capacity), max(self.columns, source.columns)
+        for name in ("rows", "_slots", "_layers", "_capacity", "columns"):
+            setattr(self, name, getattr(source, name))
+        source.rows, source._slots, source._layers = [], {}, {}
+        source._capacity = source.columns = 0
+        self._resize(capacity, columns)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for keys, values in self._layers.values():
+            yield keys
+            yield values
+
+    def _empty(self, like: Tensor) -> Tensor:
+        return like.new_zeros(self._capacity, like.shape[1], self.columns, like.shape[3])
+
+    def _with_headroom(self, columns: int) -> int:
+        return min(_aligned(columns + columns // HEADROOM), self.longest)
+
+    def _resize(self, capacity: int, columns: int) -> None:
+        if (capacity, columns) == (self._capacity, self.columns):
+            return
+        self._capacity, self.columns = capacity, columns
+        for layer, (keys, values) in self._layers.items():  # one by one, so that only one is in memory twice
+            self._layers[layer] = self._resized(keys), self._resized(values)
+
+    def _resized(self, store: Tensor) -> Tensor:
+        live, kept = len(self.rows), min(self.columns, store.shape[2])
+        new = self._empty(store)
+        new[:live, :, :kept] = store[:live, :, :kept]
+        return new
+
+
+def _aligned(columns: int) -> int:
+    return -(-columns // ALIGNMENT) * ALIGNMENT
+
+
+def as_slice(slots: Sequence[int]) -> slice | None:
+    """Return ``slots`` as a slice if they are adjacent and ascending, else ``None``."""
+    run = range(slots[0], slots[0] + len(slots))
+    return slice(run.start, run.stop) if list(slots) == list(run) else None
+
+
+def index(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return int64 [len(values)] on ``device``."""
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 class KVView(NamedTuple):
@@ -24,7 +257,7 @@ class SlabLayer(CacheLayerMixin):
 
     Attributes:
         views: of the forward pass in progress, in the order of the batch. Several are returned as
-            :class:`~oppo.hf.kv.segmented_attention.Segments`.
+            :class:`~oppo.hf.kv.attention.Segments`.
     """
 
     is_sliding = False

@@ -7,9 +7,9 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from oppo.hf.kv.incremental import EXACT_BLOCK, Incremental
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
-from oppo.hf.serve.signals import Signals
+from oppo.hf.kv.reader import EXACT_BLOCK, Incremental
+from oppo.hf.serve.decoder import Signals
 
 
 class Readable(Protocol):

@@ -17,8 +17,8 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from oppo.hf.serve.mailbox import HfDecode, Mailbox
-from oppo.hf.serve.policy_core import PolicyCore
+from oppo.hf.serve.policy import HfDecode, Mailbox
+from oppo.hf.serve.decoder import PolicyCore
 from oppo.models import Cut
 from oppo.placement import Callback, Hosted
 

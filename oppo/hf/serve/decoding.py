@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelError
 from oppo.events import FinishReason, FloatArray, IntArray, Prompt
-from oppo.hf.kv.incremental import Incremental
-from oppo.hf.serve.chunked_prefill import ChunkedPrefill
-from oppo.hf.serve.noise import Noise
+from oppo.hf.kv.reader import Incremental
+from oppo.hf.serve.decoder import ChunkedPrefill
+from oppo.hf.serve.sampling import Noise
 from oppo.hf.serve.sampling import draw
-from oppo.hf.serve.signals import Counters, Signals
+from oppo.hf.serve.decoder import Counters, Signals
 from oppo.hf.shared_memory import SharedModel
 from oppo.models import Cut, Sampling
 from oppo.stopping import Detokenize, StopCriteria

@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from oppo.decodes import BufferedDecode
+from oppo.rollout_buffer import BufferedDecode
 from oppo.events import FinishReason, IntArray, Response
-from oppo.hf.serve.decoding import DecodeRow, DecodeStep
-from oppo.hf.serve.signals import Signals
+from oppo.hf.serve.decoder import DecodeRow, DecodeStep
+from oppo.hf.serve.decoder import Signals
 
 if TYPE_CHECKING:
-    from oppo.hf.serve.decode_loop import DecodeLoop
+    from oppo.hf.serve.policy import DecodeLoop
     from oppo.hf.serve.policy import HfPolicy
 
 

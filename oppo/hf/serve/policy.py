@@ -11,15 +11,15 @@ from typing import Final, Literal
 
 import anyio
 
-from oppo.decodes import response_to
+from oppo.rollout_buffer import response_to
 from oppo.errors import ModelLost, ProtocolError, leaves
 from oppo.events import Prompt, Response
 from oppo.hf.recipe import Loadable, ModelRecipe, ResidentRecipe, name_of, positions_of, vocabulary_of
-from oppo.hf.serve.decode_loop import DecodeLoop
-from oppo.hf.serve.decoding import Decoder, DecodeRow
-from oppo.hf.serve.mailbox import HfDecode
-from oppo.hf.serve.policy_core import PolicyCore, core_over
-from oppo.hf.serve.signals import Counters
+from oppo.hf.serve.policy import DecodeLoop
+from oppo.hf.serve.decoder import Decoder, DecodeRow
+from oppo.hf.serve.policy import HfDecode
+from oppo.hf.serve.decoder import PolicyCore, core_over
+from oppo.hf.serve.decoder import Counters
 from oppo.hf.weights import SentWeights, addresses, share_storage
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Sampling, Weights
 from oppo.numeric import require_whole

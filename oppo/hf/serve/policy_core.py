@@ -8,8 +8,8 @@ from typing import TypeAlias
 from transformers import PreTrainedModel
 
 from oppo.hf.recipe import Loadable, ModelRecipe
-from oppo.hf.serve.decoding import Decoder, DecodeRow, Deliver
-from oppo.hf.serve.signals import Signals
+from oppo.hf.serve.decoder import Decoder, DecodeRow, Deliver
+from oppo.hf.serve.decoder import Signals
 from oppo.hf.weights import adopt
 from oppo.models import Cut, Weights
 from oppo.placement import Recipe

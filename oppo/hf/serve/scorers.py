@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from oppo.errors import ConfigError, ModelLost
 from oppo.events import BoolArray, Chunk, Finish, FloatArray, Given, Prompt, Response
 from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
-from oppo.hf.kv.incremental import Incremental
-from oppo.hf.kv.incremental_prefill import IncrementalPrefill, ReadState, TokenSpan
+from oppo.hf.kv.reader import Incremental
+from oppo.hf.kv.reader import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.recipe import Loadable, ModelRecipe, worker_of
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
@@ -139,7 +139,7 @@ class ScorerWorker(ABC, Generic[T]):
         model: whose weights are loaded.
         incremental: reads with it, or with its backbone and score layer.
         exact: read each rollout alone, on the grid.
-        needs_logits: see :class:`~oppo.hf.kv.incremental_prefill.IncrementalPrefill`.
+        needs_logits: see :class:`~oppo.hf.kv.reader.IncrementalPrefill`.
     """
 
     def __init__(

@@ -15,10 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from oppo.hf.devices import CPU
 from oppo.hf.introspection import backbone
-from oppo.hf.kv import segmented_attention
-from oppo.hf.kv.attention import attend_in_segments, attends_eagerly
-from oppo.hf.kv.incremental import Incremental
-from oppo.hf.kv.segmented_attention import NAME, Segments, overhead_of, segmented
+from oppo.hf.kv import attention
+from oppo.hf.kv.attention import NAME, Segments, attend_in_segments, attends_eagerly, overhead_of, segmented
+from oppo.hf.kv.reader import Incremental
 from tests.hf import tiny
 
 torch.set_num_threads(1)
@@ -44,8 +43,8 @@ def test_carried_rows_are_segmented_from_fresh_ones_if_that_saves_more_than_it_c
 
 
 def test_the_more_bytes_a_token_has_the_fewer_tokens_pay_for_another_segment() -> None:
-    assert overhead_of(2 * segmented_attention.SEGMENT_BYTES, CPU) == 1
-    assert overhead_of(segmented_attention.SEGMENT_BYTES / 100, CPU) == 100
+    assert overhead_of(2 * attention.SEGMENT_BYTES, CPU) == 1
+    assert overhead_of(attention.SEGMENT_BYTES / 100, CPU) == 100
 
 
 def test_a_model_that_attends_in_segments_reads_and_generates_as_before(tmp_path: Path) -> None:
