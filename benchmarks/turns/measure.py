@@ -28,10 +28,11 @@ from oppo.events import Prompt
 from oppo.hf import HfPolicy
 from oppo.hf.devices import use_cores
 from oppo.hf.introspection import vocabulary as vocabulary_of
-from oppo.hf.serve.decoder import DecodeStep
-from oppo.hf.serve.policy import HfDecode, Mailbox
+from oppo.hf.serve.decoder import DecodeRow
+from oppo.hf.serve.policy import DecodeLoop, HfDecode
 from oppo.models import Sampling
 from oppo.placement import Place, Process, Thread
+from oppo.rollout_buffer import DecodeStep, DecodeSteps
 
 ROWS: Final = 32
 LENGTH: Final = 192
@@ -97,26 +98,26 @@ class Pauses:
 
 async def course(policy: HfPolicy, *, rows: int, first: int, vocabulary: int) -> Course:
     """Decode so many rows to their length, answering each turn at once and interrupting now and then."""
-    found, deliver, create = Course(), Mailbox.deliver, Mailbox.__init__
+    found, push, create = Course(), DecodeSteps.push, DecodeSteps.__init__
     calls = 0
 
-    def opened(mailbox: Mailbox, decodes: Sequence[HfDecode]) -> None:
+    def opened(steps: DecodeSteps[DecodeRow | None], decodes: Sequence[HfDecode]) -> None:
         nonlocal calls
         calls += 1
-        create(mailbox, decodes)
+        create(steps, decodes)
 
-    def delivered(mailbox: Mailbox, step: DecodeStep) -> None:
+    def delivered(steps: DecodeSteps[DecodeRow | None], step: DecodeStep) -> None:
         found.ends.append(observe.now())
         found.calls.append(calls)
-        deliver(mailbox, step)
+        push(steps, step)
 
     generator = np.random.default_rng(first)
     prompts = [
         Prompt(first + k, first + k, generator.integers(0, vocabulary, PROMPT).astype(np.int32)) for k in range(rows)
     ]
     decodes = await policy.open_turns(prompts)
-    with patch.object(Mailbox, "deliver", delivered), patch.object(Mailbox, "__init__", opened):
-        async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as others:
+    with patch.object(DecodeSteps, "push", delivered), patch.object(DecodeSteps, "__init__", opened):
+        async with policy.decoding(decodes, lambda ended: False) as loop, anyio.create_task_group() as others:
 
             async def converse(decode: HfDecode) -> None:
                 while await decode.turn() is not None:
@@ -128,9 +129,9 @@ async def course(policy: HfPolicy, *, rows: int, first: int, vocabulary: int) ->
                 seen = 0
                 while True:
                     await anyio.sleep(0.001)
-                    if len(found.ends) - seen >= EVERY and decodes[0].loop is not None:
+                    if len(found.ends) - seen >= EVERY and decodes[0].live and isinstance(loop, DecodeLoop):
                         seen = len(found.ends)
-                        decodes[0].loop.note_answer()
+                        loop.note_answer()
 
             for decode in decodes:
                 others.start_soon(converse, decode)

@@ -1,8 +1,8 @@
 """vLLM as a backend; an extra."""
 
-from oppo.vllm.requests import VllmDecode
 from oppo.vllm.engine import VllmEngine
 from oppo.vllm.policy import VllmPolicy
+from oppo.vllm.requests import VllmDecode
 from oppo.vllm.reward import VllmReward
 
 __all__ = ["VllmDecode", "VllmEngine", "VllmPolicy", "VllmReward"]

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
 from oppo.errors import ConfigError, OppoError, ProtocolError, one_line, running_loop
 from oppo.observe import now, silent
+from oppo.signals import SIGNALS
 from oppo.vllm.arguments import computes_on_cpu, engine_arguments, require_arguments
 from oppo.vllm.device_publish import DeviceSender
-from oppo.vllm.engine import heeded
 from oppo.vllm.plugin import register, transfer_of
 from oppo.vllm.processes import Children, EngineLog, cores_of, environment, guarded, logging_to
 from oppo.vllm.publish import FileSender, WeightSender
@@ -25,6 +26,7 @@ from oppo.vllm.served_weights import ServedWeights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
 
 TOLD_EVERY: Final = 10.0
 """Seconds between two sentences about an engine that is starting."""
@@ -210,7 +212,6 @@ def _nothing(timeout: float | None = None) -> None:
 def _async_llm(
     model: str, given: Mapping[str, object], trainer: torch.device | str, *, on_cpu: bool
 ) -> tuple[Any, WeightSender]:
-    """Return the ``AsyncLLM``, ready, and what sends weights to it."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds to import
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
@@ -234,7 +235,6 @@ def served_by(config: VllmConfig) -> ServedWeights | None:
 
 @contextmanager
 def _telling(began: float, log: Path, tell: Callable[[str], None]) -> Iterator[None]:
-    """Tell, now and then, for how long the engine has been starting and what it logged last."""
     over = threading.Event()
 
     def work() -> None:
@@ -266,3 +266,41 @@ def _failure(model: str | Path, error: BaseException, log: Path) -> str:
     share = "gpu_memory_utilization, or give the other models another GPU"
     hint = f"; lower vllm.{share}" if "GPU memory utilization" in cause else ""
     return f"vLLM could not be started with {model}: {cause}{hint}; everything that it wrote is in {log}"
+
+
+class _Heard(BaseException):
+    """A signal came; no ``KeyboardInterrupt``, so that nothing takes it for one."""
+
+    def __init__(self, number: int, frame: FrameType | None) -> None:
+        super().__init__(number)
+        self.number = number
+        self.frame = frame
+
+
+@contextmanager
+def heeded() -> Iterator[None]:
+    """Let a signal end the body, and only then call its handler.
+
+    Handlers of Python are replaced meanwhile; off the main thread there are none.
+
+    Raises:
+        KeyboardInterrupt: a signal came, and its handler raised nothing else.
+    """
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in SIGNALS if on_main_thread}
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        raise _Heard(number, frame)
+
+    for number in handlers:
+        signal.signal(number, hear)
+    try:
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    except _Heard as heard:
+        handlers[signal.Signals(heard.number)](heard.number, heard.frame)
+        raise KeyboardInterrupt from None

@@ -6,35 +6,39 @@
     cut                 the engine is paused, what it had made by then is drained, and requests stay as they are
     overrun             what finished between the cut and the pause: reported first at the next decoding
     load                paused, drained, new weights, resumed: between two decode steps
+
+In a decoding a pump for each rollout takes tokens as they come, until a response or a turn of it ends; an answer, or a
+rollout that joins, starts another. The umpire waits until a response has ended, lets the other pumps of the same decode
+step run, and calls the cut with all of them, in admission order. Where the cut returns true, the engine is paused and
+drained; what ended by then is withheld. No task outlives the context.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Literal, cast
 from uuid import uuid4
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
+from anyio.abc import TaskGroup
 from torch import Tensor
 
-from oppo.rollout_buffer import response_to
-from oppo.errors import ModelError, ModelLost, ProtocolError
+from oppo.errors import ModelError, ModelLost, ProtocolError, leaves
 from oppo.events import Prompt, Response
 from oppo.models import Capabilities, Cut, Decode, Decoding, Sampling, Weights
 from oppo.observe import Reporter
-from oppo.stopping import Detokenize, StopCriteria, turn_ended
-from oppo.vllm.requests import VllmDecode
-from oppo.vllm.decoding import DecodingLoop
+from oppo.rollout_buffer import raise_first, response_to, unfinished
+from oppo.stopping import Detokenize, StopCriteria
 from oppo.vllm.engine import VllmEngine
-from oppo.vllm.surface import advice, answered, engine_calls
 from oppo.vllm.publish import GRACE, cancelled_after
-from oppo.vllm.requests import params_of, prompt_of, reports_supports
-from oppo.vllm.sampling import VllmSampling
-from oppo.vllm.surface import Output
+from oppo.vllm.requests import Request, VllmDecode, reports_supports
+from oppo.vllm.surface import Output, advice, answered, engine_calls
 
 
 class VllmPolicy:
@@ -85,7 +89,7 @@ class VllmPolicy:
         self._paused = self._prepared = False
         self._rounded: float | None = None
         self._lost: ModelLost | None = None
-        self._submitted: dict[VllmDecode, None] = {}  # an ordered set: those whose requests are in the engine
+        self._submitted: dict[Request, None] = {}  # an ordered set: those that are in the engine
         self._loop: DecodingLoop | None = None
 
     @property
@@ -146,8 +150,8 @@ class VllmPolicy:
         response = response_to(rollout, engine.name, vocabulary=engine.vocabulary, longest=engine.longest)
         room = engine.longest - len(response.prompt.tokens)
         limit = min(sampling.max_new_tokens, room, self._limit(response.prompt))
-        ended = turn_ended(response, stopping, limit) if turns else None
-        return VllmDecode(self, response, limit, sampling, stopping, turns=turns, ended=ended)
+        key = next(self._numbers)
+        return Request(self, key, response, limit, sampling=sampling, stopping=stopping, turns=turns).rollout
 
     @asynccontextmanager
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
@@ -160,78 +164,80 @@ class VllmPolicy:
         """
         if self._loop is not None:
             raise ProtocolError("the policy is decoding already: leave that context before opening another")
-        decodes = self.unfinished(live)
+        requests = self.unfinished(live)
         with self.reporter.reported("decode"):
-            loop = self._loop = DecodingLoop(self, decodes, cut)
+            loop = self._loop = DecodingLoop(self, requests, cut)
             try:
                 async with loop.running():
                     yield loop
             finally:
                 self._loop = None
 
-    def unfinished(self, live: Sequence[Decode]) -> list[VllmDecode]:
-        """Return the decodes that have not ended.
+    def unfinished(self, live: Sequence[Decode]) -> list[Request]:
+        """Return the requests of rollouts that have not ended.
 
         Raises:
             ProtocolError: a decode is of another policy, was given up or has failed.
         """
-        for decode in live:
-            if not isinstance(decode, VllmDecode) or not decode.usable_by(self):
-                raise ProtocolError(
-                    f"expected open decodes of this policy, not {decode!r}: it is foreign, given up or failed"
-                )
-        return [decode for decode in cast("Sequence[VllmDecode]", live) if not decode.ended]
+        return [rollout.row for rollout in unfinished(live, self)]
 
-    async def submit(self, decodes: Sequence[VllmDecode]) -> None:
-        """Have the engine, which is paused, hold one request for each of these and no other.
+    async def submit(self, requests: Sequence[Request]) -> None:
+        """Have the engine, which is paused, hold these requests and no other.
 
         Raises:
             ModelLost: the engine is dead.
         """
-        others = [decode for decode in self._submitted if decode not in decodes or decode.collector is None]
-        await self.abort(others)
-        for decode in decodes:
-            if not decode.idle and not decode.request:
-                await self.request(decode)
+        await self.abort([each for each in self._submitted if each not in requests or each.collector is None])
+        for request in requests:
+            if not request.idle and not request.id:
+                await self.request(request)
 
-    async def request(self, decode: VllmDecode) -> None:
+    async def request(self, request: Request) -> None:
         """Have the engine go on with a response.
 
         Raises:
             ModelLost: the engine is dead.
         """
-        decode.request = f"{self._nonce}-{next(self._numbers)}"
-        self._submitted[decode] = None
-        self.engine.requests.add(decode.request)
-        prompt = prompt_of(decode, self._label(self.version))
-        params = self.engine.params(params_of(decode.sampling, decode, self.engine.vocabulary))
+        request.id = f"{self._nonce}-{next(self._numbers)}"
+        self._submitted[request] = None
+        self.engine.requests.add(request.id)
+        prompt = request.sequence(self._label(self.version))
+        params = self.engine.params(request.params(self.engine.vocabulary))
         async with answered(self.engine, shield=True):
-            decode.submitted(decode.request, await self.engine.llm.add_request(decode.request, prompt, params))
+            request.submitted(await self.engine.llm.add_request(request.id, prompt, params))
 
-    def note_answer(self, decode: VllmDecode) -> None:
-        """Have a decode whose turn was answered join the others, or end."""
+    def collect(self) -> None:
+        """Do nothing: pumps put tokens into the buffers as they come."""
+
+    def note_answer(self, rollout: VllmDecode) -> None:
+        """Have a rollout whose turn was answered join the others, or end."""
+        rollout.row.answered()
         if self._loop is not None:
-            self._loop.note_answer(decode)
+            self._loop.note_answer(rollout.row)
+
+    async def discard(self, rollout: VllmDecode) -> None:
+        """Abort the request of a rollout that was given up."""
+        self.notice()
+        await self.abort([rollout.row])
 
     def notice(self) -> None:
         """Have decoding look at the rollouts: one has ended, has failed or was given up."""
         if self._loop is not None:
             self._loop.notice()
 
-    async def abort(self, decodes: Sequence[VllmDecode]) -> None:
-        """Discard the requests of decodes; an engine that is dead or closed has none."""
-        ids = [decode.request for decode in decodes if decode.request]
-        for decode in decodes:
-            self.forget(decode)
+    async def abort(self, requests: Sequence[Request]) -> None:
+        """Discard requests; an engine that is dead or closed has none."""
+        ids = [request.id for request in requests if request.id]
+        for request in requests:
+            self._forget(request)
         if ids and not self.engine.closed and not self.engine.llm.errored:
             async with answered(self.engine, shield=True):
                 await self.engine.llm.abort(ids)
 
-    def forget(self, decode: VllmDecode) -> None:
-        """Note that the engine has no request for a decode."""
-        self.engine.requests.discard(decode.request)
-        decode.request, decode.collector = "", None
-        self._submitted.pop(decode, None)
+    def _forget(self, request: Request) -> None:
+        self.engine.requests.discard(request.id)
+        request.id, request.collector = "", None
+        self._submitted.pop(request, None)
 
     async def prepare(self) -> None:
         """Pause the engine; before its first use, discard what an earlier policy has left in it.
@@ -282,29 +288,27 @@ class VllmPolicy:
         self._drain()
 
     async def _resume(self) -> None:
-        """Let the engine go on without the requests of responses that have ended, by a stop string for example."""
         if self._lost or self._loop is None or not self._loop.wants_tokens or not self._paused:
             return
-        await self.abort([decode for decode in self._submitted if decode.idle])
+        await self.abort([request for request in self._submitted if request.idle])
         if not self.engine.llm.errored:
             async with answered(self.engine, shield=True):
                 await self.engine.llm.resume_generation()
             self._paused = False
 
     def _drain(self) -> None:
-        """Take what the engine, which is paused, had made by then; what ended is withheld."""
-        for decode in list(self._submitted):
-            if decode.collector is not None and not decode.idle and not decode.error:
+        for request in list(self._submitted):
+            if request.collector is not None and not request.idle and not request.error:
                 try:
                     with engine_calls(self.engine):
-                        output = decode.collector.get_nowait()
+                        output = request.collector.get_nowait()
                     if output is not None:
-                        self.take(decode, output)
+                        self.take(request, output)
                 except Exception as error:  # noqa: BLE001 - raised by the decoding that it spoils
-                    decode.error = error
+                    request.error = error
                     self.notice()
 
-    def take(self, decode: VllmDecode, output: Output) -> None:
+    def take(self, request: Request, output: Output) -> None:
         """Take what is new of a rollout.
 
         Each token is counted to the weights that the engine names: its output may come when others are served already.
@@ -313,12 +317,13 @@ class VllmPolicy:
             ModelError: a log-prob is not finite, or the engine ended the request for a reason of its own.
             ProtocolError: the engine says that other weights made a token.
         """
-        before = decode.written
+        before = request.written
         try:
-            decode.take(output, partial(self._version_at, self._starts(decode, output)))
+            if request.take(output, partial(self._version_at, self._starts(request, output))):
+                self._forget(request)
         finally:
-            self.tokens += decode.written - before
-            if decode.idle:
+            self.tokens += request.written - before
+            if request.idle:
                 self.notice()
 
     async def load(self, weights: Weights) -> None:
@@ -346,7 +351,6 @@ class VllmPolicy:
                     await self._resume()
 
     def _merged(self, weights: Weights) -> Mapping[str, object]:
-        """Return the actor's weights with its adapters, of which 16 bits would round most away."""
         from oppo.hf.lora import rounding_loss  # noqa: PLC0415 - transformers takes seconds to import
 
         actor, engine = weights.standalone(), self.engine
@@ -360,7 +364,7 @@ class VllmPolicy:
         return actor
 
     async def _send(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Have the engine serve weights; unless it is known which it serves afterwards, it is lost."""
+        # Unless it is known which weights the engine serves afterwards, it is lost.
         self._lost = ModelLost(
             f"publishing version {version} was cancelled before vLLM had its weights, so which it serves is unknown: "
             f"{advice(self.engine)}"
@@ -389,12 +393,11 @@ class VllmPolicy:
             if tensors and self._recompute and not await llm.reset_prefix_cache(reset_running_requests=True):
                 raise ModelLost(f"vLLM has kept keys and values of the weights before version {version}")
 
-    def _starts(self, decode: VllmDecode, output: Output) -> Sequence[tuple[str, int]]:
-        """Return the labels of the weights behind a request's tokens, each with the index of its first token."""
+    def _starts(self, request: Request, output: Output) -> Sequence[tuple[str, int]]:
         if spans := getattr(output.outputs[0], "weight_versions", None):
             return [(span.version, span.start) for span in spans]
         states = self.engine.llm.output_processor.request_states
-        state = None if decode.collector is None else states.get(decode.collector.request_id)
+        state = None if request.collector is None else states.get(request.collector.request_id)
         return () if state is None else state.weight_version_starts
 
     def _version_at(self, starts: Sequence[tuple[str, int]], index: int) -> int:
@@ -413,3 +416,197 @@ class VllmPolicy:
         """Return the version with this label; ``None`` for a label of another policy."""
         nonce, _, number = label.rpartition("-")
         return int(number) if nonce == self._nonce and number.isdecimal() else None
+
+
+class VllmSampling:
+    """A :class:`VllmPolicy` that draws in another way; made by its ``with_sampling``."""
+
+    def __init__(self, policy: VllmPolicy, sampling: Sampling, stopping: StopCriteria) -> None:
+        self._policy = policy
+        self._sampling = sampling
+        self._stopping = stopping
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use."""
+        return self._policy.version
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The policy's capabilities under this sampling."""
+        return replace(self._policy.capabilities, supports=reports_supports(self._sampling))
+
+    async def load(self, weights: Weights) -> None:
+        """Serve other weights, in the policy that it is of too."""
+        await self._policy.load(weights)
+
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
+        """Return a decode for each, as :meth:`VllmPolicy.open` does."""
+        return [self._policy.opened(rollout, self._sampling, self._stopping) for rollout in rollouts]
+
+    async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
+        """Return a decode for each whose response has turns, as :meth:`VllmPolicy.open_turns` does."""
+        return [self._policy.opened(rollout, self._sampling, self._stopping, turns=True) for rollout in rollouts]
+
+    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
+        """Decode while the context is open, as :meth:`VllmPolicy.decoding` does."""
+        return self._policy.decoding(live, cut)
+
+
+class DecodingLoop:
+    """Decodes rollouts until the cut returns true or its context is left.
+
+    Args:
+        policy: has the engine.
+        requests: of rollouts that have not ended; the engine may have finished some in the overrun of an earlier cut.
+        cut: called with the rollouts that ended together.
+    """
+
+    def __init__(self, policy: VllmPolicy, requests: Sequence[Request], cut: Cut) -> None:
+        self._policy = policy
+        self._begun = requests
+        self._requests = list(requests)  # with those that join
+        self._cut: Cut | None = cut
+        self._errors: list[Exception] = []
+        self._news = anyio.Event()
+        self._answered: list[Request] = []
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether decoding goes on: it was not cut, has not failed, and a rollout is unfinished."""
+        return self._cut is not None and any(each.rollout.live and not each.idle for each in self._requests)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Decode beside the body, which reads; afterwards every rollout that has not ended is parked.
+
+        Raises:
+            Exception: what ended decoding, or the body's own error.
+        """
+        for request in self._requests:
+            request.rollout.begin()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._run, name="decode")
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
+                self._collect(error)
+            finally:
+                self._cut = None
+                tasks.cancel_scope.cancel()
+                with anyio.CancelScope(shield=True):
+                    await self._stop()
+        raise_first(self._errors)
+
+    async def _run(self) -> None:
+        try:
+            await self._policy.prepare()
+            self._require_sound()
+            await self._policy.submit(self._begun)
+            if self._report():
+                async with anyio.create_task_group() as pumps:
+                    for request in self._begun:
+                        if not request.idle:
+                            pumps.start_soon(self._pump, request, name=f"pump of rollout {request.prompt.rollout}")
+                    await self._policy.resume()
+                    await self._umpire(pumps)
+                    pumps.cancel_scope.cancel()
+            await self._stop()
+        except Exception as error:  # noqa: BLE001 - the boundary to the readers: each of them, and the context, raises it
+            self._fail(error)
+
+    async def _pump(self, request: Request) -> None:
+        collector = request.collector
+        try:
+            while collector is not None and request.collector is collector and not request.idle and not request.error:
+                with engine_calls(self._policy.engine):
+                    output = collector.get_nowait() or await collector.get()
+                if request.collector is collector:  # else it was given up
+                    self._policy.take(request, output)
+        except Exception as error:  # noqa: BLE001 - raised by the umpire
+            request.error = error
+        self.notice()
+
+    def notice(self) -> None:
+        """Have the umpire look at the rollouts: one has ended, has failed or was given up."""
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """End decoding with an error."""
+        self._collect(error)
+        self.notice()
+
+    async def add(self, decodes: Sequence[Decode]) -> None:
+        """Decode these as well, from the next decode step on; those that come after the cut stay parked.
+
+        Raises:
+            ProtocolError: a decode is of another policy, was given up or has failed.
+        """
+        for request in self._policy.unfinished(decodes) if self._cut is not None else ():
+            request.rollout.begin()
+            self._requests.append(request)
+            self.note_answer(request)
+
+    def note_answer(self, request: Request) -> None:
+        """Have a decode that was added, or whose turn was answered, join the others, or end."""
+        self._answered.append(request)
+        self.notice()
+
+    async def _umpire(self, pumps: TaskGroup) -> None:
+        while self._cut is not None:
+            await self._news.wait()
+            self._news = anyio.Event()
+            await anyio.lowlevel.checkpoint()  # the pumps of the same decode step come first
+            self._require_sound()
+            answered, self._answered = self._answered, []
+            over = [each for each in self._requests if each.idle and each.id]
+            await self._policy.abort([*over, *(each for each in answered if each.id)])
+            if not self._report():
+                return
+            for request in answered:
+                if not request.idle and not request.rollout.given_up:
+                    await self._policy.request(request)
+                    pumps.start_soon(self._pump, request, name=f"pump of rollout {request.prompt.rollout}")
+            if answered:
+                await self._policy.resume()
+
+    def _report(self) -> bool:
+        withheld = [each for each in self._requests if each.withheld and each.rollout.live]
+        ended = sorted(withheld, key=lambda each: each.rollout.order)
+        ended = [request for request in ended if not request.rollout.given_up]
+        if ended and self._cut is not None:
+            if self._cut([request.prompt.rollout for request in ended]):
+                self._cut = None
+            for request in ended:
+                request.release()
+        return self._cut is not None
+
+    def _require_sound(self) -> None:
+        self._collect()
+        if self._errors:
+            raise self._errors[0]
+
+    def _collect(self, *errors: Exception) -> None:
+        for error in (*errors, *(each.error for each in self._requests if not each.rollout.given_up)):
+            if error is not None and all(error is not each for each in self._errors):
+                self._errors.append(error)
+
+    async def _stop(self) -> None:
+        try:
+            if any(request.id and not request.idle for request in self._requests):
+                await self._policy.pause()
+        except Exception as error:  # noqa: BLE001 - raised when the context is left
+            self._collect(error)
+        self._collect()
+        for request in self._requests:
+            request.rollout.park(None)
+
+    def _fail(self, error: Exception) -> None:
+        failure = leaves(error)[0]
+        if not isinstance(failure, Exception):
+            raise error
+        failure.add_note(f"while decoding rollouts {[request.prompt.rollout for request in self._requests]}")
+        self._cut = None
+        self._errors = [failure, *(each for each in self._errors if each is not failure)]
+        for request in self._requests:
+            request.rollout.park(failure)

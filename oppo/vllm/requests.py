@@ -1,21 +1,176 @@
-"""From rollouts to vLLM's requests, and from its outputs to tokens."""
+"""From rollouts to vLLM's requests, and from its outputs to tokens: what of them may be read, and when."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import numpy as np
 
-from oppo.errors import ModelError
-from oppo.events import Prompt
-from oppo.models import Sampling
+from oppo.errors import ModelError, ProtocolError
+from oppo.events import FinishReason, Prompt, Response
+from oppo.models import PieceState, Sampling
+from oppo.rollout_buffer import DecodeEngine, RolloutBuffer
+from oppo.stopping import StopCriteria, turn_ended
 from oppo.support import Support
-from oppo.vllm.surface import Completion, Logprob
+from oppo.vllm.surface import Collector, Completion, Logprob, Output
 
-if TYPE_CHECKING:
-    from oppo.vllm.requests import VllmDecode
+
+class Request:
+    """What the engine makes of a rollout: one request, and another one after each turn and each time it is resumed.
+
+    Args:
+        engine: the policy that decodes the rollout.
+        key: by which it names the rollout.
+        response: so far.
+        limit: length in tokens at which the response ends.
+        sampling: how its tokens are drawn.
+        stopping: decides where it ends.
+        turns: whether a token that would end the response ends a turn.
+
+    Attributes:
+        rollout: as its reader sees it.
+        id: of its request in the engine; empty when there is none.
+        collector: receives the engine's outputs for the request.
+        error: what the engine made of it that cannot be used, which ends its decoding.
+    """
+
+    def __init__(
+        self,
+        engine: DecodeEngine[Request],
+        key: int,
+        response: Response,
+        limit: int,
+        *,
+        sampling: Sampling,
+        stopping: StopCriteria,
+        turns: bool,
+    ) -> None:
+        ended = turn_ended(response, stopping, limit) if turns else None
+        self.rollout = RolloutBuffer(engine, key, self, response, limit, turns=turns, ended=ended)
+        self.prompt = response.prompt
+        self.sampling = sampling
+        self.id = ""
+        self.collector: Collector | None = None
+        self.error: Exception | None = None
+        self._stopping = stopping
+        self._tokens = response.tokens.tolist()
+        self._made = 0  # tokens of the request
+        self._last: list[tuple[int, float, int, Support]] = []
+        self._reason: FinishReason | None = None
+
+    @property
+    def written(self) -> int:
+        """Length of the response in tokens, those included that may not be read yet."""
+        return len(self._tokens)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the response has ended, whether that may be known or not."""
+        return self._reason is not None or self.rollout.ending or self.rollout.ended
+
+    @property
+    def idle(self) -> bool:
+        """Whether the engine has nothing to do for it: it has ended, or waits for an answer."""
+        return self.finished or self.rollout.unanswered
+
+    @property
+    def withheld(self) -> bool:
+        """Whether the response has ended, and its end has not been reported."""
+        return self.finished and not self.rollout.ended
+
+    def params(self, vocabulary: int) -> dict[str, object]:
+        """Return the keywords of its ``SamplingParams`` for a model that has so many ids.
+
+        vLLM adds at least -100 to a logit: those of ids that are never drawn become so improbable that, in float32, no
+        log-prob of another id tells.
+        """
+        sampling, start, truncated = self.sampling, self.written, truncates(self.sampling)
+        padding = range(sampling.vocabulary or vocabulary, vocabulary)
+        return {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k if truncated else 0,
+            "top_p": sampling.top_p if truncated else 1.0,
+            "seed": seed_of(sampling.seed, self.prompt, start),
+            "max_tokens": self.rollout.limit - start,
+            "min_tokens": max(0, sampling.min_new_tokens - start) if sampling.stop else 0,
+            "stop_token_ids": list(sampling.stop),
+            "ignore_eos": True,
+            "logprobs": sampling.top_k if truncated else 0,
+            "detokenize": False,
+            **({"logit_bias": dict.fromkeys(padding, -100.0)} if padding else {}),
+        }
+
+    def sequence(self, salt: str) -> dict[str, object]:
+        """Return its prompt: token ids, and a salt that keeps it from the KV cache of other weights."""
+        return {"prompt_token_ids": [*self.prompt.tokens.tolist(), *self._tokens], "cache_salt": salt}
+
+    def submitted(self, collector: Collector) -> None:
+        """Take what the engine makes for a new request from now on."""
+        self.collector, self._made = collector, 0
+
+    def answered(self) -> None:
+        """Append an answer to the response; what follows it needs a new request."""
+        self.collector = None  # what the engine made after a turn is not of the response
+        self._tokens += self.rollout.pop_answer()
+
+    def take(self, output: Output, version_at: Callable[[int], int]) -> bool:
+        """Take what is new of the request; of a response that ends, all of it is withheld until :meth:`release`.
+
+        It may come late, when the rollout is parked already.
+
+        Args:
+            output: of the request.
+            version_at: returns the version of the weights that made a token, by its index in the request.
+
+        Returns:
+            Whether the engine has ended the request.
+
+        Raises:
+            ModelError: a log-prob is not finite.
+            ProtocolError: the engine ended the request for a reason of its own.
+        """
+        (completion,) = output.outputs
+        fresh = []
+        for token, logprob, support in drawn(completion, self.sampling, self.written):
+            fresh.append((token, logprob, version_at(self._made), support))
+            self._tokens.append(token)
+            self._made += 1
+            self._reason = self._stopping.reason(self._tokens, self.rollout.limit)
+            if self.finished:
+                break
+        turn = self._reason if self.rollout.turns and self._reason != "length" else None
+        over = completion.finish_reason is not None
+        if over and not self.finished:
+            raise ProtocolError(
+                f"vLLM ended rollout {self.prompt.rollout} with reason {completion.finish_reason!r} after "
+                f"{self.written} of {self.rollout.limit} tokens, and none of them ends a response"
+            )
+        if turn is not None:
+            self._reason = None
+        elif self.finished:
+            self._last = fresh
+            return over
+        going: PieceState = "live" if self.rollout.live else "cut"
+        for at, (token, logprob, version, support) in enumerate(fresh, 1):
+            self.rollout.put(token, logprob, version, support, turn if turn and at == len(fresh) else going)
+        return over
+
+    def release(self) -> None:
+        """Let the reader have the end of the response."""
+        if self.rollout.ending:
+            self.rollout.end()
+            return
+        if self._reason is None:
+            raise ProtocolError(f"rollout {self.prompt.rollout} has not ended")
+        last, self._last = self._last, []
+        for at, (token, logprob, version, support) in enumerate(last, 1):
+            self.rollout.put(token, logprob, version, support, self._reason if at == len(last) else "live")
+
+
+VllmDecode: TypeAlias = RolloutBuffer[Request]
+"""One rollout of a :class:`oppo.vllm.VllmPolicy`."""
 
 
 def reports_supports(sampling: Sampling) -> bool:
@@ -39,34 +194,6 @@ def seed_of(seed: int, prompt: Prompt, start: int) -> int:
     """
     key = f"{seed} {prompt.admission} {prompt.sample} {start}".encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
-
-
-def params_of(sampling: Sampling, decode: VllmDecode, vocabulary: int) -> dict[str, object]:
-    """Return the keywords of a request's ``SamplingParams`` for a model that has so many ids.
-
-    vLLM adds at least -100 to a logit: those of ids that are never drawn become so improbable that, in float32, no
-    log-prob of another id tells.
-    """
-    padding = range(sampling.vocabulary or vocabulary, vocabulary)
-    start, truncated = decode.written, truncates(sampling)
-    return {
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k if truncated else 0,
-        "top_p": sampling.top_p if truncated else 1.0,
-        "seed": seed_of(sampling.seed, decode.prompt, start),
-        "max_tokens": decode.limit - start,
-        "min_tokens": max(0, sampling.min_new_tokens - start) if sampling.stop else 0,
-        "stop_token_ids": list(sampling.stop),
-        "ignore_eos": True,
-        "logprobs": sampling.top_k if truncated else 0,
-        "detokenize": False,
-        **({"logit_bias": dict.fromkeys(padding, -100.0)} if padding else {}),
-    }
-
-
-def prompt_of(decode: VllmDecode, salt: str) -> dict[str, object]:
-    """Return the prompt of a request: token ids, and a salt that keeps it from keys and values of other weights."""
-    return {"prompt_token_ids": decode.sequence, "cache_salt": salt}
 
 
 def drawn(completion: Completion, sampling: Sampling, start: int) -> list[tuple[int, float, Support]]:

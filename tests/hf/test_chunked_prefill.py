@@ -11,9 +11,9 @@ import torch
 
 from oppo.errors import ModelError
 from oppo.events import Prompt
-from oppo.hf.serve.decoder import Decoder, DecodeRow, DecodeStep
-from oppo.hf.serve.decoder import Signals
+from oppo.hf.serve.decoder import Decoder, DecodeRow, Signals
 from oppo.models import Sampling
+from oppo.rollout_buffer import DecodeStep
 from tests.hf import tiny
 from tests.hf.stories import Story, assert_close, prompts, serving, told
 

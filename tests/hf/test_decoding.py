@@ -11,8 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from oppo.errors import ProtocolError
-from oppo.hf.serve.policy import HfDecode
-from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.policy import HfDecode, HfPolicy
 from oppo.models import Sampling, Weights
 from tests.hf.stories import Serving, Story, assert_close, prompts, told
 

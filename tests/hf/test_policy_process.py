@@ -21,18 +21,16 @@ from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Batch, Prompt
 from oppo.hf.devices import use_cores
 from oppo.hf.recipe import ModelRecipe
-from oppo.hf.serve.decoder import Decoder, DecodeRow, DecodeStep
-from oppo.hf.serve.policy import HfDecode
-from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.decoder import PolicyCore
+from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
+from oppo.hf.serve.policy import HfDecode, HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.serve.decoder import Signals
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Process, Thread
+from oppo.rollout_buffer import DecodeStep
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.stories import SAMPLING, Story, prompts, serving, told

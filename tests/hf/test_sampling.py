@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from oppo.hf.serve.sampling import gumbel
-from oppo.hf.serve.sampling import draw
+from oppo.hf.serve.sampling import draw, gumbel
 from oppo.models import Sampling
 from oppo.support import Support
 from tests.hf.stories import allowed

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from oppo.hf.serve.sampling import gumbel
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.sampling import draw
+from oppo.hf.serve.sampling import draw, gumbel
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.stopping import SLACK, StopCriteria

@@ -91,7 +91,7 @@ def test_what_ends_in_the_overrun_of_a_cut_is_reported_first_at_the_next_decodin
         decodes = await bench.policy.open(varied(3))
         await bench.step(decodes, cut_at=1, limit=100)
         at_cut.extend(bench.pieces[rollout][-1].state for rollout in range(3))
-        assert decodes[1].withheld
+        assert decodes[1].row.withheld
         assert len(bench.tokens(1)) == 2, "the last token cannot be read before it is reported"
         await bench.step(decodes[1:], cut_at=1, limit=100)
 
@@ -122,7 +122,7 @@ def test_what_ends_in_the_overrun_of_the_last_step_is_never_reported_and_leaves_
     async def main() -> None:
         decodes = await bench.policy.open(varied(3))
         await bench.step(decodes, cut_at=1)
-        assert [decode.withheld for decode in decodes] == [False, True, False]
+        assert [decode.row.withheld for decode in decodes] == [False, True, False]
         for decode in decodes:
             await decode.aclose()
 
@@ -144,7 +144,7 @@ def test_a_rollout_that_a_stop_string_ended_in_the_overrun_is_not_decoded_on() -
     async def main() -> None:
         decodes = await bench.policy.open(varied(4))
         await bench.step(decodes[:2], cut_at=1, limit=100)
-        assert decodes[1].withheld
+        assert decodes[1].row.withheld
         (request,) = bench.llm.requests.values()
         made.append(len(request.tokens))
         await bench.step(decodes[1:], cut_at=2, limit=100)
@@ -174,7 +174,7 @@ def test_a_run_that_dies_with_a_withheld_rollout_trains_it_once_when_it_is_resum
         async with running(llm), one.graph().open(source) as run:
             await run.step()
             carried = [cast("VllmDecode", rollout.decode) for rollout in one.generate._in_flight.values()]
-            assert [(each.prompt.rollout, each.withheld) for each in carried] == [(2, True), (3, False)]
+            assert [(each.prompt.rollout, each.row.withheld) for each in carried] == [(2, True), (3, False)]
             write_state(tmp_path, {"run": run.state_dict(), "prompts": source.state_dict()})
             llm.die()
             await run.step()

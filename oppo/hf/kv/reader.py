@@ -10,7 +10,7 @@ A model that cannot attend in segments (:mod:`oppo.hf.kv.attention`) reads each 
 steps rows as one rectangle. Chunks are padded on the left: the last token of every row is in the last column, and a
 causal LM computes logits there only. The keys and values of padding are never stored.
 
-:class:`IncrementalPrefill` turns the events of growing rollouts into such calls::
+:class:`IncrementalPrefill` makes such calls from the events of growing rollouts::
 
     Prompt | Chunk | Given  ->  ReadState.unread  ->  spans, batched  ->  keep(span, outputs)
 

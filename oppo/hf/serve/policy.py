@@ -1,4 +1,14 @@
-"""The policy on transformers: a handle on the event loop to the core that decodes where the model lives."""
+"""The policy on transformers: a handle on the event loop to the core that decodes where the model lives.
+
+The decode loop calls the core, and again whenever a turn was answered, a rollout joins or weights come::
+
+    decode what is ready -> a turn ends: its row is parked -> the answer comes: the call returns, the next has the row
+    decode what is ready -> a rollout joins: the call returns with its rows parked -> the next call has its row too
+    decode what is ready -> weights come: the call returns with its rows parked -> they are loaded -> the next call
+
+Without turns, joins and new weights there is one call. Where every rollout waits for an answer there is none, so the
+model's place is free. In exact mode decoding waits with each turn, weights wait for its end, and no rollout joins.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +17,27 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 import anyio
 
-from oppo.rollout_buffer import response_to
-from oppo.errors import ModelLost, ProtocolError, leaves
+from oppo.errors import ModelLost, ProtocolError
 from oppo.events import Prompt, Response
 from oppo.hf.recipe import Loadable, ModelRecipe, ResidentRecipe, name_of, positions_of, vocabulary_of
-from oppo.hf.serve.policy import DecodeLoop
-from oppo.hf.serve.decoder import Decoder, DecodeRow
-from oppo.hf.serve.policy import HfDecode
-from oppo.hf.serve.decoder import PolicyCore, core_over
-from oppo.hf.serve.decoder import Counters
+from oppo.hf.serve.decoder import Counters, Decoder, DecodeRow, PolicyCore, Signals, core_over
 from oppo.hf.weights import SentWeights, addresses, share_storage
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Sampling, Weights
 from oppo.numeric import require_whole
-from oppo.placement import Hosting
+from oppo.placement import Callback, Hosted, Hosting
+from oppo.rollout_buffer import DecodeSteps, RolloutBuffer, raise_first, response_to, unfinished
 from oppo.stopping import StopCriteria, turn_ended
 
 PREFILL_TOKENS: Final = 2048
 """Tokens that are prefilled between two decode steps by default."""
+
+
+HfDecode: TypeAlias = RolloutBuffer[DecodeRow | None]
+"""One rollout of an :class:`HfPolicy`, with its row until the decode loop has it."""
 
 
 class HfPolicy:
@@ -194,28 +204,24 @@ class HfPolicy:
             ProtocolError: a decode is of another policy, was given up or has failed; or the policy decodes already.
             Exception: whatever ended the decode loop, with a note that names the rollouts.
         """
-        decodes = self._decodable(live)
+        if self._loop is not None:
+            raise ProtocolError("the policy is decoding already: leave that context before opening another")
+        decodes = unfinished(live, self)
         errors = list[Exception]()
-        loop = DecodeLoop(self._core, decodes, cut, exact=self._exact)
+        loop = DecodeLoop(self, self._core, decodes, cut, exact=self._exact)
         async with anyio.create_task_group() as tasks:
             if decodes or not self._exact:
                 self._loop = loop
                 tasks.start_soon(self._decode, loop, errors, name="decode")
             try:
-                yield FixedDecoding(self._name) if self._exact else HfDecoding(self, loop)
+                yield FixedDecoding(self._name) if self._exact else loop
             except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
                 errors.append(error)
             finally:
                 loop.stop()
-        if errors:
-            first, *others = errors
-            for other in (leaf for error in others for leaf in leaves(error)):
-                if other is not first:  # readers raise the very error of the decode loop
-                    first.add_note(f"and then {type(other).__name__}: {other}")
-            raise first
+        raise_first(errors)
 
     async def _decode(self, loop: DecodeLoop, errors: list[Exception]) -> None:
-        """Run the decode loop where the model lives; afterwards no decode is live."""
         failure: Exception | None = None
         try:
             await loop.run()
@@ -229,33 +235,29 @@ class HfPolicy:
             self._loop = None
             given_up = [decode.key for decode in loop.decodes if decode.given_up]
             if given_up:
-                await self.forget(given_up)
+                await self._forget(given_up)
 
-    async def forget(self, keys: Sequence[int]) -> None:
-        """Free the memory of rows that are parked."""
+    async def _forget(self, keys: Sequence[int]) -> None:
         with suppress(ModelLost):  # the memory is lost with the place it was in
             await self._core.call("forget", PolicyCore.forget, keys)
 
-    def _decodable(self, live: Sequence[Decode]) -> list[HfDecode]:
+    def collect(self) -> None:
+        """Put what the model's thread has made into the buffers of its rollouts."""
         if self._loop is not None:
-            raise ProtocolError("the policy is decoding already: leave that context before opening another")
-        return self.unfinished(live)
+            self._loop.collect()
 
-    def unfinished(self, live: Sequence[Decode]) -> list[HfDecode]:
-        """Return the decodes that have not ended.
+    def note_answer(self, rollout: HfDecode) -> None:
+        """Have a rollout whose turn was answered join the others, or end."""
+        del rollout
+        if self._loop is not None:
+            self._loop.note_answer()
 
-        Raises:
-            ProtocolError: a decode is of another policy, was given up or has failed.
-        """
-        decodes = []
-        for decode in live:
-            if not isinstance(decode, HfDecode) or not decode.resumable(self):
-                raise ProtocolError(
-                    f"expected open decodes of this policy, not {decode!r}: it is foreign, given up or failed"
-                )
-            if not decode.ended:
-                decodes.append(decode)
-        return decodes
+    async def discard(self, rollout: HfDecode) -> None:
+        """Drop the row of a rollout that was given up, a live one at the next decode step."""
+        if self._loop is not None and rollout.live:
+            self._loop.drop(rollout)
+        elif rollout.parked:
+            await self._forget([rollout.key])
 
     def _opened(self, rollout: Prompt | Response, *, turns: bool = False) -> HfDecode:
         """Return the decode of a rollout, whose row has the response so far.
@@ -267,15 +269,50 @@ class HfPolicy:
         prompt, length = response.prompt, len(response.prompt.tokens)
         limit = min(self._max_new_tokens, self._longest - length, self._limit(prompt))
         row = DecodeRow(next(self._keys), replace(prompt, columns={}), limit, response.tokens.tolist(), turns)
-        return HfDecode(self, response, row, turn_ended(response, self._stopping, limit) if turns else None)
+        ended = turn_ended(response, self._stopping, limit) if turns else None
+        return RolloutBuffer(self, row.key, row, response, limit, turns=turns, ended=ended)
 
 
-class HfDecoding:
-    """The :class:`~oppo.models.Decoding` of a policy, which rollouts join while its context is open."""
+class DecodeLoop:
+    """Decodes rollouts until the cut returns true or :meth:`stop` is called; in exact mode, until each has ended.
 
-    def __init__(self, policy: HfPolicy, loop: DecodeLoop) -> None:
+    Args:
+        policy: whose rollouts they are.
+        core: where the model lives.
+        decodes: of rollouts that have not ended; they are live from now on.
+        cut: called with the rollouts that ended together.
+        exact: wait with all rollouts while a turn is unanswered.
+    """
+
+    def __init__(
+        self, policy: HfPolicy, core: Hosted[PolicyCore], decodes: Sequence[HfDecode], cut: Cut, *, exact: bool
+    ) -> None:
+        self.decodes = list(decodes)
         self._policy = policy
-        self._loop = loop
+        self._core = core
+        self._cut = cut
+        self._exact = exact
+        self._over = False
+        self._ready: Sequence[HfDecode] = ()  # of the call in progress, in the order of its signals
+        self._signals: Signals | None = None
+        self._steps: DecodeSteps[DecodeRow | None] | None = None
+        self._news = anyio.Event()
+        self._call = anyio.Lock(fast_acquire=True)  # fair: who waits comes before the next call
+        self._ended = anyio.Event()
+        for decode in decodes:
+            decode.begin()
+
+    def stop(self) -> None:
+        """Stop after the decode step in progress."""
+        self._over = True
+        self._interrupt()
+        self._news.set()
+
+    def note_answer(self) -> None:
+        """Have a rollout that was added, answered or given up join or leave at the next decode step."""
+        if not self._exact:
+            self._interrupt()
+        self._news.set()
 
     async def add(self, decodes: Sequence[Decode]) -> None:
         """Decode these as well, from the next decode step on; those that come after the cut stay parked.
@@ -283,7 +320,94 @@ class HfDecoding:
         Raises:
             ProtocolError: a decode is of another policy, was given up, has failed or is decoded already.
         """
-        joining = self._policy.unfinished(decodes)
+        joining = unfinished(decodes, self._policy)
         if live := [decode.prompt.rollout for decode in joining if decode.live]:
             raise ProtocolError(f"rollouts {live} are being decoded, so they cannot join")
-        self._loop.add(joining)
+        if not self._over:
+            for decode in joining:
+                decode.begin()
+            self.decodes += joining
+            self.note_answer()
+
+    def collect(self) -> None:
+        """Put what the call in progress has made into the buffers of its rollouts."""
+        if self._steps is not None:
+            self._steps.hand_out()
+
+    def drop(self, decode: HfDecode) -> None:
+        """Have the call in progress drop the row of a rollout that was given up."""
+        if self._signals is not None and decode in self._ready:
+            self._signals.give_up(self._ready.index(decode))
+        if decode.unanswered:
+            self.note_answer()
+
+    def _interrupt(self) -> None:
+        # The call in progress returns after its decode step; the rows that have not ended are parked.
+        if self._signals is not None:
+            self._signals.stop()
+
+    @asynccontextmanager
+    async def between_steps(self) -> AsyncIterator[None]:
+        """Keep the model from decoding, between two decode steps; in exact mode, wait for the end of all."""
+        if self._exact:
+            await self._ended.wait()
+        self._interrupt()
+        async with self._call:
+            yield
+
+    async def run(self) -> None:
+        """Decode until the end.
+
+        Raises:
+            Exception: whatever ended a call.
+        """
+        try:
+            await self._run()
+        finally:
+            self._over = True
+            self._ended.set()
+
+    async def _run(self) -> None:
+        while not self._over:
+            await self._end_finished()
+            async with self._call:
+                open_ = [decode for decode in self.decodes if decode.live and not decode.given_up]
+                if self._over or (self._exact and not open_):
+                    return
+                if any(decode.ending for decode in open_):  # an answer that came meanwhile
+                    continue
+                ready = [decode for decode in open_ if not decode.unanswered]
+                if ready and not (self._exact and len(ready) < len(open_)):
+                    await self._decode(ready)
+                    continue
+                self._news = anyio.Event()
+            await self._news.wait()
+
+    async def _end_finished(self) -> None:
+        ended = [each for each in self.decodes if each.ending and not each.given_up]
+        if ended:
+            ended.sort(key=lambda each: each.order)
+            self._cutting([decode.prompt.rollout for decode in ended])
+            for decode in ended:
+                decode.end()
+            await self._core.call("forget", PolicyCore.forget, [decode.key for decode in ended])
+
+    async def _decode(self, ready: Sequence[HfDecode]) -> None:
+        new = [decode.row for decode in ready if decode.row is not None]
+        for decode in ready:
+            decode.row = None
+        answers = {decode.key: decode.pop_answer() for decode in ready}
+        self._ready, signals, steps = ready, Signals.of(len(ready)), DecodeSteps(ready)
+        self._signals, self._steps = signals, steps
+        cut, deliver = Callback(self._cutting), Callback(steps.push, oneway=True)
+        try:
+            await self._core.call("decode", PolicyCore.run, new, answers, cut, signals, deliver)
+        finally:
+            steps.hand_out()
+            self._ready, self._signals, self._steps = (), None, None
+
+    def _cutting(self, finished: Sequence[int]) -> bool:
+        # Called on the event loop, in the model's thread, or by who waits for the model's child.
+        cutting = self._cut(finished)
+        self._over = self._over or cutting
+        return cutting

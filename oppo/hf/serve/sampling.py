@@ -3,7 +3,8 @@
 ``argmax(logits + g)`` with independent standard Gumbel ``g`` is a sample from ``softmax(logits)`` (Gumbel, 1954;
 Maddison et al., 2014, "A* sampling"). Unlike inverting a cumulative sum it is robust: an error of 1e-6 in one logit
 changes the token only where the two best perturbed logits nearly tie, so the same noise gives the same tokens under
-another batch shape, chunking or device.
+another batch shape, chunking or device. The noise is a function of the seed and of a token's admission number, sample
+and position.
 """
 
 from __future__ import annotations
@@ -95,7 +96,6 @@ def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Te
 
 
 def _without_stop(logits: Tensor, too_short: Tensor, stop: Sequence[int]) -> tuple[Tensor, DeviceSupport]:
-    """Return ``logits``, minus infinity for stop tokens in the rows that must not end yet, and the support left."""
     within = sorted({token for token in stop if token < logits.shape[-1]})
     ends = torch.tensor(within, dtype=torch.int32, device=logits.device)
     barred = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
@@ -105,7 +105,6 @@ def _without_stop(logits: Tensor, too_short: Tensor, stop: Sequence[int]) -> tup
 
 
 def _kept(logits: Tensor, sampling: Sampling) -> _Kept | None:
-    """Return what ``top_k`` and ``top_p`` keep; ``None`` if they keep every id, or decoding is greedy."""
     if sampling.temperature == 0 or (not 0 < sampling.top_k < logits.shape[-1] and sampling.top_p == 1):
         return None
     if not sampling.top_k:
@@ -128,7 +127,130 @@ def _nucleus(logits: Tensor, top_p: float) -> _Kept:
 
 
 def _until(best: Tensor, probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return ``best``, minus infinity where larger logits already have ``top_p`` of the mass, and the mass kept."""
     mass = probabilities.cumsum(-1)
     stays = mass - probabilities < top_p
     return best.masked_fill(~stays, -torch.inf), mass.gather(1, (stays.sum(-1, keepdim=True) - 1).clamp_(min=0))
+
+
+AHEAD = 16
+"""Positions of a row for which noise is made at once, at most: noise beyond the end of a response is wasted."""
+
+ENTRIES = 2**18
+"""About how many numbers are made at once, one position's at least: for fewer, calling torch dominates the cost."""
+
+
+def _signed(word: int, bits: int) -> int:
+    word &= (1 << bits) - 1
+    return word - (1 << bits) if word >> (bits - 1) else word
+
+
+_GOLDEN64 = _signed(0x9E3779B97F4A7C15, 64)
+
+_MIX64 = (_signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64))
+
+_GOLDEN32 = _signed(0x9E3779B1, 32)
+
+_MIX32 = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32))
+
+
+def gumbel(seed: int, admission: Tensor, sample: Tensor, position: Tensor, vocabulary: int) -> Tensor:
+    """Return standard Gumbel noise, float32 [n, vocabulary], that depends only on the arguments of its row.
+
+    Integer arithmetic up to the last two logarithms: the 31 random bits of an entry are the same on every device.
+
+    Args:
+        seed: any integer; its low 64 bits count.
+        admission, sample, position: int64 [n], of the token to be drawn.
+        vocabulary: entries per row; a longer row begins with the shorter one.
+    """
+    key = torch.full_like(admission, _signed(seed, 64))
+    for word in (admission, sample, position):
+        key = _splitmix64(key) ^ word
+    key = _splitmix64(key)
+    low, high = _signed_halves(key)
+    tokens = torch.arange(vocabulary, dtype=torch.int32, device=key.device) * _GOLDEN32
+    bits = _hash32(tokens.unsqueeze(0) ^ low.unsqueeze(1), high.unsqueeze(1))
+    # u in (0, 1) is finest near 0, so g = -log(-log(1 - u)) is finest in its upper tail, which decides an argmax.
+    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+class Noise:
+    """Returns the noise of :func:`gumbel`, bit for bit, made for several positions ahead.
+
+    Args:
+        seed: keys the noise.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._columns: dict[tuple[int, int], int] = {}  # where each row is in the block
+        self._starts: list[int] = []  # the position of each row at which the block begins
+        self._block = torch.empty(0, 0, 0)  # [positions, rows, V]
+
+    def __call__(
+        self, rows: Sequence[tuple[int, int]], positions: Sequence[int], vocabulary: int, device: torch.device
+    ) -> Tensor:
+        """Return standard Gumbel noise, float32 [n, vocabulary] on ``device``, not to be written to.
+
+        Args:
+            rows: admission number and sample of each row.
+            positions: of the token that each row is about to draw.
+            vocabulary: entries per row.
+        """
+        offset = self._offset(rows, positions)
+        if offset is None or self._block.shape[2] != vocabulary or self._block.device != device:
+            self._make(rows, positions, vocabulary, device)
+            offset = 0
+        noise = self._block[offset]
+        if len(rows) == len(self._columns) and list(self._columns) == list(rows):
+            return noise
+        return noise[[self._columns[row] for row in rows]]
+
+    def _offset(self, rows: Sequence[tuple[int, int]], positions: Sequence[int]) -> int | None:
+        columns = [self._columns.get(row, -1) for row in rows]
+        if -1 in columns:
+            return None
+        offsets = {position - self._starts[column] for position, column in zip(positions, columns, strict=True)}
+        (offset, *others) = offsets
+        return None if others or not 0 <= offset < len(self._block) else offset
+
+    def _make(
+        self, rows: Sequence[tuple[int, int]], positions: Sequence[int], vocabulary: int, device: torch.device
+    ) -> None:
+        count = max(1, min(AHEAD, ENTRIES // (len(rows) * vocabulary)))
+        places = torch.tensor([(*row, at) for row, at in zip(rows, positions, strict=True)], device=device)
+        admission, sample, start = places.repeat(count, 1).unbind(1)
+        ahead = torch.arange(count, device=device).repeat_interleave(len(rows))
+        noise = gumbel(self._seed, admission, sample, start + ahead, vocabulary)
+        self._block = noise.view(count, len(rows), vocabulary)
+        self._columns, self._starts = {row: at for at, row in enumerate(rows)}, list(positions)
+
+
+def _shifted(word: Tensor, by: int, bits: int) -> Tensor:
+    # ``word >>> by``: torch's shift of a signed integer copies the sign instead.
+    return (word >> by).bitwise_and_((1 << (bits - by)) - 1)
+
+
+def _splitmix64(state: Tensor) -> Tensor:
+    # Steele, Lea, Flood, 2014.
+    word = state + _GOLDEN64
+    word = (word ^ _shifted(word, 30, 64)) * _MIX64[0]
+    word = (word ^ _shifted(word, 27, 64)) * _MIX64[1]
+    return word ^ _shifted(word, 31, 64)
+
+
+def _signed_halves(word: Tensor) -> tuple[Tensor, Tensor]:
+    low = (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
+    return low.to(torch.int32), (word >> 32).to(torch.int32)
+
+
+def _hash32(word: Tensor, key: Tensor) -> Tensor:
+    # 31 random bits for each word, which is overwritten: lowbias32 (Wellons, 2018), keyed half-way.
+    word ^= _shifted(word, 16, 32)
+    word *= _MIX32[0]
+    word += key
+    word ^= _shifted(word, 15, 32)
+    word *= _MIX32[1]
+    word ^= _shifted(word, 16, 32)
+    return word.bitwise_and_(0x7FFFFFFF)

@@ -27,8 +27,7 @@ from transformers import PreTrainedModel
 from oppo.errors import ConfigError, ModelLost
 from oppo.events import BoolArray, Chunk, Finish, FloatArray, Given, Prompt, Response
 from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
-from oppo.hf.kv.reader import Incremental
-from oppo.hf.kv.reader import IncrementalPrefill, ReadState, TokenSpan
+from oppo.hf.kv.reader import Incremental, IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.recipe import Loadable, ModelRecipe, worker_of
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage

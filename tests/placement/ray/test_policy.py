@@ -18,8 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
 from oppo.hf.recipe import ModelRecipe
-from oppo.hf.serve.policy import HfDecode
-from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.policy import HfDecode, HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Sampling, Weights
 from oppo.observe import now

@@ -57,7 +57,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def has_written(decode: VllmDecode, tokens: int) -> bool:
-    return decode.written >= tokens
+    return decode.row.written >= tokens
 
 
 def tokens_of(pieces: Sequence[Piece]) -> list[int]:
@@ -166,7 +166,7 @@ async def test_rollouts_that_are_preempted_go_on_with_their_noise(engine: VllmEn
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
         for decode, into in zip(decodes, pieces, strict=True):
             readers.start_soon(read, decode, into)
-        await until(lambda: min(decode.written for decode in decodes) >= 20)
+        await until(lambda: min(decode.row.written for decode in decodes) >= 20)
         await policy.load(Weights(1, model.state_dict()))
     versions = np.concatenate([piece.versions for piece in pieces[0]])
     assert set(versions.tolist()) == {0, 1}

@@ -1,19 +1,69 @@
-"""What the policies of every backend share: a decode's unread tokens, and the check of what is opened."""
+"""The rollout buffer between an engine and the readers of its rollouts.
+
+::
+
+    engine  -> put(token, ...)          -> RolloutBuffer -> read(limit) -> Piece        a reader of the rollout
+    engine  -> DecodeSteps.push(step)   -> put            from the thread or the process in which the model decodes
+    engine  <- answer                   <- proceed(given) <- turn()                     a conversation
+
+An engine makes tokens, and calls the cut before it pushes a response's last one. It keeps what it needs of a rollout as
+the buffer's ``row``.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
 import numpy as np
 
-from oppo.errors import ModelError, ProtocolError
-from oppo.events import FinishReason, IntArray, Prompt, Response
-from oppo.models import Piece, PieceState
+from oppo.errors import ModelError, ProtocolError, leaves
+from oppo.events import FinishReason, FloatArray, IntArray, Prompt, Response
+from oppo.models import Decode, Piece, PieceState
 from oppo.support import Support
 from oppo.turns import turn_so_far
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeStep:
+    """The tokens of one decode step: one for each live row, in admission order.
+
+    Attributes:
+        keys: of the n rows.
+        tokens: int32 [n].
+        logprobs: float32 [n], natural logarithm.
+        version: of the weights that made the tokens.
+        reasons: why a row ended with its token; ``None`` while it is live.
+        support: the ids that each of the n tokens was drawn from.
+    """
+
+    keys: tuple[int, ...]
+    tokens: IntArray
+    logprobs: FloatArray
+    version: int
+    reasons: tuple[FinishReason | None, ...]
+    support: Support = field(default_factory=Support)
+
+
+class DecodeEngine(Protocol[R]):
+    """What the buffer of a rollout asks of the engine that decodes it, on the event loop."""
+
+    def collect(self) -> None:
+        """Put what has arrived of any rollout; called before a reader waits."""
+
+    def note_answer(self, rollout: RolloutBuffer[R]) -> None:
+        """Let a rollout go on after its turn with ``pop_answer()``, or end if it is ``ending``."""
+
+    async def discard(self, rollout: RolloutBuffer[R]) -> None:
+        """Free what is held of a rollout that its reader has given up."""
 
 
 class _Token(NamedTuple):
@@ -24,16 +74,19 @@ class _Token(NamedTuple):
     given: bool = False
 
 
-class BufferedDecode:
-    """One rollout of a policy; it buffers the rollout's tokens until they are read.
+class RolloutBuffer(Generic[R]):
+    """One rollout of a policy, as :class:`oppo.turns.TurnDecode`; it buffers the rollout's tokens until they are read.
 
-    It lives on the event loop. Its reader uses :meth:`read`, a conversation :meth:`turn`, :meth:`proceed` and
-    :meth:`finish`; the policy, which a backend derives from it, the rest.
+    It lives on the event loop. Its reader uses :meth:`read` and :meth:`aclose`, a conversation :meth:`turn`,
+    :meth:`proceed` and :meth:`finish`; the engine the rest.
 
     Args:
+        engine: decodes it.
+        key: by which the engine names the rollout.
+        row: what the engine keeps of the rollout.
         response: so far; it is not read again.
         limit: length in tokens at which the response ends.
-        turns: whether a token that would end the response ends a turn (:class:`oppo.turns.TurnDecode`).
+        turns: whether a token that would end the response ends a turn.
         ended: why a turn has ended with the response so far; ``None`` if none has.
 
     Attributes:
@@ -42,8 +95,19 @@ class BufferedDecode:
     """
 
     def __init__(
-        self, response: Response, limit: int, *, turns: bool = False, ended: FinishReason | None = None
+        self,
+        engine: DecodeEngine[R],
+        key: int,
+        row: R,
+        response: Response,
+        limit: int,
+        *,
+        turns: bool = False,
+        ended: FinishReason | None = None,
     ) -> None:
+        self.engine = engine
+        self.key = key
+        self.row = row
         self.prompt = response.prompt
         self.limit = limit
         self.turns = turns
@@ -57,10 +121,16 @@ class BufferedDecode:
         self._failure: Exception | None = None
         self._readiness: anyio.Event | None = None
         self._given = 0  # unread tokens that were given
+        self._answer: list[int] = []
         self._turn = turn_so_far(response) if turns else []
         self._unanswered = ended
         self._final: FinishReason | None = None
         self._turned: anyio.Event | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key of admission order: admission number and sample."""
+        return self.prompt.admission, self.prompt.sample
 
     @property
     def live(self) -> bool:
@@ -73,9 +143,13 @@ class BufferedDecode:
         return self._state not in ("live", "cut")
 
     @property
-    def usable(self) -> bool:
-        """Whether it may be decoded: it was not given up, and has not failed."""
-        return not self.given_up and self._failure is None
+    def parked(self) -> bool:
+        """Whether it is unfinished and not being decoded."""
+        return self._state == "cut"
+
+    def usable_by(self, engine: object) -> bool:
+        """Return whether ``engine`` may decode it: it was not given up, and has not failed."""
+        return self.engine is engine and not self.given_up and self._failure is None
 
     @property
     def received(self) -> int:
@@ -118,9 +192,9 @@ class BufferedDecode:
             version = self._version
             self._unread += [_Token(token, 0.0, version, Support(), True) for token in given.tolist()]
             self._given += len(given)
-            self._turn, self._unanswered = [], None
-            self.wake_if_readable()
-        self.answered(given)
+            self._turn, self._unanswered, self._answer = [], None, given.tolist()
+            self._wake_if_readable()
+        self.engine.note_answer(self)
         return True
 
     def finish(self) -> bool:
@@ -129,7 +203,7 @@ class BufferedDecode:
         if not self.live:
             return False
         self._final = self._unanswered
-        self.answered(np.zeros(0, np.int32))
+        self.engine.note_answer(self)
         return True
 
     def _require_turn(self, given: int) -> None:
@@ -137,8 +211,10 @@ class BufferedDecode:
             what = "a turn that has ended" if given else "at least one token"
             raise ProtocolError(f"rollout {self.prompt.rollout}: expected {what} to go on after")
 
-    def answered(self, given: IntArray) -> None:
-        """Called when a turn was answered, by these tokens if the response goes on: :attr:`ending` says so."""
+    def pop_answer(self) -> list[int]:
+        """Return the tokens that the engine reads after a turn, and has not read."""
+        answer, self._answer = self._answer, []
+        return answer
 
     def end(self) -> None:
         """Let the reader have the end of a response that ends with its turn."""
@@ -162,7 +238,7 @@ class BufferedDecode:
         if self._readiness is not None:
             raise ProtocolError(f"two reads of rollout {self.prompt.rollout} at once: it has one reader")
         self.enough = self._taken + limit
-        self.before_wait()
+        self.engine.collect()
         while not self._readable():
             self._readiness = anyio.Event()
             try:
@@ -171,8 +247,12 @@ class BufferedDecode:
                 self._readiness = None
         return self._take(limit)
 
-    def before_wait(self) -> None:
-        """Called before a read looks at what has arrived."""
+    async def aclose(self) -> None:
+        """Give up the rollout and free its memory; idempotent. A live row's memory is freed at the next decode step."""
+        if not self.given_up:
+            self.given_up = True
+            self.wake()
+            await self.engine.discard(self)
 
     def begin(self) -> None:
         """Become live."""
@@ -189,10 +269,9 @@ class BufferedDecode:
             self._wake_turn()
         else:
             self._state = state
-        self.wake_if_readable()
+        self._wake_if_readable()
 
-    def wake_if_readable(self) -> None:
-        """Wake the reader if there is enough to read."""
+    def _wake_if_readable(self) -> None:
         if self._readable():
             self.wake()
 
@@ -241,6 +320,63 @@ class BufferedDecode:
             Support.concatenate((support, 1) for support in supports),
             given,
         )
+
+
+class DecodeSteps(Generic[R]):
+    """Carries decode steps to the rollouts that are decoded, from another thread.
+
+    It wakes the event loop only when a reader has enough tokens or a response ends, not at every decode step. A reader
+    first sets ``enough``, then calls :meth:`hand_out`, then waits: earlier tokens are handed out then, and later ones
+    are compared with ``enough``.
+    """
+
+    def __init__(self, rollouts: Iterable[RolloutBuffer[R]]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._rollouts = {rollout.key: rollout for rollout in rollouts}
+        self._lengths = {key: rollout.received for key, rollout in self._rollouts.items()}
+        self._steps: deque[DecodeStep] = deque()
+
+    def push(self, step: DecodeStep) -> None:
+        """Take a decode step; called in the model's thread, or in the thread that waits for the model's process."""
+        self._steps.append(step)
+        for key in step.keys:
+            self._lengths[key] += 1
+        if any(step.reasons) or any(self._lengths[key] >= self._rollouts[key].enough for key in step.keys):
+            self._loop.call_soon_threadsafe(self.hand_out)
+
+    def hand_out(self) -> None:
+        """Put all tokens into the buffers of their rollouts; called on the event loop."""
+        while self._steps:
+            step = self._steps.popleft()
+            supports = step.support.split(len(step.keys))
+            columns = zip(step.keys, step.tokens.tolist(), step.logprobs.tolist(), supports, step.reasons, strict=True)
+            for key, token, logprob, support, reason in columns:
+                self._rollouts[key].put(token, logprob, step.version, support, reason or "live")
+
+
+def unfinished(decodes: Sequence[Decode], engine: DecodeEngine[R]) -> list[RolloutBuffer[R]]:
+    """Return the rollouts that have not ended.
+
+    Raises:
+        ProtocolError: one is of another engine, was given up or has failed.
+    """
+    for decode in decodes:
+        if not isinstance(decode, RolloutBuffer) or not decode.usable_by(engine):
+            raise ProtocolError(
+                f"expected open decodes of this policy, not {decode!r}: it is foreign, given up or failed"
+            )
+    return [rollout for rollout in cast("Sequence[RolloutBuffer[R]]", decodes) if not rollout.ended]
+
+
+def raise_first(errors: Sequence[Exception]) -> None:
+    """Raise the first error, if there is one; the others are added as notes. Readers raise the very same one."""
+    if not errors:
+        return
+    first, *others = errors
+    for other in (leaf for error in others for leaf in leaves(error)):
+        if other is not first:
+            first.add_note(f"and then {type(other).__name__}: {other}")
+    raise first
 
 
 def response_to(rollout: Prompt | Response, model: str, *, vocabulary: int, longest: int) -> Response:

@@ -1,0 +1,476 @@
+"""Continuous batching where the model lives: decode steps, chunked prefill, and the cut between two decode steps.
+
+::
+
+    each live row reads its last token, all of them in one forward pass
+    rows whose KV cache is missing or stale prefill one portion of their tokens; fully read, they become live
+    draw one token for each live row -> call the cut with the rollouts that ended -> deliver the step -> again
+
+A long prompt is prefilled between decode steps, so live rows do not wait for it. In exact mode all rows enter together.
+
+Everything here is synchronous and runs in one thread, possibly of another process than the readers'. :class:`Signals`
+and :class:`Counters` are a few bytes of memory that both see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from ctypes import Structure, c_int64, sizeof
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from oppo.errors import ModelError
+from oppo.events import FinishReason, Prompt
+from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
+from oppo.hf.kv.reader import EXACT_BLOCK, Incremental
+from oppo.hf.recipe import Loadable, ModelRecipe
+from oppo.hf.serve.sampling import Noise, draw
+from oppo.hf.shared_memory import SharedModel
+from oppo.hf.weights import adopt
+from oppo.models import Cut, Sampling, Weights
+from oppo.placement import Recipe
+from oppo.placement.block import Block
+from oppo.placement.mirrored import Gauge, Notice
+from oppo.rollout_buffer import DecodeStep
+from oppo.stopping import Detokenize, StopCriteria
+from oppo.support import Support
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRow:
+    """A rollout in the decode loop.
+
+    Attributes:
+        key: the row's name in the cache and in decode steps.
+        limit: length in tokens at which the response ends with reason ``length``.
+        tokens: the response so far; the model has yet to read the last one.
+        turns: whether a token that would end the response ends a turn.
+        reason: why the response, or a turn of it, has ended; ``None`` while it continues.
+        given_up: its reader has closed it; the row leaves at the next decode step.
+    """
+
+    key: int
+    prompt: Prompt
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    turns: bool = False
+    reason: FinishReason | None = None
+    given_up: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a turn has ended, so that the row is kept."""
+        return self.turns and self.reason in ("eos", "stop")
+
+    def proceed(self, given: Sequence[int]) -> None:
+        """Go on, after a turn with tokens to read."""
+        self.tokens.extend(given)
+        self.reason = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key of admission order: admission number and sample."""
+        return self.prompt.admission, self.prompt.sample
+
+    def sequence(self) -> Tensor:
+        """Return prompt and response so far, int64."""
+        return torch.tensor([*self.prompt.tokens.tolist(), *self.tokens])
+
+
+Deliver: TypeAlias = Callable[[DecodeStep], None]
+"""Makes a decode step's tokens visible to readers."""
+
+
+class Decoder:
+    """Decodes rows with one model, one token of each at a time.
+
+    Pickled, it crosses to another process without its keys and values, over the same weights and counters.
+
+    Args:
+        model: a causal LM.
+        sampling: how tokens are drawn.
+        exact: prefill so that a row's bits depend on no other row, and keep rows in admission order.
+        prefill_tokens: tokens, padding included, that are prefilled between two decode steps.
+        decode: returns the text of tokens, for stop strings.
+        counters: continued; new ones unless given.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        sampling: Sampling,
+        exact: bool,
+        prefill_tokens: int,
+        decode: Detokenize | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self.model = model
+        self.counters = counters or Counters.over()
+        self.reader = Incremental(model, ordered=exact)
+        self._sampling = sampling
+        self._noise = Noise(sampling.seed)
+        self._stopping = StopCriteria(sampling, decode)
+        self._exact = exact
+        self._prefill_tokens = prefill_tokens
+        self._over = partial(
+            Decoder,
+            sampling=sampling,
+            exact=exact,
+            prefill_tokens=prefill_tokens,
+            decode=decode if sampling.stop_strings else None,
+            counters=self.counters,
+        )
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return self._over, (SharedModel(self.model),)
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[DecodeRow], cut: Cut, signals: Signals, deliver: Deliver) -> None:
+        """Decode ``rows`` until each has ended, ``cut`` returns true or ``signals`` stop the loop; the rest is parked.
+
+        A row whose turn has ended is parked too. In exact mode all are then, so that it joins the others where it left.
+
+        Raises:
+            ModelError: logits were not finite. The cache then holds none of ``rows``, as after any other error.
+        """
+        try:
+            self._decode(rows, cut, signals, deliver)
+        except BaseException:
+            self.reader.forget([row.key for row in rows])  # a failed pass leaves their lengths unknown
+            raise
+
+    def _decode(self, rows: Sequence[DecodeRow], cut: Cut, signals: Signals, deliver: Deliver) -> None:
+        ordered = sorted(rows, key=lambda row: row.order)
+        live = [row for row in ordered if self._is_parked(row)]
+        tokens = torch.tensor([row.tokens[-1] for row in live], dtype=torch.int64)
+        others = [row for row in ordered if not self._is_parked(row)]
+        prefill = ChunkedPrefill(self.reader, others, budget=self._prefill_tokens, exact=self._exact)
+        while live or prefill:
+            for at in signals.given_up():
+                rows[at].given_up = True
+            live, logits = self._advance(live, tokens, prefill, signals)
+            if logits is not None:
+                step, tokens = self._draw(live, logits)
+                ended = [row.prompt.rollout for row in live if row.reason and not row.waits]
+                waiting = any(row.waits for row in live)
+                cutting = bool(ended) and cut(ended)
+                deliver(step)
+                live, tokens = self._continuing(live, tokens)
+                if cutting or (waiting and self._exact):
+                    return
+            if signals.stopped:
+                return
+
+    def _is_parked(self, row: DecodeRow) -> bool:
+        return bool(row.tokens) and self.reader.length(row.key) == len(row.prompt.tokens) + len(row.tokens) - 1
+
+    def _advance(
+        self, live: list[DecodeRow], tokens: Tensor, prefill: ChunkedPrefill, signals: Signals
+    ) -> tuple[list[DecodeRow], Tensor | None]:
+        """Prefill a portion and read the last token of each live row; return the rows to draw for and their logits.
+
+        Both are in admission order; the logits [n, V] are ``None`` when no row is fully read.
+        """
+        prefilled = prefill.tokens
+        joining = prefill.read(signals)
+        self.counters.prefilled += prefill.tokens - prefilled
+        outputs = [self.reader.step([row.key for row in live], tokens)] if live else []
+        if not joining:
+            return live, outputs[0] if outputs else None
+        outputs += [last for _, last in joining]
+        together = [*live, *(row for row, _ in joining)]
+        order = sorted(range(len(together)), key=lambda at: together[at].order)
+        return [together[at] for at in order], torch.cat(outputs)[order]
+
+    def _draw(self, live: Sequence[DecodeRow], logits: Tensor) -> tuple[DecodeStep, Tensor]:
+        lengths, logits = [len(row.tokens) for row in live], logits[:, self._sampling.drawn]
+        noise = None
+        if self._sampling.temperature > 0:
+            noise = self._noise([row.order for row in live], lengths, logits.shape[-1], logits.device)
+        short = [length < self._sampling.min_new_tokens for length in lengths]
+        too_short = torch.tensor(short, device=logits.device) if any(short) else None
+        tokens, logprobs, support = draw(logits, noise, self._sampling, too_short)
+        host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()  # both exact in float64: one transfer
+        finite = np.isfinite(host[1])
+        if not finite.all():
+            broken = [row.prompt.rollout for row, fine in zip(live, finite, strict=True) if not fine]
+            raise ModelError(
+                f"the policy's logits at version {self.counters.version} are not finite for rollouts {broken}: "
+                "the weights have diverged or overflow their dtype"
+            )
+        ids = host[0].astype(np.int32)
+        for row, token in zip(live, ids.tolist(), strict=True):
+            row.tokens.append(token)
+            row.reason = self._stopping.reason(row.tokens, row.limit)
+        self.counters.decode_steps += 1
+        self.counters.tokens += len(live)
+        step = DecodeStep(
+            tuple(row.key for row in live),
+            ids,
+            host[1].astype(np.float32),
+            self.counters.version,
+            tuple(row.reason for row in live),
+            Support() if support is None else Support(*(tensor.cpu().numpy() for tensor in support)),
+        )
+        return step, tokens
+
+    def _continuing(self, live: list[DecodeRow], tokens: Tensor) -> tuple[list[DecodeRow], Tensor]:
+        stays = [row.reason is None and not row.given_up for row in live]
+        if all(stays):
+            return live, tokens
+        self.reader.forget(
+            [row.key for row, stay in zip(live, stays, strict=True) if not stay and (row.given_up or not row.waits)]
+        )
+        kept = torch.tensor([at for at, stay in enumerate(stays) if stay], dtype=torch.int64, device=tokens.device)
+        return [row for row, stay in zip(live, stays, strict=True) if stay], tokens[kept]
+
+
+class ChunkedPrefill:
+    """Rows to be prefilled, the shortest remainder first; tokens that ``reader`` holds are not read again.
+
+    A portion is a rectangle of at most ``budget`` tokens: as many whole rows of similar length as fit, or a piece of
+    one that does not fit. It is read in the passes that cost least. With ``exact`` a portion holds all rows, and each
+    is read alone, in blocks on an absolute grid.
+
+    Attributes:
+        tokens: read so far.
+    """
+
+    def __init__(self, reader: Incremental, rows: Iterable[DecodeRow], *, budget: int, exact: bool) -> None:
+        self.tokens = 0
+        self._reader = reader
+        self._budget = budget
+        self._exact = exact
+        unread = [(row, row.sequence()[reader.length(row.key) :]) for row in rows]
+        self._waiting = unread if exact else sorted(unread, key=lambda pair: len(pair[1]))
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def read(self, signals: Signals) -> list[tuple[DecodeRow, Tensor]]:
+        """Read one portion; return each row that is complete, with the logits [1, V] at its last position.
+
+        Rows given up meanwhile are forgotten. Once ``signals`` are stopped nothing is read, and with ``exact`` all
+        waiting rows are forgotten.
+        """
+        gone = [row.key for row, _ in self._waiting if row.given_up]
+        if gone:
+            self._reader.forget(gone)
+            self._waiting = [pair for pair in self._waiting if not pair[0].given_up]
+        if self._exact:
+            return self._read_all(signals)
+        portion = [] if signals.stopped else self._portion()
+        logits = self._pass(portion) if portion else []
+        incomplete = self._waiting[0][0] if self._waiting else None
+        return [(row, last) for (row, _), last in zip(portion, logits, strict=True) if row is not incomplete]
+
+    def _read_all(self, signals: Signals) -> list[tuple[DecodeRow, Tensor]]:
+        complete: list[tuple[DecodeRow, Tensor]] = []
+        for row, tokens in self._waiting:
+            for block in tokens.split(EXACT_BLOCK):
+                if signals.stopped:
+                    self._reader.forget([row.key for row, _ in self._waiting])
+                    return []
+                (last,) = self._pass([(row, block)])
+            complete.append((row, last))
+        self._waiting = []
+        return complete
+
+    def _portion(self) -> list[tuple[DecodeRow, Tensor]]:
+        if self._waiting and len(self._waiting[0][1]) > self._budget:
+            row, tokens = self._waiting[0]
+            self._waiting[0] = row, tokens[self._budget :]
+            return [(row, tokens[: self._budget])]
+        count = 0
+        while count < len(self._waiting) and (count + 1) * len(self._waiting[count][1]) <= self._budget:
+            count += 1
+        portion, self._waiting = self._waiting[:count], self._waiting[count:]
+        return portion
+
+    def _pass(self, portion: Sequence[tuple[DecodeRow, Tensor]]) -> list[Tensor]:
+        lengths = [len(tokens) for _, tokens in portion]
+        self.tokens += sum(lengths)
+        logits: dict[int, Tensor] = {}
+        for group in cheapest_groups(lengths, range(len(portion)), overhead=overhead_on(self._reader.device)):
+            rows, tokens = [portion[at][0].key for at in group], [portion[at][1] for at in group]
+            logits.update(zip(group, self._reader.extend(rows, tokens, last=[1] * len(group)), strict=True))
+        return [logits[at] for at in range(len(portion))]
+
+
+DecoderOver: TypeAlias = Callable[[PreTrainedModel], Decoder]
+"""Returns a decoder over a model."""
+
+
+class PolicyCore:
+    """Synchronous; :class:`oppo.hf.serve.policy.HfPolicy` is its handle on the event loop.
+
+    Pickled, it crosses to another process as a core without rows, over the same weights and the same counters.
+
+    Args:
+        decoder: decodes the rows.
+        recompute: whether parked rows read their tokens again after weights were loaded.
+    """
+
+    def __init__(self, decoder: Decoder, recompute: bool) -> None:
+        self.counters = decoder.counters
+        self._decoder = decoder
+        self._recompute = recompute
+        self._loads = self.counters.loads
+        self._rows: dict[int, DecodeRow] = {}
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return PolicyCore, (self._decoder, self._recompute)
+
+    def run(
+        self,
+        new: Sequence[DecodeRow],
+        given: Mapping[int, Sequence[int]],
+        cut: Cut,
+        signals: Signals,
+        deliver: Deliver,
+    ) -> None:
+        """Decode rows until each has ended, ``cut`` returns true or ``signals`` stop the loop; the rest is parked.
+
+        Args:
+            new: rows that are unknown here so far.
+            given: by the keys of the rows to decode, which the signals number in this order: the tokens that a row
+                reads before it goes on after a turn; none for a row that simply goes on.
+            cut: called with the rollouts that ended in one decode step.
+            signals: looked at between two decode steps.
+            deliver: called with each decode step, after ``cut``.
+
+        Raises:
+            ModelError: logits were not finite; the rows are then forgotten, as after any other error.
+        """
+        self.refresh()
+        self._rows.update({row.key: row for row in new})
+        rows = [self._rows.pop(key) for key in given]
+        for row in rows:
+            row.proceed(given[row.key])
+        self._decoder.run(rows, cut, signals, deliver)
+        self._rows.update({row.key: row for row in rows if row.reason is None or row.waits})
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """Drop rows and free their memory; unknown keys are ignored."""
+        keys = list(keys)
+        for key in keys:
+            self._rows.pop(key, None)
+        self._decoder.reader.forget(keys)
+
+    def load(self, weights: Weights) -> None:
+        """Serve ``weights.actor`` from now on, here and in every core over the same memory.
+
+        Raises:
+            ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
+        """
+        if weights.actor:
+            adopt(self._decoder.model, weights.actor)
+        self.counters.version = weights.version
+        self.counters.loads += 1
+
+    def refresh(self) -> None:
+        """Free the keys and values of replaced weights, if they are to be recomputed."""
+        if self._recompute and self._loads != self.counters.loads:
+            self._decoder.reader.clear()
+        self._loads = self.counters.loads
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need."""
+        return self._decoder.reader.memory()
+
+
+def core_over(model: Loadable, decoder: DecoderOver, *, recompute: bool) -> PolicyCore | Recipe[PolicyCore]:
+    """Return the core of a policy over ``model``; its recipe, if that is what the model is given by.
+
+    Args:
+        decoder: can be pickled, if the model is given by its recipe.
+        recompute: see :class:`PolicyCore`.
+    """
+    if isinstance(model, ModelRecipe):
+        return Recipe(PolicyCore, _loaded, (model, decoder, recompute))
+    return PolicyCore(decoder(model), recompute)
+
+
+def _loaded(recipe: ModelRecipe, decoder: DecoderOver, recompute: bool) -> PolicyCore:
+    return PolicyCore(decoder(recipe.load()), recompute)
+
+
+_RAISED = b"\1"
+
+
+class Counters(Structure):
+    """Counts of a decoder's work so far: written where it decodes, readable anywhere while it does.
+
+    Attributes:
+        decode_steps: made.
+        tokens: sampled.
+        prefilled: tokens read before their rows could be decoded.
+        version: of the weights in use.
+        loads: how often weights were loaded.
+        block: the memory.
+    """
+
+    decode_steps: int
+    tokens: int
+    prefilled: int
+    version: int
+    loads: int
+    _fields_: ClassVar = [(name, c_int64) for name in ("decode_steps", "tokens", "prefilled", "version", "loads")]
+    block: Block
+
+    @classmethod
+    def over(cls, block: Block | None = None) -> Counters:
+        """Return the counters that lie in ``block``; new ones, all 0, without a block."""
+        block = block or Gauge.new(sizeof(cls))
+        counters = cls.from_buffer(block)
+        counters.block = block
+        return counters
+
+    def __reduce__(self) -> tuple[Callable[[Block], Counters], tuple[Block]]:
+        return Counters.over, (self.block,)
+
+
+class Signals:
+    """Flags that a decode loop looks at between two decode steps.
+
+    Args:
+        block: one byte that stops the loop, then one for each row that makes the loop drop the row.
+    """
+
+    def __init__(self, block: Notice) -> None:
+        self._block = block
+
+    def __reduce__(self) -> tuple[type[Signals], tuple[Notice]]:
+        return Signals, (self._block,)
+
+    @classmethod
+    def of(cls, rows: int) -> Signals:
+        """Return the signals to a decode loop of ``rows`` rows, none of them raised."""
+        return cls(Notice.new(1 + rows))
+
+    def stop(self) -> None:
+        """Stop the loop after the decode step in progress."""
+        self._block.write_at(0, _RAISED)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the loop is to stop."""
+        return self._block[:1] == _RAISED
+
+    def give_up(self, row: int) -> None:
+        """Have the loop drop the row at this index."""
+        self._block.write_at(1 + row, _RAISED)
+
+    def given_up(self) -> Iterator[int]:
+        """Return the indices of the rows to drop."""
+        at = self._block.find(_RAISED, 1)
+        while at > 0:
+            yield at - 1
+            at = self._block.find(_RAISED, at + 1)
