@@ -20,7 +20,7 @@ from benchmarks.ladder.modes import MODES, Mode
 from benchmarks.ladder.pipeline import pipeline
 from benchmarks.ladder.workloads import PAPER, BenchWorkload
 from benchmarks.machine import cores_here
-from oppo.chunking import WholeRollout
+from oppo.admission.chunking import WholeRollout
 from oppo.observe import Span
 from oppo.report.charts import Excerpt, timeline
 from oppo.report.trace import TimedStep, Timekeeper

@@ -21,10 +21,10 @@ from oppo.admission import (
     TailAdaptive,
     TailBatched,
 )
+from oppo.admission.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
 from oppo.algorithms.wrapped import wrap
-from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.data import PromptStream, read_prompts
 from oppo.errors import OppoError
 from oppo.events import (
@@ -40,6 +40,7 @@ from oppo.events import (
     RolloutEvent,
     Scored,
     StepReport,
+    Support,
     merge_chunks,
     rollout_of,
 )
@@ -63,7 +64,6 @@ from oppo.stages import (
     followers,
 )
 from oppo.staleness import Correction
-from oppo.support import Support
 from oppo.training import TrainerSettings
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ from annotated_types import Gt, Le
 
 from oppo.declared import Count, Filled, FromList, NonNegative, PositiveCount, Seed, require_declared, setting
 from oppo.errors import ProtocolError
-from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response
+from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response, Support
 from oppo.numeric import require_metrics
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
-from oppo.support import Support
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -31,6 +30,9 @@ The engine calls it between two decode steps, possibly from its own thread: exac
 rollouts finished, before a reader can see the last piece of any of them, and never again after it answered true.
 """
 
+
+Detokenize: TypeAlias = Callable[[Sequence[int]], str]
+"""Returns the text of token ids; a policy calls it where its model lives."""
 
 COOLEST: Final = 1e-3
 """The lowest temperature but 0: logits divided by less leave the range in which float32 tells them apart."""
@@ -77,7 +79,7 @@ class Sampling(SamplingSettings):
     """How the policy draws tokens; the trainer and the reference apply the same temperature and truncation.
 
     If ``top_k``, ``top_p`` or ``min_new_tokens`` excludes ids, a token is drawn from the others, renormalised, and its
-    log-prob, entropy and KL are taken over these. They travel with the token, as its :class:`~oppo.support.Support`, to
+    log-prob, entropy and KL are taken over these. They travel with the token, as its :class:`~oppo.events.Support`, to
     the reference and the trainer. At that position the excluded ids are neither learnt from nor held to the reference.
     An id costs 4 bytes of host memory: 80 bytes for a token with ``top_k=20``. With ``top_p`` alone a token of an
     unsure policy with a large vocabulary has tens of thousands of ids, which ``top_k`` bounds. For ``min_new_tokens``

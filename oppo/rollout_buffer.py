@@ -24,9 +24,8 @@ import anyio.lowlevel
 import numpy as np
 
 from oppo.errors import ModelError, ProtocolError, leaves
-from oppo.events import FinishReason, FloatArray, IntArray, Prompt, Response
+from oppo.events import FinishReason, FloatArray, IntArray, Prompt, Response, Support
 from oppo.models import Decode, Piece, PieceState
-from oppo.support import Support
 from oppo.turns import turn_so_far
 
 R = TypeVar("R")

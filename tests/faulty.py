@@ -26,7 +26,7 @@ from oppo.testing import (
     faulty_reward,
     run_virtual,
 )
-from oppo.testing.fake_decode import FakeDecode
+from oppo.testing.fake_policy import FakeDecode
 from tests.pipelines import Pipeline, Setting, Tap
 
 Kind = Literal["overcommit", "adaptive", "batched"]

@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from oppo.admission import Admission, Continuous, Observation, Overcommit
+from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.app.checkpoint import read_state, write_state
-from oppo.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.data import PromptStream
 from oppo.events import (
     Batch,

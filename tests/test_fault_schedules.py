@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import event, example, given, settings, strategies as st
 
-from oppo.chunking import Fixed, WholeRollout
+from oppo.admission.chunking import Fixed, WholeRollout
 from oppo.errors import DeadlockError, ModelError, ModelLost, OppoError, ProtocolError, RewardError
 from oppo.events import Chunk, Defer, Finish, Prompt, RolloutEvent
 from oppo.rewards import OnFailure
@@ -32,7 +32,7 @@ from oppo.testing import (
     fake_per_token,
     fake_scalar,
 )
-from oppo.testing.fake_decode import FakeDecode
+from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.script import SPOILT, FaultKind, Method
 from tests.faulty import Case, FaultyPipeline, Kind, stage_of
 from tests.known import known

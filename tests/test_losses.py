@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from oppo.events import Support
 from oppo.losses import (
     SupportIndex,
     entropies,
@@ -22,7 +23,6 @@ from oppo.losses import (
     value_loss,
 )
 from oppo.returns import KLEstimator, kl_estimate
-from oppo.support import Support
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "ppo.json").read_text(encoding="utf-8"))["loss"]
 CLIP = 0.2

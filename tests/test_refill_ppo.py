@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 
 from oppo.admission import AdmitView, Continuous, CutView, Observation, RefillView
-from oppo.chunking import Fixed
+from oppo.admission.chunking import Fixed
 from oppo.errors import ConfigError
 from oppo.events import Defer, Finish, Prompt
 from oppo.models import Capabilities

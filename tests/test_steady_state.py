@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.admission import Observation, Overcommit
+from oppo.admission.chunking import Fixed, WholeRollout
 from oppo.admission.forecast import pace
 from oppo.algorithms.ppo import ppo
-from oppo.chunking import Fixed, WholeRollout
 from oppo.models import Capabilities
 from oppo.stages import GAE, Update
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts, run_virtual

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.events import Chunk, Given, Prompt, Response, merge_chunks
-from oppo.support import Support
+from oppo.events import Chunk, Given, Prompt, Response, Support, merge_chunks
 
 Listed = list[tuple[bool, set[int]]]
 """Of each token, whether it was one of the ids or any but them, and the ids."""

@@ -12,8 +12,8 @@ import anyio.lowlevel
 import numpy as np
 
 from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.chunking import Fixed
 from oppo.events import Chunk, Finish, FloatArray, Prompt, Response, Scored, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender, join
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer

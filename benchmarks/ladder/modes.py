@@ -9,7 +9,7 @@ from typing import Final
 
 from benchmarks.ladder.workloads import BenchWorkload
 from oppo.admission import Admission, Overcommit, Synchronous, TailAdaptive
-from oppo.chunking import ChunkSize, Fixed, WholeRollout
+from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
 
 
 @dataclass(frozen=True, slots=True)

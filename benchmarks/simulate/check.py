@@ -25,7 +25,7 @@ from benchmarks.ladder.measures import Spread
 from benchmarks.ladder.modes import MODES, Mode
 from benchmarks.ladder.workloads import WORKLOADS, BenchWorkload, Layout
 from oppo.admission import Observation
-from oppo.chunking import Fixed
+from oppo.admission.chunking import Fixed
 from oppo.errors import DataError
 from oppo.events import StepReport
 from oppo.observe import Observer, Span

@@ -21,7 +21,7 @@ import numpy as np
 
 from oppo import observe
 from oppo.admission import Synchronous
-from oppo.chunking import Fixed
+from oppo.admission.chunking import Fixed
 from oppo.errors import DataError
 from oppo.events import Chunk, Finish, Prompt, RolloutEvent, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
 from oppo.admission import Admission
-from oppo.chunking import ChunkSize
+from oppo.admission.chunking import ChunkSize
 from oppo.declared import AtLeastOne, Fraction, NonNegative, Positive, PositiveCount, require_declared, setting
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, StepReport

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Ge, Lt
 
 from oppo.admission import Admission
+from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.algorithms.base import ClippedAlgorithm, KLPlace, Roles
-from oppo.chunking import ChunkSize, Fixed
 from oppo.declared import MOST, Count, NonNegative, Positive, PositiveCount, require_declared, setting
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from oppo.admission import Admission
+from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.algorithms.base import ClippedAlgorithm, Roles
-from oppo.chunking import ChunkSize, Fixed
 from oppo.declared import Fraction, NonNegative, Positive, setting
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from oppo.admission import Admission
-from oppo.chunking import ChunkSize, Fixed
+from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.function_trainer import FunctionTrainer, Module, TrainStep
 from oppo.graph import Graph, GraphBuilder

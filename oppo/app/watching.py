@@ -16,9 +16,9 @@ from oppo.config.settings import Settings
 from oppo.errors import HangError
 from oppo.graph import Run
 from oppo.liveness import Stall, StallLimits, Vitals, Watchdog
+from oppo.models import Detokenize
 from oppo.observe import Expendable, Notices, Observer
 from oppo.report import Panel, RunDirectory, RunLog
-from oppo.stopping import Detokenize
 
 if TYPE_CHECKING:
     from oppo.app.assemble import Assembly

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oppo.admission import Synchronous
-from oppo.chunking import ChunkSize, Fixed
+from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.errors import DataError
 from oppo.events import (
     Drop,

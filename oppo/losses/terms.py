@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oppo.events import Support
 from oppo.returns import KLEstimator
-from oppo.support import Support
 
 
 @dataclass(frozen=True, slots=True, eq=False)

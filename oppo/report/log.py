@@ -42,7 +42,7 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
 
     Row ``r`` owns ``offsets[r] : offsets[r + 1]`` of the per-token arrays and ``prompt_offsets[r] :
     prompt_offsets[r + 1]`` of ``prompts``. ``support_ids`` and ``support_counts`` are the ids that each token was drawn
-    from (see :class:`oppo.support.Support`), empty without truncation. Arrays that the batch lacks are left out, and so
+    from (see :class:`oppo.events.Support`), empty without truncation. Arrays that the batch lacks are left out, and so
     are the data's other columns.
 
     Raises:

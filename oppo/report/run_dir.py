@@ -19,6 +19,7 @@ from oppo.errors import ConfigError, behind
 from oppo.evaluation import Evaluated
 from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Batch, StepReport
+from oppo.models import Detokenize
 from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
 from oppo.redact import holds_secret, redacted
@@ -51,7 +52,6 @@ from oppo.report.records import (
 )
 from oppo.report.trace import TRACED, Timekeeper, Trace, TraceFile
 from oppo.stages.selection import Rounds
-from oppo.stopping import Detokenize
 
 
 def samples(step: int, batch: Batch, count: int, decode: Detokenize) -> Iterator[Record]:

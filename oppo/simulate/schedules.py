@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from oppo.admission import Admission, Continuous, Overcommit, Synchronous, TailAdaptive
-from oppo.chunking import ChunkSize, Fixed, WholeRollout
+from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.declared import require_declared
 
 MakeAdmission = Callable[[], Admission]

@@ -13,7 +13,7 @@ from typing import Any, Self, cast
 import anyio
 
 from oppo.admission import Admission, Observation, Refilling, ReportsMetrics, Restarting
-from oppo.chunking import ChunkSize, Fixed
+from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted
 from oppo.events import Defer, Given, Prompt, Response, RolloutEvent, StepReport
 from oppo.graph import Receiver, Sender, Stateful, Step

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oppo.errors import ProtocolError, noted
-from oppo.events import Chunk, Drop, Finish, FinishReason, Given, Prompt, Response
+from oppo.events import Chunk, Drop, Finish, FinishReason, Given, Prompt, Response, Support
 from oppo.models import Decode
-from oppo.support import Support
 
 
 @dataclass(slots=True, eq=False)

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from oppo.errors import ModelError, ModelLost, ProtocolError, leaves
 from oppo.events import Prompt, Response
-from oppo.models import Capabilities, Cut, Decode, Decoding, Sampling, Weights
+from oppo.models import Capabilities, Cut, Decode, Decoding, Detokenize, Sampling, Weights
 from oppo.observe import Reporter
 from oppo.rollout_buffer import raise_first, response_to, unfinished
-from oppo.stopping import Detokenize, StopCriteria
+from oppo.turns import StopCriteria
 from oppo.vllm.engine import VllmEngine
 from oppo.vllm.publish import GRACE, cancelled_after
 from oppo.vllm.requests import Request, VllmDecode, reports_supports

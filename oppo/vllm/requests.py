@@ -9,11 +9,10 @@ from typing import TypeAlias
 import numpy as np
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import FinishReason, Prompt, Response
+from oppo.events import FinishReason, Prompt, Response, Support
 from oppo.models import PieceState, Sampling
 from oppo.rollout_buffer import DecodeEngine, RolloutBuffer
-from oppo.stopping import StopCriteria, turn_ended
-from oppo.support import Support
+from oppo.turns import StopCriteria, turn_ended
 from oppo.vllm.surface import Collector, Completion, Logprob, Output
 
 

@@ -13,11 +13,11 @@ import torch
 from safetensors.numpy import load_file
 
 from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.base import Roles
 from oppo.algorithms.group import DAPO
 from oppo.app.train import FINAL
-from oppo.chunking import Fixed
 from oppo.cli import DONE, UNUSABLE
 from oppo.stages.advantage import OF_THE_REFERENCE
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar

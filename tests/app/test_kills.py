@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
+from oppo.admission.chunking import Fixed
 from oppo.app.checkpoint import read_state, write_state
-from oppo.chunking import Fixed
 from oppo.events import Batch
 from oppo.report import RunDirectory, observations
 from oppo.report.records import DRAINED, JOURNAL, OBSERVED, Record, read, read_replay

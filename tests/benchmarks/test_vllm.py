@@ -15,7 +15,7 @@ from oppo.errors import DataError
 from oppo.events import Prompt, Response
 from oppo.models import Weights
 from oppo.testing import FakePolicy, run_virtual
-from oppo.testing.fake_decode import FakeDecode
+from oppo.testing.fake_policy import FakeDecode
 
 LENGTHS = (9, 3, 20)
 

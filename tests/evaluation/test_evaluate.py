@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from oppo.chunking import Fixed, WholeRollout
+from oppo.admission.chunking import Fixed, WholeRollout
 from oppo.errors import DataError, GraphError, RewardError
 from oppo.evaluation import Answering, Answers, Evaluate, Evaluated, Evaluation, examine, respond
 from oppo.evaluation.evaluate import BEFORE

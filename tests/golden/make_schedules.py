@@ -22,7 +22,7 @@ import numpy as np
 
 import oppo
 from oppo.admission import Admission, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
-from oppo.chunking import ChunkSize, Fixed, WholeRollout
+from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.data import PromptStream
 from oppo.events import Batch, Chunk, Defer, Drop, Finish, FloatArray, Prompt, Scored, StepReport
 from oppo.observe import Span

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import LlamaConfig, Phi3Config, PreTrainedModel
 
 from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.chunking import Fixed
 from oppo.errors import ModelError
 from oppo.events import Batch, FloatArray, IntArray, Prompt
 from oppo.hf.introspection import backbone, longest, routed, score_head, vocabulary

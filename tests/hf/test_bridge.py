@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.chunking import Fixed
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Drop, Finish, Prompt, Response
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Rendering, prompt_text

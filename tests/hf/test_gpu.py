@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.chunking import Fixed
-from oppo.events import Prompt, StepReport
+from oppo.events import Prompt, StepReport, Support
 from oppo.hf import DeviceThread, HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel, probe
 from oppo.hf.kv.incremental import Incremental
 from oppo.hf.serve.noise import gumbel
@@ -24,7 +24,6 @@ from oppo.hf.weights import weights_digest
 from oppo.losses import SupportIndex, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
-from oppo.support import Support
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.workplace import furnish, records, run

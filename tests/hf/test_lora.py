@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from oppo.chunking import Fixed
+from oppo.admission.chunking import Fixed
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.lora import add_lora, merged, rounding_loss, share_base
 from oppo.hf.probe import probe

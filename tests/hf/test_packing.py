@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from oppo.events import Batch, Prompt, Response
+from oppo.events import Batch, Prompt, Response, Support
 from oppo.hf.train.packing import micro_batches, minibatches, pack, units
 from oppo.losses import Input
-from oppo.support import Support
 
 LENGTHS = ((3, 5), (9, 1), (1, 4))
 """Tokens of each row's prompt and response."""

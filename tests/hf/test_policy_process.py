@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
 from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
-from oppo.chunking import Fixed
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Batch, Prompt
 from oppo.hf.devices import use_cores

@@ -11,8 +11,8 @@ import torch
 from numpy.testing import assert_allclose, assert_array_equal
 
 from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.chunking import Fixed
 from oppo.errors import ModelError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Response, StepReport
 from oppo.hf.serve.policy import HfPolicy

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from oppo.events import Support
 from oppo.hf.serve.sampling import draw, gumbel
 from oppo.models import Sampling
-from oppo.support import Support
 from tests.hf.stories import allowed
 
 WORDS = st.integers(min_value=0, max_value=2**40)

@@ -4,9 +4,8 @@ import pickle
 
 import numpy as np
 
-from oppo.events import Chunk, Given, IntArray, Prompt
+from oppo.events import Chunk, Given, IntArray, Prompt, Support
 from oppo.hf.serve.scorers import ReplayJournal, ScorerInput, ScorerWorker
-from oppo.support import Support
 
 
 def ints(*values: int) -> IntArray:

@@ -13,7 +13,7 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.sampling import draw, gumbel
 from oppo.models import Sampling
 from oppo.placement import Thread
-from oppo.stopping import SLACK, StopCriteria
+from oppo.turns import SLACK, StopCriteria
 from tests.hf import tiny
 from tests.hf.stories import Story, full_logprobs, prompts, serving, told
 

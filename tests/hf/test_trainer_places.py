@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
 from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
-from oppo.chunking import Fixed
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from oppo.chunking import Fixed
+from oppo.admission.chunking import Fixed
 from oppo.errors import ModelRefused
 from oppo.hf.introspection import score_head
 from oppo.hf.lora import add_lora, share_base

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
 from oppo.algorithms.group import grpo
-from oppo.chunking import Fixed
 from oppo.errors import CheckpointError, ConfigError
 from oppo.events import Batch
 from oppo.hf.serve.policy import HfPolicy

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.chunking import Fixed
 from oppo.report import Panel, RunDirectory, story
 from oppo.rewards import FunctionReward
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, prompts

@@ -41,7 +41,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from oppo.testing.fake_decode import FakeDecode
+from oppo.testing.fake_policy import FakeDecode
 from tests.pipelines import Pipeline, Setting
 
 SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=3)

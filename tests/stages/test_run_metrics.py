@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import oppo
-from oppo.chunking import ChunkSize
+from oppo.admission.chunking import ChunkSize
 from oppo.graph import Step
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, Recorder, fake_per_token, fake_scalar, prompts
 from oppo.testing.loop import run_virtual

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from oppo.errors import ProtocolError
-from oppo.events import Chunk, Finish, Given, IntArray, Prompt, Response
+from oppo.events import Chunk, Finish, Given, IntArray, Prompt, Response, Support
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Follower, Loads, Piece, Weights
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
-from oppo.support import Support
 from oppo.testing import (
     FakeCritic,
     FakePolicy,
@@ -30,7 +29,7 @@ from oppo.testing import (
     respond_serially,
     run_virtual,
 )
-from oppo.testing.fake_decode import FakeDecode
+from oppo.testing.fake_policy import FakeDecode
 
 
 def finished(count: int = 3) -> list[Finish]:

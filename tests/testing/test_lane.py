@@ -12,7 +12,7 @@ from oppo.events import Prompt
 from oppo.models import Capabilities, Weights
 from oppo.testing import FakePolicy, prompts, run_virtual
 from oppo.testing.device import Device
-from oppo.testing.fake_decode import FakeDecode
+from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.lane import Lane
 
 

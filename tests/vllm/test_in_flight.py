@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from oppo.admission import Admission, Continuous, Overcommit
+from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.chunking import Fixed
 from oppo.events import Prompt, StepReport
 from oppo.models import Follower, Sampling, Weights
 from oppo.publishing import publish

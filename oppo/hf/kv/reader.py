@@ -31,12 +31,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import Chunk, Given, IntArray, Prompt
+from oppo.events import Chunk, Given, IntArray, Prompt, Support
 from oppo.hf.introspection import cache_argument, keeps_logits, longest
 from oppo.hf.kv.attention import Masks, attend_in_segments, overhead_of, segmented
 from oppo.hf.kv.cache import KVRegion, KVView, Slab, SlabCache, as_slice, index
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
-from oppo.support import Support
 
 EXACT_BLOCK = 32
 """In exact mode rows are read alone, in blocks that begin at multiples of this: bits then depend on that row only."""

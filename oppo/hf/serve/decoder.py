@@ -26,20 +26,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError
-from oppo.events import FinishReason, Prompt
+from oppo.events import FinishReason, Prompt, Support
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.reader import EXACT_BLOCK, Incremental
 from oppo.hf.recipe import Loadable, ModelRecipe
 from oppo.hf.serve.sampling import Noise, draw
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.weights import adopt
-from oppo.models import Cut, Sampling, Weights
+from oppo.models import Cut, Detokenize, Sampling, Weights
 from oppo.placement import Recipe
 from oppo.placement.block import Block
 from oppo.placement.mirrored import Gauge, Notice
 from oppo.rollout_buffer import DecodeStep
-from oppo.stopping import Detokenize, StopCriteria
-from oppo.support import Support
+from oppo.turns import StopCriteria
 
 
 @dataclass(slots=True, eq=False)

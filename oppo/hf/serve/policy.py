@@ -30,7 +30,7 @@ from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Load
 from oppo.numeric import require_whole
 from oppo.placement import Callback, Hosted, Hosting
 from oppo.rollout_buffer import DecodeSteps, RolloutBuffer, raise_first, response_to, unfinished
-from oppo.stopping import StopCriteria, turn_ended
+from oppo.turns import StopCriteria, turn_ended
 
 PREFILL_TOKENS: Final = 2048
 """Tokens that are prefilled between two decode steps by default."""

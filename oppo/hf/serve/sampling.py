@@ -22,7 +22,7 @@ _NUCLEUS = 1024
 
 
 class DeviceSupport(NamedTuple):
-    """An :class:`oppo.support.Support` on the device of the logits.
+    """An :class:`oppo.events.Support` on the device of the logits.
 
     Attributes:
         ids: int32 [S].

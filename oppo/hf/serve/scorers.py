@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelLost
-from oppo.events import BoolArray, Chunk, Finish, FloatArray, Given, Prompt, Response
+from oppo.events import BoolArray, Chunk, Finish, FloatArray, Given, Prompt, Response, Support
 from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
 from oppo.hf.kv.reader import Incremental, IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.recipe import Loadable, ModelRecipe, worker_of
@@ -37,7 +37,6 @@ from oppo.placement import Hosting, Recipe
 from oppo.placement.recipe import kind_of
 from oppo.returns import TokenRewards
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
-from oppo.support import Support
 
 ScorerEvent: TypeAlias = Prompt | Chunk | Given
 """An event that a scorer reads."""

@@ -15,8 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import PreTrainedModel
 
 from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.chunking import Fixed
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Finish, FloatArray
 from oppo.hf.recipe import ModelRecipe

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from oppo.admission import Observation
-from oppo.chunking import Fixed, Tuned, WholeRollout
+from oppo.admission.chunking import Fixed, Tuned, WholeRollout
 
 
 def sizes_of(chunks: Tuned, steps: int, seconds: Callable[[int, int], float], first: int = 0) -> list[int]:
