@@ -204,7 +204,10 @@ class Capabilities:
         resumes: how responses go on that are opened half-written, as those of a resumed run are.
         adds_while_decoding: rollouts can join while others are decoded (:class:`Decoding`).
         loads_while_decoding: when weights that are loaded during decoding take effect.
-        turns: a response can go on after a token that would end it (:class:`oppo.turns.MultiTurnPolicy`).
+        turns: a response can go on after a token that would end it; the policy is a
+            :class:`~oppo.turns.MultiTurnPolicy`.
+        varies_sampling: it can draw in several ways; the policy is a :class:`VariesSampling`.
+        reports_progress: a watchdog can see that it works; the policy is a :class:`ReportsProgress`.
     """
 
     supports: bool = True
@@ -212,6 +215,8 @@ class Capabilities:
     adds_while_decoding: bool = False
     loads_while_decoding: Loads = "refused"
     turns: bool = False
+    varies_sampling: bool = False
+    reports_progress: bool = False
 
 
 class Decoding(Protocol):
@@ -260,9 +265,8 @@ class Policy(Follower, Protocol):
         """
 
 
-@runtime_checkable
-class VariesSampling(Protocol):
-    """A policy whose engine can draw in several ways."""
+class VariesSampling(Policy, Protocol):
+    """A policy with the capability ``varies_sampling``: its engine can draw in several ways."""
 
     def with_sampling(self, sampling: Sampling) -> Policy:
         """Return a policy with the same engine and the same weights, those of later publishing too, that draws so.
@@ -271,9 +275,8 @@ class VariesSampling(Protocol):
         """
 
 
-@runtime_checkable
-class ReportsProgress(Protocol):
-    """A model with a number that shows that it works, which a watchdog reads."""
+class ReportsProgress(Policy, Protocol):
+    """A policy with the capability ``reports_progress``."""
 
     @property
     def progress(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -105,9 +105,8 @@ class TurnDecode(Decode, Protocol):
         """End the response with its turn; return as :meth:`proceed` does."""
 
 
-@runtime_checkable
 class MultiTurnPolicy(Policy, Protocol):
-    """A policy that goes on after a turn with the keys and values that it has."""
+    """A policy with the capability ``turns``: it goes on after a turn with the KV cache that it has."""
 
     async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> Sequence[TurnDecode]:
         """Make a decode with turns for each, as ``open`` makes decodes without.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -89,7 +90,8 @@ class Assembly:
 
     def progress(self) -> tuple[object, ...]:
         """Return a value that changes while models work and when a call begins, even if no item is sent."""
-        decoded = self.policy.progress if isinstance(self.policy, ReportsProgress) else 0
+        reports = self.policy.capabilities.reports_progress
+        decoded = cast("ReportsProgress", self.policy).progress if reports else 0
         return decoded, self.trainer.progress, *self.at_work()
 
     def at_work(self) -> tuple[str, ...]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from oppo.admission import Admission, Continuous, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.adaptive import SlopeRule
+from oppo.admission.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.algorithms.base import Roles
 from oppo.app.checkpoint import State
 from oppo.app.supply import Supply
-from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.config.own import graph_of
 from oppo.config.sections import ADMISSIONS, StepSection
 from oppo.config.settings import Settings

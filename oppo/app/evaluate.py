@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from oppo.app.provenance import HELD_OUT, Provenance
 from oppo.config.settings import Settings
@@ -69,18 +69,19 @@ def with_evaluations(
 
 def _evaluation(settings: Settings, assembly: Assembly, generate: Generate, held_out: Sequence[Prompt]) -> Evaluation:
     chosen, policy, sampling = settings.eval, generate.policy, assembly.sampling
-    if not isinstance(policy, VariesSampling):
+    if not policy.capabilities.varies_sampling:
         raise ConfigError(
-            f"[eval] needs a policy that can draw in another way, and {type(policy).__name__} has no with_sampling(): "
-            "see oppo.models.VariesSampling, or leave eval.prompts out"
+            f"[eval] needs a policy that can draw in another way, and {type(policy).__name__} cannot, by its "
+            "capabilities.varies_sampling: see oppo.models.VariesSampling, or leave eval.prompts out"
         )
+    drawing = cast("VariesSampling", policy)
     models = settings.models
     passes = 1.0 if len(models.rewards) == 1 and not models.reward_models else None
     return Evaluation(
         prompts=held_out,
         reward=assembly.reward,
-        greedy=policy.with_sampling(replace(sampling, temperature=0.0, seed=chosen.seed)),
-        sampled=policy.with_sampling(replace(sampling, seed=chosen.seed)) if chosen.samples > 1 else None,
+        greedy=drawing.with_sampling(replace(sampling, temperature=0.0, seed=chosen.seed)),
+        sampled=drawing.with_sampling(replace(sampling, seed=chosen.seed)) if chosen.samples > 1 else None,
         samples=chosen.samples,
         batch=chosen.batch or settings.step.batch * settings.algorithm.responses,
         pass_score=passes if chosen.pass_score is None else chosen.pass_score,

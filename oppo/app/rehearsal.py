@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import anyio
 
@@ -18,7 +18,7 @@ from oppo.environments import first_answer
 from oppo.errors import noted
 from oppo.evaluation import Answering, respond
 from oppo.events import Drop, Finish, IntArray, Prompt
-from oppo.models import Policy, Sampling, VariesSampling
+from oppo.models import Sampling, VariesSampling
 from oppo.redact import harmless
 from oppo.scorer_protocols import ReportsSamples
 from oppo.stages import Generate
@@ -85,10 +85,12 @@ async def _try(session: PreparedRun, prompts: Sequence[Prompt]) -> Tried:
     assembly, generate = session.assembly, session.graph.stage("generate", Generate)
     policy, sampling = generate.policy, assembly.sampling
     short = min(LONGEST, sampling.max_new_tokens)
-    drawing: Policy = policy
-    if isinstance(policy, VariesSampling):
+    drawing = policy
+    if policy.capabilities.varies_sampling:
         fewest = min(short, sampling.min_new_tokens)
-        drawing = policy.with_sampling(replace(sampling, max_new_tokens=short, min_new_tokens=fewest))
+        drawing = cast("VariesSampling", policy).with_sampling(
+            replace(sampling, max_new_tokens=short, min_new_tokens=fewest)
+        )
     numbered = [replace(prompt, rollout=at, admission=at) for at, prompt in enumerate(prompts)]
     finished = await respond(drawing, numbered, Answering(environment=generate.environment))
     environment = generate.environment

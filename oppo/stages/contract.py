@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from inspect import isroutine
-from typing import SupportsFloat, get_args
+from typing import SupportsFloat, cast, get_args
 
 import numpy as np
 
@@ -66,13 +66,15 @@ def require_model(model: object, kind: str, members: Sequence[str]) -> None:
     )
 
 
-def require_turns(policy: Policy) -> None:
-    """Raise ``ConfigError`` unless a policy can go on with a response after a turn."""
-    if not (policy.capabilities.turns and isinstance(policy, MultiTurnPolicy)):
+def require_turns(policy: Policy) -> MultiTurnPolicy:
+    """Return a policy that can go on with a response after a turn; raise ``ConfigError`` for another one."""
+    if not policy.capabilities.turns:
         raise ConfigError(
             f"an environment answers turns, and {type(policy).__name__} cannot go on after one: expected a policy with "
-            "open_turns() and capabilities.turns, such as oppo.hf.HfPolicy"
+            "capabilities.turns, such as oppo.hf.HfPolicy"
         )
+    require_model(policy, "MultiTurnPolicy", ("open_turns",))
+    return cast("MultiTurnPolicy", policy)
 
 
 def require_supports(followers: Sequence[Follower]) -> None:

@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 from oppo.errors import ProtocolError, awaited, blaming, noted, one_line
 from oppo.events import Drop, IntArray, Prompt, described
 from oppo.graph import Step
-from oppo.stages.in_flight import InFlightRollout
+from oppo.stages.ledger import InFlightRollout
 from oppo.stages.metrics import Averaged
 from oppo.turns import Answer, Answered, Environment, Turn, TurnDecode
 
@@ -53,7 +53,6 @@ class _Call:
         return self.outcome
 
     def answered(self, rollout: int, turn: int, tokens: int = 0, error: str = "") -> Answered:
-        """Return what is known of it, for the observers of the run."""
         return Answered(rollout, turn, tokens, self.ended - self.started, error)
 
 
@@ -126,7 +125,6 @@ class Conversations:
             return await decode.turn()
 
     def _ask(self, prompt: Prompt, memory: _Memory, tokens: IntArray) -> _Call:
-        """Begin to ask the environment."""
         if self._tasks is None:
             raise ProtocolError("an environment answers in a run only: open the graph first")
         call = self._calls[prompt.rollout] = _Call(anyio.current_time())
@@ -163,7 +161,6 @@ class Conversations:
 
 
 def _require_outcome(outcome: object) -> TurnOutcome:
-    """Return what an environment answered; raise ``ProtocolError`` unless it is an answer, a ``Drop`` or ``None``."""
     if outcome is None or isinstance(outcome, Drop):
         return outcome
     if not isinstance(outcome, Answer):

@@ -134,7 +134,6 @@ class Following:
         self._stage, self._returned = "", -1
 
     async def _serve(self, last: int) -> None:
-        """Serve the newest weights of the steps up to ``last``."""
         due = [each for each in self._waiting if each.step <= last]
         if not due:
             return

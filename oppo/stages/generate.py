@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias
 
 import anyio
 
@@ -17,16 +17,17 @@ from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted
 from oppo.events import Defer, Given, Prompt, Response, RolloutEvent, StepReport
 from oppo.graph import Receiver, Sender, Stateful, Step
-from oppo.models import Decode, Policy
+from oppo.models import Decode, Decoding, Policy
 from oppo.numeric import require_whole
 from oppo.stages.contract import Ended, require_count, require_model, require_piece, require_prompt, require_turns
 from oppo.stages.conversations import Conversations
-from oppo.stages.decoding_round import DecodingRound, Groups
-from oppo.stages.in_flight import InFlightRollout, RolloutSnapshot
-from oppo.stages.ledger import Ledger, Unit
+from oppo.stages.ledger import InFlightRollout, Ledger, RolloutSnapshot, Unit
 from oppo.stages.metrics import DecodeMeter, StepMetrics, observation
 from oppo.stages.selection import Round, Selection
-from oppo.turns import Environment, MultiTurnPolicy
+from oppo.turns import Environment
+
+Groups: TypeAlias = Sequence[tuple[Prompt, ...]]
+"""The rollouts of some units, by their prompts."""
 
 
 @dataclass(eq=False)
@@ -195,7 +196,6 @@ class Generate:
         return None if journalled else observed
 
     def _tell(self, observed: int) -> None:
-        """Pass the observations of the first ``observed`` steps to the controllers."""
         due = [each for each in self._unheard if each.step < observed]
         self._unheard = [each for each in self._unheard if each.step >= observed]
         for each in due:
@@ -233,7 +233,6 @@ class Generate:
     async def _replace_rejected(
         self, select: Selection, prompts: Receiver[Prompt], out: Sender[RolloutEvent], step: Step
     ) -> None:
-        """Decode on, round by round, until no group with a place is rejected, or no prompt is left to replace one."""
         rejected = judged = 0
         for number in count(1):
             placed = list(self._ledger.placed)
@@ -267,11 +266,9 @@ class Generate:
 
     @property
     def _live(self) -> list[InFlightRollout]:
-        """The rollouts that have not ended."""
         return [rollout for rollout in self._in_flight.values() if rollout.reason is None]
 
     async def _decode(self, prompts: Receiver[Prompt], out: Sender[RolloutEvent], step: Step) -> None:
-        """Decode the live rollouts until the cut; raise ``ProtocolError`` if the policy stops earlier."""
         live = self._live
         if not live or self._ledger.is_cut():
             return
@@ -309,21 +306,18 @@ class Generate:
             raise ProtocolError(f"the policy reported that rollouts {broken} finished, but never gave their last piece")
 
     async def _discard(self, unit: Unit) -> int:
-        """Close the rollouts of a unit that will restart; return how many tokens are discarded."""
         rollouts = [self._in_flight[prompt.rollout] for prompt in unit.prompts if prompt.rollout in self._in_flight]
         for rollout in rollouts:
             await self._close(rollout)
         return sum(rollout.length for rollout in rollouts)
 
     async def _close(self, rollout: InFlightRollout) -> None:
-        """Give up its decode; it stays in flight until then, so that a failure does not lose it."""
-        await rollout.aclose()
+        await rollout.aclose()  # in flight until then, so that a failure does not lose it
         if self._conversations is not None:
             self._conversations.forget(rollout.prompt.rollout)
         del self._in_flight[rollout.prompt.rollout]
 
     async def _admit(self, prompts: Receiver[Prompt], step: Step) -> list[tuple[Prompt, ...]]:
-        """Read as many prompts as admission decides; return the rollouts of each."""
         wanted = self._ledger.wanted(step.remaining)
         for controller in (self.admission, self.chunks):
             if isinstance(controller, ReportsMetrics):
@@ -332,7 +326,6 @@ class Generate:
         return await self._take(prompts, wanted)
 
     async def _take(self, prompts: Receiver[Prompt], wanted: int) -> list[tuple[Prompt, ...]]:
-        """Read so many prompts, or those that are left; return the rollouts of each."""
         groups: list[tuple[Prompt, ...]] = []
         if wanted:
             async for prompt in prompts:
@@ -349,7 +342,6 @@ class Generate:
         return opened
 
     async def _reopen(self) -> None:
-        """Open the restored rollouts; scorers read each whole from its ``Finish``."""
         restored, self._restored = list(self._restored.values()), {}
         decodes = await self._decodes([snapshot.response for snapshot in restored]) if restored else []
         for snapshot, decode in zip(restored, decodes, strict=True):
@@ -366,10 +358,9 @@ class Generate:
             )
 
     async def _decodes(self, rollouts: Sequence[Prompt | Response]) -> Sequence[Decode]:
-        """Open a decode for each; an error names the rollouts."""
         numbers = [(each if isinstance(each, Prompt) else each.prompt).rollout for each in rollouts]
         with noted(f"while opening rollouts {numbers}"):
-            open_ = self.policy.open if self._conversations is None else cast("MultiTurnPolicy", self.policy).open_turns
+            open_ = self.policy.open if self._conversations is None else require_turns(self.policy).open_turns
             decodes = await open_(rollouts)
             require_count(decodes, len(rollouts), "open() of the policy")
         return decodes
@@ -382,7 +373,6 @@ class Generate:
     async def _read(
         self, rollout: InFlightRollout, size: int, out: Sender[RolloutEvent], ended: Callable[[InFlightRollout], None]
     ) -> None:
-        """Send the pieces of a rollout until it finishes or the step is cut; an error names the rollout."""
         with noted(f"while decoding rollout {rollout.prompt.rollout}"):
             await self._announce(rollout, out)  # in this task: decoding does not wait for scorers busy with others
             while rollout.reason is None:
@@ -411,3 +401,62 @@ class Generate:
             ending = rollout.ending()
             await self._close(rollout)
             await out.send(ending)
+
+
+@dataclass(eq=False)
+class DecodingRound:
+    """The rollouts of one decoding.
+
+    Attributes:
+        engine: decodes them.
+        meter: measures them.
+        read: starts to read a rollout, in a task of its own.
+    """
+
+    engine: Decoding
+    meter: DecodeMeter
+    read: Callable[[InFlightRollout], None]
+    _news: anyio.Event = field(default_factory=anyio.Event, init=False, repr=False)
+
+    def begin(self, rollouts: Sequence[InFlightRollout]) -> None:
+        """Read rollouts that are decoded."""
+        for rollout in rollouts:
+            self.read(rollout)
+
+    def note_end(self, rollout: InFlightRollout) -> None:
+        """Note that a rollout was read to its end, or to the cut."""
+        self.meter.note_end(rollout)
+        self._news.set()
+
+    async def refill(
+        self,
+        ledger: Ledger,
+        remaining: int,
+        take: Callable[[int], Awaitable[Groups]],
+        open_: Callable[[Groups], Awaitable[Sequence[InFlightRollout]]],
+    ) -> None:
+        """Let units join until the step is cut, or no more can: the prompts or the remaining steps do not reach.
+
+        What was read of the prompts by the time of the cut is carried, unwritten: reading them is not cancelled, since
+        that would end an async generator.
+
+        Args:
+            ledger: decides how many join.
+            remaining: steps left to train in, this one included.
+            take: reads so many prompts, or those that are left; may wait for them.
+            open_: opens the rollouts of units.
+        """
+        while not ledger.is_cut():
+            self._news = anyio.Event()
+            wanted = ledger.refill(remaining)
+            groups = await take(wanted)
+            if groups:
+                ledger.add(groups)
+                joining = await open_(groups)
+                self.meter.add(joining)
+                await self.engine.add([rollout.decode for rollout in joining])
+                self.begin(joining)
+            if len(groups) < wanted or not ledger.decoding:
+                return
+            if not wanted:
+                await self._news.wait()

@@ -1,4 +1,4 @@
-"""Which units are in flight, which have a place in this step's batch, which are carried: inter-step overlap.
+"""Rollouts in flight: which units have a place in this step's batch, which are deferred: inter-step overlap.
 
 A unit (a rollout, or a group of them) takes a place in the batch when it is complete, and keeps it:
 
@@ -9,22 +9,27 @@ A unit (a rollout, or a group of them) takes a place in the batch when it is com
 Finish order is the order in which the policy's engine reports: decode step, then admission number; never that of the
 scores. Everything here is synchronous; :meth:`Ledger.finished` may be called from the engine's thread, also while units
 join.
+
+Between steps no task owns an :class:`InFlightRollout`. Its snapshot is plain values, and a checkpoint loses no token.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from numbers import Integral
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
 from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView, Restarting
-from oppo.errors import AdmissionError, ProtocolError, blaming, shown
-from oppo.events import Prompt
+from oppo.errors import AdmissionError, ProtocolError, blaming, noted, shown
+from oppo.events import Chunk, Drop, Finish, FinishReason, Given, Prompt, Response, Support
+from oppo.models import Decode
 from oppo.numeric import require_whole
 from oppo.stages.contract import require_new
 
@@ -250,7 +255,6 @@ class Ledger:
         self.carried = [Unit(prompts, age, unfinished) for prompts, age, unfinished in units]
 
     def _overdue(self) -> int:
-        """Return how many overdue units, which may not be deferred again, are decoding."""
         return sum(count for age, count in self._decoding.items() if age >= self.admission.max_deferrals)
 
     def _place(self, unit: Unit) -> None:
@@ -258,3 +262,100 @@ class Ledger:
         if overdue or len(self.placed) + self._overdue() < self.admission.batch:
             unit.placed = True
             self.placed.append(unit)
+
+
+@dataclass(slots=True, eq=False)
+class InFlightRollout:
+    """One rollout in flight: its decode and the pieces read from it. Between steps no task owns it.
+
+    Attributes:
+        announced: whether its prompt has been sent to the scorers.
+        length: tokens so far.
+        reason: why the response ended; ``None`` while it is unfinished.
+        dropped: why the rollout is not trained; empty if it is.
+        ended: loop time at which its last piece was read, in seconds; NaN while it is unfinished.
+    """
+
+    prompt: Prompt
+    decode: Decode
+    announced: bool = False
+    pieces: list[Chunk | Given] = field(default_factory=list)
+    length: int = 0
+    reason: FinishReason | None = None
+    dropped: str = ""
+    ended: float = math.nan
+
+    @property
+    def newest_version(self) -> int:
+        """Version of the weights that made its last sampled token; 0 without one."""
+        return next((int(each.versions[-1]) for each in reversed(self.pieces) if isinstance(each, Chunk)), 0)
+
+    def response(self) -> Response:
+        """Return the pieces so far as one response."""
+        return Response.of(self.prompt, self.pieces)
+
+    def ending(self) -> Finish | Drop:
+        """Return the event that ends a complete rollout.
+
+        Raises:
+            ProtocolError: it is being read.
+        """
+        number = self.prompt.rollout
+        if self.reason is None:
+            raise ProtocolError(f"rollout {number} has a place in the batch but is still being read")
+        return Drop(number, self.dropped) if self.dropped else Finish(number, self.response(), self.reason)
+
+    async def aclose(self) -> None:
+        """Give up its decode; an error names the rollout."""
+        with noted(f"while giving up rollout {self.prompt.rollout}"):
+            await self.decode.aclose()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutSnapshot:
+    """A rollout between two steps.
+
+    Attributes:
+        response: everything generated so far.
+        reason: why the response ended; ``None`` while it is unfinished.
+        dropped: why the rollout is not trained; empty if it is.
+    """
+
+    response: Response
+    reason: FinishReason | None
+    dropped: str = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as plain values and arrays."""
+        prompt, response = self.response.prompt, self.response
+        return {
+            "rollout": prompt.rollout,
+            "admission": prompt.admission,
+            "sample": prompt.sample,
+            "group": prompt.group,
+            "prompt": prompt.tokens,
+            "columns": dict(prompt.columns),
+            "tokens": response.tokens,
+            "logprobs": response.logprobs,
+            "versions": response.versions,
+            "sampled": response.sampled,
+            "support": response.support.ids,
+            "support_counts": response.support.counts,
+            "reason": self.reason,
+            "dropped": self.dropped,
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> RolloutSnapshot:
+        """Return the snapshot of which :meth:`state_dict` returned ``state``."""
+        prompt = Prompt(
+            rollout=state["rollout"],
+            admission=state["admission"],
+            tokens=state["prompt"],
+            sample=state["sample"],
+            group=state["group"],
+            columns=state["columns"],
+        )
+        support = Support(state["support"], state["support_counts"])
+        response = Response(prompt, state["tokens"], state["logprobs"], state["versions"], state["sampled"], support)
+        return cls(response, state["reason"], state.get("dropped", ""))

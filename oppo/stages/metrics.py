@@ -16,7 +16,7 @@ from oppo.graph import Step
 from oppo.numeric import require_metrics
 from oppo.observe import Span
 from oppo.overlap import occupation
-from oppo.stages.in_flight import InFlightRollout
+from oppo.stages.ledger import InFlightRollout
 
 MOST: Final = 8
 """The most stretches of a phase: enough to tell what a decode step costs from what its rows cost."""

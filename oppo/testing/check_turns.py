@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import anyio
 import numpy as np
 
-from oppo.errors import ProtocolError, as_itself
+from oppo.errors import as_itself
 from oppo.events import IntArray, Prompt, Response
 from oppo.models import Policy
+from oppo.stages.contract import require_turns
 from oppo.testing.trial import Make, Trial, require
-from oppo.turns import MultiTurnPolicy, TurnDecode
+from oppo.turns import TurnDecode
 
 
 @dataclass
@@ -98,9 +99,7 @@ async def check_turns(make: Make[Policy], prompts: Sequence[Prompt], plain: Tria
 
 async def _dialogue(make: Make[Policy], prompts: Sequence[Prompt]) -> Dialogue:
     policy = await make()
-    if not isinstance(policy, MultiTurnPolicy):
-        raise ProtocolError(f"capabilities.turns is true, and {type(policy).__name__} has no open_turns()")
-    decodes = await policy.open_turns(prompts)
+    decodes = await require_turns(policy).open_turns(prompts)
     require(len(decodes) == len(prompts), f"open_turns() of {len(prompts)} prompts returned {len(decodes)} decodes")
     return Dialogue(policy, prompts, decodes, answer=prompts[0].tokens[:2])
 
@@ -182,9 +181,7 @@ async def _check_reopening(make: Make[Policy], whole: Dialogue) -> None:
         if not piece.given and len(half) < len(first):
             half = half.then(piece.event(prompt.rollout, len(half)))
     policy = await make()
-    if not isinstance(policy, MultiTurnPolicy):
-        raise ProtocolError(f"{type(policy).__name__} has no open_turns()")
-    (decode,) = await policy.open_turns([half])
+    (decode,) = await require_turns(policy).open_turns([half])
     async with policy.decoding([decode], lambda finished: False):
         turn = await decode.turn()
         require(

@@ -57,8 +57,9 @@ from oppo.models import (
     Trainer,
     Weights,
 )
+from oppo.stages.contract import require_turns
 from oppo.testing.script import Garbage, HalfPublished, LoseSessions, Player, Script, Spoilt
-from oppo.turns import Answer, Environment, MultiTurnPolicy, Turn, TurnDecode
+from oppo.turns import Answer, Environment, Turn, TurnDecode
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -143,8 +144,10 @@ class FaultyPolicy(_FaultyFollower):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of its model, except that rollouts cannot join."""
-        return replace(self.inner.capabilities, adds_while_decoding=False)
+        """Those of its model, except for those that need another policy behind it, and that rollouts cannot join."""
+        return replace(
+            self.inner.capabilities, adds_while_decoding=False, varies_sampling=False, reports_progress=False
+        )
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:
         """Make a decode for each."""
@@ -152,7 +155,7 @@ class FaultyPolicy(_FaultyFollower):
 
     async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:
         """Make a decode with turns for each."""
-        return await self._opened(cast("MultiTurnPolicy", self.inner).open_turns, rollouts)
+        return await self._opened(require_turns(self.inner).open_turns, rollouts)
 
     async def _opened(
         self,

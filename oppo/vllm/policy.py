@@ -101,6 +101,8 @@ class VllmPolicy:
             adds_while_decoding=True,
             loads_while_decoding="between decode steps",
             turns=True,
+            varies_sampling=True,
+            reports_progress=True,
         )
 
     @property
@@ -434,7 +436,8 @@ class VllmSampling:
     @property
     def capabilities(self) -> Capabilities:
         """The policy's capabilities under this sampling."""
-        return replace(self._policy.capabilities, supports=reports_supports(self._sampling))
+        supports = reports_supports(self._sampling)
+        return replace(self._policy.capabilities, supports=supports, varies_sampling=False, reports_progress=False)
 
     async def load(self, weights: Weights) -> None:
         """Serve other weights, in the policy that it is of too."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
+from oppo.admission.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.app.compose import admission_of, chunks_of
-from oppo.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.config.sections import StepSection
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from oppo.events import Chunk, Given, Prompt, Response
-from oppo.stages.in_flight import RolloutSnapshot
+from oppo.stages.ledger import RolloutSnapshot
 from oppo.testing import FakeCritic, run_virtual
 from tests.known import known
 from tests.pipelines import Pipeline, Setting, same_batches

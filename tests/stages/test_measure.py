@@ -15,7 +15,7 @@ from oppo.events import FinishReason, Prompt, StepReport
 from oppo.graph import Step
 from oppo.models import Decode
 from oppo.observe import Span
-from oppo.stages.in_flight import InFlightRollout
+from oppo.stages.ledger import InFlightRollout
 from oppo.stages.metrics import Decoded, DecodeMeter, Grown, ScorerAnswer, ScorerReading, observation, stretches
 from oppo.testing import FakePolicy, run_virtual
 from tests.pipelines import Pipeline, Setting

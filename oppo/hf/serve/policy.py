@@ -135,7 +135,13 @@ class HfPolicy:
     def capabilities(self) -> Capabilities:
         """Its capabilities: in exact mode, weights wait for the end of decoding, and no rollout joins others."""
         loads: Loads = "when decoding ends" if self._exact else "between decode steps"
-        return Capabilities(adds_while_decoding=not self._exact, loads_while_decoding=loads, turns=True)
+        return Capabilities(
+            adds_while_decoding=not self._exact,
+            loads_while_decoding=loads,
+            turns=True,
+            varies_sampling=True,
+            reports_progress=True,
+        )
 
     @property
     def progress(self) -> int:
