@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from oppo import observe
 from oppo.events import Prompt
 from oppo.hf.devices import use_cores
-from oppo.hf.serve.decoding import Decoder, DecodeRow, DecodeStep
-from oppo.hf.serve.signals import Signals
+from oppo.hf.serve.decoder import Decoder, DecodeRow, Signals
 from oppo.models import Sampling
+from oppo.rollout_buffer import DecodeStep
 
 
 @dataclass(frozen=True, slots=True)

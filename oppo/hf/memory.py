@@ -33,10 +33,9 @@ from oppo.events import Batch, Chunk, IntArray, Prompt, Response
 from oppo.hf.devices import CPU
 from oppo.hf.introspection import backbone
 from oppo.hf.kv.attention import attend, kinds_of
-from oppo.hf.kv.incremental import Incremental
-from oppo.hf.serve.chunked_prefill import ChunkedPrefill
-from oppo.hf.serve.noise import Noise
-from oppo.hf.serve.sampling import draw
+from oppo.hf.kv.reader import Incremental
+from oppo.hf.serve.decoder import ChunkedPrefill, DecodeRow, Signals
+from oppo.hf.serve.sampling import Noise, draw
 from oppo.hf.serve.scorers import (
     ProcessRewardWorker,
     ReferenceWorker,
@@ -45,7 +44,6 @@ from oppo.hf.serve.scorers import (
     ScorerWorker,
     ValueWorker,
 )
-from oppo.hf.serve.signals import Signals
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import pack, units
 from oppo.hf.train.trainer import HfTrainerCore
@@ -341,7 +339,8 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
     with without_data() as live, torch.inference_mode():
         model = _attending(strip(model))
         weights, reader = live.now, Incremental(model)
-        rows = [_Row(key, load.sequence - 1) for key in range(load.rollouts)]
+        tokens = np.zeros(load.sequence - 1, np.int32)
+        rows = [DecodeRow(key, Prompt(key, key, tokens), load.sequence) for key in range(load.rollouts)]
         prefill = ChunkedPrefill(reader, rows, budget=prefill_tokens, exact=False)
         signals = Signals.of(len(rows))
         while prefill:
@@ -455,18 +454,6 @@ def longest_batch(rows: int, load: Load, *, critic: bool) -> Batch:
 def _bare(make: Callable[[], ModuleT]) -> ModuleT:
     with torch.device("meta"):
         return make()
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A rollout that the policy reads again."""
-
-    key: int
-    length: int
-    given_up: bool = False
-
-    def sequence(self) -> Tensor:
-        return torch.zeros(self.length, dtype=torch.int64)
 
 
 def _chunk(rollout: int, start: int, tokens: IntArray) -> Chunk:

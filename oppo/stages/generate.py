@@ -32,7 +32,7 @@ Groups: TypeAlias = Sequence[tuple[Prompt, ...]]
 
 @dataclass(eq=False)
 class Generate:
-    """Decodes a step's rollouts and sends their events; stragglers are parked at the cut and resumed later.
+    """Decodes a step's rollouts and sends their events; rollouts that are deferred at the cut are resumed later.
 
     Attributes:
         policy: the actor.
@@ -122,17 +122,17 @@ class Generate:
         return [] if self.select is None or any(each is self.select for each in stages) else [fault]
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the carried units with all their tokens, and the state of the controllers."""
+        """Return the deferred units with all their tokens, and the state of the controllers."""
         units = [
             {"age": unit.age, "rollouts": [self._state(self._snapshot(prompt)) for prompt in unit.prompts]}
-            for unit in self._ledger.carried
+            for unit in self._ledger.deferred
         ]
         controllers = {name: each.state_dict() for name, each in self._controllers().items()}
         conversations = {} if self._conversations is None else self._conversations.state_dict()
         return {"units": units, "controllers": controllers, "conversations": conversations}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the units that another stage carried; the first step opens their rollouts.
+        """Restore the units that another stage deferred; the first step opens their rollouts.
 
         Raises:
             ConfigError: a response is incomplete, and the policy cannot continue it.
@@ -192,10 +192,10 @@ class Generate:
         observed = journalled or observation(report, step)
         self._unheard.append(observed)
         if not step.followed:
-            self._tell(report.index + 1)
+            self._observe(report.index + 1)
         return None if journalled else observed
 
-    def _tell(self, observed: int) -> None:
+    def _observe(self, observed: int) -> None:
         due = [each for each in self._unheard if each.step < observed]
         self._unheard = [each for each in self._unheard if each.step >= observed]
         for each in due:
@@ -207,7 +207,7 @@ class Generate:
         """Run one step's generation, up to its cut."""
         out = ended = Ended(out)
         step.record(ended)
-        self._tell(step.observed)
+        self._observe(step.observed)
         await self._reopen()
         groups = await self._admit(prompts, step)
         complete = self._ledger.begin(groups)
@@ -221,10 +221,10 @@ class Generate:
             await self._replace_rejected(self.select, prompts, out, step)
         if late := [unit.age > 0 for unit in self._ledger.placed for _ in unit.prompts]:
             step.record(StepMetrics({"deferral/trained_late": sum(late) / len(late)}))
-        carried = self._ledger.end()
-        if self._ledger.restarts and (discarded := [await self._discard(unit) for unit in carried]):
+        deferred = self._ledger.end()
+        if self._ledger.restarts and (discarded := [await self._discard(unit) for unit in deferred]):
             step.record(StepMetrics({"deferral/discarded_tokens": float(sum(discarded))}))
-        for unit in carried:
+        for unit in deferred:
             for prompt in unit.prompts:
                 if prompt.rollout in self._in_flight:
                     await self._announce(self._in_flight[prompt.rollout], out)
@@ -437,7 +437,7 @@ class DecodingRound:
     ) -> None:
         """Let units join until the step is cut, or no more can: the prompts or the remaining steps do not reach.
 
-        What was read of the prompts by the time of the cut is carried, unwritten: reading them is not cancelled, since
+        What was read of the prompts by the time of the cut is deferred, unwritten: reading them is not cancelled, since
         that would end an async generator.
 
         Args:

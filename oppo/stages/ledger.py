@@ -4,7 +4,7 @@ A unit (a rollout, or a group of them) takes a place in the batch when it is com
 
 - an overdue unit, which may not be deferred again, always has a place: one is reserved while it decodes;
 - any other complete unit takes a free place, in finish order;
-- a complete unit without a place is carried like an unfinished one, and is the first to be placed in the next step.
+- a complete unit without a place is deferred like an unfinished one, and is the first to be placed in the next step.
 
 Finish order is the order in which the policy's engine reports: decode step, then admission number; never that of the
 scores. Everything here is synchronous; :meth:`Ledger.finished` may be called from the engine's thread, also while units
@@ -61,13 +61,13 @@ class Ledger:
     """The units in flight of one run.
 
     Attributes:
-        carried: units carried into the next step, oldest first.
+        deferred: units deferred to the next step, oldest first.
         placed: units with a place in the current step's batch, in finish order.
         restarted: units that restart in the current step, under a :class:`~oppo.admission.Restarting` admission.
     """
 
     admission: Admission
-    carried: list[Unit] = field(default_factory=list)
+    deferred: list[Unit] = field(default_factory=list)
     placed: list[Unit] = field(default_factory=list)
     restarted: list[Unit] = field(default_factory=list)
     _waiting: list[Unit] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Ledger:
 
     @property
     def restarts(self) -> bool:
-        """Whether carried units restart instead of continuing."""
+        """Whether deferred units restart instead of continuing."""
         return isinstance(self.admission, Restarting)
 
     def wanted(self, remaining: int) -> int:
@@ -91,16 +91,16 @@ class Ledger:
 
         ``remaining`` counts the steps left, this one included. Raises ``AdmissionError`` for a number that may not be.
         """
-        oldest = max((unit.age for unit in self.carried), default=0)
-        carried = len(self.carried)
-        complete = sum(not unit.unfinished for unit in self.carried)
+        oldest = max((unit.age for unit in self.deferred), default=0)
+        deferred = len(self.deferred)
+        complete = sum(not unit.unfinished for unit in self.deferred)
         with self._blaming("admit"):
-            admitted: object = self.admission.admit(AdmitView(carried, oldest, remaining, complete))
-        if not carried and not isinstance(admitted, bool) and admitted == 0:
+            admitted: object = self.admission.admit(AdmitView(deferred, oldest, remaining, complete))
+        if not deferred and not isinstance(admitted, bool) and admitted == 0:
             raise AdmissionError(
-                f"{self._name}.admit() returned 0 where nothing is carried: the step would train nothing"
+                f"{self._name}.admit() returned 0 where nothing is deferred: the step would train nothing"
             )
-        return self._trainable("admit", admitted, remaining, 0 if self.restarts else carried, carried)
+        return self._trainable("admit", admitted, remaining, 0 if self.restarts else deferred, deferred)
 
     @property
     def refills(self) -> bool:
@@ -123,7 +123,7 @@ class Ledger:
     def _trainable(self, method: str, asked: object, remaining: int, in_step: int, owned: int) -> int:
         """Return how many of the units that an admission asks for the remaining steps can train.
 
-        A batch and as many units beyond it may be in a step: whatever is carried then fits in one batch.
+        A batch and as many units beyond it may be in a step: whatever is deferred then fits in one batch.
         """
         batch = self.admission.batch
         room = max(0, 2 * batch - in_step)
@@ -142,23 +142,23 @@ class Ledger:
         return blaming(f"{self._name}.{method}()")
 
     def begin(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Unit]:
-        """Start a step with the carried and the new units; return the carried ones that are complete and placed.
+        """Start a step with the deferred and the new units; return the deferred ones that are complete and placed.
 
         Raises ``DataError`` for a new rollout that is in flight already.
         """
         groups = list(groups)
-        in_flight = (prompt.rollout for unit in self.carried for prompt in unit.prompts)
+        in_flight = (prompt.rollout for unit in self.deferred for prompt in unit.prompts)
         require_new((prompt for group in groups for prompt in group), in_flight)
         new = [Unit(prompts, 0, {prompt.rollout for prompt in prompts}) for prompts in groups]
-        carried = self.carried
+        deferred = self.deferred
         if self.restarts:
             missing = max(0, self.admission.batch - len(new))
-            self.restarted = carried = carried[:missing]
-            self._waiting = self.carried[missing:]
-        self._live = carried + new
+            self.restarted = deferred = deferred[:missing]
+            self._waiting = self.deferred[missing:]
+        self._live = deferred + new
         self._unit_of = {prompt.rollout: unit for unit in self._live for prompt in unit.prompts}
         self._decoding = Counter(unit.age for unit in self._live if unit.unfinished)
-        self.carried, self.placed = [], []
+        self.deferred, self.placed = [], []
         for unit in self._live:
             if not unit.unfinished:
                 self._place(unit)
@@ -189,7 +189,7 @@ class Ledger:
         return self._decoding.total()
 
     def is_cut(self) -> bool:
-        """Return whether decoding stops; true at the start if carried units fill the batch.
+        """Return whether decoding stops; true at the start if deferred units fill the batch.
 
         Raises ``AdmissionError`` for a cut of a batch that is not full; one that is has every overdue unit.
         """
@@ -239,20 +239,20 @@ class Ledger:
         return unit if unit.placed else None
 
     def end(self) -> list[Unit]:
-        """End the step; return the carried units, one step older, oldest first."""
+        """End the step; return the deferred units, one step older, oldest first."""
         unplaced = [unit for unit in self._live if not unit.placed]
         if self.restarts:
             for unit in unplaced:
                 unit.unfinished = {prompt.rollout for prompt in unit.prompts}
-        self.carried = sorted(self._waiting + unplaced, key=lambda unit: -unit.age)
-        for unit in self.carried:
+        self.deferred = sorted(self._waiting + unplaced, key=lambda unit: -unit.age)
+        for unit in self.deferred:
             unit.age += 1
         self._live, self._waiting, self.restarted = [], [], []
-        return self.carried
+        return self.deferred
 
     def restore(self, units: Iterable[tuple[tuple[Prompt, ...], int, set[int]]]) -> None:
         """Carry the units of a resumed run, oldest first: prompts, age and unfinished rollouts of each."""
-        self.carried = [Unit(prompts, age, unfinished) for prompts, age, unfinished in units]
+        self.deferred = [Unit(prompts, age, unfinished) for prompts, age, unfinished in units]
 
     def _overdue(self) -> int:
         return sum(count for age, count in self._decoding.items() if age >= self.admission.max_deferrals)

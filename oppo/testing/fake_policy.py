@@ -1,6 +1,6 @@
 """A fake actor with a cost model: it decodes all rollouts together, or each at its own pace.
 
-It reads what it has no keys and values of before it goes on with a rollout: the prompt, a tool's answer, and everything
+It reads what its KV cache lacks before it goes on with a rollout: the prompt, a tool's answer, and everything
 once more when other weights were loaded, unless ``on_publish`` keeps the old ones.
 
 A fake token is a hash of (seed, admission, sample, position); a fake log-prob also depends on the version of the
@@ -67,7 +67,7 @@ class FakePolicy:
         reading: seconds for each token that is read before its rollout goes on, or a function of the positions read.
             Decode steps wait meanwhile.
         ending: seconds for each rollout that ends. Decode steps wait meanwhile.
-        on_publish: whether keys and values of other weights are computed again or kept.
+        on_publish: whether the KV cache of other weights is recomputed or kept.
         prefilled: tokens read so far before their rollouts went on.
         replicas: engines, each with rollouts and decode steps of its own; a rollout stays with the one that has the
             fewest when it is first decoded.
@@ -341,7 +341,7 @@ class FakeDecode:
         answers: what was given after turns, by its position.
         waiting: a turn has ended, and nothing has come of it yet.
         closed: it was given up.
-        filled: the position up to which there are keys and values; the prompt's positions are below 0.
+        filled: the position up to which the KV cache reaches; the prompt's positions are below 0.
         loads: the load of the policy's weights that computed these; -1 before.
     """
 

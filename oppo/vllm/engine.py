@@ -17,12 +17,9 @@ from oppo.errors import ConfigError, OppoError, ProtocolError, one_line, running
 from oppo.observe import now, silent
 from oppo.signals import SIGNALS
 from oppo.vllm.arguments import computes_on_cpu, engine_arguments, require_arguments
-from oppo.vllm.device_publish import DeviceSender
 from oppo.vllm.plugin import register, transfer_of
 from oppo.vllm.processes import Children, EngineLog, cores_of, environment, guarded, logging_to
-from oppo.vllm.publish import FileSender, WeightSender
-from oppo.vllm.route import route_of
-from oppo.vllm.served_weights import ServedWeights
+from oppo.vllm.sync import DeviceSender, FileSender, ServedWeights, WeightSender, route_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

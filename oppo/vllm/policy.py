@@ -36,25 +36,25 @@ from oppo.observe import Reporter
 from oppo.rollout_buffer import raise_first, response_to, unfinished
 from oppo.turns import StopCriteria
 from oppo.vllm.engine import VllmEngine
-from oppo.vllm.publish import GRACE, cancelled_after
 from oppo.vllm.requests import Request, VllmDecode, reports_supports
 from oppo.vllm.surface import Output, advice, answered, engine_calls
+from oppo.vllm.sync import GRACE, cancelled_after
 
 
 class VllmPolicy:
     """A causal language model of vLLM as :class:`oppo.models.Policy`.
 
     Tokens of a rollout depend on the seed, its admission number and its sample, and, by rounding, on what is decoded
-    beside it. A rollout that is carried over, or that the engine preempts, keeps its noise. One that is opened
+    beside it. A rollout that is deferred, or that the engine preempts, keeps its noise. One that is opened
     half-written, in a resumed run, goes on with other draws of the same distribution.
 
     Args:
         engine: is started, and used by one policy at a time; requests of an earlier policy are discarded.
         sampling: how tokens are drawn; ``top_p`` alone leaves it without :attr:`~oppo.models.Capabilities.supports`, so
             that nothing can be trained on them.
-        on_publish: what happens to the keys and values of parked rollouts when weights are loaded. ``recompute``: the
-            new weights read their tokens again before they continue. ``keep``: they continue with the old keys and
-            values, which is cheaper but mixes versions.
+        on_publish: what happens to the KV cache of deferred rollouts when weights are loaded. ``recompute``: the
+            new weights read their tokens again before they continue. ``keep``: they continue with the old KV
+            cache, which is cheaper but mixes versions.
         decode: returns the text of tokens; ``sampling.stop_strings`` need it. It is called on the event loop.
         limit: returns the length in tokens at which the response to a prompt ends; ``sampling.max_new_tokens`` bounds
             it, and is the default.
@@ -62,7 +62,7 @@ class VllmPolicy:
     Attributes:
         version: of the weights in use.
         tokens: received so far.
-        reporter: tells of its work.
+        reporter: reports its work.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class VllmPolicy:
     async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
         """Return a decode for each whose response has turns; otherwise as :meth:`open`.
 
-        What follows an answer is a new request, which finds the keys and values of the turn in the prefix cache.
+        What follows an answer is a new request, which finds the turn in the prefix cache.
         """
         return [self.opened(rollout, self.sampling, self._stopping, turns=True) for rollout in rollouts]
 
@@ -393,7 +393,7 @@ class VllmPolicy:
                 await llm.update_weight_version(self._label(version))
             self.version = version
             if tensors and self._recompute and not await llm.reset_prefix_cache(reset_running_requests=True):
-                raise ModelLost(f"vLLM has kept keys and values of the weights before version {version}")
+                raise ModelLost(f"vLLM has kept the KV cache of the weights before version {version}")
 
     def _starts(self, request: Request, output: Output) -> Sequence[tuple[str, int]]:
         if spans := getattr(output.outputs[0], "weight_versions", None):

@@ -104,7 +104,7 @@ class AsyncEngine(Protocol):
         """Go on."""
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget keys and values; requests compute theirs again."""
+        """Forget the KV cache; requests compute theirs again."""
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         """Agree with the workers on how weights travel."""

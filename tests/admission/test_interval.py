@@ -19,7 +19,7 @@ def simulated(lengths: NDArray[np.int64], admission: Overcommit, steps: int) -> 
         count = ledger.wanted(steps)
         new = [(Prompt(n, n, np.zeros(1, np.int32)),) for n in range(taken, taken + count)]
         taken += count
-        live = {r for unit in ledger.carried for r in unit.unfinished} | {group[0].rollout for group in new}
+        live = {r for unit in ledger.deferred for r in unit.unfinished} | {group[0].rollout for group in new}
         ledger.begin(new)
         before = made.copy()
         while live and not ledger.is_cut():

@@ -147,7 +147,7 @@ def test_columns_of_any_type_stay_out_of_the_state_and_are_read_again(tmp_path: 
             write_state(tmp_path, run.state_dict()["stages"]["generate"])
         other = Generate(FakePolicy(), pipeline.generate.admission, columns=data.columns)
         other.load_state_dict(read_state(tmp_path))
-        carried = [prompt for unit in other._ledger.carried for prompt in unit.prompts]
+        carried = [prompt for unit in other._ledger.deferred for prompt in unit.prompts]
         assert carried
         assert all(prompt.columns["lock"] is data.columns(prompt.admission)["lock"] for prompt in carried)
 

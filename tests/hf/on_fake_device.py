@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from oppo.events import Batch, Chunk, Prompt
+from oppo.events import Batch, Chunk, Prompt, Support
 from oppo.hf.lora import add_lora, merged
 from oppo.hf.memory import Load, longest_batch
-from oppo.hf.serve.decoding import Decoder, DecodeRow, DecodeStep
-from oppo.hf.serve.policy_core import PolicyCore
+from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
 from oppo.hf.serve.sampling import draw
 from oppo.hf.serve.scorers import (
     ProcessRewardWorker,
@@ -27,7 +26,6 @@ from oppo.hf.serve.scorers import (
     ScorerWorker,
     ValueWorker,
 )
-from oppo.hf.serve.signals import Signals
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.optim import gather_training
 from oppo.hf.train.ranks import Alone
@@ -36,7 +34,7 @@ from oppo.hf.weights import adopt, copies
 from oppo.hosted_trainer import TrainerCounts
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling, Weights
-from oppo.support import Support
+from oppo.rollout_buffer import DecodeStep
 from oppo.training import TrainerSettings
 from tests.hf import child, tiny
 from tests.hf.fake_device import moved, register, watched

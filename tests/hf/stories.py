@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oppo.events import Prompt
+from oppo.events import Prompt, Support
 from oppo.hf.devices import use_cores
-from oppo.hf.serve.mailbox import HfDecode
-from oppo.hf.serve.noise import gumbel
-from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.sampling import draw
+from oppo.hf.serve.policy import HfDecode, HfPolicy
+from oppo.hf.serve.sampling import draw, gumbel
 from oppo.models import Piece, Sampling
 from oppo.placement import Hosting, Thread
-from oppo.support import Support
 from tests.hf import tiny
 
 SAMPLING = Sampling(max_new_tokens=32, stop=(2, 3, 4, 5), seed=11)

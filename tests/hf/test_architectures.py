@@ -25,7 +25,7 @@ from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError
 from oppo.events import Batch, FloatArray, IntArray, Prompt
 from oppo.hf.introspection import backbone, longest, routed, score_head, vocabulary
-from oppo.hf.kv.incremental import Incremental
+from oppo.hf.kv.reader import Incremental
 from oppo.hf.loading import load_causal, load_tokenizer
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy

@@ -17,9 +17,8 @@ from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
 from oppo.events import Prompt, StepReport, Support
 from oppo.hf import DeviceThread, HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel, probe
-from oppo.hf.kv.incremental import Incremental
-from oppo.hf.serve.noise import gumbel
-from oppo.hf.serve.sampling import draw
+from oppo.hf.kv.reader import Incremental
+from oppo.hf.serve.sampling import draw, gumbel
 from oppo.hf.weights import weights_digest
 from oppo.losses import SupportIndex, token_logprobs
 from oppo.models import Sampling

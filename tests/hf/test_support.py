@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError
-from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response
+from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response, Support
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs
 from oppo.hf.train.packing import MicroBatch, micro_batches, pack, units
@@ -25,7 +25,6 @@ from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
-from oppo.support import Support
 from oppo.testing import respond_serially, score_serially
 from oppo.training import TrainerSettings
 from tests.hf import tiny

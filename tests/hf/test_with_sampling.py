@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from oppo.hf.devices import use_cores
-from oppo.models import VariesSampling, Weights
+from oppo.models import Weights
 from oppo.placement import Process
 from tests.hf import tiny
 from tests.hf.stories import SAMPLING, Serving, Story, prompts, serving, told
@@ -21,7 +21,7 @@ async def test_it_makes_the_tokens_of_a_policy_of_its_own(serving: Serving) -> N
     with serving(sampling=GREEDY) as own:
         expected = (await told(own, asked)).tokens()
     with serving() as policy:
-        assert isinstance(policy, VariesSampling)
+        assert policy.capabilities.varies_sampling
         greedy = policy.with_sampling(GREEDY)
         assert (await told(greedy, asked)).tokens() == expected
         assert (await told(policy, asked)).tokens() != expected

@@ -59,7 +59,7 @@ class Run:
             new = [group(self.admitted + k, self.samples) for k in range(count)]
             self.admitted += count
             live = [
-                prompt for unit in self.ledger.carried for prompt in unit.prompts if prompt.rollout in unit.unfinished
+                prompt for unit in self.ledger.deferred for prompt in unit.prompts if prompt.rollout in unit.unfinished
             ]
             self.ledger.begin(new)
             self.decode(live + [prompt for prompts_ in new for prompt in prompts_], self.steps - step, prompts)
@@ -325,7 +325,7 @@ NO_ADMISSIONS = [
     ({"admit": True}, r"Own\.admit\(\) must return a whole number"),
     ({"admit": None}, r"Own\.admit\(\) must return a whole number"),
     ({"admit": 9}, r"Own\.admit\(\) must return a whole number, 0 to 8, .* got 9"),
-    ({"admit": 0}, r"Own\.admit\(\) returned 0 where nothing is carried"),
+    ({"admit": 0}, r"Own\.admit\(\) returned 0 where nothing is deferred"),
     ({"cut": True}, r"Own\.cut\(\) may not cut a step in which 0 of 4 units have a place, .* must be full"),
     ({"cut": 1}, r"Own\.cut\(\) must return a bool; got 1"),
     ({"max_deferrals": 0}, "max_deferrals of Own must be at least 1, not 0"),

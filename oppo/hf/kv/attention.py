@@ -168,7 +168,7 @@ PADDED = "sdpa_padded"
 """The name of plain SDPA in the config of a model that takes no segments, though its attention could be replaced."""
 
 SEGMENT_BYTES = 256 * 1024
-"""The fixed time of a segment, as bytes of keys and values per layer that take as long to read.
+"""The fixed time of a segment, as bytes of KV cache per layer that take as long to read.
 
 Measured on a CPU with models of 128, 768 and 1,536 bytes per token: 0.2, 0.6 and 1.1 million bytes. For the larger
 models the constant is lower than measured, since bytes that are not read need no memory either.

@@ -77,7 +77,7 @@ class KVRegion:
 
 
 class Slab:
-    """The keys and values of all sequences of one length class.
+    """The KV cache of all sequences of one length class.
 
     Args:
         longest: the longest sequence of the class.
@@ -246,14 +246,14 @@ def index(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 class KVView(NamedTuple):
-    """The keys and values of consecutive rows of a forward pass: a region of a slab."""
+    """The KV cache of consecutive rows of a forward pass: a region of a slab."""
 
     slab: Slab
     region: KVRegion
 
 
 class SlabLayer(CacheLayerMixin):
-    """The keys and values of one attention layer.
+    """The KV cache of one attention layer.
 
     Attributes:
         views: of the forward pass in progress, in the order of the batch. Several are returned as

@@ -211,7 +211,7 @@ class Incremental:
         self.forget(list(self._lengths))
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need."""
+        """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
         allocated = sum(slab.bytes_allocated() for slab in (*self._class_slabs, *self._decode_slabs))
         return allocated, self._bytes_per_token() * sum(self._lengths.values())
 
@@ -526,7 +526,7 @@ class IncrementalPrefill:
         self._incremental.forget(rollouts)
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need."""
+        """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
         return self._incremental.memory()
 
     def _opened(self, rollout: int) -> ReadState:

@@ -89,7 +89,7 @@ Deliver: TypeAlias = Callable[[DecodeStep], None]
 class Decoder:
     """Decodes rows with one model, one token of each at a time.
 
-    Pickled, it crosses to another process without its keys and values, over the same weights and counters.
+    Pickled, it crosses to another process without its KV cache, over the same weights and counters.
 
     Args:
         model: a causal LM.
@@ -375,13 +375,13 @@ class PolicyCore:
         self.counters.loads += 1
 
     def refresh(self) -> None:
-        """Free the keys and values of replaced weights, if they are to be recomputed."""
+        """Free the KV cache of replaced weights, if it is to be recomputed."""
         if self._recompute and self._loads != self.counters.loads:
             self._decoder.reader.clear()
         self._loads = self.counters.loads
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need."""
+        """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
         return self._decoder.reader.memory()
 
 

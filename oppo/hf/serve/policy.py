@@ -53,9 +53,9 @@ class HfPolicy:
         sampling: how tokens are drawn.
         thread: where the model lives: a thread, a process, or, for a recipe, a place on another machine
             (:class:`oppo.placement.ray.RayPlace`). Places with ``restarts`` are refused, as rows are lost with them.
-        on_publish: what happens to the keys and values of rollouts, parked or live, when weights are loaded.
+        on_publish: what happens to the KV cache of rollouts, deferred or live, when weights are loaded.
             ``recompute``: the new weights read their tokens again before they continue. ``keep``: they continue with
-            the old keys and values, which is cheaper but mixes versions.
+            the old KV cache, which is cheaper but mixes versions.
         exact: prefill row by row on a fixed grid; runs that decode the same rollouts together then agree bit for bit
             (float32 on a CPU).
         prefill_tokens: tokens, padding included, that are prefilled between two decode steps, so that live rows do not
@@ -149,11 +149,11 @@ class HfPolicy:
         return self.counters.decode_steps + self.counters.prefilled
 
     def with_sampling(self, sampling: Sampling) -> HfPolicy:
-        """Return a policy over the same model, in the same place, that draws so; it has keys and values of its own."""
+        """Return a policy over the same model, in the same place, that draws so; it has a KV cache of its own."""
         return self._with_sampling(sampling=sampling, counters=self.counters)
 
     async def memory(self) -> tuple[int, int]:
-        """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need.
+        """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need.
 
         It waits for the end of decoding.
         """
@@ -162,7 +162,7 @@ class HfPolicy:
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.actor`` from the next decode step on; tensors that are the model's own are not copied.
 
-        Live rollouts go on with the new weights, their keys and values computed again or kept as ``on_publish`` says.
+        Live rollouts go on with the new weights, their KV cache recomputed or kept as ``on_publish`` says.
         In exact mode this waits for the end of decoding. An empty ``weights.actor`` changes the version only: the actor
         was not trained. No tensor crosses to another process of this machine: this process writes the memory that both
         share, while no other call is made there. To another machine all tensors are sent.

@@ -16,15 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from oppo.events import Chunk, Prompt
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import Bytes, Load, longest_batch, of_policy, of_reference, of_reward, of_trainer
-from oppo.hf.serve.decoding import Decoder, DecodeRow, DecodeStep
-from oppo.hf.serve.policy_core import PolicyCore
+from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
 from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput
-from oppo.hf.serve.signals import Signals
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.hosted_trainer import TrainerCounts
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling, Weights
+from oppo.rollout_buffer import DecodeStep
 from oppo.training import TrainerSettings
 
 LOAD = Load(rollouts=12, prompt=128, response=128, chunk=64)

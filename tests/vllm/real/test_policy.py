@@ -18,6 +18,7 @@ from oppo.events import Prompt, Response
 from oppo.models import Piece, Sampling, Weights
 from oppo.testing import check_policy
 from oppo.vllm import VllmDecode, VllmEngine, VllmPolicy
+from oppo.vllm.requests import Request
 from oppo.vllm.surface import Output, WeightVersionSpan
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor
@@ -208,15 +209,15 @@ async def test_publishing_while_it_decodes_counts_every_token_to_the_weights_tha
 def spans_named(monkeypatch: pytest.MonkeyPatch) -> dict[int, Sequence[WeightVersionSpan]]:
     """Return the spans that the engine will name, by rollout."""
     named: dict[int, Sequence[WeightVersionSpan]] = {}
-    take = VllmDecode.take
+    take = Request.take
 
-    def noting(self: VllmDecode, output: Output, version_at: Callable[[int], int]) -> None:
+    def noting(self: Request, output: Output, version_at: Callable[[int], int]) -> bool:
         spans = getattr(output.outputs[0], "weight_versions", None)
         if spans is not None:
             named[self.prompt.rollout] = spans
-        take(self, output, version_at)
+        return take(self, output, version_at)
 
-    monkeypatch.setattr(VllmDecode, "take", noting)
+    monkeypatch.setattr(Request, "take", noting)
     return named
 
 
@@ -253,14 +254,14 @@ async def test_groups_share_the_prefix_of_their_prompt(engine: VllmEngine) -> No
     policy = VllmPolicy(engine, sampling=replace(SAMPLING, max_new_tokens=3))
     cached: list[int] = []
     decodes = await policy.open([replace(prompt, rollout=k, sample=k) for k in range(2)])
-    take = VllmDecode.take
+    take = Request.take
 
-    def noting(self: VllmDecode, output: object, version: int) -> None:
+    def noting(self: Request, output: Output, version_at: Callable[[int], int]) -> bool:
         cached.append(getattr(output, "num_cached_tokens", 0) or 0)
-        take(self, output, version)  # type: ignore[arg-type]  # passed on as it came
+        return take(self, output, version_at)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VllmDecode, "take", noting)
+        patch.setattr(Request, "take", noting)
         for decode in decodes:
             async with policy.decoding([decode], lambda ended: False):
                 await decode.read(100)
