@@ -223,7 +223,7 @@ class Decoding(Protocol):
     """Rollouts that are being decoded; an engine without the capability raises ``ProtocolError``."""
 
     async def add(self, decodes: Sequence[Decode]) -> None:
-        """Decode these as well, from the next decode step on; those that come after the cut stay parked."""
+        """Decode these as well, from the next decode step on; those that come after the cut stay deferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ class VariesSampling(Policy, Protocol):
     def with_sampling(self, sampling: Sampling) -> Policy:
         """Return a policy with the same engine and the same weights, those of later publishing too, that draws so.
 
-        One of the two decodes at a time. Rollouts of this one that are parked meanwhile stay parked.
+        One of the two decodes at a time. Rollouts of this one that are deferred meanwhile stay deferred.
         """
 
 

@@ -142,7 +142,7 @@ class RolloutBuffer(Generic[R]):
         return self._state not in ("live", "cut")
 
     @property
-    def parked(self) -> bool:
+    def deferred(self) -> bool:
         """Whether it is unfinished and not being decoded."""
         return self._state == "cut"
 
@@ -274,8 +274,8 @@ class RolloutBuffer(Generic[R]):
         if self._readable():
             self.wake()
 
-    def park(self, failure: Exception | None) -> None:
-        """Stop being live: parked without a ``failure``, failed for good with one."""
+    def defer(self, failure: Exception | None) -> None:
+        """Stop being live: deferred without a ``failure``, failed for good with one."""
         if self.live:
             self._state, self._failure = "cut", failure
             self.wake()

@@ -174,7 +174,6 @@ class FakePolicy:
         await load.adopted.wait()
 
     def _adopt(self, load: _Load, lane: Lane[FakeDecode]) -> None:
-        """Serve new weights from the next decode step of a lane on, and altogether once every lane does."""
         del load.lanes[lane]
         self.version = load.version  # the newest that makes tokens
         if not load.lanes:
@@ -247,7 +246,6 @@ class FakePolicy:
         self._start(decode)
 
     def _go_on(self, decode: FakeDecode) -> None:
-        """Let the decode's lane decode it."""
         if decode.lane is None:
             decode.settle_in(self._home() if self.pace is None else self._lane(self.pace(decode.prompt)))
         self._live[decode] = None
@@ -256,7 +254,6 @@ class FakePolicy:
         self._start(decode)
 
     def _read(self, decode: FakeDecode, load: int) -> None:
-        """Read the context of a rollout up to its last token, which the next decode step reads."""
         start, stop = decode.unread(load, again=self.on_publish == "recompute")
         if start >= stop or decode.lane is None:
             return
@@ -268,7 +265,6 @@ class FakePolicy:
         return min(self.lanes, key=lambda lane: lane.homes)
 
     def _start(self, decode: FakeDecode) -> None:
-        """Start the loop of its lane, and those of all others where none decodes while a turn is unanswered."""
         for lane in self.lanes if self.holds and self.pace is None else [decode.lane]:
             if self._loops is not None and lane is not None:
                 self._loops.start_soon(lane.run)
@@ -310,7 +306,6 @@ class FakePolicy:
             decode.wake()
 
     def _end(self, ended: list[FakeDecode]) -> None:
-        """Remove ended rollouts from the live ones, and all others too if the cut answers true."""
         if not ended or self._cut is None:
             return
         for decode in ended:
@@ -479,7 +474,6 @@ class FakeDecode:
             self._turned.set()
 
     def _at_turn(self) -> bool:
-        """Whether there is something to read before a turn goes on, or of an answer."""
         return self.made > self.taken and (
             self.waiting or any(at + len(given) > self.taken for at, given in self.answers.items())
         )
@@ -512,7 +506,6 @@ class FakeDecode:
         )
 
     def _given(self) -> list[range]:
-        """Return the positions that were given."""
         return [self.policy.given(self.prompt), *(range(at, at + len(each)) for at, each in self.answers.items())]
 
     def _state(self) -> PieceState:

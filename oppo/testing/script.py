@@ -223,7 +223,6 @@ async def _play(fault: Fault, call: int) -> Applied | None:
 
 
 async def _hang(sentence: str) -> None:
-    """Hang; ``sentence`` becomes part of a :class:`~oppo.errors.DeadlockError` in virtual time."""
     loop = asyncio.get_running_loop()
     withdraw = loop.on_deadlock(lambda: sentence) if isinstance(loop, VirtualTimeLoop) else None
     try:

@@ -118,7 +118,7 @@ class VllmPolicy:
     def with_sampling(self, sampling: Sampling) -> VllmSampling:
         """Return a policy on the same engine, with the same weights, that draws so.
 
-        While it decodes, the engine discards the requests of rollouts that are parked; they go on later with other
+        While it decodes, the engine discards the requests of rollouts that are deferred; they go on later with other
         draws, as those of a resumed run do.
         """
         return VllmSampling(self, sampling, StopCriteria(sampling, self._decode))
@@ -481,7 +481,7 @@ class DecodingLoop:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Decode beside the body, which reads; afterwards every rollout that has not ended is parked.
+        """Decode beside the body, which reads; afterwards every rollout that has not ended is deferred.
 
         Raises:
             Exception: what ended decoding, or the body's own error.
@@ -540,7 +540,7 @@ class DecodingLoop:
         self.notice()
 
     async def add(self, decodes: Sequence[Decode]) -> None:
-        """Decode these as well, from the next decode step on; those that come after the cut stay parked.
+        """Decode these as well, from the next decode step on; those that come after the cut stay deferred.
 
         Raises:
             ProtocolError: a decode is of another policy, was given up or has failed.
@@ -602,7 +602,7 @@ class DecodingLoop:
             self._collect(error)
         self._collect()
         for request in self._requests:
-            request.rollout.park(None)
+            request.rollout.defer(None)
 
     def _fail(self, error: Exception) -> None:
         failure = leaves(error)[0]
@@ -612,4 +612,4 @@ class DecodingLoop:
         self._cut = None
         self._errors = [failure, *(each for each in self._errors if each is not failure)]
         for request in self._requests:
-            request.rollout.park(failure)
+            request.rollout.defer(failure)

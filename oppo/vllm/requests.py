@@ -117,7 +117,7 @@ class Request:
     def take(self, output: Output, version_at: Callable[[int], int]) -> bool:
         """Take what is new of the request; of a response that ends, all of it is withheld until :meth:`release`.
 
-        It may come late, when the rollout is parked already.
+        It may come late, when the rollout is deferred already.
 
         Args:
             output: of the request.

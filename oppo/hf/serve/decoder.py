@@ -132,9 +132,9 @@ class Decoder:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[DecodeRow], cut: Cut, signals: Signals, deliver: Deliver) -> None:
-        """Decode ``rows`` until each has ended, ``cut`` returns true or ``signals`` stop the loop; the rest is parked.
+        """Decode ``rows`` until each has ended, ``cut`` returns true or ``signals`` stop the loop; the rest is paused.
 
-        A row whose turn has ended is parked too. In exact mode all are then, so that it joins the others where it left.
+        A row whose turn has ended is paused too. In exact mode all are then, so that it joins the others where it left.
 
         Raises:
             ModelError: logits were not finite. The cache then holds none of ``rows``, as after any other error.
@@ -147,9 +147,9 @@ class Decoder:
 
     def _decode(self, rows: Sequence[DecodeRow], cut: Cut, signals: Signals, deliver: Deliver) -> None:
         ordered = sorted(rows, key=lambda row: row.order)
-        live = [row for row in ordered if self._is_parked(row)]
+        live = [row for row in ordered if self._is_paused(row)]
         tokens = torch.tensor([row.tokens[-1] for row in live], dtype=torch.int64)
-        others = [row for row in ordered if not self._is_parked(row)]
+        others = [row for row in ordered if not self._is_paused(row)]
         prefill = ChunkedPrefill(self.reader, others, budget=self._prefill_tokens, exact=self._exact)
         while live or prefill:
             for at in signals.given_up():
@@ -167,7 +167,7 @@ class Decoder:
             if signals.stopped:
                 return
 
-    def _is_parked(self, row: DecodeRow) -> bool:
+    def _is_paused(self, row: DecodeRow) -> bool:
         return bool(row.tokens) and self.reader.length(row.key) == len(row.prompt.tokens) + len(row.tokens) - 1
 
     def _advance(
@@ -314,7 +314,7 @@ class PolicyCore:
 
     Args:
         decoder: decodes the rows.
-        recompute: whether parked rows read their tokens again after weights were loaded.
+        recompute: whether paused rows read their tokens again after weights were loaded.
     """
 
     def __init__(self, decoder: Decoder, recompute: bool) -> None:
@@ -335,7 +335,7 @@ class PolicyCore:
         signals: Signals,
         deliver: Deliver,
     ) -> None:
-        """Decode rows until each has ended, ``cut`` returns true or ``signals`` stop the loop; the rest is parked.
+        """Decode rows until each has ended, ``cut`` returns true or ``signals`` stop the loop; the rest is paused.
 
         Args:
             new: rows that are unknown here so far.

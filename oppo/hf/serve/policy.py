@@ -2,9 +2,9 @@
 
 The decode loop calls the core, and again whenever a turn was answered, a rollout joins or weights come::
 
-    decode what is ready -> a turn ends: its row is parked -> the answer comes: the call returns, the next has the row
-    decode what is ready -> a rollout joins: the call returns with its rows parked -> the next call has its row too
-    decode what is ready -> weights come: the call returns with its rows parked -> they are loaded -> the next call
+    decode what is ready -> a turn ends: its row is paused -> the answer comes: the call returns, the next has the row
+    decode what is ready -> a rollout joins: the call returns with its rows paused -> the next call has its row too
+    decode what is ready -> weights come: the call returns with its rows paused -> they are loaded -> the next call
 
 Without turns, joins and new weights there is one call. Where every rollout waits for an answer there is none, so the
 model's place is free. In exact mode decoding waits with each turn, weights wait for its end, and no rollout joins.
@@ -204,7 +204,7 @@ class HfPolicy:
         """Decode ``live``, and what joins, while the context is open, until each has ended or ``cut`` returns true.
 
         The model's thread calls ``cut``, or the thread that waits for the model's process or actor. Leaving the context
-        stops decoding after the decode step in progress; rollouts that have not ended are parked.
+        stops decoding after the decode step in progress; rollouts that have not ended are deferred.
 
         Raises:
             ProtocolError: a decode is of another policy, was given up or has failed; or the policy decodes already.
@@ -237,7 +237,7 @@ class HfPolicy:
             errors.append(error)
         finally:
             for decode in loop.decodes:
-                decode.park(failure)
+                decode.defer(failure)
             self._loop = None
             given_up = [decode.key for decode in loop.decodes if decode.given_up]
             if given_up:
@@ -262,7 +262,7 @@ class HfPolicy:
         """Drop the row of a rollout that was given up, a live one at the next decode step."""
         if self._loop is not None and rollout.live:
             self._loop.drop(rollout)
-        elif rollout.parked:
+        elif rollout.deferred:
             await self._forget([rollout.key])
 
     def _opened(self, rollout: Prompt | Response, *, turns: bool = False) -> HfDecode:
@@ -321,7 +321,7 @@ class DecodeLoop:
         self._news.set()
 
     async def add(self, decodes: Sequence[Decode]) -> None:
-        """Decode these as well, from the next decode step on; those that come after the cut stay parked.
+        """Decode these as well, from the next decode step on; those that come after the cut stay deferred.
 
         Raises:
             ProtocolError: a decode is of another policy, was given up, has failed or is decoded already.
@@ -348,7 +348,7 @@ class DecodeLoop:
             self.note_answer()
 
     def _interrupt(self) -> None:
-        # The call in progress returns after its decode step; the rows that have not ended are parked.
+        # The call in progress returns after its decode step; the rows that have not ended are paused.
         if self._signals is not None:
             self._signals.stop()
 
