@@ -271,6 +271,7 @@ class InFlightRollout:
     Attributes:
         announced: whether its prompt has been sent to the scorers.
         length: tokens so far.
+        tool_tokens: how many of them an environment gave.
         reason: why the response ended; ``None`` while it is unfinished.
         dropped: why the rollout is not trained; empty if it is.
         ended: loop time at which its last piece was read, in seconds; NaN while it is unfinished.
@@ -284,6 +285,12 @@ class InFlightRollout:
     reason: FinishReason | None = None
     dropped: str = ""
     ended: float = math.nan
+    tool_tokens: int = 0
+
+    @property
+    def sampled(self) -> int:
+        """The tokens that the policy sampled."""
+        return self.length - self.tool_tokens
 
     @property
     def newest_version(self) -> int:
