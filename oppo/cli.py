@@ -21,9 +21,9 @@ import anyio
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
+from oppo.declared import require_real, require_whole
 from oppo.durable import put
 from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError, RunComplete
-from oppo.numeric import require_real, require_whole
 from oppo.redact import harmless
 from oppo.report.panel import displays
 from oppo.report.records import ended

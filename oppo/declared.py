@@ -6,20 +6,22 @@ A setting is declared once. :func:`require_declared` holds values from Python to
 
 from __future__ import annotations
 
-import operator
+import math
 import re
 import types
 from collections import abc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from itertools import product
+from numbers import Integral, Real
+from types import NoneType
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
     Final,
     Literal,
+    SupportsFloat,
     TypeAlias,
     TypeVar,
     Union,
@@ -30,11 +32,10 @@ from typing import (
 )
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter
+from pydantic import AllowInfNan, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
-from oppo.errors import OppoError, did_you_mean
-from oppo.numeric import require_real, require_whole
+from oppo.errors import OppoError, did_you_mean, shown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -46,13 +47,11 @@ T = TypeVar("T")
 MOST = 2**31
 """Counts (of steps, rollouts, tokens, bytes) stay below it, as many become an int32."""
 
+WHOLE = range(-(2**63), 2**63)
+"""The whole numbers that are accepted: arrays, random generators and files hold 64 bits."""
+
 SEEDS = range(2**63)
 """The seeds that are accepted."""
-
-
-@dataclass(frozen=True, slots=True)
-class MayBeInfinite:
-    """Marks a number that may be infinite."""
 
 
 Fraction: TypeAlias = Annotated[float, Ge(0), Le(1)]
@@ -61,7 +60,7 @@ Positive: TypeAlias = Annotated[float, Gt(0)]
 LearningRate: TypeAlias = Annotated[float, Ge(0), Le(0.1)]
 """A larger step of AdamW moves every weight by about as much as it is large, or more."""
 AtLeastOne: TypeAlias = Annotated[float, Ge(1)]
-Limit: TypeAlias = Annotated[float, Gt(0), MayBeInfinite()]
+Limit: TypeAlias = Annotated[float, Gt(0), AllowInfNan(True)]
 """More than 0; ``inf`` for no limit."""
 Seconds: TypeAlias = Annotated[float, Ge(0), Lt(MOST)]
 Count: TypeAlias = Annotated[int, Ge(0), Lt(MOST)]
@@ -71,21 +70,12 @@ Rollouts: TypeAlias = Annotated[int, Gt(0), Le(2**20)]
 Seed: TypeAlias = Annotated[int, Ge(SEEDS.start), Lt(SEEDS.stop)]
 Filled: TypeAlias = Annotated[str, MinLen(1)]
 
-_BOUNDS: Final = {
-    "ge": (operator.ge, "{} or more"),
-    "gt": (operator.gt, "more than {}"),
-    "le": (operator.le, "{} or less"),
-    "lt": (operator.lt, "less than {}"),
-}
-"""By the attribute of ``annotated_types``: the comparison, and its words."""
-
 
 @dataclass(frozen=True, slots=True)
 class FromList:
     """Marks a tuple that a file spells as a list."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Return the schema of the tuple, which accepts a list too."""
         return {**handler(source), "strict": False}
 
 
@@ -135,7 +125,6 @@ def _declared(record: Any) -> Mapping[str, Declared]:
 
 
 def _description(record: type, name: str) -> str:
-    """Return a field's description in its class or the nearest base that has one."""
     declarations = [vars(base).get("__dataclass_fields__", {}).get(name) for base in record.__mro__]
     return next((each.metadata["description"] for each in declarations if each and "description" in each.metadata), "")
 
@@ -164,53 +153,107 @@ def require_declared(record: DataclassInstance, *, error: type[Exception] = Valu
         ...
         ValueError: temperature of Sampling must be a finite number, not nan
     """
-    for name, each in declared(type(record)).items():
-        _require(name, getattr(record, name), each.kind, type(record).__name__, error=error)
+    owner = type(record)
+    for name in declared(owner):
+        if (validator := _validator(owner, name)) is not None:
+            _require(name, getattr(record, name), validator, error, owner=f" of {owner.__name__}")
 
 
-def _require(name: str, given: object, kind: object, owner: str, *, error: type[Exception]) -> None:
-    inner, _ = _parts(kind)
-    union = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (kind,)
-    members = [_parts(each) for each in union]
-    literals = [choice for each, _ in members if get_origin(each) is Literal for choice in get_args(each)]
-    if (given is None and type(None) in union) or (isinstance(given, str) and given in literals):
-        return
-    if callable(given) and any(get_origin(each) is abc.Callable for each, _ in members):
-        return
-    numbers = [(each, rules) for each, rules in members if each in (int, float)]
-    if numbers:
-        _require_number(name, given, *numbers[0], owner, error=error)
-    elif literals:
-        raise error(f"{name} must be one of {', '.join(map(str, literals))}, not {given!r}")
-    elif get_origin(inner) is tuple and (item := _parts(get_args(inner)[0]))[0] in (int, float):
-        if not isinstance(given, tuple):
-            raise error(f"{name} of {owner} must be a tuple of numbers, not {given!r}")
-        for each in given:
-            _require_number(name, each, *item, owner, error=error)
+def require_whole(name: str, value: object, least: int = WHOLE.start, *, error: type[Exception] = ValueError) -> None:
+    """Require a whole number that is ``least`` or more.
+
+    Raises:
+        error: it is a bool, a float (even 1.0), too small, or needs more than 64 bits.
+    """
+    _require(name, value, _number(Annotated[int, Ge(least), Lt(WHOLE.stop)]), error)
 
 
-def _parts(kind: object) -> tuple[Any, Sequence[object]]:
-    """Return a type without its annotations, and these."""
-    return (get_args(kind)[0], get_args(kind)[1:]) if get_origin(kind) is Annotated else (kind, ())
-
-
-def _require_number(
+def require_real(
     name: str,
-    given: Any,
-    kind: type,
-    rules: Collection[object],
-    owner: str,
+    value: object,
+    least: float = -math.inf,
     *,
-    error: type[Exception],
+    infinite: bool = False,
+    error: type[Exception] = ValueError,
 ) -> None:
-    if kind is int:
-        require_whole(f"{name} of {owner}", given, error=error)
+    """Require a number that is ``least`` or more, and finite unless ``infinite``.
+
+    Raises:
+        error: it is no number, too small, infinite or a NaN.
+    """
+    _require(name, value, _number(Annotated[float, Ge(least), AllowInfNan(infinite)]), error)
+
+
+def require_metrics(name: str, metrics: object, *, error: type[Exception] = ValueError) -> None:
+    """Require a mapping from names to numbers, finite or not.
+
+    Raises:
+        error: it is none.
+    """
+    if not isinstance(metrics, Mapping):
+        raise error(f"{name} must be a mapping from names to numbers; got {shown(metrics)}")
+    for metric, value in metrics.items():
+        number = isinstance(value, SupportsFloat) and not isinstance(value, str | bytes)
+        if not (isinstance(metric, str) and number) or len(getattr(value, "shape", "")):
+            raise error(f"{name} must map names to numbers; got {shown(metric)}: {shown(value)}")
+
+
+def _require(name: str, given: object, validator: TypeAdapter[Any], error: type[Exception], *, owner: str = "") -> None:
+    try:
+        validator.validate_python(_plain(given))
+    except ValidationError as fault:
+        details = fault.errors(include_url=False)
+        expected = " or ".join(dict.fromkeys(map(expectation, details))).replace(
+            "a list", "a tuple"
+        )  # which Python has
+        if details[0]["type"] in _WORDS:  # a wrong type: the owner tells which function is called wrongly
+            name = f"{name}{owner}"
+        raise error(f"{name} must be {expected}, not {details[0]['input']!r}") from None
+
+
+def _plain(given: object) -> object:
+    if isinstance(given, tuple):
+        return tuple(map(_plain, given))
+    if isinstance(given, bool) or not isinstance(given, Real):
+        return given
+    return int(given) if isinstance(given, Integral) else float(given)
+
+
+@cache
+def _number(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=STRICT)
+
+
+@cache
+def _validator(record: type, name: str) -> TypeAdapter[Any] | None:
+    # None of an argument that holds no number and no literal, or objects too, which the record itself checks
+    kind = declared(record)[name].kind
+    leaves = set(_leaves(kind))
+    is_checked = leaves & {int, float, Literal} and leaves <= {int, float, Literal, str, NoneType, abc.Callable}
+    return TypeAdapter(_exact(kind), config=STRICT) if is_checked else None
+
+
+def _leaves(kind: Any) -> Iterator[Any]:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        yield from _leaves(arguments[0])
+    elif origin in (Union, types.UnionType, tuple):
+        for each in arguments:
+            yield from () if each is Ellipsis else _leaves(each)
     else:
-        require_real(f"{name} of {owner}", given, infinite=MayBeInfinite() in rules, error=error)
-    for rule, (attribute, (holds, words)) in product(rules, _BOUNDS.items()):
-        bound = getattr(rule, attribute, None)
-        if bound is not None and not holds(given, bound):
-            raise error(f"{name} must be {words.format(bound)}, not {given}")
+        yield origin or kind
+
+
+def _exact(kind: Any) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        rules = [rule for rule in arguments[1:] if rule != FromList()]
+        return Annotated[(_exact(arguments[0]), *rules)] if rules else _exact(arguments[0])
+    if origin in (Union, types.UnionType):
+        return Union[tuple(map(_exact, arguments))]  # noqa: UP007 - of members that are computed
+    if origin is tuple:
+        return tuple[tuple(each if each is Ellipsis else _exact(each) for each in arguments)]  # type: ignore[misc]
+    return Annotated[int, Ge(WHOLE.start), Lt(WHOLE.stop)] if kind is int else kind
 
 
 Name: TypeAlias = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -226,9 +269,12 @@ _WORDS: Final = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "tuple_type": "a list",
+    "callable_type": "a function",
     "dict_type": "a section",
 }
 """What was expected, by the kind of fault."""
+
+_BOUNDS: Final = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
 
 STRICT: Final = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 """No unknown key, no coercion, no NaN or infinity."""
@@ -239,7 +285,6 @@ class Table:
     """Marks a dataclass that is a table of the file; an ``OppoError`` of its constructor is a fault of the file."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of the dataclass, which accepts a table in its place."""
         schema = handler(source)
         cast("dict[str, Any]", handler.resolve_ref_schema(schema))["strict"] = False
 
@@ -266,7 +311,6 @@ class OneOf:
     pattern: re.Pattern[str]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of the text."""
         return core_schema.no_info_after_validator_function(self._require, handler(source))
 
     def _require(self, text: str) -> str:
@@ -287,7 +331,6 @@ class TextOrTables:
     kind: type[Any]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of either."""
         del source, handler
         table: Any = Annotated[self.kind, Table()]
         text, tables = TypeAdapter[str](Filled), TypeAdapter[Any](dict[Name, table], config=STRICT)
@@ -310,8 +353,10 @@ def adapter(kind: type[Any]) -> TypeAdapter[Any]:
 
 
 def expectation(detail: ErrorDetails) -> str:
-    """Return what a value should have been, in the terms of a settings file."""
-    if (words := _WORDS.get(detail["type"])) is not None:
-        return words
-    text = detail["msg"].removeprefix("Input should be ")
-    return f"a number {text}" if text.startswith(("greater", "less")) else text
+    """Return what a value should have been, in words that suit a settings file and an argument."""
+    for bound, words in _BOUNDS.items():
+        if (limit := detail.get("ctx", {}).get(bound)) is not None:
+            return (
+                "a number" if limit == -math.inf else words.format("2**63" if limit == WHOLE.stop else f"{limit:.10g}")
+            )
+    return _WORDS.get(detail["type"]) or detail["msg"].removeprefix("Input should be ")

@@ -20,8 +20,8 @@ from typing import Final, Generic, Literal, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from oppo.declared import require_metrics
 from oppo.errors import ProtocolError, shown
-from oppo.numeric import require_metrics
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
+from oppo.declared import require_whole
 from oppo.errors import DataError, one_line
 from oppo.libraries import require
-from oppo.numeric import require_whole
 
 LIBRARY: Final = "reasoning-gym"
 """Its name, and in settings that of its verifiers as a reward."""

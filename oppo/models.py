@@ -14,10 +14,19 @@ from typing import Annotated, Final, Literal, Protocol, TypeAlias, TypeVar, runt
 
 from annotated_types import Gt, Le
 
-from oppo.declared import Count, Filled, FromList, NonNegative, PositiveCount, Seed, require_declared, setting
+from oppo.declared import (
+    Count,
+    Filled,
+    FromList,
+    NonNegative,
+    PositiveCount,
+    Seed,
+    require_declared,
+    require_metrics,
+    setting,
+)
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response, Support
-from oppo.numeric import require_metrics
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
 
 T_co = TypeVar("T_co", covariant=True)

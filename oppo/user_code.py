@@ -23,8 +23,8 @@ from typing import Final, Generic, ParamSpec, Protocol, Self, TypeVar
 
 import anyio
 
+from oppo.declared import require_real, require_whole
 from oppo.errors import ConfigError, ModelError, OppoError, contained, running_loop, shown
-from oppo.numeric import require_real, require_whole
 from oppo.observe import silent
 from oppo.placement.detached import DisposableProcess, run_detached
 

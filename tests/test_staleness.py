@@ -111,11 +111,11 @@ def test_a_mismatch_too_large_for_a_float_is_truncated_and_masked_all_the_same()
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"cap": 0.9}, "cap must be 1 or more, not 0.9"),
+        ({"cap": 0.9}, "cap must be at least 1, not 0.9"),
         ({"cap": math.inf}, "cap of Correction must be a finite number, not inf"),
-        ({"low": 1.1}, "low must be 1 or less, not 1.1"),
-        ({"high": 0.9}, "high must be 1 or more, not 0.9"),
-        ({"weight": "some"}, "weight must be one of none, truncated, mask, not 'some'"),
+        ({"low": 1.1}, "low must be at most 1, not 1.1"),
+        ({"high": 0.9}, "high must be at least 1, not 0.9"),
+        ({"weight": "some"}, "weight must be 'none', 'truncated' or 'mask', not 'some'"),
     ],
 )
 def test_what_would_change_current_tokens_is_refused(arguments: dict[str, object], sentence: str) -> None:

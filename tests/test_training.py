@@ -31,15 +31,15 @@ def test_the_schedules_are_those_of_transformers(schedule: LearningRateSchedule)
     ("settings", "sentence"),
     [
         ({"epochs": 0}, "epochs must be more than 0, not 0"),
-        ({"learning_rate": -1.0}, "learning_rate must be 0 or more"),
+        ({"learning_rate": -1.0}, "learning_rate must be at least 0"),
         (
             {"critic_learning_rate": math.nan},
             "critic_learning_rate of TrainerSettings must be a finite number, not nan",
         ),
-        ({"critic_warmup": -1}, "critic_warmup must be 0 or more"),
-        ({"gradient_checkpointing": -1}, "gradient_checkpointing must be 0 or more"),
+        ({"critic_warmup": -1}, "critic_warmup must be at least 0"),
+        ({"gradient_checkpointing": -1}, "gradient_checkpointing must be at least 0"),
         ({"betas": (0.9, 1.0)}, "betas must be less than 1, not 1.0"),
-        ({"schedule": "bananas"}, "schedule must be one of constant, constant_with_warmup, linear, cosine"),
+        ({"schedule": "bananas"}, "schedule must be 'constant', 'constant_with_warmup', 'linear' or 'cosine'"),
         ({"schedule": "linear"}, "total_steps must be given"),
         ({"warmup_steps": 3}, "use 'constant_with_warmup'"),
         (
@@ -58,11 +58,11 @@ def test_impossible_settings_are_refused(settings: dict[str, float], sentence: s
     [
         ({"clip": 0.0}, "clip must be more than 0, not 0.0"),
         ({"clip": math.inf}, "clip of PPOLoss must be a finite number, not inf"),
-        ({"entropy_coefficient": -0.1}, "entropy_coefficient must be 0 or more, not -0.1"),
+        ({"entropy_coefficient": -0.1}, "entropy_coefficient must be at least 0, not -0.1"),
         ({"kl": math.nan}, "kl of PPOLoss must be a finite number, not nan"),
-        ({"kl_estimator": "k4"}, "kl_estimator must be one of k1, k2, k3, not 'k4'"),
+        ({"kl_estimator": "k4"}, "kl_estimator must be 'k1', 'k2' or 'k3', not 'k4'"),
         ({"value_clip": 0.0}, "value_clip must be more than 0, not 0.0"),
-        ({"value_coefficient": -1.0}, "value_coefficient must be 0 or more, not -1.0"),
+        ({"value_coefficient": -1.0}, "value_coefficient must be at least 0, not -1.0"),
     ],
 )
 def test_an_impossible_loss_is_refused(settings: dict[str, float], sentence: str) -> None:

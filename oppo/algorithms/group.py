@@ -10,12 +10,11 @@ from annotated_types import Ge, Lt
 from oppo.admission import Admission
 from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.algorithms.base import ClippedAlgorithm, KLPlace, Roles
-from oppo.declared import MOST, Count, NonNegative, Positive, PositiveCount, require_declared, setting
+from oppo.declared import MOST, Count, NonNegative, Positive, PositiveCount, require_declared, require_whole, setting
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
-from oppo.numeric import require_whole
 from oppo.returns import GroupAdvantage, KLEstimator, ScoreShaping
 from oppo.stages import Generate, GroupRelative, Score, Selection, Update
 from oppo.stages.publishing import followers

@@ -89,20 +89,18 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text; what is no regular file may never end, and is not opened."""
+    # what is no regular file may never end, and is not opened
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError("it is no regular file")
     return path.read_text(encoding="utf-8")
 
 
 def _spec(text: str, folder: Path) -> str:
-    """Return ``file.py:name`` with the file's path."""
     file, _, name = text.rpartition(":")
     return f"{resolved(file, folder)}:{name}"
 
 
 def _with_files(document: Mapping[str, object], folder: Path) -> Mapping[str, object]:
-    """Return the document with the paths of an algorithm's file and of others whose code declares a table."""
     step = document.get("step")
     if not isinstance(step, Mapping):
         return document
@@ -112,14 +110,13 @@ def _with_files(document: Mapping[str, object], folder: Path) -> Mapping[str, ob
 
 
 def _reward(reward: str | Mapping[str, RewardPart], folder: Path) -> str | Mapping[str, RewardPart]:
-    """Return a reward, or each of several, as :func:`_model` does."""
     if isinstance(reward, str):
         return _model(reward, folder)
     return {name: replace(part, source=_model(part.source, folder)) for name, part in reward.items()}
 
 
 def _model(text: str, folder: Path) -> str:
-    """Return a hub name as it is, and an absolute path for what exists in ``folder`` or is spelt as a path."""
+    # a hub's name stays as it is; what exists in the folder, or is spelt as a path, becomes absolute
     if SPEC.match(text):
         return _spec(text, folder)
     spelt_as_path = text.startswith((".", "/", "~"))
@@ -189,7 +186,7 @@ def with_correction(document: Mapping[str, object]) -> dict[str, object]:
 
 
 def _drop_equal_seeds(document: Mapping[str, object]) -> None:
-    """Remove the run's seed from the sections that name it, so that they follow the run's."""
+    # so that they follow the new one of the run
     seed = _seed(document.get("run"))
     for section in map(document.get, SEEDED):
         if seed is not None and isinstance(section, dict) and _seed(section) == seed:
@@ -197,13 +194,11 @@ def _drop_equal_seeds(document: Mapping[str, object]) -> None:
 
 
 def _seed(section: object) -> int | None:
-    """Return a section's seed; ``None`` without a valid one."""
     seed = section.get("seed") if isinstance(section, Mapping) else None
     return seed if type(seed) is int and seed in SEEDS else None
 
 
 def _parsed(override: str) -> tuple[list[str], object, str]:
-    """Return an override's section, tables and key, its value, and its text."""
     place, equals, text = override.partition("=")
     names = [name.strip() for name in place.split(".")]
     if not equals or len(names) < 2 or not all(names):
@@ -212,7 +207,6 @@ def _parsed(override: str) -> tuple[list[str], object, str]:
 
 
 def _value(text: str) -> object:
-    """Return ``text`` as one TOML value, or unchanged if it is no TOML."""
     try:
         document = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -266,7 +260,6 @@ class Faults:
         return "\n".join([f"{len(lines)} settings are wrong:", *(f"  {line}" for line in lines)])
 
     def _place(self, loc: Sequence[int | str]) -> tuple[str, ...]:
-        """Return the section and the key of a fault, as far as it has them."""
         parts = [str(part) for part in loc]
         if len(parts) > 1 and parts[0] in self.named:
             parts[:2] = [f"{parts[0]}.{parts[1]}"]
@@ -312,7 +305,6 @@ class Faults:
         return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {', '.join(known)}"
 
     def _elsewhere(self, place: tuple[str, ...]) -> str:
-        """Return the sections that have the same key."""
         homes = [f"[{name}]" for name, keys in self.keys.items() if len(place) == 2 and place[1] in keys]
         return f" (it is a key of {', '.join(homes)})" if homes else ""
 
@@ -336,7 +328,6 @@ class SettingsFaults(Faults):
         return cls(keys, list(Settings.model_fields), algorithm=str(named or StepSection().algorithm))
 
     def _place(self, loc: Sequence[int | str]) -> tuple[str, ...]:
-        """Return the same, and of a reward among several its name and the key there."""
         return tuple(str(part) for part in loc[: 4 if loc[:2] == REWARDS else 2])
 
     def _wanted(self, place: tuple[str, ...]) -> str:
@@ -352,7 +343,6 @@ class SettingsFaults(Faults):
         return super(SettingsFaults, self)._unknown(place)
 
     def _elsewhere(self, place: tuple[str, ...]) -> str:
-        """Return the sections or algorithms that have the same key."""
         if len(place) != 2:
             return ""
         others = ", ".join(repr(name) for name, kind in ALGORITHMS.items() if place[1] in declared(kind))
@@ -381,7 +371,6 @@ def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
 
 
 def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yield the texts in a value of a file with their keys, those in lists and tables included."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):

@@ -175,7 +175,6 @@ def _parameters(make: Callable[..., object], key: str, spec: str) -> list[inspec
 
 
 def _kind(make: Callable[..., object], parameter: inspect.Parameter, key: str, spec: str) -> Any:
-    """Return the type of a parameter: that of its default, if it has no annotation."""
     annotation = parameter.annotation
     if annotation is parameter.empty:
         return None if parameter.default in (None, parameter.empty) else type(parameter.default)
@@ -199,7 +198,6 @@ def _annotations(owner: type) -> Mapping[str, object]:
 
 
 def _is_value(kind: Any) -> bool:
-    """Return whether a file can hold a value of a type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _is_value(arguments[0])
@@ -211,7 +209,6 @@ def _is_value(kind: Any) -> bool:
 
 
 def _declaration(make: Callable[..., object], parameter: inspect.Parameter) -> Any:
-    """Return the field of a setting: that of a dataclass, or one with the parameter's default."""
     if is_dataclass(make):
         own = {each.name: each for each in fields(make)}[parameter.name]
         return field(default=own.default, default_factory=own.default_factory, metadata=own.metadata)
@@ -273,7 +270,7 @@ def with_name(document: Mapping[str, object]) -> Mapping[str, object]:
 
 @cache
 def _loaded(spec: str) -> type[Algorithm]:
-    """Return the algorithm that ``file.py:name`` names; a file is run once in a process."""
+    # a file is run once in a process
     found: object = user_code.load_function(spec, _refuse)
     if inspect.isroutine(found):
         return of_function(spec, part_of(found, KEY, spec, ROLES, takes_whole=True))

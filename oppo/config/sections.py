@@ -218,11 +218,6 @@ class PromptSource:
 
 
 def _sources(value: object) -> str | tuple[PromptSource, ...]:
-    """Return the value of a setting for prompts.
-
-    Raises:
-        ValueError: it is no source, and no list of sources.
-    """
     if isinstance(value, str) and value:
         return value
     if not (isinstance(value, list | tuple) and value):
@@ -266,11 +261,6 @@ def _source(value: object, number: int) -> PromptSource:
 
 
 def _held_out(value: object) -> str | tuple[PromptSource, ...]:
-    """Return the value of a setting for held-out prompts, each of which is answered; empty for none.
-
-    Raises:
-        ValueError: it is no source, and no list of sources, or one has a weight.
-    """
     if value == "":
         return ""
     found = _sources(value)

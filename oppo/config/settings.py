@@ -72,7 +72,6 @@ def _own(table: object, info: ValidationInfo) -> object:
 
 
 def _spanning(table: object, info: ValidationInfo) -> object:
-    """Return the trainer's table with the steps of the run, which its learning-rate schedule spans."""
     if not isinstance(table, Mapping):
         return table
     if "total_steps" in table:
@@ -248,7 +247,6 @@ class Settings(BaseModel):
 
 
 def _spelt(value: object) -> object:
-    """Return a value as in a file: a table of tables, or a list of them, where it is one, without absent keys."""
     if isinstance(value, tuple) and any(isinstance(each, PromptSource) for each in value):
         return [each.table() for each in cast("tuple[PromptSource, ...]", value)]
     if not isinstance(value, Mapping):
@@ -333,7 +331,6 @@ def require_consistent(settings: Settings) -> None:
 
 
 def _units(settings: Settings) -> tuple[int, str]:
-    """Return what minibatches of a batch are made of: how many, and their name."""
     batch, responses = settings.step.batch, settings.algorithm.responses
     if responses > 1 and settings.trainer.minibatches > 1 and settings.trained_loss().unit == "group":
         return batch // responses, "groups"
@@ -341,7 +338,6 @@ def _units(settings: Settings) -> tuple[int, str]:
 
 
 def _require_models_that_read(models: ModelsSection) -> None:
-    """Check that what says how a reward model reads is not said of a function."""
     for key, part in models.rewards.items():
         if isinstance(models.reward, str):
             given = [f"models.{name}" for name in changed(models, [f"reward_{name}" for name in OF_MODELS])]
@@ -355,7 +351,6 @@ def _require_models_that_read(models: ModelsSection) -> None:
 
 
 def _require_a_sum(settings: Settings) -> None:
-    """Check that the gradient of a batch is the sum of its groups', each known once the group is scored."""
     algorithm, trainer = settings.algorithm, settings.trainer
     faults = {
         "run.exact = true, and parts come in an order that depends on timing": settings.run.exact,

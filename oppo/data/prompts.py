@@ -12,9 +12,9 @@ import numpy as np
 
 from oppo.data.datasets_library import is_hub_name, rows_of_directory, rows_of_hub
 from oppo.data.rows import Located, Row, rows_of_file, rows_of_program
+from oppo.declared import require_whole
 from oppo.errors import DataError, one_line, shown
 from oppo.events import IntArray, Prompt
-from oppo.numeric import require_whole
 from oppo.observe import silent
 
 T = TypeVar("T")

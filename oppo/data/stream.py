@@ -16,9 +16,9 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from oppo.declared import require_real, require_whole
 from oppo.errors import DataError
 from oppo.events import Prompt
-from oppo.numeric import require_real, require_whole
 
 LONGEST_CYCLE: Final = 10_000
 """The largest sum of weights as whole numbers without a common divisor."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from oppo.admission import Synchronous
 from oppo.admission.chunking import ChunkSize, Fixed
+from oppo.declared import require_whole
 from oppo.errors import DataError
 from oppo.events import (
     Drop,
@@ -28,7 +29,6 @@ from oppo.events import (
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender, Step, where
 from oppo.models import Policy, Scorer
-from oppo.numeric import require_whole
 from oppo.observe import Observer, Span, WorkContext, working_for
 from oppo.stages import Generate, Score, ScoredRollout, ScoredRollouts
 from oppo.stages.metrics import Averaged

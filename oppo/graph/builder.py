@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast, overload
 
+from oppo.declared import require_whole
 from oppo.errors import GraphError
 from oppo.graph.channel import Key, Merge
 from oppo.graph.engine import Source
 from oppo.graph.run import Run, opened
 from oppo.graph.stage import AnyStage, Gauge, Stage1, Stage2, Stage3, Stage4
 from oppo.graph.topology import SOURCE, Node, Topology
-from oppo.numeric import require_whole
 from oppo.observe import Observer
 
 O = TypeVar("O")  # noqa: E741 - O for output, as in the stage protocols

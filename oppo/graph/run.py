@@ -13,11 +13,11 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import RunVar
 
+from oppo.declared import require_whole
 from oppo.errors import GraphError, as_itself, blaming, note_others, noted, running_loop
 from oppo.graph.engine import Execution, Snapshot, Source, notify, notify_item, notify_span
 from oppo.graph.stage import UNKNOWN, Gauge, Observing, Stateful, Step, StepLink, StepRuntime, WorkLog
 from oppo.graph.topology import Node, Topology
-from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
 
 O = TypeVar("O")  # noqa: E741 - O for output, as in the stage protocols

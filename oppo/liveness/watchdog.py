@@ -22,11 +22,11 @@ from typing import Literal, Protocol, Self, TypeAlias, TypeVar
 import anyio
 import structlog
 
+from oppo.declared import require_real
 from oppo.durable import opened
 from oppo.errors import HangError, as_itself, note_others, running_loop
 from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, StepReport
 from oppo.graph import Run, Snapshot
-from oppo.numeric import require_real
 from oppo.observe import Observer, Span, now
 from oppo.redact import redacted_values
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from oppo import observe
-from oppo.numeric import require_whole
+from oppo.declared import require_whole
 from oppo.placement.child_process import ChildProcess
 from oppo.placement.place import Hosted, Journal
 from oppo.placement.rank_group import FileMeeting, RankGroup

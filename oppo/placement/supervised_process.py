@@ -10,8 +10,8 @@ from functools import partial
 from typing import TypeVar
 
 from oppo import observe
+from oppo.declared import require_whole
 from oppo.errors import ModelLost, ProtocolError
-from oppo.numeric import require_whole
 from oppo.placement.callback import Callbacks
 from oppo.placement.child import Gone, Setup, Start
 from oppo.placement.child_process import ChildProcess

@@ -14,13 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TextIO
 
+from oppo.declared import require_whole
 from oppo.durable import make, opened, put, sync
 from oppo.errors import ConfigError, behind
 from oppo.evaluation import Evaluated
 from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Batch, StepReport
 from oppo.models import Detokenize
-from oppo.numeric import require_whole
 from oppo.observe import Observer, Span
 from oppo.redact import holds_secret, redacted
 from oppo.report.charts import Excerpt, timeline

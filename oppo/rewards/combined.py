@@ -12,10 +12,10 @@ from typing import Any, Literal, Self, TypeAlias, TypeGuard, TypeVar, cast, get_
 import anyio
 
 from oppo import user_code
+from oppo.declared import require_real
 from oppo.errors import ConfigError, RewardError, as_itself, contained, shown
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer, TimeSliced
-from oppo.numeric import require_real
 from oppo.observe import Telling, silent
 from oppo.placement import Hosted, Hosting, Journal, Recipe
 from oppo.returns import weighted_sum

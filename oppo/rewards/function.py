@@ -25,10 +25,10 @@ import anyio
 import numpy as np
 
 from oppo import user_code
+from oppo.declared import require_real
 from oppo.errors import RewardError, as_itself, awaited, contained, one_line, shown
 from oppo.events import Chunk, Drop, Finish, Given, Prompt, Response
 from oppo.models import RewardFunction, Scorer
-from oppo.numeric import require_real
 from oppo.observe import Telling, silent
 from oppo.returns import TokenRewards
 from oppo.user_code import CONCURRENCY, UserCalls, UserFunction

@@ -19,8 +19,8 @@ import anyio
 import httpx
 import stamina
 
+from oppo.declared import require_real, require_whole
 from oppo.errors import ConfigError, RewardError, one_line, shortened
-from oppo.numeric import require_real, require_whole
 from oppo.observe import silent
 from oppo.user_code import CONCURRENCY
 

@@ -10,11 +10,10 @@ from typing import Any, SupportsFloat, TypeAlias
 
 import numpy as np
 
-from oppo.declared import Fraction, require_declared
+from oppo.declared import Fraction, require_declared, require_whole
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Batch, BatchPart, BoolArray, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
-from oppo.numeric import require_whole
 from oppo.returns import (
     AdaptiveKL,
     FixedKL,

@@ -14,11 +14,11 @@ import anyio
 
 from oppo.admission import Admission, Observation, Refilling, ReportsMetrics, Restarting
 from oppo.admission.chunking import ChunkSize, Fixed
+from oppo.declared import require_whole
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted
 from oppo.events import Defer, Given, Prompt, Response, RolloutEvent, StepReport
 from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import Decode, Decoding, Policy
-from oppo.numeric import require_whole
 from oppo.stages.contract import Ended, require_count, require_model, require_piece, require_prompt, require_turns
 from oppo.stages.conversations import Conversations
 from oppo.stages.ledger import InFlightRollout, Ledger, RolloutSnapshot, Unit

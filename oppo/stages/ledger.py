@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView, Restarting
+from oppo.declared import require_whole
 from oppo.errors import AdmissionError, ProtocolError, blaming, noted, shown
 from oppo.events import Chunk, Drop, Finish, FinishReason, Given, Prompt, Response, Support
 from oppo.models import Decode
-from oppo.numeric import require_whole
 from oppo.stages.contract import require_new
 
 

@@ -10,10 +10,10 @@ from itertools import groupby, pairwise
 from typing import Any, Final
 
 from oppo.admission import Observation, Scoring, Stretch
+from oppo.declared import require_metrics
 from oppo.errors import ProtocolError
 from oppo.events import Batch, StepReport
 from oppo.graph import Step
-from oppo.numeric import require_metrics
 from oppo.observe import Span
 from oppo.overlap import occupation
 from oppo.stages.ledger import InFlightRollout

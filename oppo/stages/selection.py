@@ -16,10 +16,10 @@ from typing import Self, TypeAlias
 import anyio
 import numpy as np
 
+from oppo.declared import require_whole
 from oppo.errors import ConfigError, blaming
 from oppo.events import Drop, FloatArray, Scored, StepReport
 from oppo.graph import Receiver, Sender, Step
-from oppo.numeric import require_whole
 
 Accept: TypeAlias = Callable[[FloatArray], bool]
 """Whether a group is trained, by the scores of its responses, float32 [n]; a pure function."""

@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oppo.admission import bottleneck
+from oppo.declared import require_whole
 from oppo.errors import ConfigError, ModelDiverged, ProtocolError
 from oppo.events import Batch, BatchPart, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, StreamingTrainer, Trained, Trainer
-from oppo.numeric import require_whole
 from oppo.stages.batch import NONFINITE
 from oppo.stages.contract import Ended, require_model, require_supports, require_trained
 from oppo.stages.generate import Generate

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from oppo.declared import require_whole
 from oppo.errors import ConfigError
 from oppo.events import Batch, Chunk, Finish, Prompt, Response
-from oppo.numeric import require_whole
 from oppo.stages.advantage import GAE
 from oppo.stages.batch import ScoredRollout
 from oppo.testing.fakes import noises

@@ -18,11 +18,10 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from oppo.declared import require_declared
+from oppo.declared import require_declared, require_real
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
 from oppo.models import Follower, Trained, Weights
-from oppo.numeric import require_real
 from oppo.publishing import publish
 from oppo.testing.device import Device, spend
 

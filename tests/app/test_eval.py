@@ -259,7 +259,7 @@ def test_a_reward_that_fails_on_held_out_prompts_fails_as_in_training(
             ('eval.prompts=[{path="held_out.jsonl", weight=2}]',),
             "eval.prompts: held-out prompts are answered once each",
         ),
-        (("eval.prompts=held_out.jsonl", "eval.samples=0"), "eval.samples: expected a number greater than 0, got 0"),
+        (("eval.prompts=held_out.jsonl", "eval.samples=0"), "eval.samples: expected more than 0, got 0"),
         (("eval.prompts=held_out.jsonl", "eval.evry=3"), "unknown key 'eval.evry' (did you mean 'every'?)"),
     ],
 )

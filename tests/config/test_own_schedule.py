@@ -149,7 +149,7 @@ def test_a_function_makes_a_loss(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (("step.admission=mine.py:Tails", "admission.share=1.5"), "admission.share: expected a number less than or"),
+        (("step.admission=mine.py:Tails", "admission.share=1.5"), "admission.share: expected at most"),
         (
             ("step.admission=mine.py:Tails", "admission.shale=1"),
             "unknown key 'admission.shale' (did you mean 'share'?)",

@@ -295,7 +295,7 @@ def test_an_urgent_call_reaches_models_as_one() -> None:
     [
         ({}, "Rewards sums several rewards, and got none"),
         ({"long": length}, r"reward 'long' must be a weight and a reward, \(0.5, function\); got <function"),
-        ({"long": ("much", length)}, "the weight of reward 'long' must be a finite number, not 'much'"),
+        ({"long": ("much", length)}, "the weight of reward 'long' must be a number, not 'much'"),
         ({"long": (1, length)}, "reward 'long' is a function, which reads text: give Rewards the tokenizer's decode"),
     ],
 )

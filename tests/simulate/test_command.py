@@ -133,7 +133,7 @@ def test_a_profile_is_simulated(workplace: Path, capsys: pytest.CaptureFixture[s
             "--set changes a profile; a run is simulated as it was measured",
         ),
         (["profile.toml", "--set", "layout.gpu=h20"], "layout.gpu: there is no GPU 'h20' (did you mean 'h200'?)"),
-        (["profile.toml", "--set", "lengths.median=-1"], "lengths.median: expected a number greater than 0, got -1"),
+        (["profile.toml", "--set", "lengths.median=-1"], "lengths.median: expected more than 0, got -1"),
         (["profile.toml", "--set", "lengths.file=odd.txt"], "[lengths] needs either median"),
         (["profile.toml", "--steps", "0"], "--steps must be at least 1"),
         (["profile.toml", "--seeds", "0"], "--seeds must be at least 1"),

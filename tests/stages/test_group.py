@@ -266,8 +266,8 @@ def test_a_step_without_a_rollout_sends_nothing_and_one_that_only_carries_sends_
 @pytest.mark.parametrize(
     ("choice", "sentence"),
     [
-        ({"advantage": "median"}, "advantage must be one of leave_one_out, standardised, centred, not 'median'"),
-        ({"kl_estimator": "k9"}, "kl_estimator must be one of k1, k2, k3, not 'k9'"),
+        ({"advantage": "median"}, "advantage must be 'leave_one_out', 'standardised' or 'centred', not 'median'"),
+        ({"kl_estimator": "k9"}, "kl_estimator must be 'k1', 'k2' or 'k3', not 'k9'"),
         ({"kl": "0.1"}, "kl must be a number, or a controller such as oppo.AdaptiveKL, not '0.1'"),
         ({"kl": -0.1}, "the KL coefficient must be 0 or more and finite, not -0.1"),
         ({"kl": 0.1}, "advantage = 'standardised' cannot have a KL in the reward, got kl = 0.1: where the scores of a"),

@@ -21,13 +21,13 @@ from typing import Final, Literal, TypeAlias
 
 import anyio
 
+from oppo.declared import require_whole
 from oppo.errors import ModelLost, ProtocolError
 from oppo.events import Prompt, Response
 from oppo.hf.recipe import Loadable, ModelRecipe, ResidentRecipe, name_of, positions_of, vocabulary_of
 from oppo.hf.serve.decoder import Counters, Decoder, DecodeRow, PolicyCore, Signals, core_over
 from oppo.hf.weights import SentWeights, addresses, share_storage
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Sampling, Weights
-from oppo.numeric import require_whole
 from oppo.placement import Callback, Hosted, Hosting
 from oppo.rollout_buffer import DecodeSteps, RolloutBuffer, raise_first, response_to, unfinished
 from oppo.turns import StopCriteria, turn_ended

@@ -10,8 +10,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from oppo import observe
+from oppo.declared import require_whole
 from oppo.errors import ModelError
-from oppo.numeric import require_whole
 from oppo.placement.child import Child, Setup, Start
 from oppo.placement.child_process import ChildProcess
 from oppo.placement.place import Hosted, Journal

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 import oppo
-from oppo.declared import require_declared
+from oppo.declared import require_declared, require_real, require_whole
 from oppo.liveness import StallLimits
 from oppo.losses import PPOLoss
-from oppo.numeric import require_real, require_whole
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts
 
 BAD: dict[str, tuple[object, ...]] = {
@@ -95,10 +94,10 @@ def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argum
     ("make", "expected"),
     [
         (lambda: oppo.Sampling(temperature=math.inf), "temperature of Sampling must be a finite number, not inf"),
-        (lambda: oppo.Sampling(seed=-1), "seed must be 0 or more, not -1"),
+        (lambda: oppo.Sampling(seed=-1), "seed must be at least 0, not -1"),
         (lambda: oppo.Sampling(stop=(1, 2.5)), "stop of Sampling must be a whole number, not 2.5"),  # type: ignore[arg-type]
         (lambda: oppo.Tuned(64, parts=(0.5, math.nan)), "parts of Tuned must be a finite number, not nan"),
-        (lambda: oppo.Tuned(64, parts=0.5), "parts of Tuned must be a tuple of numbers, not 0.5"),  # type: ignore[arg-type]
+        (lambda: oppo.Tuned(64, parts=0.5), "parts of Tuned must be a tuple, not 0.5"),  # type: ignore[arg-type]
         (lambda: oppo.TrainerSettings(betas=(0.9, math.nan)), "betas of TrainerSettings must be a finite number, not"),
         (lambda: grpo(samples=math.nan), "samples must be a whole number, not nan"),
         (lambda: oppo.Synchronous(math.nan), "batch of Overcommit must be a whole number, not nan"),  # type: ignore[arg-type]
