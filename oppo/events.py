@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Final, Generic, Literal, TypeAlias, TypeVar
+from typing import Final, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -374,6 +374,8 @@ _PER_TOKEN: Final[Mapping[str, str]] = {
 }
 """The columns of a batch that have an item for each token, and the kinds of their types."""
 
+_ITEMS: Final[Mapping[str, type]] = {"responses": Response, "dropped": Drop, "deferred": Defer}
+
 _REQUIRED: Final = frozenset({"scores", "tokens", "versions", "sampled", "logprobs"})
 
 
@@ -407,7 +409,8 @@ class Batch:
             a response whose score is a plain number, and ``None`` if all are.
 
     Raises:
-        ProtocolError: a column is no array of numbers with one for each row or token, or a metric is no number.
+        ProtocolError: a column is no array of numbers with one for each row or token, a metric is no number, or an item
+            is of another type.
     """
 
     responses: tuple[Response, ...]
@@ -431,8 +434,18 @@ class Batch:
     last_values: FloatArray | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in _ITEMS.items():
+            items: object = getattr(self, name)
+            if not isinstance(items, Sequence) or not all(isinstance(item, kind) for item in items):
+                raise ProtocolError(f"Batch.{name} must be a tuple of {kind.__name__} objects; got {described(items)}")
         rows, tokens = len(self.responses), sum(map(len, self.responses))
-        self._require("scores", "fiu", rows, "row")
+        if len(self.reasons) != rows or not all(reason in get_args(FinishReason) for reason in self.reasons):
+            raise ProtocolError(
+                f"Batch.reasons must hold one of {', '.join(get_args(FinishReason))} for each of {rows} rows; got "
+                f"{described(self.reasons)}"
+            )
+        for name in ("scores", "last_values"):
+            self._require(name, "fiu", rows, "row")
         for name, kinds in _PER_TOKEN.items():
             self._require(name, kinds, tokens, "token")
         require_metrics("Batch.metrics", self.metrics, error=ProtocolError)

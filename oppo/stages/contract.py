@@ -19,6 +19,7 @@ from oppo.follower_protocols import name_of
 from oppo.graph import Sender
 from oppo.models import Capabilities, Follower, Piece, PieceState, Policy, Trained, Trainer
 from oppo.returns import TokenRewards
+from oppo.support import Support
 from oppo.turns import MultiTurnPolicy
 
 _HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"
@@ -136,10 +137,13 @@ def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) 
     if piece.given:
         return ""
     lengths = (len(piece.logprobs), len(versions))
-    if lengths != (n, n) or not piece.support.describes(n):
+    support: object = piece.support
+    if not isinstance(support, Support):
+        return f"a piece whose support is {described(support)}; expected a Support"
+    if lengths != (n, n) or not support.describes(n):
         return (
             f"a piece of {n} tokens with {lengths[0]} log-probs, {lengths[1]} versions and a support of "
-            f"{len(piece.support.counts)} tokens; expected one of each for each token"
+            f"{len(support.counts)} tokens; expected one of each for each token"
         )
     if not oldest <= versions[0] <= versions[-1] <= newest or (versions[1:] < versions[:-1]).any():
         return (

@@ -96,11 +96,12 @@ class Ledger:
         complete = sum(not unit.unfinished for unit in self.deferred)
         with self._blaming("admit"):
             admitted: object = self.admission.admit(AdmitView(deferred, oldest, remaining, complete))
-        if not deferred and not isinstance(admitted, bool) and admitted == 0:
+        trainable = self._trainable("admit", admitted, remaining, 0 if self.restarts else deferred, deferred)
+        if not deferred and not admitted:
             raise AdmissionError(
                 f"{self._name}.admit() returned 0 where nothing is deferred: the step would train nothing"
             )
-        return self._trainable("admit", admitted, remaining, 0 if self.restarts else deferred, deferred)
+        return trainable
 
     @property
     def refills(self) -> bool:

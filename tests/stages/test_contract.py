@@ -351,6 +351,7 @@ WRONG_PIECES = [
     (lambda piece: replace(piece, tokens=piece.tokens.astype(np.int64)), "type int64; expected int32"),
     (lambda piece: replace(piece, logprobs=piece.logprobs.tolist()), "expected float32"),
     (lambda piece: replace(piece, versions=piece.versions + 1), "versions never decrease, and the policy's is 0"),
+    (lambda piece: replace(piece, support=None), "a piece whose support is None (NoneType); expected a Support"),
     (more, "expected at most "),
     (lambda piece: None, "None (NoneType); expected a Piece"),
 ]
@@ -420,6 +421,11 @@ def rows(batch: Batch, chosen: Sequence[int]) -> Batch:
         (lambda batch: replace(batch, scores=batch.scores[1:]), "Batch.scores must be a NumPy array"),
         (lambda batch: replace(batch, metrics={"mine": "good"}), "Batch.metrics must map names to numbers; got 'mine'"),
         (lambda batch: replace(batch, metrics=["mine"]), "Batch.metrics must be a mapping from names to numbers"),
+        (lambda batch: replace(batch, reasons=batch.reasons[1:]), "Batch.reasons must hold one of eos, stop, length"),
+        (lambda batch: replace(batch, reasons=["bored"] * len(batch)), "Batch.reasons must hold one of eos, stop"),
+        (lambda batch: replace(batch, responses=None), "Batch.responses must be a tuple of Response objects; got None"),
+        (lambda batch: replace(batch, dropped=("bad",)), "Batch.dropped must be a tuple of Drop objects"),
+        (lambda batch: replace(batch, deferred=None), "Batch.deferred must be a tuple of Defer objects; got None"),
     ],
 )
 def test_what_a_stage_of_ones_own_sends_is_checked_where_it_does(change: Callable[[Batch], object], words: str) -> None:
