@@ -5,6 +5,7 @@ It needs the extra ``http``: ``pip install 'oppo[http]'``.
 
 from __future__ import annotations
 
+import codecs
 import json
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -328,7 +329,7 @@ class HttpReward:
             if len(content) > self.most_bytes:
                 raise ServiceFailure(f"{self.__name__} answered more than {self.most_bytes} bytes")
         try:
-            return content.decode(answer.encoding or "utf-8", "replace")
+            return _decoded(content, answer.encoding or "utf-8")
         except (LookupError, ValueError) as error:
             raise ServiceFailure(
                 f"{self.__name__} answered in a charset that is none of text ({one_line(error)}): expected UTF-8"
@@ -349,3 +350,9 @@ class HttpReward:
                 f"{self.__name__} answered something that is no JSON: {shortened(content, 200)!r}"
             ) from error
         return parsed
+
+
+def _decoded(content: bytearray, encoding: str) -> str:
+    if codecs.lookup(encoding).name == "punycode":  # it takes the square of the length
+        raise LookupError("'punycode' is an encoding of host names")
+    return content.decode(encoding, "replace")

@@ -402,9 +402,10 @@ BOMB = gzip.compress(gzip.compress(b" " * 50_000_000))
         (answering(gzip.compress(BOMB), b"Content-Encoding: GZip"), "compressed its answer"),
         (answering(b"[0.25]", b"Content-Type: application/json; charset=hex"), "in a charset that is none of text"),
         (answering(b"[0.25]", b"Content-Type: application/json; charset=undefined"), "charset that is none of text"),
+        (answering(b"9" * 50_000, b"Content-Type: application/json; charset=punycode"), "charset that is none of text"),
         (answering(b"[0.25]", b"Content-Type: application/json; charset=martian", b"Content-Encoding: identity"), ""),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 async def test_an_answer_is_bounded_before_it_is_read(
     answer: Callable[[anyio.abc.SocketStream], Awaitable[None]], sentence: str
