@@ -14,12 +14,11 @@ from typing import SupportsFloat, cast, get_args
 import numpy as np
 
 from oppo.errors import ConfigError, DataError, ProtocolError
-from oppo.events import Batch, Defer, Drop, Finish, Prompt, RolloutEvent, described
+from oppo.events import Batch, Defer, Drop, Finish, Prompt, RolloutEvent, Support, described
 from oppo.follower_protocols import name_of
 from oppo.graph import Sender
 from oppo.models import Capabilities, Follower, Piece, PieceState, Policy, Trained, Trainer
 from oppo.returns import TokenRewards
-from oppo.support import Support
 from oppo.turns import MultiTurnPolicy
 
 _HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"
