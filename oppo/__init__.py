@@ -44,7 +44,6 @@ from oppo.events import (
     merge_chunks,
     rollout_of,
 )
-from oppo.function_trainer import FunctionTrainer
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream, join, where
 from oppo.models import Decode, Follower, Piece, Policy, Sampling, Scorer, Trained, Trainer, Weights
 from oppo.placement import Inline, Process, Ranks, Thread
@@ -64,7 +63,7 @@ from oppo.stages import (
     followers,
 )
 from oppo.staleness import Correction
-from oppo.training import TrainerSettings
+from oppo.training import FunctionTrainer, TrainerSettings
 
 if TYPE_CHECKING:
     from oppo.app.program import train

@@ -21,7 +21,7 @@ from oppo.events import Batch
 from oppo.models import ResumableTrainer, Trained, Weights
 from oppo.placement import Hosting
 from oppo.placement.block import Block
-from oppo.publishing import Publisher
+from oppo.weight_sync import SyncsByReference
 
 
 class TrainerCounts(Structure):
@@ -99,7 +99,7 @@ C = TypeVar("C", bound=TrainerCore)
 R = TypeVar("R")
 
 
-class HostedTrainer(Publisher, ResumableTrainer, Generic[C]):
+class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
     """The trainer whose core works in ``place``; its methods raise ``ModelLost`` when the place is gone.
 
     A place that is lost is not replaced: the optimizer's state is lost with it.

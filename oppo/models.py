@@ -363,8 +363,30 @@ class Trained:
         require_metrics("Trained.metrics", self.metrics, error=ProtocolError)
 
 
+@dataclass(frozen=True, slots=True)
+class TrainerCapabilities:
+    """What a trainer can do beside a :class:`Trainer`.
+
+    Attributes:
+        accumulates: it can take a batch in parts; it is a :class:`StreamingTrainer`.
+        trains_by_reference: it may train the very tensors that a follower serves; it is a :class:`TrainsByReference`.
+    """
+
+    accumulates: bool = False
+    trains_by_reference: bool = False
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> TrainerCapabilities:
+        """Return the ``capabilities`` of a trainer; one that has no such attribute has none of them."""
+        found: TrainerCapabilities = getattr(trainer, "capabilities", cls())
+        return found
+
+
 class Trainer(Protocol):
-    """Owns the weights that are trained."""
+    """Owns the weights that are trained.
+
+    What else it can do, it says by an attribute ``capabilities``: a :class:`TrainerCapabilities`.
+    """
 
     @property
     def version(self) -> int:
@@ -380,9 +402,8 @@ class Trainer(Protocol):
         """
 
 
-@runtime_checkable
-class StreamingTrainer(Protocol):
-    """A trainer that can take a batch in parts, while the rest of it is being written.
+class StreamingTrainer(Trainer, Protocol):
+    """A trainer with the capability ``accumulates``: it takes a batch in parts, while the rest is being written.
 
     Its weights are its own: what serves is never trained meanwhile.
     """
@@ -398,9 +419,8 @@ class StreamingTrainer(Protocol):
         """
 
 
-@runtime_checkable
-class TrainsByReference(Protocol):
-    """A trainer that may train the very tensors that a follower serves."""
+class TrainsByReference(Trainer, Protocol):
+    """A trainer with the capability ``trains_by_reference``."""
 
     def shares_weights(self, follower: Follower) -> bool:
         """Return whether an update changes what ``follower`` serves before it is published."""

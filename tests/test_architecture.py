@@ -18,22 +18,20 @@ BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "libraries", "declared", "redact", "signals"}),
-    frozenset({"events", "observe", "overlap", "scheduling"}),
+    frozenset({"events", "observe", "scheduling"}),
     frozenset(
         {
             "models",
             "admission",
             "rollout_buffer",
-            "follower_protocols",
-            "function_trainer",
             "hosted_trainer",
-            "publishing",
             "placement",
             "returns",
             "scorer_protocols",
             "staleness",
             "training",
             "turns",
+            "weight_sync",
         }
     ),
     frozenset({"graph"}),

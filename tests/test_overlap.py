@@ -6,8 +6,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.observe import Role, Span
-from oppo.overlap import Interval, occupation, seconds, union
+from oppo.observe import Interval, Role, Span, occupation, seconds, union
 
 ROLES: dict[str, Role] = {"actor": "decode", "reward": "score", "critic": "score", "trainer": "update"}
 

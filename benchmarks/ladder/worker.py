@@ -46,8 +46,7 @@ from oppo.errors import DataError
 from oppo.events import Batch, Prompt, StepReport
 from oppo.graph import Run
 from oppo.graph.stage import UNKNOWN
-from oppo.observe import Observer, Span
-from oppo.overlap import occupation, seconds, union
+from oppo.observe import Observer, Span, occupation, seconds, union
 from oppo.report.records import work_of
 
 

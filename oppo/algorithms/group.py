@@ -17,7 +17,7 @@ from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.returns import GroupAdvantage, KLEstimator, ScoreShaping
 from oppo.stages import Generate, GroupRelative, Score, Selection, Update
-from oppo.stages.publishing import followers
+from oppo.stages.score import followers
 from oppo.staleness import Correction
 from oppo.training import Aggregation
 from oppo.turns import Environment

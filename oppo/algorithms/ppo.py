@@ -15,7 +15,7 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.stages import GAE, Generate, Score, Update
-from oppo.stages.publishing import followers
+from oppo.stages.score import followers
 from oppo.turns import Environment
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from oppo.admission import Admission
 from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
-from oppo.function_trainer import FunctionTrainer, Module, TrainStep
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer
 from oppo.placement import Thread
 from oppo.stages import Gather, Generate, Score, Update
-from oppo.stages.publishing import followers
+from oppo.stages.score import followers
+from oppo.training import FunctionTrainer, Module, TrainStep
 from oppo.turns import Environment
 
 

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from oppo.observe import Role
-from oppo.overlap import busy, seconds
+from oppo.observe import Role, busy, seconds
 from oppo.report.trace import TimedStep
 
 

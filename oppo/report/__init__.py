@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oppo.overlap import Occupation, occupation
+from oppo.observe import Occupation, occupation
 from oppo.report.log import RunLog
 from oppo.report.panel import Panel
 from oppo.report.records import observations, story

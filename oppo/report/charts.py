@@ -10,8 +10,7 @@ from itertools import compress, cycle, groupby, pairwise
 from operator import itemgetter
 from typing import Final, TypeAlias
 
-from oppo.observe import Role, Span
-from oppo.overlap import Interval, union
+from oppo.observe import Interval, Role, Span, union
 from oppo.report.trace import TimedStep
 
 COLOURS: Final = ("#3b82f6", "#d97706", "#10a37a", "#8b5cf6", "#ef4444", "#ec4899", "#84cc16", "#6b7280")

@@ -4,8 +4,7 @@ from oppo.stages.advantage import GAE, GroupRelative, InParts
 from oppo.stages.batch import BatchStage, Gather, ScoredRollout, ScoredRollouts, finished_rollout
 from oppo.stages.generate import Generate
 from oppo.stages.metrics import run_metrics
-from oppo.stages.publishing import followers
-from oppo.stages.score import Score
+from oppo.stages.score import Score, followers
 from oppo.stages.selection import Selection
 from oppo.stages.update import Update
 

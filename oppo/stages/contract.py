@@ -15,11 +15,11 @@ import numpy as np
 
 from oppo.errors import ConfigError, DataError, ProtocolError
 from oppo.events import Batch, Defer, Drop, Finish, Prompt, RolloutEvent, Support, described
-from oppo.follower_protocols import name_of
 from oppo.graph import Sender
 from oppo.models import Capabilities, Follower, Piece, PieceState, Policy, Trained, Trainer
 from oppo.returns import TokenRewards
 from oppo.turns import MultiTurnPolicy
+from oppo.weight_sync import name_of
 
 _HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"
 
@@ -229,7 +229,7 @@ def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batc
         raise ProtocolError(f"the update names rollouts {strangers} as not finite, which are not in its batch")
 
 
-def require_published(trainer: Trainer, followers: Sequence[Follower]) -> None:
+def require_synced(trainer: Trainer, followers: Sequence[Follower]) -> None:
     """Raise ``ProtocolError`` unless every follower has the trainer's version."""
     if any(follower.version != trainer.version for follower in followers):
         versions = ", ".join(f"{name_of(follower)} has version {follower.version}" for follower in followers)

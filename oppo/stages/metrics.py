@@ -15,7 +15,7 @@ from oppo.errors import ProtocolError
 from oppo.events import Batch, StepReport
 from oppo.graph import Step
 from oppo.observe import Span
-from oppo.overlap import occupation
+from oppo.observe import occupation
 from oppo.stages.ledger import InFlightRollout
 
 MOST: Final = 8

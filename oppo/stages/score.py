@@ -22,8 +22,8 @@ from oppo.models import Follower, PrioritisedScorer, Scorer, TimeSliced
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples
 from oppo.stages.contract import require_count, require_model
-from oppo.stages.following import Following
 from oppo.stages.metrics import Averaged, ScorerAnswer, ScorerReading
+from oppo.stages.sync import SyncedScorer
 
 Growth: TypeAlias = Prompt | Chunk | Given
 """An event that a scorer reads."""
@@ -178,12 +178,14 @@ class Score(Generic[T]):
         require_model(self.scorer, "Scorer", ("version", "extend", "finish", "forget"))
         self._prioritised = prioritised(self.scorer)
         self._slice = self.scorer.time_slice if isinstance(self.scorer, TimeSliced) else DEFAULT_TIME_SLICE
-        self._following = Following(self.scorer, newest=bool(self.after)) if isinstance(self.scorer, Follower) else None
+        self._following = (
+            SyncedScorer(self.scorer, newest=bool(self.after)) if isinstance(self.scorer, Follower) else None
+        )
         concurrent = isinstance(self.scorer, ConcurrentScorer) and self.scorer.concurrent
         self._concurrent = concurrent and self._following is None
 
     @property
-    def follower(self) -> Following | None:
+    def follower(self) -> SyncedScorer | None:
         """What the trainer's weights are published to, for a scorer that follows them; ``None`` for a frozen one."""
         return self._following
 
@@ -375,3 +377,9 @@ class _InOrder(Generic[T]):
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         del priority
         await self._scorer.forget(rollouts)
+
+
+def followers(*served: object) -> tuple[Follower, ...]:
+    """Return what the trainer's weights are published to: the models that follow them, or their ``Score`` stages."""
+    models = (each.follower if isinstance(each, Score) else each for each in served)
+    return tuple(model for model in models if isinstance(model, Follower))

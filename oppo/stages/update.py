@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import anyio
 import numpy as np
@@ -29,12 +29,12 @@ from oppo.declared import require_whole
 from oppo.errors import ConfigError, ModelDiverged, ProtocolError
 from oppo.events import Batch, BatchPart, Drop, StepReport
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, StreamingTrainer, Trained, Trainer
+from oppo.models import Follower, StreamingTrainer, Trained, Trainer, TrainerCapabilities
 from oppo.stages.batch import NONFINITE
 from oppo.stages.contract import Ended, require_model, require_supports, require_trained
 from oppo.stages.generate import Generate
 from oppo.stages.metrics import ACCUMULATE, LengthBias, observation, run_metrics, step_metrics
-from oppo.stages.publishing import Publishing
+from oppo.stages.sync import WeightSync
 
 LEFT_OUT = "left out of the loss"
 """Reason of a drop for a response of the batch without a token in the loss mask."""
@@ -72,7 +72,7 @@ class Update:
     _nonfinite: int = field(default=0, init=False, repr=False)
     _ended: float = field(default=-math.inf, init=False, repr=False)
     _lengths: LengthBias = field(default_factory=LengthBias, init=False, repr=False)
-    _publishing: Publishing = field(init=False, repr=False)
+    _sync: WeightSync = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_whole("max_nonfinite", self.max_nonfinite, 0, error=ConfigError)
@@ -80,7 +80,7 @@ class Update:
         for follower in self.publish:
             require_model(follower, "Follower", ("version", "load"))
         require_supports(self.publish)
-        self._publishing = Publishing(self.trainer, self.publish, self.after, self.held)
+        self._sync = WeightSync(self.trainer, self.publish, self.after, self.held)
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
         """Return what is wrong if a policy of the graph never gets weights, of this stage or of another that trains."""
@@ -111,7 +111,7 @@ class Update:
             ModelDiverged: ``max_nonfinite`` consecutive updates had a number that is not finite.
             ProtocolError: the trainer did not count its update, or a follower did not get the new weights.
         """
-        self._publishing.require_possible(step)
+        self._sync.require_possible(step)
         whole: Batch | None = None
         async for batch in batches:
             if isinstance(batch, BatchPart):
@@ -121,14 +121,14 @@ class Update:
             _require_once(whole, step, batches)
             version = self.trainer.version
             scored = anyio.current_time()
-            await self._publishing.settled()
+            await self._sync.settled()
             begun = anyio.current_time()
             with step.working("update"):
                 trained = await self._train(batch)
             updated = anyio.current_time()
             require_trained(trained, self.trainer, version, batch)
             self._require_finite(batch, trained)
-            publishing = await self._publishing.publish(step)
+            publishing = await self._sync.sync(step)
             end = anyio.current_time()
             rollouts = batch.rollouts
             rows = [row for row, rollout in enumerate(rollouts) if rollout not in trained.nonfinite]
@@ -158,7 +158,7 @@ class Update:
                     "timing_s/rollouts": scored - step.started,
                     "timing_s/update": updated - begun,
                     "timing_s/publish": publishing,
-                    **self._publishing.metrics,
+                    **self._sync.metrics,
                 },
             )
             found = bottleneck(observation(report, step))
@@ -169,20 +169,20 @@ class Update:
         _require_once(whole, step, batches)
 
     async def _accumulate(self, part: BatchPart, step: Step) -> None:
-        if not isinstance(self.trainer, StreamingTrainer):
+        if not TrainerCapabilities.of(self.trainer).accumulates:
             raise ConfigError(
                 f"the batch comes in parts, and {type(self.trainer).__name__} takes it whole: leave InParts out, or "
-                "give a trainer with accumulate() and commit() (oppo.models.StreamingTrainer)"
+                "give a trainer with capabilities.accumulates (oppo.models.StreamingTrainer)"
             )
-        self._publishing.require_own_weights("with a batch in parts", "leave InParts out")
+        self._sync.require_own_weights("with a batch in parts", "leave InParts out")
         with step.working("other", ACCUMULATE):
-            await self.trainer.accumulate(part.batch)
+            await cast("StreamingTrainer", self.trainer).accumulate(part.batch)
         self._parts += 1
 
     async def _train(self, batch: Batch) -> Trained:
         parts, self._parts = self._parts, 0
-        if parts and isinstance(self.trainer, StreamingTrainer):
-            return await self.trainer.commit(batch)
+        if parts:
+            return await cast("StreamingTrainer", self.trainer).commit(batch)
         return await self.trainer.update(batch)
 
     def _require_finite(self, batch: Batch, trained: Trained) -> None:

@@ -18,7 +18,6 @@ from oppo.algorithms.ppo import ppo
 from oppo.data import PromptStream
 from oppo.errors import ProtocolError, as_itself
 from oppo.events import Batch, Finish, Prompt, StepReport
-from oppo.follower_protocols import name_of
 from oppo.graph import Stateful
 from oppo.models import Capabilities, Follower, Policy, Scorer, Trainer, Weights
 from oppo.stages import Generate
@@ -27,6 +26,7 @@ from oppo.testing.fake_policy import FakePolicy
 from oppo.testing.fakes import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts as made_prompts
 from oppo.testing.recorder import Recorder
 from oppo.testing.trial import Make, Trial, require
+from oppo.weight_sync import name_of
 
 T = TypeVar("T")
 

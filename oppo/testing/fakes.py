@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from oppo.declared import require_declared, require_real
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
-from oppo.models import Follower, Trained, Weights
-from oppo.publishing import publish
+from oppo.models import Follower, Trained, TrainerCapabilities, Weights
 from oppo.testing.device import Device, spend
+from oppo.weight_sync import sync
 
 T = TypeVar("T")
 
@@ -205,6 +205,11 @@ class FakeTrainer:
         await self._work(_cost(self.seconds, batch))
         return self._trained(batch)
 
+    @property
+    def capabilities(self) -> TrainerCapabilities:
+        """It takes a batch in parts."""
+        return TrainerCapabilities(accumulates=True)
+
     async def accumulate(self, part: Batch) -> None:
         """Record a part of the coming batch."""
         await self._work(_cost(self.accumulating, part))
@@ -233,7 +238,7 @@ class FakeTrainer:
         """Give the version to each follower, one after the other; a failure is final."""
         if self.publishing:
             await anyio.sleep(self.publishing)
-        await publish(Weights(self.version), followers)
+        await sync(Weights(self.version), followers)
 
 
 def _cost(seconds: float | Callable[[Batch], float], batch: Batch) -> float:

@@ -40,7 +40,6 @@ import numpy as np
 
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Batch, Chunk, Drop, Finish, Given, IntArray, Prompt, Response
-from oppo.follower_protocols import CopiesWeights, name_of
 from oppo.models import (
     Capabilities,
     Cut,
@@ -55,11 +54,13 @@ from oppo.models import (
     StreamingTrainer,
     Trained,
     Trainer,
+    TrainerCapabilities,
     Weights,
 )
 from oppo.stages.contract import require_turns
 from oppo.testing.script import Garbage, HalfPublished, LoseSessions, Player, Script, Spoilt
 from oppo.turns import Answer, Environment, Turn, TurnDecode
+from oppo.weight_sync import CopiesWeights, name_of
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -263,20 +264,20 @@ class FaultyTrainer:
         fault = await self.player.play("update")
         return self._with(fault, await self.inner.update(batch))
 
+    @property
+    def capabilities(self) -> TrainerCapabilities:
+        """Whether it takes a batch in parts, as the trainer does."""
+        return TrainerCapabilities(accumulates=TrainerCapabilities.of(self.inner).accumulates)
+
     async def accumulate(self, part: Batch) -> None:
         """Add a part of the coming batch."""
         await self.player.play("accumulate")
-        await self._streaming().accumulate(part)
+        await cast("StreamingTrainer", self.inner).accumulate(part)
 
     async def commit(self, batch: Batch) -> Trained:
         """Train on one batch, parts of which were added."""
         fault = await self.player.play("commit")
-        return self._with(fault, await self._streaming().commit(batch))
-
-    def _streaming(self) -> StreamingTrainer:
-        if not isinstance(self.inner, StreamingTrainer):
-            raise ProtocolError(f"{type(self.inner).__name__} takes batches whole")
-        return self.inner
+        return self._with(fault, await cast("StreamingTrainer", self.inner).commit(batch))
 
     def _with(self, fault: object, trained: Trained) -> Trained:
         if fault == Garbage("version"):

@@ -8,8 +8,7 @@ from typing import Final
 
 from oppo.errors import GraphError, ProtocolError
 from oppo.events import Batch, Chunk, Defer, Drop, Finish, Given, Prompt, Scored, StepReport, rollout_of
-from oppo.observe import Observer, Span
-from oppo.overlap import Interval, occupation, seconds, union
+from oppo.observe import Interval, Observer, Span, occupation, seconds, union
 from oppo.testing.validation import Sent, faults
 from oppo.turns import Answered
 

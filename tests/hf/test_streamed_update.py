@@ -21,7 +21,7 @@ from oppo.hf.devices import use_cores
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, Divided, Loss, PairwiseLoss, SequenceLoss
-from oppo.models import StreamingTrainer, Trained
+from oppo.models import Trained
 from oppo.placement import Place, Ranks, Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
@@ -122,7 +122,7 @@ def require_equal_metrics(ours: Trained, theirs: Trained) -> None:
 @pytest.mark.parametrize("kind", LOSSES)
 async def test_parts_and_the_rest_are_the_batch_but_for_rounding(kind: str, thread: Thread, batch: Batch) -> None:
     streamed, usual = (trainer_of(thread, LOSSES[kind]) for _ in range(2))
-    assert isinstance(streamed, StreamingTrainer)
+    assert streamed.capabilities.accumulates
     for _ in range(3):
         first, second, *_ = groups_of(batch)
         await streamed.accumulate(second)
@@ -244,7 +244,7 @@ def masked(batch: Batch, *rows: int) -> Batch:
 async def test_a_response_out_of_the_loss_mask_trains_nothing(kind: str, thread: Thread, batch: Batch) -> None:
     """Of a loss over groups its pair does not either, and counts as one of equal scores does."""
     left_out, usual, streamed = (trainer_of(thread, LOSSES[kind]) for _ in range(3))
-    assert isinstance(streamed, StreamingTrainer)
+    assert streamed.capabilities.accumulates
     given, without = (
         masked(batch, 0),
         rows_of(batch, [row for row in range(len(batch)) if row >= 1 + (kind == "pairs")]),

@@ -13,10 +13,10 @@ from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
 from oppo.events import Prompt, StepReport
 from oppo.models import Follower, Sampling, Weights
-from oppo.publishing import publish
 from oppo.stages import GAE, Update
 from oppo.testing import FakeCritic, FakeScorer, FakeTrainer, fake_scalar, run_virtual
 from oppo.vllm import VllmPolicy
+from oppo.weight_sync import sync
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender, engine_of, running
 
 BATCH, EXTRA, STEPS = 4, 2, 8
@@ -26,7 +26,7 @@ class Sending(FakeTrainer):
     """Publishes a tensor."""
 
     async def publish(self, *followers: Follower) -> None:
-        await publish(Weights(self.version, {"weight": torch.zeros(1)}), followers)
+        await sync(Weights(self.version, {"weight": torch.zeros(1)}), followers)
 
 
 def played(

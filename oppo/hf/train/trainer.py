@@ -41,7 +41,7 @@ from oppo.hf.train.ranks import SHARDS, Alone, Ranked, Replicas, Team, reset, wh
 from oppo.hosted_trainer import HostedTrainer, TrainerCounts
 from oppo.losses import Divided, Input, Inputs, Loss, LossValue, Whole, default_loss, entropies, token_logprobs
 from oppo.losses.base import evaluated, require_inputs, require_loss
-from oppo.models import Sampling, Trained, Weights
+from oppo.models import Sampling, Trained, TrainerCapabilities, Weights
 from oppo.placement import Hosting, Recipe
 from oppo.training import TrainerSettings
 
@@ -504,6 +504,11 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
             replicas=Replicas(shard, devices, recipe),
         )
         super().__init__(core, thread)
+
+    @property
+    def capabilities(self) -> TrainerCapabilities:
+        """It takes a batch in parts, and may train the very tensors that a follower serves."""
+        return TrainerCapabilities(accumulates=True, trains_by_reference=True)
 
     async def accumulate(self, part: Batch) -> None:
         """Add the gradient of some rows of the coming batch; see :class:`oppo.models.StreamingTrainer`.

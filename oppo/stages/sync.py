@@ -1,6 +1,6 @@
-"""The weights of a scorer that follows the trainer, as its stage takes them.
+"""Weight sync in a graph: when the followers of a trainer get the weights of an update, and what rules that out.
 
-::
+A scorer that follows the trainer takes its weights between two of its steps::
 
     lookahead = 1      update   | k         | k + 1     |        gives the weights of its step, and goes on
                        value      | k + 1     | k + 2     |      takes those of step k between these two steps
@@ -13,16 +13,18 @@ needs this stage's values anyway, and in a copy with more.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import cast
 
 import anyio
 
-from oppo.errors import ProtocolError, noted
-from oppo.follower_protocols import CopiesWeights, ServesByReference, StandsFor, name_of, share_tensors
+from oppo.errors import ConfigError, ProtocolError, noted
 from oppo.graph import Step
-from oppo.models import Follower, Weights
+from oppo.models import Capabilities, Follower, Trainer, TrainerCapabilities, TrainsByReference, Weights
+from oppo.stages.contract import require_synced
+from oppo.weight_sync import CopiesWeights, ServesByReference, model_behind, name_of, share_tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +36,7 @@ class _Waiting:
     borrowed: bool
 
 
-class Following:
+class SyncedScorer:
     """A scorer that follows the trainer: its weights change only while its stage neither reads nor scores.
 
     Args:
@@ -74,11 +76,15 @@ class Following:
         """Return whether a tensor of ``weights`` is one that the scorer serves."""
         return isinstance(self.scorer, ServesByReference) and self.scorer.serves(weights)
 
+    def tensors(self) -> frozenset[int]:
+        """Return the addresses of the tensors that new weights change."""
+        return self.scorer.tensors() if isinstance(self.scorer, ServesByReference) else frozenset()
+
     # For the stage that trains.
 
     def pair(self, followers: Iterable[Follower]) -> None:
         """Note the other followers of the trainer: with one that serves the same tensors, weights change together."""
-        others = (each.stands_for if isinstance(each, StandsFor) else each for each in followers if each is not self)
+        others = (model_behind(each) for each in followers if each is not self)
         self.together = any(share_tensors(self.scorer, each) for each in others)
 
     def awaited(self, step: Step) -> str:
@@ -91,7 +97,7 @@ class Following:
 
     def given_in(self, step: Step) -> Follower:
         """Return what the weights of a step's update are published to."""
-        return _GivenIn(self, step)
+        return _SyncedIn(self, step)
 
     async def settled(self) -> None:
         """Wait until nothing waits in the trainer's own memory, which may then change."""
@@ -150,10 +156,10 @@ class Following:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _GivenIn:
+class _SyncedIn:
     """A follower in one step."""
 
-    following: Following
+    following: SyncedScorer
     step: Step
 
     @property
@@ -166,3 +172,104 @@ class _GivenIn:
 
     async def load(self, weights: Weights) -> None:
         await self.following.give(weights, self.step)
+
+
+_AT_THE_CUT = "name the stages that use them in Update.after (step.publish = 'cut')"
+
+
+class WeightSync:
+    """The followers of a trainer, and the stages that use them.
+
+    Args:
+        trainer: owns the weights.
+        followers: get them, in this order.
+        after: names of the stages that must have returned in the later steps before they do; none: in flight.
+        held: names of the stages that must have returned in the step before.
+    """
+
+    def __init__(
+        self, trainer: Trainer, followers: Sequence[Follower], after: Sequence[str], held: Sequence[str] = ()
+    ) -> None:
+        self._trainer = trainer
+        self._followers = followers
+        self._after = tuple(after)
+        self._held = tuple(held)
+        self._followings = [each for each in followers if isinstance(each, SyncedScorer)]
+        self._checked = False
+
+    def require_possible(self, step: Step) -> None:
+        """Check, once for all steps, that with lookahead the followers can be given weights while they are used.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        if self._checked or not step.lookahead:
+            return
+        self.require_own_weights("with lookahead", "choose a lookahead of 0")
+        for each in self._followings:
+            each.pair(self._followers)
+        if not self._after:
+            for follower in self._followers:
+                _require_in_flight(follower)
+        self._checked = True
+
+    def require_own_weights(self, when: str, otherwise: str) -> None:
+        """Check that the trainer trains no tensor that a follower serves.
+
+        Raises:
+            ConfigError: it does; the words say when that matters, and what else helps.
+        """
+        if not TrainerCapabilities.of(self._trainer).trains_by_reference:
+            return
+        trainer = cast("TrainsByReference", self._trainer)
+        if shared := [name_of(each) for each in self._followers if trainer.shares_weights(each)]:
+            raise ConfigError(
+                f"{when} {', '.join(shared)} works while {type(trainer).__name__} trains, and they have tensors in "
+                f"common: give the trainer copies of the models, or {otherwise}"
+            )
+
+    async def settled(self) -> None:
+        """Wait until the trainer's tensors may change: until none of them waits to be served."""
+        for each in self._followings:
+            await each.settled()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last sync, of the followers that measure it as their ``sync_metrics``."""
+        measured = [getattr(each, "sync_metrics", {}) for each in self._followers]
+        return {name: value for metrics in measured for name, value in metrics.items()}
+
+    async def sync(self, step: Step) -> float:
+        """Give every follower the weights, when it may have them; return the seconds that this took after all waits.
+
+        Raises:
+            ProtocolError: a follower did not take them.
+        """
+        await step.previous(*self._held)
+        await step.later(*self._after, *filter(None, (each.awaited(step) for each in self._followings)))
+        start = anyio.current_time()
+        given = [each.given_in(step) if isinstance(each, SyncedScorer) else each for each in self._followers]
+        with step.working("update", "publish"):
+            await self._trainer.publish(*given)
+        require_synced(self._trainer, given)
+        return anyio.current_time() - start
+
+
+def _require_in_flight(follower: Follower) -> None:
+    """Raise ``ConfigError`` unless a follower can be given weights while it works."""
+    name, capabilities = name_of(follower), getattr(follower, "capabilities", None)
+    if isinstance(capabilities, Capabilities) and capabilities.loads_while_decoding != "between decode steps":
+        raise ConfigError(
+            f"weights are published in flight, and {name} cannot adopt them between decode steps, by its "
+            f"capabilities.loads_while_decoding = {capabilities.loads_while_decoding!r}: {_AT_THE_CUT}"
+        )
+    if isinstance(follower, SyncedScorer) and follower.together:
+        raise ConfigError(
+            f"weights are published in flight, and {name} reads with tensors that another follower serves too, which "
+            f"would change meanwhile: give it tensors of its own, or {_AT_THE_CUT}"
+        )
+    if hasattr(follower, "extend"):
+        raise ConfigError(
+            f"weights are published in flight, and {name} may be reading: publish to its stage, "
+            "followers(policy, stage) with stage = Score(...)"
+        )

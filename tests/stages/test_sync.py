@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from oppo.errors import ConfigError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt, Scored
-from oppo.follower_protocols import ServesByReference
 from oppo.graph import Graph
 from oppo.models import Capabilities, Follower, Loads, Trained, Weights
-from oppo.publishing import publish
 from oppo.stages import Score, Update, followers
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, run_virtual
+from oppo.weight_sync import ServesByReference, sync
 from tests.pipelines import Pipeline, Setting, settings
 
 AT_ONCE = Capabilities(turns=True, loads_while_decoding="between decode steps")
@@ -137,7 +136,7 @@ class InPlace(FakeTrainer):
 
     async def publish(self, *followers: Follower) -> None:
         with anyio.CancelScope(shield=True):
-            await publish(Weights(self.version, critic={"weight": self.weight}), followers)
+            await sync(Weights(self.version, critic={"weight": self.weight}), followers)
 
 
 @pytest.mark.schedules
@@ -166,6 +165,9 @@ class Trunk(FakePolicy):
 
     critic: Array
 
+    def serves(self, weights: Weights) -> bool:
+        return False
+
     def tensors(self) -> frozenset[int]:
         return frozenset({id(self.critic.weight)})
 
@@ -176,6 +178,9 @@ class Trunk(FakePolicy):
 
 class OnTrunk(Copying):
     """A critic over a weight that the policy has too."""
+
+    def serves(self, weights: Weights) -> bool:
+        return False
 
     def tensors(self) -> frozenset[int]:
         return frozenset({id(self.weight)})
@@ -258,6 +263,9 @@ def test_a_stage_says_whether_its_scorer_serves_the_trained_tensors() -> None:
     class Trunk(FakeCritic):
         def serves(self, weights: Weights) -> bool:
             return weights.version == 3
+
+        def tensors(self) -> frozenset[int]:
+            return frozenset()
 
     for scorer, serves in ((Trunk(), True), (FakeCritic(), False)):
         follower = Score(scorer).follower
