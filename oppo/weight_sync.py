@@ -47,8 +47,11 @@ def name_of(follower: Follower) -> str:
 
 def share_tensors(one: Follower, other: Follower) -> bool:
     """Return whether two models serve a tensor together, so that new weights of one are those of the other."""
-    both = isinstance(one, ServesByReference) and isinstance(other, ServesByReference)
-    return both and bool(one.tensors() & other.tensors())
+    return (
+        isinstance(one, ServesByReference)
+        and isinstance(other, ServesByReference)
+        and bool(one.tensors() & other.tensors())
+    )
 
 
 class SyncsByReference(ABC):

@@ -38,7 +38,7 @@ from oppo.rollout_buffer import DecodeStep
 from oppo.training import TrainerSettings
 from tests.hf import child, tiny
 from tests.hf.fake_device import moved, register, watched
-from tests.hf.test_streamed_update import rows_of
+from tests.hf.train.test_streamed_update import rows_of
 
 Make = Callable[[], PreTrainedModel]
 Counts = dict[str, dict[str, object]]

@@ -22,7 +22,7 @@ from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests import test_equivalence as equivalence
 from tests.hf import tiny
-from tests.hf.test_trainer import SAMPLING, rollouts
+from tests.hf.train.test_trainer import SAMPLING, rollouts
 
 pytestmark = pytest.mark.adapters
 

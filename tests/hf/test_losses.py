@@ -38,7 +38,7 @@ from oppo.placement import Thread
 from oppo.staleness import Correction
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.test_trainer import SAMPLING, backward, critic_of, rollouts
+from tests.hf.train.test_trainer import SAMPLING, backward, critic_of, rollouts
 from tests.known import known
 
 LOW, HIGH = 0.05, 0.2

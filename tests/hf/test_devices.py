@@ -1,7 +1,8 @@
-"""Devices by name, and where the parts of a run work on each."""
+"""Devices by name, their threads, cores of the CPU, and errors when memory runs out."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,21 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda._utils import _get_device_index
 
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, ModelError, ModelLost
 from oppo.hf import DeviceThread
-from oppo.hf.devices import CPU, DeviceLayout, Devices, device_of, numbered, use_stream
+from oppo.hf.devices import (
+    CPU,
+    DeviceLayout,
+    Devices,
+    ModelPlace,
+    attributed,
+    available_cores,
+    device_of,
+    numbered,
+    ran_out,
+    use_cores,
+    use_stream,
+)
 from oppo.hf.loading import load_causal
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.ranks import Replicas
@@ -150,3 +163,87 @@ def test_copies_of_weights_are_complete_before_the_weights_may_change(cuda: Cuda
 def test_attention_does_not_plan_each_length_anew() -> None:
     """As cuDNN's does, which torch prefers on newer devices; to have imported the backend is enough."""
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_no_more_cores_are_used_than_the_environment_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert available_cores() == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert available_cores() >= 1
+
+
+def test_a_thread_that_has_said_how_many_cores_it_uses_keeps_them_whatever_another_says_next() -> None:
+    said, another_said = threading.Event(), threading.Event()
+    seen: list[int] = []
+
+    def actor() -> None:
+        use_cores(1)
+        said.set()
+        another_said.wait(10)
+        seen.append(torch.get_num_threads())
+
+    def trainer() -> None:
+        said.wait(10)
+        use_cores(2)
+        seen.append(torch.get_num_threads())
+        another_said.set()
+
+    threads = [threading.Thread(target=work) for work in (actor, trainer)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [1, 2]
+
+
+class Model:
+    def too_much(self) -> torch.Tensor:
+        return torch.empty(1 << 50, dtype=torch.uint8)
+
+    def number(self, text: str) -> int:
+        return int(text)
+
+
+async def test_the_allocators_own_error_is_attributed_to_the_model_in_its_place() -> None:
+    with Thread("scorers") as thread:
+        critic = ModelPlace(thread, "critic", "lower step.batch").host(Model())
+        with pytest.raises(
+            ModelError, match=r"the critic ran out of memory while it did 'extend': lower step.batch \("
+        ) as caught:
+            await critic.call("extend", Model.too_much)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert await critic.call("extend", Model.number, "7") == 7, "the thread goes on"
+
+
+async def test_other_errors_pass_as_they_are() -> None:
+    with Thread("scorers") as thread:
+        critic = ModelPlace(thread, "critic", "lower step.batch").host(Model())
+        with pytest.raises(ValueError, match="invalid literal"):
+            await critic.call("extend", Model.number, "x")
+        thread.close()
+        with pytest.raises(ModelLost):
+            await critic.call("extend", Model.number, "7")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_so"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (RuntimeError("shapes do not match"), False),
+        (KeyError("out of memory"), False),
+        (None, False),
+    ],
+)
+def test_what_says_that_memory_ran_out_is_recognised(error: BaseException | None, is_so: bool) -> None:
+    assert ran_out(error) is is_so
+
+
+def test_a_cause_counts_too() -> None:
+    outer = ConfigError("no model could be loaded")
+    outer.__cause__ = MemoryError()
+    expected = pytest.raises(ModelError, match="the reward ran out of memory while it was loaded: take a smaller one")
+    with expected, attributed("reward", "it was loaded", "take a smaller one"):
+        raise outer

@@ -25,8 +25,8 @@ from oppo.models import Trained
 from oppo.placement import Place, Ranks, Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.test_trainer import rollouts
-from tests.hf.test_trainer_places import SAMPLING
+from tests.hf.train.test_trainer import rollouts
+from tests.hf.train.test_trainer_places import SAMPLING
 
 Column: TypeAlias = NDArray[np.float32]
 SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=1, micro_batch_tokens=60)

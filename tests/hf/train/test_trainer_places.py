@@ -37,7 +37,7 @@ from oppo.placement import Hosting, Place, Process, Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.pausing import Pausing, deadly
-from tests.hf.test_trainer import rollouts
+from tests.hf.train.test_trainer import rollouts
 
 ONE = partial(use_cores, 1)
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.9, stop=tuple(range(3, 9)), seed=3)

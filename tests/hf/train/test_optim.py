@@ -19,7 +19,7 @@ from oppo.hf.weights import weights_digest
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.test_trainer import SAMPLING, rollouts
+from tests.hf.train.test_trainer import SAMPLING, rollouts
 from tests.known import known
 
 ULP = 2.0**-7

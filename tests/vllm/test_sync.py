@@ -1,7 +1,8 @@
-"""Publishing to an engine: files that are written and removed, deadlines, and vLLM's own transfers by a stand-in."""
+"""Weight sync to vLLM: the weights that an engine takes, the file they lie in, the route, and vLLM's own transfers."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -18,9 +19,217 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from oppo.errors import ModelError, ModelLost
-from oppo.vllm.sync import Backend, DeviceSender, FileSender, Route, plain, restored
+from oppo.errors import ConfigError, ModelError, ModelLost
+from oppo.vllm.sync import (
+    DTYPES,
+    Backend,
+    DeviceSender,
+    FileSender,
+    Route,
+    ServedWeights,
+    WeightFile,
+    plain,
+    restored,
+    route_of,
+)
+
+CPU, FIRST, SECOND, THIRD, FOURTH = (torch.device(each) for each in ("cpu", "cuda:0", "cuda:1", "cuda:2", "cuda:3"))
+UUIDS = ["a1", "b2", "c3", "d4"]
+
+
+@pytest.fixture(autouse=True)
+def _four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(UUIDS))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=UUIDS[number]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "trainer", "expected"),
+    [
+        ({}, FIRST, Route("ipc", 1, FIRST)),
+        ({}, SECOND, Route("nccl", 1, SECOND)),
+        ({}, torch.device("cuda"), Route("nccl", 1, SECOND)),
+        ({}, CPU, Route("file", 1, CPU)),
+        ({"tensor_parallel_size": 2}, CPU, Route("file", 2, CPU)),
+        ({"device_ids": [1]}, SECOND, Route("ipc", 1, SECOND)),
+        ({"device_ids": [1]}, FIRST, Route("nccl", 1, FIRST)),
+        ({"device_ids": ["GPU-b2"]}, SECOND, Route("ipc", 1, SECOND)),
+        ({"device_ids": ["GPU-b2"]}, FIRST, Route("nccl", 1, FIRST)),
+        ({"device_ids": [1, 2], "tensor_parallel_size": 2}, FIRST, Route("nccl", 2, FIRST)),
+        ({"device_ids": [1, 2, 3], "data_parallel_size": 3}, FIRST, Route("nccl", 3, FIRST)),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 1}, THIRD, Route("nccl", 2, THIRD)),
+        ({"pipeline_parallel_size": 3, "prefill_context_parallel_size": 1}, FOURTH, Route("nccl", 3, FOURTH)),
+    ],
+)
+def test_weights_go_within_a_gpu_or_between_several(
+    arguments: dict[str, object], trainer: torch.device, expected: Route
+) -> None:
+    assert route_of(arguments, trainer, on_cpu=False) == expected
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_cuda_ipc_cannot_share_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
+    with pytest.raises(ConfigError, match=rf"{name} has expandable_segments:True.*placement\.trainer"):
+        route_of({}, FIRST, on_cpu=False)
+    assert route_of({}, SECOND, on_cpu=False).backend == "nccl"
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert route_of({}, FIRST, on_cpu=False).backend == "ipc"
+
+
+@pytest.mark.parametrize("trainer", [CPU, FIRST])
+def test_an_engine_on_a_cpu_reads_a_file_wherever_the_trainer_is(trainer: torch.device) -> None:
+    assert route_of({"tensor_parallel_size": 2}, trainer, on_cpu=True) == Route("file", 2, trainer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentences"),
+    [
+        (
+            {"tensor_parallel_size": 2},
+            [
+                "vllm.tensor_parallel_size = 2 puts vLLM on the GPUs 0, 1, and the trainer is on GPU 1,",
+                "set placement.trainer = 'cuda:2', or placement.policy",
+            ],
+        ),
+        (
+            {"data_parallel_size": 2, "pipeline_parallel_size": 2},
+            [
+                "vllm.data_parallel_size = 2, vllm.pipeline_parallel_size = 2 puts vLLM on the GPUs 0, 1, 2, 3",
+                "cuda:4",
+            ],
+        ),
+        ({"data_parallel_size": 2, "device_ids": [2, 1]}, ["on the GPUs 2, 1,", "set placement.trainer = 'cuda:0'"]),
+        (
+            {"device_ids": ["GPU-zz"]},
+            [
+                "on the GPUs ['GPU-zz']: expected numbers from 0 to 3, or some of GPU-a1",
+                "vllm.device_ids",
+            ],
+        ),
+    ],
+)
+def test_a_trainer_on_one_of_several_gpus_of_the_engine_is_refused_by_name(
+    arguments: dict[str, object], sentences: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        route_of(arguments, SECOND, on_cpu=False)
+    assert all(sentence in str(caught.value) for sentence in sentences)
+
+
+def assert_holds(file: WeightFile, tensors: dict[str, Tensor]) -> None:
+    found = load_file(file.path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_another_program_reads_what_was_written_last(dtype: torch.dtype) -> None:
+    file = WeightFile()
+    for value, rows in ((1, 3), (0, 3), (1, 7), (1, 2)):
+        tensors = {
+            "weight": torch.full((rows, 5), value, dtype=dtype),
+            "a": torch.full((3,), value, dtype=dtype),
+            "scalar": torch.tensor(value, dtype=dtype),
+            "empty": torch.zeros(0, 4, dtype=dtype),
+        }
+        file.write(tensors)
+        assert_holds(file, tensors)
+
+
+def test_the_first_of_tied_tensors_is_written_and_what_is_not_contiguous_in_its_own_order() -> None:
+    file, table = WeightFile(), torch.arange(6.0).view(2, 3)
+    file.write({"embedding": table, "head": table, "turned": table.t()})
+    assert_holds(file, {"embedding": table, "turned": table.t()})
+
+
+def test_the_memory_of_one_update_is_that_of_the_next() -> None:
+    file = WeightFile()
+    file.write({"a": torch.zeros(1000)})
+    before = file._memory.data_ptr()
+    file.write({"a": torch.ones(1000)})
+    assert file._memory.data_ptr() == before
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["in memory", "with a name"])
+def test_nothing_is_left_of_it(named: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if named:
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    file = WeightFile()
+    file.write({"a": torch.ones(3)})
+    assert_holds(file, {"a": torch.ones(3)})
+    path, left = file.path, len(list(tmp_path.iterdir()))
+    assert left == named
+    del file
+    gc.collect()
+    assert not path.exists()
+
+
+def test_a_lack_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(ModelError, match=r"no memory for .* bytes of weights on their way to vLLM, .* old"):
+        WeightFile().write({"a": torch.ones(3)})
+
+
+def test_a_dtype_that_the_format_does_not_know_is_named() -> None:
+    with pytest.raises(ModelError, match=r"weight a is of torch.complex64, which cannot travel to vLLM: expected one"):
+        WeightFile().write({"a": torch.ones(3, dtype=torch.complex64)})
+
+
+def config(**changes: Any) -> LlamaConfig:
+    made = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def weights(**changes: Any) -> dict[str, Tensor]:
+    return LlamaForCausalLM(config(**changes)).state_dict()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_models_own_weights_pass_whether_tied_ones_come_once_or_twice(tied: bool) -> None:
+    served = ServedWeights.of("actor", config(tie_word_embeddings=tied))
+    model = LlamaForCausalLM(config(tie_word_embeddings=tied))
+    served.require(model.state_dict())
+    served.require(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_hidden_layers": 1}, r"actor, which vLLM serves: 9 missing \(model\.layers\.1\..*\.\.\.\); it goes on"),
+        ({"num_hidden_layers": 3}, r"actor, which vLLM serves: 9 unknown \(model\.layers\.2\..*\.\.\.\)"),
+        ({"vocab_size": 33}, r"2 of another shape \(model\.embed_tokens\.weight \[33, 8\], not \[32, 8\], lm_head"),
+        ({"attention_bias": True}, r"8 unknown \(model\.layers\.0\.self_attn\.q_proj\.bias"),
+    ],
+)
+def test_those_of_another_model_are_named(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        ServedWeights.of("actor", config()).require(weights(**changes))
+
+
+def test_an_output_layer_of_its_own_is_missed_where_it_is_not_tied() -> None:
+    without = {name: tensor for name, tensor in weights().items() if name != "lm_head.weight"}
+    with pytest.raises(ModelError, match=r"1 missing \(lm_head\.weight\)"):
+        ServedWeights.of("actor", config()).require(without)
+    ServedWeights.of("actor", config(tie_word_embeddings=True)).require(without)
+
+
+def test_it_takes_no_memory() -> None:
+    large = ServedWeights.of("actor", config(vocab_size=10_000_000, hidden_size=10_000, intermediate_size=10_000))
+    assert large.shapes["lm_head.weight"] == (10_000_000, 10_000)
+    assert torch.empty(0).device.type == "cpu"
+
 
 TENSORS = {"first": torch.arange(6.0).reshape(2, 3), "second": torch.ones(2)}
 HANDLES = [

@@ -42,9 +42,9 @@ from tests.hf.ranked import (
     local_bytes,
     parts_of_gradient,
 )
-from tests.hf.test_streamed_update import rows_of
-from tests.hf.test_trainer import rollouts
-from tests.hf.test_trainer_places import KINDS, MARKED, SAMPLING, Models, plain
+from tests.hf.train.test_streamed_update import rows_of
+from tests.hf.train.test_trainer import rollouts
+from tests.hf.train.test_trainer_places import KINDS, MARKED, SAMPLING, Models, plain
 from tests.placement.instances import gone
 
 SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=1, micro_batch_tokens=40)

@@ -170,7 +170,7 @@ def test_what_cannot_be_trained_is_refused_as_in_a_run() -> None:
 def test_estimates_are_within_a_fifth_of_a_process_s_peak(role: str) -> None:
     """Measured by the system: what a process of that model alone has in memory at most, above what it had before."""
     found = subprocess.run(
-        [sys.executable, "-m", "tests.hf.memory.measured", role],
+        [sys.executable, "-m", "tests.hf.measured", role],
         check=True,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""A trunk that actor and critic share: read once, trained by the sum of the losses, served and saved as two models."""
+"""Actor and critic: a shared trunk is computed once and trained as two models are; recomputed layers change nothing."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from transformers import (
     CoherePreTrainedModel,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.admission.chunking import Fixed
 from oppo.errors import ModelRefused
 from oppo.hf.introspection import score_head
 from oppo.hf.lora import add_lora, share_base
+from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
-from oppo.hf.train.actor_critic import ActorCritic, OwnHead, require_own_head, shares_trunk, value_model_on
+from oppo.hf.train.actor_critic import ActorCritic, OwnHead, recompute, require_own_head, shares_trunk, value_model_on
 from oppo.hf.train.packing import MicroBatch, pack
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
@@ -33,7 +35,7 @@ from oppo.placement import Thread
 from oppo.testing import check_trainer
 from tests import test_equivalence as equivalence
 from tests.hf import tiny
-from tests.hf.test_trainer import SAMPLING, Served, rollouts, trainer_of
+from tests.hf.train.test_trainer import SAMPLING, Served, rollouts, trainer_of
 
 SCALAR = [name for name in tiny.CONFIGS if name not in tiny.WITHOUT_SCALAR]
 ADAPTED = [pytest.param(name, True, marks=pytest.mark.adapters) for name in ("llama", "gpt2")]
@@ -314,3 +316,86 @@ def test_a_head_that_cannot_be_told_from_its_trunk_is_refused() -> None:
     twisted = Twisted(tiny.causal("cohere", seed=1).train(mode=False))
     with pytest.raises(ModelRefused, match=r"the head of Twisted.*set models\.shared_trunk = false"):
         require_own_head(twisted)
+
+
+IDS = torch.arange(3, 23).reshape(2, 10)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def counted(model: PreTrainedModel) -> list[int]:
+    """Return a list to which each run of a layer's inner parts adds the layer's number."""
+    runs: list[int] = []
+    for number, layer in enumerate(layers(model)):
+        part = next(
+            child for child in layer.modules() if isinstance(child, nn.Linear) or "Conv1D" in type(child).__name__
+        )
+        part.register_forward_hook(lambda *_, number=number: runs.append(number))
+    return runs
+
+
+def layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(IDS, use_cache=False).logits.float().logsumexp(-1).square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "neox", "gemma2", "opt", "qwen3-moe"])
+def test_gradients_are_the_same_and_layers_run_twice(name: str, every: int) -> None:
+    model = tiny.causal(name).train(mode=False)
+    plain = gradients(model)
+    names = list(model.state_dict())
+    runs = counted(model)
+    recompute(model, every)
+    again = gradients(model)
+    assert sorted(runs) == ([0, 0, 1, 1] if every == 1 else [0, 0, 1])
+    assert plain.keys() == again.keys()
+    for parameter, gradient in plain.items():
+        assert torch.equal(gradient, again[parameter])
+    assert list(model.state_dict()) == names
+    assert not any(module.training for module in model.modules())
+
+
+def test_where_no_gradient_is_recorded_a_layer_runs_once_and_its_cache_grows() -> None:
+    model = tiny.causal("llama").train(mode=False)
+    with torch.inference_mode():
+        expected = model(IDS, use_cache=True)
+        runs = counted(model)
+        recompute(model)
+        outputs = model(IDS, use_cache=True)
+    assert runs == [0, 1]
+    assert torch.equal(outputs.logits, expected.logits)
+    assert outputs.past_key_values.get_seq_length() == IDS.shape[1]
+    probe(model)
+
+
+def test_a_copy_runs_its_own_layers() -> None:
+    model = tiny.causal("llama").train(mode=False)
+    recompute(model)
+    share_base = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in share_base.parameters():
+            parameter.mul_(1.1)
+    expected = tiny.causal("llama").train(mode=False)
+    expected.load_state_dict(share_base.state_dict())
+    assert torch.equal(share_base(IDS).logits, expected(IDS).logits)
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    model = tiny.causal("llama")
+    del model.model.layers[:]
+    with pytest.raises(
+        ModelRefused, match="no layers that transformers can checkpoint: set gradient_checkpointing = 0"
+    ):
+        recompute(model)

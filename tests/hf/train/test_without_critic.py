@@ -27,7 +27,7 @@ from oppo.staleness import Correction
 from oppo.testing import check_trainer, prompts
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.test_trainer import LENGTHS, SAMPLING, Served, rollouts, trainer_of
+from tests.hf.train.test_trainer import LENGTHS, SAMPLING, Served, rollouts, trainer_of
 from tests.known import known
 
 
