@@ -99,7 +99,7 @@ RATCHETS = {
     "functions that only require": 91,  # of metrics, that a batch has each rollout once, that names are distinct
     "modules that name turns": 36,
     "modules that name exact": 29,
-    "modules that name lookahead": 26,
+    "modules that name lookahead": 25,
     "modules that name restarts": 19,
     "modules that name elsewhere": 17,
 }
