@@ -62,7 +62,19 @@ DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
 
 
 class LoadOptions(TypedDict, total=False):
-    """The arguments of :func:`load_causal`, for loaders that have the same."""
+    """How a model is loaded.
+
+    Attributes:
+        dtype: ``float32`` (the default), ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
+        device: of the returned model; the CPU by default.
+        trust_remote_code: run code that comes with the model.
+        allow_pickle: without safetensors, read tensors from pickles (``weights_only``).
+        ignore_unused: leave out weights that the model does not use.
+        attention: the kind of attention; ``auto``, the default: the fastest that serves the model exactly
+            (:mod:`oppo.hf.kv.attention`).
+        tell: receives a sentence when a hub is contacted, weights are left out, a head is new, or attention is of a
+            slower kind.
+    """
 
     dtype: str
     device: torch.device | str
@@ -73,83 +85,36 @@ class LoadOptions(TypedDict, total=False):
     tell: Callable[[str], None]
 
 
-def load_causal(
-    path: str | Path,
-    *,
-    dtype: str = "float32",
-    device: torch.device | str = CPU,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-    ignore_unused: bool = False,
-    attention: Choice = "auto",
-    tell: Callable[[str], None] = silent,
-) -> PreTrainedModel:
+def load_causal(path: str | Path, **options: Unpack[LoadOptions]) -> PreTrainedModel:
     """Return the causal language model at a directory or hub name, in evaluation mode, probed.
 
     Args:
         path: a directory with ``config.json`` and safetensors, or with an adapter for such a model, or a hub name.
-        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's).
-        device: of the returned model.
-        trust_remote_code: run code that comes with the model.
-        allow_pickle: without safetensors, read tensors from pickles (``weights_only``).
-        ignore_unused: leave out weights that the model does not use.
-        attention: the kind of attention; ``auto``: the fastest that serves it exactly (:mod:`oppo.hf.kv.attention`).
-        tell: receives a sentence when a hub is contacted, weights are left out, a head is new, or attention is of a
-            slower kind.
+        options: see :class:`LoadOptions`.
 
     Raises:
         ConfigError: there is no such model, a file of it is damaged, or its weights are not those that its
             ``config.json`` describes; or the dtype or the kind of attention is unknown.
         ModelRefused: the architecture has no such model, or it cannot be served exactly.
     """
-    return load(
-        CAUSAL,
-        path,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-        ignore_unused=ignore_unused,
-        attention=attention,
-        tell=tell,
-    )
+    return load(CAUSAL, path, **options)
 
 
-def load_scalar(
-    path: str | Path,
-    *,
-    dtype: str = "float32",
-    device: torch.device | str = CPU,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-    ignore_unused: bool = False,
-    attention: Choice = "auto",
-    new_head: bool = False,
-    tell: Callable[[str], None] = silent,
-) -> PreTrainedModel:
+def load_scalar(path: str | Path, *, new_head: bool = False, **options: Unpack[LoadOptions]) -> PreTrainedModel:
     """Return the sequence-classification model with one label at a directory or hub name, in evaluation mode, probed.
 
     A head for logits in the checkpoint is left out. The other arguments and errors are those of :func:`load_causal`.
 
     Args:
+        path: likewise.
         new_head: start with a head of zeros if the checkpoint has none: for a critic, never for a reward.
+        options: likewise.
 
     Raises:
         ConfigError: also if the checkpoint has no scalar head, and none may be new.
         ModelRefused: also if the model has no ``score`` layer.
     """
-    return load(
-        SCALAR,
-        path,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-        ignore_unused=ignore_unused,
-        attention=attention,
-        tell=tell,
-        new_head=new_head,
-    )
+    return load(SCALAR, path, new_head=new_head, **options)
 
 
 def load_process(path: str | Path, **options: Unpack[LoadOptions]) -> PreTrainedModel:
