@@ -14,8 +14,7 @@ from oppo.declared import require_metrics
 from oppo.errors import ProtocolError
 from oppo.events import Batch, StepReport
 from oppo.graph import Step
-from oppo.observe import Span
-from oppo.observe import occupation
+from oppo.observe import Span, occupation
 from oppo.stages.ledger import InFlightRollout
 
 MOST: Final = 8
