@@ -77,7 +77,7 @@ def examine(settings: Settings, assumed: Hardware | None = None, tell: Callable[
     tokenizer = policy_tokenizer(settings.models, silent)
     load = load_of(settings, supplied(settings, tokenizer, silent, Provenance.of(settings)).longest)
     needs = expected(settings, devices, load, assumed, lambda model: tell(f"counting the memory of the {model}"))
-    found = crowded(needs, assumed)
+    found = crowded(needs, assumed, spread=settings.placement.spread)
     return Diagnosis(needs, load, [*found, advice(settings, devices, load, assumed)] if found else (), assumed)
 
 

@@ -65,6 +65,9 @@ KINDS: Final[Mapping[RewardKind, Kind]] = {
     "classifier": CLASSIFIER,
     "similarity": EMBEDDER,
 }
+RANK: Final = "trainer, rank"
+"""The name of a training rank, before its number."""
+
 _SERVED: Final = {"reference": of_reference, "critic": of_critic, "proximal": of_reference}
 
 _SMALLER: Final[Sequence[tuple[str, Mapping[str, Mapping[str, object]]]]] = (
@@ -166,6 +169,7 @@ class Outlines:
 def load_of(settings: Settings, prompt: int) -> Load:
     """Return the most that a run asks of its models, with prompts of up to ``prompt`` tokens."""
     response, chunk = settings.sampling.max_new_tokens, settings.step.chunk
+    # A stage has one step at a time, whatever the lookahead: each model holds the rollouts of one, and those carried.
     rollouts = (settings.step.batch + most_extra(settings.step)) * settings.algorithm.responses
     return Load(rollouts, prompt, response, chunk if isinstance(chunk, int) else response)
 
@@ -301,7 +305,7 @@ def _training(settings: Settings, devices: Devices, whole: Bytes, unshared: int 
         in_place = rank == 0 and parts == 1 and device == CPU
         needs.append(
             Expected(
-                f"trainer, rank {rank}",
+                f"{RANK} {rank}",
                 device,
                 replace(
                     whole,
@@ -330,12 +334,13 @@ def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:
     return found
 
 
-def crowded(needs: Sequence[Expected], assumed: Hardware | None = None) -> list[str]:
+def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, spread: bool = False) -> list[str]:
     """Return a sentence about each device that has less memory than its models need.
 
     Args:
         needs: of the models.
         assumed: the hardware that is meant, with that of a cluster; ``None``: this machine, without its cluster.
+        spread: whether each training rank in the cluster has a machine of its own.
     """
     sentences = []
     for device, models in by_device(needs).items():
@@ -343,11 +348,17 @@ def crowded(needs: Sequence[Expected], assumed: Hardware | None = None) -> list[
         if memory is not None and total > memory[0]:
             each = ", ".join(map(str, models))
             sentences.append(f"{device} has {decimal(memory[0])} free, and its models need {decimal(total)} ({each})")
-    return sentences if assumed is None else [*sentences, *_crowded_cluster(needs, assumed)]
+    return sentences if assumed is None else [*sentences, *_crowded_cluster(needs, assumed, spread=spread)]
 
 
-def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware) -> Iterator[str]:
+def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware, *, spread: bool) -> Iterator[str]:
     actors: dict[str, list[Expected]] = {}
+    ranks = sum(each.elsewhere and each.model.startswith(RANK) for each in needs)
+    if spread and ranks > assumed.machines - 1:
+        yield (
+            f"placement.spread puts {ranks} training ranks on as many machines beside this one, and "
+            f"{assumed.machines - 1} are assumed"
+        )
     for each in needs:
         if each.elsewhere and each.device.type == "cuda":
             actors.setdefault(each.model.partition(".")[0], []).append(each)
@@ -414,7 +425,7 @@ def advice(settings: Settings, devices: Devices, load: Load | None, assumed: Har
             needs = expected(settings.changed(changes), devices, load, assumed)
         except (ConfigError, ModelRefused, ValueError):
             continue
-        if not crowded(needs, assumed):
+        if not crowded(needs, assumed, spread=settings.placement.spread):
             fitting.append(f"{name} would fit ({decimal(sum(each.bytes.total for each in needs))} in all)")
     return "; ".join(
         [

@@ -227,6 +227,18 @@ def test_a_cluster_that_has_too_few_gpus_is_named_with_its_actors(
     assert doctor(folder, "--assume", "2x3xH100-80GB", *overrides) == DONE
 
 
+def test_a_cluster_that_has_too_few_machines_to_spread_ranks_over_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ('placement.trainer=["cuda", "cuda", "cuda"]', "placement.cluster=auto", 'placement.remote=["trainer"]')
+    overrides = [part for each in chosen for part in ("--set", each)]
+    assert doctor(folder, "--assume", "2x4xH100-80GB", *overrides) == DONE
+    spread = [*overrides, "--set", "placement.spread=true"]
+    assert doctor(folder, "--assume", "2x4xH100-80GB", *spread) == UNUSABLE
+    assert "placement.spread puts 2 training ranks" in capsys.readouterr().out
+    assert doctor(folder, "--assume", "3x4xH100-80GB", *spread) == DONE
+
+
 def engine(folder: Path, *overrides: str) -> dict[str, Expected]:
     settings = load(folder / "config.toml", ["models.engine=vllm", *overrides])
     assumed = Hardware.assumed("4xH100-80GB")
