@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oppo.errors import ConfigError, shortened
+from oppo.errors import ConfigError, shortened, shown
 from oppo.events import Batch
 from oppo.losses.terms import masked_mean
 from oppo.training import Aggregation
@@ -156,7 +156,7 @@ class LossValue:
         weights: float32 [T], importance weights of stale tokens; ``None``: 1.
 
     Raises:
-        ConfigError: the loss or a measurement is not a scalar.
+        ConfigError: the loss or a measurement is no scalar tensor.
     """
 
     loss: Tensor
@@ -165,7 +165,11 @@ class LossValue:
     weights: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.measured, Mapping):
+            raise ConfigError(f"LossValue.measured must be tensors by name, got {shown(self.measured)}")
         for name, tensor in {"the loss": self.loss, **self.measured}.items():
+            if not isinstance(tensor, Tensor):
+                raise ConfigError(f"{name} of a micro-batch must be a torch tensor of one number, got {shown(tensor)}")
             if tensor.ndim:
                 raise ConfigError(
                     f"{name} of a micro-batch must be one number, but has the shape {tuple(tensor.shape)}: sum it up, "

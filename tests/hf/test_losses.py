@@ -331,6 +331,16 @@ async def test_through_what_a_loss_only_measures_nothing_is_learnt(thread: Threa
     assert metrics["train/critic_grad_norm"] > metrics["train/grad_norm"] == 0
 
 
+@pytest.mark.parametrize("wrong", [0.5, "0.5", None])
+def test_what_is_no_tensor_is_named_with_what_is_expected(wrong: Tensor) -> None:
+    with pytest.raises(ConfigError, match=r"the loss.*tensor"):
+        LossValue(wrong)
+    with pytest.raises(ConfigError, match=r"loss/mine.*tensor"):
+        LossValue(torch.zeros(()), {"loss/mine": wrong})
+    with pytest.raises(ConfigError, match=r"measured.*tensors by name"):
+        LossValue(torch.zeros(()), wrong)  # type: ignore[arg-type] # what a caller without types may give
+
+
 class Unsummed(Clipped):
     """It leaves a number for each token."""
 
