@@ -409,8 +409,8 @@ class Batch:
             a response whose score is a plain number, and ``None`` if all are.
 
     Raises:
-        ProtocolError: a column is no array of numbers with one for each row or token, a metric is no number, or an item
-            is of another type.
+        ProtocolError: a column is no array of numbers with one for each row or token, offsets are no borders of the
+            responses, a metric is no number, or an item is of another type.
     """
 
     responses: tuple[Response, ...]
@@ -439,6 +439,12 @@ class Batch:
             if not isinstance(items, Sequence) or not all(isinstance(item, kind) for item in items):
                 raise ProtocolError(f"Batch.{name} must be a tuple of {kind.__name__} objects; got {described(items)}")
         rows, tokens = len(self.responses), sum(map(len, self.responses))
+        borders = np.cumsum([0, *map(len, self.responses)])
+        if not np.array_equal(self.offsets, borders):
+            raise ProtocolError(
+                f"Batch.offsets must be an array of {rows + 1} numbers, the borders of the responses: 0, then each "
+                f"response's length added up to {tokens}; got {described(self.offsets)}"
+            )
         if len(self.reasons) != rows or not all(reason in get_args(FinishReason) for reason in self.reasons):
             raise ProtocolError(
                 f"Batch.reasons must hold one of {', '.join(get_args(FinishReason))} for each of {rows} rows; got "

@@ -239,6 +239,14 @@ def test_estimates_have_a_number_for_each_token() -> None:
     assert any(note.startswith("raised by OfRows.estimated() at ") for note in caught.value.__notes__)
 
 
+def test_offsets_are_the_borders_of_the_responses() -> None:
+    (batch,) = sent(GroupRelative(), ENDS, SCORES)
+    shifted = batch.offsets + np.array([0, 1, 0, 0])
+    for wrong in (shifted, batch.offsets[:-1], batch.offsets - 1):
+        with pytest.raises(ProtocolError, match=r"Batch.offsets .* 4 numbers.* 12"):
+            replace(batch, offsets=wrong)
+
+
 def test_what_is_not_finite_or_dropped_leaves_its_group_and_the_others_go_on() -> None:
     scores: list[Said] = [Scored(0, float("nan"), 0), Scored(1, 1.0, 0), Scored(2, 2.0, 0)]
     (batch,) = sent(GroupRelative("leave_one_out"), [*ENDS, Defer(6, 1)], scores)
