@@ -132,7 +132,8 @@ def reads_beside(encoder: Encoder) -> bool:
         ModelRefused: the model reads no text at all.
     """
     ids = [number for number in range(len(encoder.tokenizer.inner)) if number != encoder.tokenizer.inner.pad_token_id]
-    end = encoder.model.config.eos_token_id
+    ends = encoder.model.config.eos_token_id
+    end = ends[0] if isinstance(ends, Sequence) and ends else ends
     texts = []
     for length in (3, 5, 9):
         tokens = [ids[at * 7 % len(ids)] for at in range(length)]
