@@ -237,7 +237,7 @@ def simulate(
     run: Annotated[Path | None, Parameter(name="--from")] = None,
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
     layout: Literal["shared", "split"] = "shared",
-    lag: float = 1.0,
+    lag: float = 1.25,
     steps: Annotated[int | None, Parameter(show_default=False)] = None,
     seeds: int = 3,
     json: Path | None = None,
