@@ -169,7 +169,7 @@ class Outlines:
 def load_of(settings: Settings, prompt: int) -> Load:
     """Return the most that a run asks of its models, with prompts of up to ``prompt`` tokens."""
     response, chunk = settings.sampling.max_new_tokens, settings.step.chunk
-    # A stage has one step at a time, whatever the lookahead: each model holds the rollouts of one, and those carried.
+    # A stage has one step at a time, however many are alive: each model holds the rollouts of one, and the deferred.
     rollouts = (settings.step.batch + most_extra(settings.step)) * settings.algorithm.responses
     return Load(rollouts, prompt, response, chunk if isinstance(chunk, int) else response)
 
