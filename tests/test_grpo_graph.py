@@ -121,7 +121,7 @@ def test_the_graph_has_no_critic_and_only_the_scorers_it_was_given() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"samples": 1}, "samples must be at least 2, not 1: a response alone has nothing to be compared with"),
+        ({"samples": 1}, "samples must be 2 or more, not 1: a response alone has nothing to be compared with"),
         (
             {"advantage": GroupRelative("centred", 0.05)},
             "the KL penalty, kl = 0.05, needs a reference: give one, or leave",

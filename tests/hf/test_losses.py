@@ -414,7 +414,7 @@ async def test_a_batch_whose_advantages_were_not_estimated_is_trained_by_a_loss_
         (Clipped(reads=["logprobs"]), r"whose reads and measures are sets of names"),  # type: ignore[arg-type] # wrong on purpose
         (Clipped(measures=frozenset({"value"})), r"measures value: expected some of logprobs, entropies"),  # type: ignore[arg-type] # wrong on purpose
         (Unbound(), r"an object with unit, metrics and __call__"),
-        (Clipped(unit="prompt"), "must be 'token', 'row' or 'group', not 'prompt'"),  # type: ignore[arg-type] # wrong on purpose
+        (Clipped(unit="prompt"), "must be one of token, row, group, not 'prompt'"),  # type: ignore[arg-type] # wrong on purpose
         (Clipped(reads=frozenset({"logprobs", "returns"})), "reads returns, and there is no critic: give the trainer"),
     ],
 )
