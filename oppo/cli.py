@@ -271,7 +271,7 @@ def simulate(
     if run is not None and override:
         raise ConfigError("--set changes a profile; a run is simulated as it was measured")
     from oppo.app.simulation import of_profile, of_run  # noqa: PLC0415 - `oppo --help` should be quick
-    from oppo.simulate.show import WIDTH, advice, as_json, legend, table  # noqa: PLC0415 - likewise
+    from oppo.simulate.study import WIDTH, advice, as_json, legend, table  # noqa: PLC0415 - likewise
 
     simulation = of_run(run, layout) if run is not None else of_profile(profile or Path(), override)
     found = simulation.run(steps=steps, seeds=seeds, tell=note)

@@ -14,6 +14,7 @@ from oppo.events import Batch, Drop, Prompt, Response, StepReport
 from oppo.graph import Graph, Run
 from oppo.models import Follower, Scorer
 from oppo.rewards import FunctionReward, OnFailure
+from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate, Score, Update
 from oppo.testing import (
     FakePolicy,
@@ -26,7 +27,6 @@ from oppo.testing import (
     faulty_reward,
     run_virtual,
 )
-from oppo.testing.fake_policy import FakeDecode
 from tests.pipelines import Pipeline, Setting, Tap
 
 Kind = Literal["overcommit", "adaptive", "batched"]

@@ -90,17 +90,17 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 RATCHETS = {
-    "modules": 234,
+    "modules": 214,
     "files in the root": 24,  # libraries: which versions were tested
     # Repairs: estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to
     # user code, and what is checked at the seams; a limit for each kind of schedule, what a simulation leaves out.
-    "lines": 49_662,
+    "lines": 49_583,
     "protocols": 84,
     "functions that only require": 91,  # of metrics, that a batch has each rollout once, that names are distinct
-    "modules that name turns": 36,
-    "modules that name exact": 29,
-    "modules that name lookahead": 25,
-    "modules that name restarts": 19,
+    "modules that name turns": 34,
+    "modules that name exact": 28,
+    "modules that name lookahead": 24,
+    "modules that name restarts": 18,
     "modules that name elsewhere": 17,
 }
 """What the package may have at most. Lower a number when it falls; a raised one needs its reason beside it."""
@@ -236,6 +236,17 @@ def test_the_graph_knows_no_rl() -> None:
     assert not faults
 
 
+def test_production_code_stands_on_no_tools_for_tests() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in FILES
+        if module_of(path) != "testing"
+        for name, line in imports(path)
+        if name.startswith("oppo.testing")
+    ]
+    assert not faults
+
+
 def test_the_stages_know_no_place() -> None:
     faults = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
@@ -331,7 +342,7 @@ def test_no_module_imports_itself_through_others() -> None:
         "oppo.stages",
         "oppo.algorithms",
         "oppo.testing",
-        "oppo.simulate.simulated_run",
+        "oppo.simulate.run",
         "oppo.cli",
         "oppo.app.train",
         "benchmarks.__main__",

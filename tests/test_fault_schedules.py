@@ -19,6 +19,7 @@ from oppo.admission.chunking import Fixed, WholeRollout
 from oppo.errors import DeadlockError, ModelError, ModelLost, OppoError, ProtocolError, RewardError
 from oppo.events import Chunk, Defer, Finish, Prompt, RolloutEvent
 from oppo.rewards import OnFailure
+from oppo.simulate.policy import FakeDecode
 from oppo.testing import (
     FakeScorer,
     Fault,
@@ -32,7 +33,6 @@ from oppo.testing import (
     fake_per_token,
     fake_scalar,
 )
-from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.script import SPOILT, FaultKind, Method
 from tests.faulty import Case, FaultyPipeline, Kind, stage_of
 from tests.known import known

@@ -16,6 +16,7 @@ from hypothesis import event, example, given, settings as hypothesis_settings, s
 
 from oppo.errors import DeadlockError, ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt, Response
+from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate
 from oppo.testing import (
     FakePolicy,
@@ -31,7 +32,6 @@ from oppo.testing import (
     Slow,
     run_virtual,
 )
-from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.script import FaultKind
 from oppo.turns import Answered, turns_answered
 from tests.pipelines import Pipeline, Setting, settings

@@ -14,8 +14,8 @@ from hypothesis import example, given, strategies as st
 from oppo.admission.chunking import WholeRollout
 from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent, rollout_of
 from oppo.models import Cut, Decode, Decoding
+from oppo.simulate.policy import FakeDecode
 from oppo.testing import FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
-from oppo.testing.fake_policy import FakeDecode
 from tests.known import known
 from tests.pipelines import Pipeline, Setting, on_policy, same_batches, settings
 

@@ -20,7 +20,7 @@ import pytest
 from oppo.errors import ConfigError, RewardError, worded
 from oppo.events import Drop, Finish
 from oppo.rewards import FunctionReward, load_function as load_reward_function
-from oppo.testing.loop import run_virtual
+from oppo.simulate.engine import run_virtual
 from oppo.user_code import load_function, load_object, spec_of
 from tests.rewards.test_function import TWO, decode, finish, module
 

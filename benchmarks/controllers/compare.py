@@ -13,9 +13,7 @@ import numpy as np
 
 from benchmarks.controllers.regimes import ENGINES, REGIMES, system
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
-from oppo.simulate.outcome import Restarts, ScheduleOutcome
-from oppo.simulate.schedules import Schedule
-from oppo.simulate.simulated_run import SimulatedRun
+from oppo.simulate.run import Restarts, Schedule, ScheduleOutcome, SimulatedRun
 
 RESULTS = Path(__file__).with_name("results.json")
 

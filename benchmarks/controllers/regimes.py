@@ -9,9 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oppo.simulate.hardware import GPUS, MODELS, TRAINED_PASSES
-from oppo.simulate.lengths import Lognormal
-from oppo.simulate.system import Decoder, Reader, ScorerName, System, Updater, Workload
+from oppo.simulate.costs import (
+    GPUS,
+    MODELS,
+    TRAINED_PASSES,
+    Decoder,
+    Lognormal,
+    Reader,
+    ScorerName,
+    System,
+    Updater,
+    Workload,
+)
 
 PEAK = GPUS["h200"].flops
 DEVICES = 7

@@ -17,8 +17,7 @@ from benchmarks.convergence.arms import Arm
 from benchmarks.convergence.results import Answers, Estimate, OffPolicy, Outcome, Plan
 from oppo.app.train import FINAL, PreparedRun, prepare, run
 from oppo.demo.assets import Assets, cache_directory, make_assets
-from oppo.demo.examination import examine
-from oppo.demo.run import FULL, SHORT, DemoPlan, settings_of
+from oppo.demo.run import FULL, SHORT, DemoPlan, examine, settings_of
 from oppo.hf.devices import available_cores, use_cores
 from oppo.hf.loading import load_tokenizer
 from oppo.hf.tokenizer import HfTokenizer

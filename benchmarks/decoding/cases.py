@@ -13,7 +13,7 @@ from benchmarks.decoding.compare import DecodingComparison, compare_decoding, lo
 from benchmarks.ladder.teach import config_of
 from benchmarks.ladder.workloads import PAPER, Shape
 from benchmarks.machine import Machine
-from oppo.demo.once import alone
+from oppo.demo.assets import alone
 
 VOCABULARY: Final = 640
 POSITIONS: Final = 512

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.ladder.directory import Files
 from benchmarks.ladder.layout import Seat
-from oppo.demo.once import made_once
+from oppo.demo.assets import made_once
 from oppo.events import Prompt
 from oppo.hf.devices import DeviceThread
 from oppo.hf.memory import at_rest

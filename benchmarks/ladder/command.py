@@ -20,7 +20,7 @@ from benchmarks.ladder.workloads import ACTORS_ON_A_GPU, SMOKE, WORKLOADS, Bench
 from benchmarks.machine import cores_here
 from benchmarks.peer.cells import SWEEP, Sweep, choose, command, interpreter
 from benchmarks.request import Request
-from oppo.demo.pretrain import Progress
+from oppo.demo.models import Progress
 from oppo.errors import ConfigError
 
 LAYOUTS = ("split", "shared")

@@ -30,9 +30,8 @@ import transformers
 from benchmarks.ladder.countdown import EOS, PAD, language_of, write_prompts
 from benchmarks.ladder.teach import AS_ANNOUNCED, lengths_written, scalar_model, taught
 from benchmarks.ladder.workloads import BenchWorkload, Bound, Lengths, Models, Shape
-from oppo.demo.assets import cache_directory as demos
-from oppo.demo.once import alone, made_once
-from oppo.demo.pretrain import Progress
+from oppo.demo.assets import alone, cache_directory as demos, made_once
+from oppo.demo.models import Progress
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Prompt
 from oppo.hf.loading import load_causal

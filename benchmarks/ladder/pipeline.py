@@ -18,7 +18,7 @@ from benchmarks.ladder.modes import Mode
 from benchmarks.ladder.teach import config_of
 from benchmarks.ladder.workloads import BenchWorkload, Phase, Scorers, Shape
 from oppo.algorithms.ppo import ppo
-from oppo.demo.once import alone
+from oppo.demo.assets import alone
 from oppo.events import Drop, Prompt, StepReport
 from oppo.graph import Graph
 from oppo.hf.devices import DeviceThread, ModelPlace

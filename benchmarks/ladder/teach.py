@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from benchmarks.ladder.countdown import EOS, FILLERS, PAD, Countdown, lessons
 from benchmarks.ladder.workloads import Shape
-from oppo.demo.pretrain import IGNORED, Progress, TrainingBudget, descend, rate
+from oppo.demo.models import IGNORED, Progress, TrainingBudget, descend, rate
 from oppo.evaluation import Answering, respond
 from oppo.events import Prompt
 from oppo.hf.devices import use_cores

@@ -29,12 +29,9 @@ from oppo.admission.chunking import Fixed
 from oppo.errors import DataError
 from oppo.events import StepReport
 from oppo.observe import Observer, Span
-from oppo.simulate.calibrate import LAYOUTS, Contention, MeasuredStep, calibrated
-from oppo.simulate.outcome import LAST
-from oppo.simulate.records import measured_step
-from oppo.simulate.schedules import Schedule
-from oppo.simulate.simulated_run import SimulatedRun
-from oppo.simulate.system import Passes, Reader, ScorerName, System, Updater, Workload
+from oppo.simulate.calibrate import LAYOUTS, Contention, MeasuredStep, calibrated, measured_step
+from oppo.simulate.costs import Passes, Reader, ScorerName, System, Updater, Workload
+from oppo.simulate.run import LAST, Schedule, SimulatedRun
 
 WITHIN: Final = 0.10
 """The relative error of a ratio up to which the simulator is right."""

@@ -21,10 +21,8 @@ import numpy as np
 
 from oppo.admission import Admission, Continuous, Overcommit, Synchronous, TailAdaptive
 from oppo.app.profile import load_profile
-from oppo.simulate.outcome import LAST, ScheduleOutcome
 from oppo.simulate.profile import EngineSection, Profile
-from oppo.simulate.schedules import FORESEEN, Schedule
-from oppo.simulate.simulated_run import SimulatedRun
+from oppo.simulate.run import FORESEEN, LAST, Schedule, ScheduleOutcome, SimulatedRun
 from oppo.simulate.study import Spread
 
 RESULTS: Final = Path(__file__).with_name("paper.json")

@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from benchmarks.decoding.cases import POSITIONS, PROMPT, SHAPES, VOCABULARY
 from benchmarks.ladder.teach import config_of
 from oppo import observe
-from oppo.demo.once import alone
+from oppo.demo.assets import alone
 from oppo.events import Prompt
 from oppo.hf import HfPolicy
 from oppo.hf.devices import use_cores

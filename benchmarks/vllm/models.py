@@ -14,7 +14,7 @@ from benchmarks.decoding.compare import lognormal_lengths
 from benchmarks.ladder.directory import cache_directory
 from benchmarks.ladder.teach import config_of
 from benchmarks.ladder.workloads import Shape
-from oppo.demo.once import alone, made_once
+from oppo.demo.assets import alone, made_once
 
 POSITIONS: Final = 512
 

@@ -1,4 +1,23 @@
-"""What a step will take: response lengths, decode steps between two cuts, and the fitted pace of the models."""
+"""What a step will take: response lengths, decode steps between two cuts, and the fitted pace of the models.
+
+The expected decode steps between two cuts for any number of extra units: the law behind overcommit.
+
+With B units in a batch, S(x) the probability that a response is longer than x tokens, N decode steps between two cuts
+and M = ``max_deferrals``, the units admitted k steps ago are at k N + x tokens after x decode steps. On average
+
+    parked(x)  = B * sum over k = 0 .. M-1 of S(k N + x)      remain that may be carried again
+    overdue(x) = B * S(M N + x)                               remain that may not
+
+Units end independently, so these numbers are nearly Poisson distributed. A step lasts until at most Delta units remain
+and none of them is overdue; its expected length
+
+    N(Delta) = integral over x >= 0 of  1 - P[Poisson(parked(x)) <= Delta] * P[Poisson(overdue(x)) = 0]
+
+is solved for N. At Delta = 0 it is the expected longest of a batch. Without a bound on deferrals and without the spread
+of the Poisson distribution it is the law ``B * sum over k >= 1 of S(k N) = Delta``.
+
+By Little's law B new units a step and Delta carried ones make a mean lag of Delta / B steps.
+"""
 
 from __future__ import annotations
 

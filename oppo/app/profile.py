@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from oppo.config.load import Faults, overridden, parsed
 from oppo.declared import STRICT, Table, declared
 from oppo.errors import ConfigError
-from oppo.simulate.hardware import GPUS, MODELS, Gpu, Transformer
+from oppo.simulate.costs import GPUS, MODELS, Gpu, Transformer
 from oppo.simulate.profile import (
     EngineSection,
     LayoutSection,

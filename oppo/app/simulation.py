@@ -15,11 +15,10 @@ from oppo.app.profile import load_profile
 from oppo.config.load import load, resolve
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
-from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, calibrated
-from oppo.simulate.records import RunRecord
-from oppo.simulate.schedules import Schedule, ladder
+from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, RunRecord, calibrated
+from oppo.simulate.costs import System, Workload
+from oppo.simulate.run import Schedule, ladder
 from oppo.simulate.study import Study, study
-from oppo.simulate.system import System, Workload
 
 AS_IT_RAN: Final = "as it ran"
 """The schedule of the run that a simulation is calibrated on."""

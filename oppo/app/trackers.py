@@ -66,10 +66,10 @@ def _completed(name: Tracker, settings: Settings, first: int, tell: Callable[[st
 def _begun(name: Tracker, settings: Settings, first: int, tell: Callable[[str], None]) -> Closing:
     path: Path = settings.run_directory
     if name == "tensorboard":
-        from oppo.report.trackers import TensorBoard  # noqa: PLC0415 - an extra
+        from oppo.report.tensorboard import TensorBoard  # noqa: PLC0415 - an extra
 
         return TensorBoard(path / EVENTS, first=first)
-    from oppo.report.trackers import WeightsAndBiases  # noqa: PLC0415 - an extra
+    from oppo.report.weights_and_biases import WeightsAndBiases  # noqa: PLC0415 - an extra
 
     tracker = WeightsAndBiases(path, name=settings.run.name, config=settings.tables())
     if tracker.url:

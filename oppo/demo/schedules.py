@@ -1,4 +1,4 @@
-"""Measures the same steps serially, streamed, and streamed with stragglers carried over, in turn.
+"""Measures the same steps serially, streamed, and with stragglers deferred: the speedup, and that tokens are equal.
 
 The demo's models are scaled as in the OPPO paper: a reward model that costs several times the actor, one epoch, and the
 base policy's long tail of lengths. The learning rate is almost 0, so that every round samples the same tokens.
@@ -7,26 +7,144 @@ base policy's long tail of lengths. The learning rate is almost 0, so that every
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, cast
 
 import anyio
 import torch
+from rich.table import Table
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
+from oppo.algorithms.ppo import PPO
 from oppo.app.compose import roles_of
 from oppo.app.train import PreparedRun, prepare
 from oppo.config.settings import Settings
-from oppo.demo.gains import Effort, TimedRound, median_round
+from oppo.data import PromptStream
+from oppo.errors import ConfigError
+from oppo.evaluation import respond_serially, score_serially
+from oppo.events import Batch, Drop
 from oppo.hf.loading import load_scalar, load_tokenizer
 from oppo.hf.model_files import quiet
-from oppo.observe import silent
+from oppo.observe import Role, Span, busy, seconds, silent
 from oppo.report.charts import Excerpt
-from oppo.report.trace import Timekeeper
+from oppo.report.trace import TimedStep, Timekeeper
+from oppo.stages.batch import ScoredRollout
 from oppo.stages.hold import held
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """The size of a measurement.
+
+    Attributes:
+        batch: responses a step.
+        extra: most stragglers that the last schedule carries over.
+        steps: of each schedule in a round, which ends with nothing carried over.
+        rounds: in each, every schedule makes the same steps.
+        deeper: factor by which the reward model is deeper than the demo's.
+    """
+
+    batch: int
+    extra: int
+    steps: int
+    rounds: int
+    deeper: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRound:
+    """The steps of one schedule in one round, and the tokens they trained."""
+
+    tokens: int
+    steps: Sequence[TimedStep]
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the first step to the end of the last."""
+        return self.steps[-1].end - self.steps[0].start
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a trained token."""
+        return self.seconds / self.tokens
+
+    @property
+    def idle(self) -> float:
+        """The mean idle fraction of the two halves of the cores: one decodes, the other scores, both update."""
+        acting, scoring = self._busy("decode", "update"), self._busy("score", "update")
+        return 1 - (acting + scoring) / (2 * self.seconds)
+
+    def _busy(self, *roles: Role) -> float:
+        return seconds(busy((span for step in self.steps for span in step.spans), *roles))
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One schedule against the serial one, each by its median round.
+
+    Attributes:
+        seconds: of a step.
+        speedup: of a trained token over the serial schedule.
+        idle: see :attr:`TimedRound.idle`.
+    """
+
+    schedule: str
+    seconds: float
+    speedup: float
+    idle: float
+
+    @classmethod
+    def of(cls, schedule: str, rounds: Sequence[TimedRound], serial: Sequence[TimedRound]) -> Standing:
+        """Return the standing of a schedule: its median round beside the serial one's."""
+        own, base = median_round(rounds), median_round(serial)
+        return cls(schedule, seconds=own.seconds / len(own.steps), speedup=base.pace / own.pace, idle=own.idle)
+
+
+def median_round(rounds: Sequence[TimedRound]) -> TimedRound:
+    """Return the round of the median seconds a token; of two in the middle the faster one."""
+    return sorted(rounds, key=lambda each: each.pace)[(len(rounds) - 1) // 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Gains:
+    """The standing of every schedule, the serial one first."""
+
+    effort: Effort
+    standings: Sequence[Standing]
+
+    @classmethod
+    def of(cls, effort: Effort, rounds: Mapping[str, Sequence[TimedRound]]) -> Gains:
+        """Return the gains from the rounds of each schedule by name, the serial one first."""
+        serial = next(iter(rounds.values()))
+        return cls(effort, [Standing.of(name, made, serial) for name, made in rounds.items()])
+
+    def table(self) -> Table:
+        """Return a table; its caption describes the measurement."""
+        effort = self.effort
+        rounds = "One round" if effort.rounds == 1 else f"The median of {effort.rounds} interleaved rounds of each"
+        shown = Table(
+            title=f"What overlap gains: the same {effort.steps} steps of {effort.batch} responses in each schedule",
+            caption=f"{rounds}. The models made above, but the reward model {effort.deeper} times as deep, the critic "
+            "on the actor's trunk, one epoch a step. In every schedule half of the cores decode and half score, and "
+            "the update has all. Idle: the share of time in which such a half has nothing to do, the mean of both.",
+            title_justify="left",
+            caption_justify="left",
+        )
+        shown.add_column("schedule")
+        for name in ("seconds a step", "times as fast", "idle"):
+            shown.add_column(name, justify="right")
+        for each in self.standings:
+            shown.add_row(each.schedule, f"{each.seconds:.2f}", f"{each.speedup:.2f}", f"{each.idle:.0%}")
+        return shown
+
+    def facts(self) -> dict[str, object]:
+        """Return the entries of ``summary.json``."""
+        return {"schedules": [asdict(each) for each in self.standings], "measured": asdict(self.effort)}
+
 
 LEARNING_RATE: Final = 1e-9
 
@@ -150,3 +268,97 @@ def excerpt(name: str, rounds: Sequence[TimedRound]) -> Excerpt:
     """Return the median round of a schedule, which is the one in the table."""
     which = "one round" if len(rounds) == 1 else f"the median of {len(rounds)} rounds"
     return Excerpt(f"{name} ({which})", median_round(rounds).steps)
+
+
+STEPS = 2
+"""The tokens of the second step depend on the weights after the first."""
+
+BATCH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """SHA-256 of all tokens that were trained, in hexadecimal."""
+
+    serial: str
+    streamed: str
+
+    @property
+    def identical(self) -> bool:
+        """Whether both runs made the same tokens."""
+        return self.serial == self.streamed
+
+
+def compare_schedules(settings: Settings) -> Digests:
+    """Return the digests of a serial and of a streamed run of a few steps, on transformers; writes nothing."""
+    changes: Mapping[str, Mapping[str, object]] = {
+        "models": {"engine": "transformers"},
+        "algorithm": {"is_correction": "none"},  # of tokens that another engine would have made
+        "run": {"exact": True, "steps": STEPS, "scorers": "thread", "name": f"{settings.run.name}-exactness"},
+        "step": {"batch": BATCH, "extra": 0, "admission": "overcommit"},
+    }
+    exact = settings.changed(changes)
+    with prepare(exact) as session:
+        serial = anyio.run(serially, session)
+    with prepare(exact) as session:
+        streamed = anyio.run(through_the_graph, session)
+    return Digests(tokens_digest(serial), tokens_digest(streamed))
+
+
+async def serially(session: PreparedRun) -> list[Batch]:
+    """Return the batches of a run that generates, scores and trains one after the other."""
+    models, step, algorithm = session.assembly, session.settings.step, session.settings.algorithm
+    critic, prompts = models.critic, cast("PromptStream", session.prompts)  # of a file
+    if critic is None or not isinstance(algorithm, PPO):
+        raise ConfigError(f"the serial run is one of PPO, and step.algorithm = {step.algorithm!r}: choose 'ppo'")
+    estimator = algorithm.advantage()
+    batches = []
+    for _ in range(STEPS):
+        finished = await respond_serially(models.policy, [next(prompts) for _ in range(step.batch)])
+        unread = [None] * len(finished)
+        reference = unread if models.reference is None else await score_serially(models.reference, finished)
+        rewards = await score_serially(models.reward, finished)
+        scores = [score for score in rewards if not isinstance(score, Drop)]
+        values = await score_serially(critic, finished)
+        rows = [ScoredRollout(*results) for results in zip(finished, reference, scores, values, strict=True)]
+        batches.append(estimator.batch(rows))
+        await models.trainer.update(batches[-1])
+        await models.trainer.publish(models.policy, critic)
+    return batches
+
+
+async def through_the_graph(session: PreparedRun) -> list[Batch]:
+    """Return the batches of a streamed run."""
+    observer = Batches()
+    async with session.graph.open(session.prompts, observers=[observer]) as run:
+        async for _ in run.steps(STEPS):
+            pass
+    return observer.batches
+
+
+class Batches:
+    """An observer that keeps every batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Keep a batch."""
+        del step, stage, at
+        if isinstance(item, Batch):
+            self.batches.append(item)
+
+    def on_span(self, span: Span) -> None:
+        """Ignore spans."""
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        """Ignore steps."""
+
+
+def tokens_digest(batches: Sequence[Batch]) -> str:
+    """Return the SHA-256 of the batches' rollout numbers and tokens."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        digest.update(repr(batch.rollouts).encode())
+        digest.update(batch.tokens.tobytes())
+    return digest.hexdigest()

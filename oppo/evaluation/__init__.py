@@ -21,6 +21,8 @@ from oppo.evaluation.evaluate import (
     half_width,
     pass_at_k,
     respond,
+    respond_serially,
+    score_serially,
 )
 
 __all__ = [
@@ -35,4 +37,6 @@ __all__ = [
     "half_width",
     "pass_at_k",
     "respond",
+    "respond_serially",
+    "score_serially",
 ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import anyio
 import numpy as np
@@ -15,12 +16,13 @@ from numpy.typing import NDArray
 from oppo.admission import Synchronous
 from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.declared import require_whole
-from oppo.errors import DataError
+from oppo.errors import DataError, ProtocolError
 from oppo.events import (
     Drop,
     Finish,
     FloatArray,
     Prompt,
+    Response,
     RolloutEvent,
     Scored,
     StepReport,
@@ -28,11 +30,13 @@ from oppo.events import (
     rollout_of,
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender, Step, where
-from oppo.models import Policy, Scorer
+from oppo.models import Decode, Policy, Scorer
 from oppo.observe import Observer, Span, WorkContext, working_for
 from oppo.stages import Generate, Score, ScoredRollout, ScoredRollouts
 from oppo.stages.metrics import Averaged
 from oppo.turns import Environment
+
+T = TypeVar("T")
 
 Progress: TypeAlias = Callable[[int, int], None]
 """``f(done, total)``: how many of the responses have ended."""
@@ -482,3 +486,30 @@ class Evaluate:
         """Return the evaluation after a step, for the observers of the run."""
         del step
         return self._found.pop(report.index, None)
+
+
+async def respond_serially(policy: Policy, prompts: Sequence[Prompt]) -> list[Finish]:
+    """Return the finished rollouts of ``prompts``, in order, decoded as one batch without a graph."""
+    decodes = await policy.open(prompts)
+    finished: list[Finish | None] = [None] * len(prompts)
+
+    async def read(k: int, prompt: Prompt, decode: Decode) -> None:
+        piece = await decode.read(sys.maxsize)
+        chunk = piece.chunk(prompt.rollout, 0)
+        match piece.state:
+            case "eos" | "stop" | "length" as reason:
+                finished[k] = Finish(prompt.rollout, Response.empty(prompt).then(chunk), reason)
+            case state:
+                raise ProtocolError(f"rollout {prompt.rollout}: reading it whole ended with state {state!r}")
+        await decode.aclose()
+
+    async with policy.decoding(decodes, lambda _ended: False), anyio.create_task_group() as readers:
+        for k, (prompt, decode) in enumerate(zip(prompts, decodes, strict=True)):
+            readers.start_soon(read, k, prompt, decode)
+    return [event for event in finished if event is not None]
+
+
+async def score_serially(scorer: Scorer[T], finished: Sequence[Finish]) -> Sequence[T]:
+    """Return the scorer's result for each finished rollout, each read as one piece."""
+    await scorer.extend([part for event in finished for part in (event.response.prompt, event.response.chunk())])
+    return await scorer.finish(finished)

@@ -1,4 +1,16 @@
-"""An open graph: its stages are entered, and steps run until the data ends or the caller stops."""
+"""An open graph: its stages are entered, and steps run until the data ends or the caller stops.
+
+The steps of a run that are alive: without lookahead the current one, else also the next ones, which run beside it.
+
+::
+
+    lookahead = 1      step 0   generate | score update
+                       step 1            | generate     | score update
+                       step 2                           | generate ...
+
+A stage runs the steps one at a time and in order. Step ``k + 1 + lookahead`` begins when step ``k`` has ended and its
+result was observed; where steps begin does not depend on how fast they are.
+"""
 
 from __future__ import annotations
 

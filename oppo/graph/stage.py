@@ -1,4 +1,17 @@
-"""Stages and steps: any object with an ``async def run`` is a stage; a step is one execution of every stage."""
+"""Stages and steps: any object with an ``async def run`` is a stage; a step is one execution of every stage.
+
+::
+
+    async def run(self, a: Receiver[A], b: Receiver[B], *, out: Sender[O]) -> None
+
+``run`` has one to four inputs. It is called once a step and returns when its inputs have ended; the executor then
+closes its output. It may have keywords: ``step: Step`` receives the current step, and any other,
+``again: Receiver[E] | None = None``, is an input by name, which a graph may connect.
+
+Hooks are found by their names: :class:`Observing`, :class:`Stateful`, :class:`Demanding`, and those of an async context
+manager, which a run enters when it opens and leaves, shielded from cancellation, when it closes. A stage need not keep
+the state of a step: two executions of a graph can be alive.
+"""
 
 from __future__ import annotations
 

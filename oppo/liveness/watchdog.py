@@ -1,4 +1,17 @@
-"""The watchdog: a thread that notices when a run has stopped moving, reports it, and at last ends the run."""
+"""The watchdog: a thread that notices when a run has stopped moving, reports it, and at last ends the run.
+
+::
+
+    nothing has moved for    notice       2 notice, 4 notice, ...    seconds              + grace    + grace
+                             listeners    listeners again            report, cancelled    free       last resort
+
+It is a thread because the event loop itself may hang. A move is an item sent, a span of a model, a step, or any change
+of ``progress()``. One long call of a model or a reward function looks like a hang: the report of a stall names it, and
+it may last ``call_timeout``. So may the end of a cancelled run, while something moves or models are being saved.
+
+Code that holds the interpreter lock stops every thread, this one too. A timer of the operating system ends such a
+process (:class:`LastWord`), if the program has a last resort.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The metrics of a step, each with its unit and meaning (``docs/metrics.md`` has them), and the summary of a run."""
+"""The metrics of a step, each with its unit and meaning (``docs/metrics.md`` has them), and the summary of a run.
+
+They are in :class:`oppo.StepReport`, in ``metrics.jsonl`` and in the trackers under the same names. A trainer or a loss
+of one's own adds others; those are what it says they are.
+"""
 
 from __future__ import annotations
 

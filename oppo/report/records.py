@@ -1,4 +1,21 @@
-"""Files of one JSON object a line: written, read, rewound to a checkpoint; the journal; the lock of a run directory."""
+"""Files of one JSON object a line: written, read, rewound to a checkpoint; the journal; the lock of a run directory.
+
+In a file step n is the one after which n steps are made: 1 is the first, and an evaluation before it has step 0.
+Records in memory have the index of a step, from 0 on. So have files of earlier versions: they are known by their first
+line, and rewritten when their run is resumed.
+
+A kill may tear the last line, which is dropped. Any other line that is no record was damaged later: it is left out,
+kept in a file of its own and reported. The lines after it stay.
+
+The journal: the events of every rollout and the controllers' observation of every step, one JSON object a line.
+
+A rollout's lines are ``admitted``, any number of ``answered`` (a turn, by its environment) and ``deferred``,
+``finished``, and ``trained`` or ``dropped``. A step's line is ``observed``, with a line ``round`` before it for each
+round in which its groups were selected. Where a signal ended a run with steps in flight, ``drained`` names the last of
+them: no later one began before it had ended, which is part of what the run computed. Lines are in order of time: an
+observation comes before every decision made from it, so a journal that ends anywhere explains every decision in it.
+Only in a resumed run do the observations of repeated steps come before these steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Work in time: Chrome traces (``chrome://tracing``, Perfetto), and the latest steps for a timeline."""
+"""Work in time: Chrome traces (``chrome://tracing``, Perfetto), and the latest steps for a timeline.
+
+Whole steps have a track too, and with lookahead as many as can be alive together.
+
+The format is the array form of Google's "Trace Event Format", whose closing bracket is optional: a trace that a crash
+cut short can still be opened.
+"""
 
 from __future__ import annotations
 

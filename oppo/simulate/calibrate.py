@@ -1,4 +1,4 @@
-"""Calibration: the costs of a system, from the measured steps of one run.
+"""Calibration: the costs of a system, fitted to the measured steps in a run directory.
 
 Decode steps are fitted to the stretches of the steps' decode phases, which differ in how many rows are live, how long
 they are and how many end; reading to the scorers' calls and tokens; the update to its tokens. The actor reads a prompt
@@ -9,17 +9,98 @@ states it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from oppo.admission import Observation, Scoring
-from oppo.errors import DataError
-from oppo.simulate.fitting import fitted
-from oppo.simulate.system import Decoder, Passes, Reader, ScorerName, System, Updater
+from oppo.errors import ConfigError, DataError, one_line
+from oppo.report.records import JOURNAL, METRICS, WORK, Record, Work, ended, observations, read
+from oppo.simulate.costs import Decoder, Observed, Passes, Reader, ScorerName, System, Updater
+
+FloatArray64 = NDArray[np.float64]
+
+ROUNDS: Final = 8
+"""Times that measurements are weighed anew: those far from the fit count less."""
+
+FAR: Final = 2.0
+"""Typical deviations beyond which a measurement counts in proportion to its distance, not its square (Huber 1964)."""
+
+SPREAD: Final = 1e-3
+"""Weight of the prior that all terms share the seconds alike; it decides only what the measurements leave open."""
+
+
+def fitted(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return the cost of each kind of work: ``seconds = sum over kinds of cost * amount``, no cost below 0.
+
+    A kind of which there was nothing costs nothing. Deviations are weighed by the square root of the seconds, as those
+    of a sum of independent ones are; disturbed measurements count less; half of the time exceeds what the costs say.
+
+    Args:
+        work: of each measurement, the amount of each kind.
+        seconds: of each measurement.
+
+    Example:
+        >>> [round(cost, 6) for cost in fitted([[1, 0], [1, 2], [1, 5]], [1.0, 2.0, 3.5])]
+        [1.0, 0.5]
+    """
+    amounts, took = np.asarray(work, np.float64), np.asarray(seconds, np.float64)
+    kinds = amounts.shape[1] if amounts.ndim == 2 else 0
+    useful = took > 0
+    amounts, took = amounts[useful] if len(took) else amounts, took[useful]
+    if not len(took) or not kinds:
+        return [0.0] * kinds
+    scale = np.where(amounts.mean(0) > 0, amounts.mean(0), 1.0)
+    inputs, unit = amounts / scale, took.mean()
+    weights = 1 / np.sqrt(took / unit)
+    shares = np.zeros(kinds)
+    for _ in range(ROUNDS):
+        shares = _least_squares(inputs, took / unit, weights)
+        off = np.abs(inputs @ shares - took / unit) / np.sqrt(took / unit)
+        typical = max(float(np.median(off)), 1e-9)
+        weights = np.minimum(1.0, FAR * typical / np.maximum(off, 1e-12)) ** 0.5 / np.sqrt(took / unit)
+    costs = shares * unit / scale
+    costs *= _weighted_median(took / np.maximum(amounts @ costs, 1e-12), amounts @ costs)
+    return [float(cost) for cost in costs]
+
+
+def _weighted_median(values: FloatArray64, weights: FloatArray64) -> float:
+    """Return the value up to which half of the weights lie."""
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(reached, reached[-1] / 2)]) if reached[-1] > 0 else 1.0
+
+
+def _least_squares(inputs: FloatArray64, outputs: FloatArray64, weights: FloatArray64) -> FloatArray64:
+    """Return the best shares without a negative one: the kinds are few, so every choice of them is tried."""
+    kinds = inputs.shape[1]
+    prior = 1 / kinds
+    best, least = np.zeros(kinds), np.inf
+    for chosen in _choices(np.flatnonzero(inputs.any(0)).tolist()):
+        columns = list(chosen)
+        x = inputs[:, columns] * weights[:, None]
+        y = outputs * weights
+        ridge = SPREAD * np.eye(len(columns))
+        found = prior + np.linalg.solve(x.T @ x + ridge, x.T @ (y - x.sum(1) * prior))
+        if (found < 0).any():
+            continue
+        error = float(((x @ found - y) ** 2).sum() + SPREAD * ((found - prior) ** 2).sum())
+        if error < least:
+            best, least = np.zeros(kinds), error
+            best[columns] = found
+    return best
+
+
+def _choices(kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for size in range(len(kinds), 0, -1):
+        yield from combinations(kinds, size)
+
 
 ROLES: Final[Mapping[str, ScorerName]] = MappingProxyType(
     {"ref_logp": "reference", "reward": "reward", "value": "critic"}
@@ -208,3 +289,100 @@ def _updater(steps: Sequence[MeasuredStep], prompt: float, contention: Contentio
         publish=float(np.median([step.publish for step in steps])),
         device=DEVICE,
     )
+
+
+NEEDED = ("timing_s/update", "timing_s/publish", "trained")
+"""Metrics without which a step cannot be calibrated on."""
+
+TRACKS: Final[Mapping[str, str]] = MappingProxyType(
+    {"reference": "ref_logp", "reward model": "reward", "reward": "reward", "critic": "value"}
+)
+"""The stage of each scorer by the track of its model."""
+
+NOTHING: Final = [0, 0.0]
+"""No call, and no second."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """The records of a run directory.
+
+    Attributes:
+        steps: measured, in order.
+        prompt: mean tokens of a prompt.
+        lengths: of the responses, those of a group together.
+        cap: the longest response.
+    """
+
+    steps: Sequence[MeasuredStep]
+    prompt: float
+    lengths: Observed
+    cap: int
+
+    @classmethod
+    def read(cls, directory: Path) -> RunRecord:
+        """Return the records of a finished run.
+
+        Raises:
+            ConfigError: the directory holds no run, or one that has not finished.
+            DataError: its records lack what a calibration needs, or hold something else.
+        """
+        if not (directory / METRICS).is_file():
+            raise ConfigError(f"there is no run in {directory}: expected the file {directory / METRICS}")
+        if ended(directory) is None:
+            raise ConfigError(
+                f"the run in {directory} has not finished, and a simulation is calibrated on a finished one: go on "
+                f"with `oppo resume {directory}`"
+            )
+        try:
+            return cls._of(directory)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise DataError(f"the records in {directory} cannot be used: {one_line(error)}") from error
+
+    @classmethod
+    def _of(cls, directory: Path) -> RunRecord:
+        seen = observations(directory / JOURNAL)
+        metrics = {cast("int", each["step"]): cast("Mapping[str, Any]", each) for each in read(directory / METRICS)}
+        if any(each.get("selection/rounds", 1) != 1 for each in metrics.values()):
+            raise ConfigError(f"the run in {directory} replaces rejected groups, which a simulation does not know yet")
+        work = {cast("int", each["step"]): cast("Any", each.get("models", {})) for each in read(directory / WORK)}
+        steps = [
+            measured_step(seen[step], each, work.get(step, {}))
+            for step, each in sorted(metrics.items())
+            if step in seen and all(each.get(name) is not None for name in NEEDED)
+        ]
+        journal = list(read(directory / JOURNAL))
+        prompts = [cast("int", each["prompt_tokens"]) for each in journal if each.get("event") == "admitted"]
+        groups = lengths_of(journal)
+        if not (steps and prompts and groups):
+            raise DataError(f"{directory / JOURNAL} says nothing of the run's steps or rollouts: it was made elsewhere")
+        longest = max(max(group) for group in groups)
+        return cls(steps, sum(prompts) / len(prompts), Observed(groups), longest)
+
+
+def measured_step(seen: Observation, metrics: Mapping[str, Any], work: Work) -> MeasuredStep:
+    """Return what was measured of a step: its observation, and its lines of ``metrics.jsonl`` and ``work.jsonl``."""
+    models = {stage: work[track] for track, stage in TRACKS.items() if track in work}
+    return MeasuredStep(
+        seen,
+        trained=int(metrics["trained"]),
+        tokens=int(metrics.get("response_length/tokens") or 0),
+        update=float(metrics["timing_s/update"]),
+        publish=float(metrics["timing_s/publish"]),
+        reading={stage: labels.get("extend", NOTHING)[1] for stage, labels in models.items()},
+        answering={stage: labels.get("finish", NOTHING)[1] for stage, labels in models.items()},
+    )
+
+
+def lengths_of(journal: Iterable[Record]) -> tuple[tuple[int, ...], ...]:
+    """Return the lengths of the finished responses in a journal, in tokens, by group; of whole groups only."""
+    group_of: dict[object, object] = {}
+    finished: dict[object, list[int]] = {}
+    for each in journal:
+        if each.get("event") == "admitted":
+            group_of[each["rollout"]] = each["group"]
+        elif each.get("event") == "finished":
+            group = group_of.get(each["rollout"], each["rollout"])
+            finished.setdefault(group, []).append(max(1, cast("int", each["tokens"])))
+    size = max(map(len, finished.values()), default=0)
+    return tuple(tuple(group) for group in finished.values() if len(group) == size)

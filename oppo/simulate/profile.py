@@ -24,9 +24,23 @@ from oppo.declared import (
     setting,
 )
 from oppo.errors import ConfigError, did_you_mean
-from oppo.simulate.hardware import GPUS, MODELS, TRAINED_PASSES, Gpu, Reached, Transformer
-from oppo.simulate.lengths import Lognormal, Observed
-from oppo.simulate.system import Decoder, DrawLengths, Reader, ScorerName, System, Updater, Workload
+from oppo.simulate.costs import (
+    GPUS,
+    MODELS,
+    TRAINED_PASSES,
+    Decoder,
+    DrawLengths,
+    Gpu,
+    Lognormal,
+    Observed,
+    Reached,
+    Reader,
+    ScorerName,
+    System,
+    Transformer,
+    Updater,
+    Workload,
+)
 
 T = TypeVar("T")
 

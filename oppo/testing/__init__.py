@@ -3,11 +3,12 @@
 Public, and torch-free. As a pytest plugin (``pytest_oppo``) they need no imports.
 """
 
+from oppo.evaluation import respond_serially, score_serially
+from oppo.simulate.engine import Device, VirtualTimeLoop, run_virtual, time_shared
+from oppo.simulate.models import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, noise, prompts
+from oppo.simulate.policy import FakePolicy
 from oppo.testing.conformance import check_admission, check_policy, check_scorer, check_trainer
-from oppo.testing.device import Device, time_shared
 from oppo.testing.fake_batch import fake_batch
-from oppo.testing.fake_policy import FakePolicy
-from oppo.testing.fakes import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, noise, prompts
 from oppo.testing.faulty import (
     FaultyCritic,
     FaultyEnvironment,
@@ -16,10 +17,8 @@ from oppo.testing.faulty import (
     FaultyTrainer,
     faulty_reward,
 )
-from oppo.testing.loop import VirtualTimeLoop, run_virtual
 from oppo.testing.recorder import Happening, Recorder
 from oppo.testing.script import Fault, Flap, Garbage, HalfPublished, Hang, LoseSessions, Raise, Script, Slow
-from oppo.testing.serial import respond_serially, score_serially
 
 __all__ = [
     "Device",

@@ -9,9 +9,9 @@ import numpy as np
 from oppo.declared import require_whole
 from oppo.errors import ConfigError
 from oppo.events import Batch, Chunk, Finish, Prompt, Response
+from oppo.simulate.models import noises
 from oppo.stages.advantage import GAE
 from oppo.stages.batch import ScoredRollout
-from oppo.testing.fakes import noises
 
 
 def fake_batch(

@@ -34,7 +34,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 
@@ -57,6 +57,7 @@ from oppo.models import (
     TrainerCapabilities,
     Weights,
 )
+from oppo.simulate.models import FollowingScorer
 from oppo.stages.contract import require_turns
 from oppo.testing.script import Garbage, HalfPublished, LoseSessions, Player, Script, Spoilt
 from oppo.turns import Answer, Environment, Turn, TurnDecode
@@ -67,10 +68,6 @@ T_co = TypeVar("T_co", covariant=True)
 
 FAR = 1_000
 """Versions by which a spoilt piece is ahead of the current weights, or behind them."""
-
-
-class FollowingScorer(Follower, Scorer[T_co], Protocol[T_co]):
-    """A scorer whose weights follow the trainer's: the critic."""
 
 
 class _FaultyFollower:

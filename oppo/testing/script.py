@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 import anyio
 
 from oppo.errors import ModelError
-from oppo.testing.loop import VirtualTimeLoop
+from oppo.simulate.engine import VirtualTimeLoop
 
 Method: TypeAlias = Literal[
     "open",

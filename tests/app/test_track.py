@@ -9,7 +9,7 @@ import pytest
 
 from oppo.app.trackers import EVENTS
 from oppo.cli import DONE, UNUSABLE
-from oppo.report.trackers import TensorBoard
+from oppo.report.tensorboard import TensorBoard
 from tests.report.tracked import board, history, logs
 from tests.workplace import furnish, oppo, records, resume
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from oppo.simulate.lengths import Lognormal
-from oppo.simulate.system import Decoder, Passes, Reader, System, Updater, Workload
+from oppo.simulate.costs import Decoder, Lognormal, Passes, Reader, System, Updater, Workload
 
 
 def desk(row: float) -> System:

@@ -23,9 +23,8 @@ from benchmarks.controllers.compare import (
 from benchmarks.controllers.page import DOCS, page
 from benchmarks.controllers.regimes import ENGINES, REGIMES, system
 from oppo.admission import Admission, Overcommit, TailAdaptive
-from oppo.simulate.schedules import Schedule
-from oppo.simulate.simulated_run import SimulatedRun
-from oppo.simulate.system import System, Workload
+from oppo.simulate.costs import System, Workload
+from oppo.simulate.run import Schedule, SimulatedRun
 from tests.benchmarks.desk import desk, desk_workload
 
 IN_VAIN = {"capped", "train-bound", "score-bound"}

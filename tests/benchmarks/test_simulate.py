@@ -32,10 +32,8 @@ from oppo.errors import DataError
 from oppo.events import StepReport
 from oppo.observe import Observer, Span
 from oppo.report.records import work_of
-from oppo.simulate.lengths import Lognormal
-from oppo.simulate.outcome import LAST
-from oppo.simulate.simulated_run import SimulatedRun
-from oppo.simulate.system import Passes, System, Workload
+from oppo.simulate.costs import Lognormal, Passes, System, Workload
+from oppo.simulate.run import LAST, SimulatedRun
 from tests.simulate.systems import machine
 
 STEPS, ROUNDS, WARM_UP = 4, 3, 4

@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks.simulate import paper
 from benchmarks.simulate.paper import ALL_LIVE, BY_NAME, HALF_LIVE, ONE_STEP_OFF, PAPER, Cell, Results
-from oppo.simulate.outcome import ScheduleOutcome
-from oppo.simulate.schedules import FORESEEN
+from oppo.simulate.run import FORESEEN, ScheduleOutcome
 
 RESULTS = Results()
 BASE, INTRA, INTER, BOTH = paper.ROWS[:4]

@@ -14,8 +14,8 @@ from benchmarks.vllm.publishing import compare_publishing
 from oppo.errors import DataError
 from oppo.events import Prompt, Response
 from oppo.models import Weights
+from oppo.simulate.policy import FakeDecode
 from oppo.testing import FakePolicy, run_virtual
-from oppo.testing.fake_policy import FakeDecode
 
 LENGTHS = (9, 3, 20)
 

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from oppo.demo import language
-from oppo.demo.assets import AssetRecipe, Assets, cache_directory, make_assets
-from oppo.demo.once import COMPLETE
+from oppo.demo.assets import COMPLETE, AssetRecipe, Assets, cache_directory, make_assets
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ import torch
 from rich.console import Console
 
 from oppo.config.load import load
-from oppo.demo.gains import Effort, Gains, Standing, TimedRound
-from oppo.demo.schedules import deepened, excerpt, measure
+from oppo.demo.schedules import Effort, Gains, Standing, TimedRound, deepened, excerpt, measure
 from oppo.hf.loading import load_scalar
 from oppo.observe import Role, Span
 from oppo.report.trace import TimedStep

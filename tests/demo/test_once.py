@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from oppo.cli import main
-from oppo.demo.once import made_once
+from oppo.demo.assets import made_once
 from oppo.report.records import Lock
 from tests.forked import Program
 
@@ -23,7 +23,7 @@ def fail(aside: Path) -> None:
 
 def test_what_a_killed_process_has_left_is_cleared_by_the_next(tmp_path: Path) -> None:
     code = (
-        "import sys, threading\nfrom pathlib import Path\nfrom oppo.demo.once import made_once\n"
+        "import sys, threading\nfrom pathlib import Path\nfrom oppo.demo.assets import made_once\n"
         "made_once(Path(sys.argv[1]), lambda aside: (print(aside, flush=True), threading.Event().wait()))"
     )
     with Program(code, [str(tmp_path / "one")]) as program:

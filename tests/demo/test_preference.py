@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from oppo.demo import language
-from oppo.demo.preference import Review, fluency, sample_preferences, utility
+from oppo.demo.language import Review, fluency, sample_preferences, utility
 
 WARM = Review(" The cake was superb. The staff were kind. I loved the tea.")
 

@@ -13,9 +13,8 @@ from safetensors import safe_open
 
 from oppo.cli import main
 from oppo.config.load import load
-from oppo.demo.exactness import Digests
-from oppo.demo.findings import Findings
-from oppo.demo.run import UNMEASURED, demo
+from oppo.demo.run import UNMEASURED, Findings, demo
+from oppo.demo.schedules import Digests
 from oppo.evaluation import Comparison
 from oppo.hf import load_causal
 

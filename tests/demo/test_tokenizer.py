@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from oppo.demo import language
-from oppo.demo.pretrain import END, PAD, train_tokenizer
+from oppo.demo.models import END, PAD, train_tokenizer
 
 
 def _corpus() -> list[str]:

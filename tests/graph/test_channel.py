@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from oppo.errors import ProtocolError
 from oppo.graph.channel import Channel, channel_table
 from oppo.graph.engine import FanOut
-from oppo.testing.loop import run_virtual
+from oppo.simulate.engine import run_virtual
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 
 from oppo.graph import join
 from oppo.graph.channel import Channel
-from oppo.testing.loop import run_virtual
+from oppo.simulate.engine import run_virtual
 
 FEW, MANY = 20, 400
 

@@ -12,7 +12,7 @@ import uvloop
 
 from oppo.errors import OppoError, ProtocolError, as_itself
 from oppo.graph import Receiver, Sender
-from oppo.testing.loop import run_virtual
+from oppo.simulate.engine import run_virtual
 from tests.graph.stages import Boom, Relay, line
 from tests.graph.test_run import results_of
 

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from oppo.errors import ProtocolError
 from oppo.graph import Channel, join, where
-from oppo.testing.loop import run_virtual
+from oppo.simulate.engine import run_virtual
 
 
 def number(item: object) -> int | None:

@@ -12,7 +12,7 @@ import pytest
 from oppo.errors import DeadlockError, GraphError, ProtocolError
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step
 from oppo.observe import Span
-from oppo.testing.loop import run_virtual
+from oppo.simulate.engine import run_virtual
 from tests.graph.stages import Boom, Collect, Diary, Fail, Relay, Stuck, Take, line
 
 

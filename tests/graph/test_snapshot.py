@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import anyio
 
 from oppo.graph import GraphBuilder, Receiver, Sender, Snapshot, Wait
-from oppo.testing.loop import run_virtual
+from oppo.simulate.engine import run_virtual
 
 
 class Slow:

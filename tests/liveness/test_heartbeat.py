@@ -10,8 +10,8 @@ import pytest
 import oppo
 from oppo.liveness import Heartbeat
 from oppo.liveness.watchdog import GAP
+from oppo.simulate.models import prompts
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, run_virtual
-from oppo.testing.fakes import prompts
 
 
 class Clock:

@@ -14,9 +14,10 @@ from oppo.evaluation.evaluate import BEFORE
 from oppo.events import StepReport
 from oppo.observe import Observer
 from oppo.report.metrics import scalars
-from oppo.report.trackers import IDENTITY, TensorBoard, WeightsAndBiases
+from oppo.report.tensorboard import TensorBoard
+from oppo.report.weights_and_biases import IDENTITY, WeightsAndBiases
+from oppo.simulate.engine import run_virtual
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
-from oppo.testing.loop import run_virtual
 from tests.report.synthetic import play, report
 from tests.report.tracked import board, history, logs
 

@@ -15,8 +15,8 @@ from oppo.algorithms.ppo import ppo
 from oppo.errors import RewardError
 from oppo.events import Batch, Chunk, Drop, Finish, Prompt, Response
 from oppo.rewards import FunctionReward, OnFailure, load_function
+from oppo.simulate.engine import run_virtual
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, prompts
-from oppo.testing.loop import run_virtual
 
 
 def decode(tokens: Sequence[int]) -> str:

@@ -6,10 +6,8 @@ from pathlib import Path
 
 from oppo.report import RunDirectory
 from oppo.simulate.calibrate import DEVICE, Contention
-from oppo.simulate.lengths import Lognormal
-from oppo.simulate.schedules import Schedule
-from oppo.simulate.simulated_run import SimulatedRun
-from oppo.simulate.system import Decoder, Passes, Reader, System, Updater, Workload
+from oppo.simulate.costs import Decoder, Lognormal, Passes, Reader, System, Updater, Workload
+from oppo.simulate.run import Schedule, SimulatedRun
 
 WORKLOAD = Workload(batch=16, lengths=Lognormal(median=(40, 40), sigma=0.9, cap=300), cap=300, prompt=20)
 

@@ -11,12 +11,9 @@ from hypothesis import example, given, strategies as st
 
 from oppo.admission import Observation, Scoring, Stretch
 from oppo.errors import ConfigError, DataError
-from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, calibrated
-from oppo.simulate.fitting import fitted
-from oppo.simulate.records import RunRecord
-from oppo.simulate.schedules import ladder
-from oppo.simulate.simulated_run import SimulatedRun
-from oppo.simulate.system import System
+from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, RunRecord, calibrated, fitted
+from oppo.simulate.costs import System
+from oppo.simulate.run import SimulatedRun, ladder
 from tests.simulate.systems import WORKLOAD, machine, recorded
 
 SCHEDULES = ladder(WORKLOAD.batch, extra=3, chunk=32)

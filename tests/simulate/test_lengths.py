@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from oppo.errors import ConfigError
-from oppo.simulate.lengths import Lognormal, Observed
+from oppo.simulate.costs import Lognormal, Observed
 
 
 def test_lognormal_lengths_have_the_median_the_cap_and_the_runaways_that_are_asked_for() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from oppo.app.profile import load_profile, profile_of
 from oppo.errors import ConfigError
-from oppo.simulate.hardware import GPUS, MODELS, Reached
+from oppo.simulate.costs import GPUS, MODELS, Reached
 from oppo.simulate.profile import Profile
 
 PROFILE: dict[str, dict[str, object]] = {

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from oppo.admission import Continuous, Overcommit, Synchronous
-from oppo.simulate.lengths import Lognormal
-from oppo.simulate.outcome import LAST
-from oppo.simulate.schedules import Schedule
-from oppo.simulate.simulated_run import SimulatedRun
-from oppo.simulate.system import Decoder, Reader, System, Updater, Workload
+from oppo.simulate.costs import Decoder, Lognormal, Reader, System, Updater, Workload
+from oppo.simulate.run import LAST, Schedule, SimulatedRun
 
 DECODE, EXPOSED = 1.0, 0.5
 """Seconds in which a batch of two responses of eight tokens is decoded, and in which both are scored at their end."""

@@ -14,10 +14,8 @@ from oppo.app.compose import admission_of
 from oppo.app.simulation import own_schedule, refusal
 from oppo.config.load import load, resolve
 from oppo.simulate.calibrate import LAYOUTS
-from oppo.simulate.outcome import ScheduleOutcome
-from oppo.simulate.schedules import ladder
-from oppo.simulate.show import advice, as_json, legend, ranged, snippet, table
-from oppo.simulate.study import Spread, Standing, Study, study
+from oppo.simulate.run import ScheduleOutcome, ladder
+from oppo.simulate.study import Spread, Standing, Study, advice, as_json, legend, ranged, snippet, study, table
 from tests.simulate.systems import WORKLOAD, machine
 
 OUTCOME = ScheduleOutcome(

@@ -29,6 +29,7 @@ from oppo.events import (
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender
 from oppo.models import Decode, Piece, Scorer, Trained, Weights
+from oppo.simulate.policy import FakeDecode
 from oppo.stages import GAE, Generate, Score, Update
 from oppo.stages.batch import ScoredRollouts
 from oppo.testing import (
@@ -41,7 +42,6 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from oppo.testing.fake_policy import FakeDecode
 from tests.pipelines import Pipeline, Setting
 
 SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=3)

@@ -12,8 +12,8 @@ import pytest
 import oppo
 from oppo.admission.chunking import ChunkSize
 from oppo.graph import Step
+from oppo.simulate.engine import run_virtual
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, Recorder, fake_per_token, fake_scalar, prompts
-from oppo.testing.loop import run_virtual
 
 
 def graph(*, chunks: ChunkSize, reading: float = 0.125, updating: float = 4.0) -> oppo.Graph[oppo.StepReport]:

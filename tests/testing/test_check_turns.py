@@ -7,8 +7,8 @@ import pytest
 
 from oppo.errors import ProtocolError
 from oppo.events import IntArray, Response
+from oppo.simulate.policy import FakeDecode
 from oppo.testing import FakePolicy, check_policy, prompts, run_virtual
-from oppo.testing.fake_policy import FakeDecode
 from tests.testing.test_conformance import some_turns
 
 

@@ -13,6 +13,7 @@ import pytest
 from oppo.errors import ProtocolError
 from oppo.events import Chunk, Finish, Given, IntArray, Prompt, Response, Support
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Follower, Loads, Piece, Weights
+from oppo.simulate.policy import FakeDecode
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
 from oppo.testing import (
@@ -29,7 +30,6 @@ from oppo.testing import (
     respond_serially,
     run_virtual,
 )
-from oppo.testing.fake_policy import FakeDecode
 
 
 def finished(count: int = 3) -> list[Finish]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import anyio
 import pytest
 
+from oppo.simulate.engine import Device, Interference, spend
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_batch, fake_scalar, prompts, run_virtual
-from oppo.testing.device import Device, Interference, spend
 
 Work = tuple[str, float, float]
 """A kind, when it begins, and its seconds."""

@@ -10,8 +10,8 @@ import pytest
 
 from oppo.events import Response
 from oppo.models import Capabilities, Weights
+from oppo.simulate.policy import FakeDecode
 from oppo.testing import FakePolicy, prompts, run_virtual
-from oppo.testing.fake_policy import FakeDecode
 
 
 def reading_policy(on_publish: Literal["recompute", "keep"] = "recompute") -> FakePolicy:

@@ -8,8 +8,8 @@ import anyio
 import pytest
 
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
+from oppo.simulate.models import FakePlace, PlacedScorer
 from oppo.testing import FakeScorer, fake_scalar, prompts, run_virtual
-from oppo.testing.fake_place import FakePlace, PlacedScorer
 
 
 def ends(*calls: tuple[str, float, Priority], cancel: str = "") -> dict[str, float]:

@@ -13,6 +13,7 @@ from oppo.admission import Overcommit
 from oppo.algorithms.ppo import ppo
 from oppo.events import Prompt
 from oppo.models import Decode
+from oppo.simulate.engine import VirtualTimeLoop
 from oppo.testing import (
     FakeCritic,
     FakePolicy,
@@ -23,7 +24,6 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from oppo.testing.loop import VirtualTimeLoop
 
 
 @pytest.mark.parametrize("pace", [None, lambda prompt: 1.0], ids=["together", "apart"])
@@ -39,7 +39,7 @@ def test_a_decode_step_takes_as_many_passes_of_the_loop_for_many_rollouts_as_for
                 made += 1
                 super()._run_once()  # type: ignore[misc]  # asyncio's own, in no stub
 
-        monkeypatch.setattr("oppo.testing.loop.VirtualTimeLoop", Counting)
+        monkeypatch.setattr("oppo.simulate.engine.VirtualTimeLoop", Counting)
         run_virtual(_decode, FakePolicy(lambda prompt: 20, pace=pace), count)
         return made
 

@@ -10,10 +10,9 @@ from hypothesis import given, strategies as st
 
 from oppo.events import Prompt
 from oppo.models import Capabilities, Weights
+from oppo.simulate.engine import Device, Lane
+from oppo.simulate.policy import FakeDecode
 from oppo.testing import FakePolicy, prompts, run_virtual
-from oppo.testing.device import Device
-from oppo.testing.fake_policy import FakeDecode
-from oppo.testing.lane import Lane
 
 
 def cost(rows: int, tokens: int) -> float:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.errors import DeadlockError, ProtocolError
-from oppo.testing.loop import VirtualTimeLoop, run_virtual
+from oppo.simulate.engine import VirtualTimeLoop, run_virtual
 
 
 async def slept(seconds: float) -> float:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from oppo.errors import as_itself
-from oppo.testing.fakes import noise
+from oppo.simulate.models import noise
 from oppo.vllm import VllmEngine
 from oppo.vllm.processes import Children, EngineLog
 from oppo.vllm.surface import AsyncEngine

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from oppo.testing.fakes import noise
+from oppo.simulate.models import noise
 
 BLOCK = 8
 

@@ -25,9 +25,8 @@ from oppo.declared import require_declared
 from oppo.errors import ProtocolError, as_itself
 from oppo.events import FloatArray, Given, IntArray, Prompt, Response, Support
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Piece, PieceState, Weights
-from oppo.testing.device import Device
-from oppo.testing.fakes import ReadSeconds, noises, require_seconds
-from oppo.testing.lane import Lane
+from oppo.simulate.engine import Device, Lane
+from oppo.simulate.models import ReadSeconds, noises, require_seconds
 
 __all__ = ["FakeDecode", "FakePolicy", "Length", "StepSeconds"]
 

@@ -1,9 +1,9 @@
-"""One run of one schedule: the real graph of stages, from prompts to updates, with models of cost."""
+"""One run of one schedule: the real graph of stages, from prompts to updates, with models of cost; its statistics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -13,19 +13,248 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from oppo.admission import Restarting
+from oppo.admission import Admission, Continuous, Overcommit, Restarting, Synchronous, TailAdaptive
+from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.algorithms.ppo import ppo
+from oppo.declared import require_declared
 from oppo.events import Batch, Finish, FloatArray, Prompt, StepReport
 from oppo.graph import Graph
 from oppo.models import Capabilities, Trained
 from oppo.observe import Observer, Span, SpanListener, silent
-from oppo.simulate.outcome import LAST, BatchFacts, ScheduleOutcome
-from oppo.simulate.schedules import Schedule
-from oppo.simulate.system import Passes, Reader, ScorerName, System, Workload
+from oppo.simulate.costs import Passes, Reader, ScorerName, System, Workload
+from oppo.simulate.engine import Device, run_virtual
+from oppo.simulate.models import FakeCritic, FakePlace, FakeScorer, FakeTrainer, PlacedScorer, placed
+from oppo.simulate.policy import FakePolicy
 from oppo.stages import Generate, Update
 from oppo.stages.hold import held
-from oppo.testing import Device, FakeCritic, FakePolicy, FakeScorer, FakeTrainer, run_virtual
-from oppo.testing.fake_place import FakePlace, PlacedScorer, placed
+
+LAST = 3
+"""The last steps do not count: they admit only what can still be trained, so they are shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """Lengths and lags of a batch.
+
+    Attributes:
+        lengths: of its responses, in tokens.
+        lags: versions between the first token of each and the weights that it trains.
+        token_lag: the same of a token, mean over those that were sampled.
+    """
+
+    lengths: NDArray[np.int64]
+    lags: NDArray[np.int64]
+    token_lag: float
+
+    @classmethod
+    def of(cls, batch: Batch, version: int) -> BatchFacts:
+        """Return the facts of a batch that trains weights of this version."""
+        first = np.array([int(response.versions[0]) for response in batch.responses], np.int64)
+        lag = float(np.mean(version - batch.versions[batch.sampled])) if batch.sampled.any() else 0.0
+        return cls(np.diff(batch.offsets), version - first, lag)
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """The cost of restarted rollouts.
+
+    Attributes:
+        waste: discarded tokens for each trained token.
+        swing: standard deviation of the batches' mean lengths, over their mean.
+    """
+
+    waste: float
+    swing: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleOutcome:
+    """Statistics of a run without its first and last steps.
+
+    Attributes:
+        seconds: mean of a step, until the next could begin.
+        tokens: trained in a step, mean.
+        lag: mean versions between a rollout's first token and its update.
+        longest_lag: the largest.
+        token_lag: the same of a token, mean.
+        extra: mean of the controller's choices.
+        predicted: mean predicted seconds of a step over the mean measured ones; NaN without predictions.
+        spread: root mean square of the predictions' relative errors.
+        extras: the choices, step by step.
+        idle: share of the time in which a replica of the actor decodes nothing, mean over replicas.
+        peak_tokens: most tokens of rollouts that were decoded at once, prompts included.
+        restarts: of a controller that restarts rollouts; ``None`` for the others.
+    """
+
+    seconds: float
+    tokens: float
+    lag: float
+    longest_lag: int
+    token_lag: float
+    extra: float
+    predicted: float
+    spread: float
+    extras: tuple[int, ...]
+    idle: float
+    peak_tokens: float
+    restarts: Restarts | None = None
+
+    @property
+    def per_token(self) -> float:
+        """Seconds for each trained token."""
+        return self.seconds / self.tokens
+
+    @classmethod
+    def of(
+        cls,
+        reports: Sequence[StepReport],
+        ends: Sequence[float],
+        batches: Sequence[BatchFacts],
+        *,
+        counted: slice,
+        grain: int = 1,
+        idle: float = 0.0,
+        peak_tokens: float = 0.0,
+        restarts: bool = False,
+    ) -> ScheduleOutcome:
+        """Return the statistics of a run.
+
+        Args:
+            reports: of all steps.
+            ends: loop time at the end of each.
+            batches: of each.
+            counted: the steps that count, from the second one at the earliest.
+            grain: tokens for each token of a batch.
+            idle, peak_tokens: as of the attributes.
+            restarts: whether rollouts may restart.
+        """
+        steps, trained = reports[counted], batches[counted]
+        seconds = np.diff(ends)[counted.start - 1 : counted.stop - 1]
+        lags = np.concatenate([each.lags for each in trained])
+        lengths = [each.lengths for each in trained]
+        predicted = np.array([report.metrics.get("deferral/predicted_seconds", math.nan) for report in steps])
+        extras = tuple(int(report.metrics.get("deferral/extra", 0)) for report in reports)
+        cost = None
+        if restarts:
+            discarded = sum(report.metrics.get("deferral/discarded_tokens", 0.0) for report in steps)
+            means = np.array([each.mean() for each in lengths])
+            waste = float(discarded / sum(each.sum() for each in lengths))
+            cost = Restarts(waste, float(means.std() / means.mean()))
+        return cls(
+            seconds=float(seconds.mean()),
+            tokens=grain * float(np.mean([each.sum() for each in lengths])),
+            lag=float(lags.mean()),
+            longest_lag=int(lags.max()),
+            token_lag=float(np.mean([each.token_lag for each in trained])),
+            extra=float(np.mean(extras[counted])),
+            predicted=float(predicted.mean() / seconds.mean()),
+            spread=float(np.sqrt(np.mean((predicted / seconds - 1) ** 2))),
+            extras=extras,
+            idle=idle,
+            peak_tokens=peak_tokens,
+            restarts=cost,
+        )
+
+
+MakeAdmission = Callable[[], Admission]
+MakeChunks = Callable[[], ChunkSize]
+
+FORESEEN: Final = 64
+"""The largest ``max_deferrals`` that the adaptive schedule reckons with; nothing is deferred so often."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How the steps of a run overlap.
+
+    Attributes:
+        name: of a line in a report.
+        about: it in words.
+        admission: makes a new policy of admission.
+        chunk: tokens that travel at once; ``None``: whole responses.
+        held: scoring waits until decoding has ended.
+        lookahead: number of steps that begin before the current one has ended.
+        in_flight: the actor gets new weights between two decode steps, instead of at the cut.
+        step: the keys of ``[step]`` with which ``oppo train`` runs it; empty: it has none.
+    """
+
+    name: str
+    about: str
+    admission: MakeAdmission
+    chunk: int | None = None
+    held: bool = False
+    lookahead: int = 0
+    in_flight: bool = False
+    step: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_declared(self)
+
+    def chunks(self, grain: int = 1) -> ChunkSize:
+        """Return the chunk size where one token stands for ``grain``."""
+        return WholeRollout() if self.chunk is None else Fixed(max(1, self.chunk // grain))
+
+
+def ladder(
+    batch: int,
+    *,
+    extra: int,
+    chunk: int,
+    max_deferrals: int = 2,
+    price: float = 1.0,
+    on_publish: str = "recompute",
+) -> Mapping[str, Schedule]:
+    """Return the schedules by name, each with one overlap more than one before it.
+
+    Args:
+        batch: units in a batch.
+        extra: Delta of the schedules with a fixed one.
+        chunk: tokens that travel at once.
+        max_deferrals: of what is carried.
+        price: of lag, to the adaptive schedules.
+        on_publish: what becomes of the KV cache of carried rollouts, as of ``step.on_publish``.
+    """
+    foreseen = min(max_deferrals, FORESEEN)
+    live = max(1, batch // 2)
+    carried = f"{extra} stragglers carried into the next step"
+    waiting = partial(Synchronous, batch)
+    carrying = partial(Overcommit, batch, extra, max_deferrals)
+    adaptive = partial(TailAdaptive, batch, price=price, max_deferrals=foreseen)
+    refilling = partial(Continuous, batch, live, max_deferrals)
+    keys: Mapping[MakeAdmission, Mapping[str, object]] = {
+        waiting: {"admission": "overcommit", "extra": 0},
+        carrying: {"admission": "overcommit", "extra": extra},
+        adaptive: {"admission": "adaptive", "extra": batch // 4, "max_deferrals": foreseen, "lag_price": price},
+        refilling: {"admission": "continuous", "extra": live},
+    }
+    serial = Schedule(name="serial", about="decode, then score, then train", admission=waiting, held=True)
+    rungs: Sequence[tuple[str, str, MakeAdmission, int, bool]] = (
+        ("rollout", "each response is scored when it ends", waiting, 0, False),
+        ("chunk", "responses are scored while they are written", waiting, 0, False),
+        ("fixed", f"chunk, {carried}", carrying, 0, False),
+        ("adaptive", "chunk, as many carried as pay", adaptive, 0, False),
+        ("lookahead 1", "chunk, decodes during training", waiting, 1, False),
+        ("lookahead 1, fixed", f"both, {carried}", carrying, 1, False),
+        ("lookahead 2, fixed", "the same, two steps ahead", carrying, 2, False),
+        ("in flight", "the same, weights adopted while tokens are written", carrying, 2, True),
+        ("continuous", f"the same, {live} decoded at a time: each that ends is replaced at once", refilling, 2, True),
+    )
+    found = {"serial": serial}
+    for name, about, admission, lookahead, in_flight in rungs:
+        size = None if name == "rollout" else chunk
+        shared = {"batch": batch, "max_deferrals": max_deferrals, "chunk": size or "whole", "on_publish": on_publish}
+        step = {**shared, "lookahead": lookahead, "publish": "in-flight" if in_flight else "cut", **keys[admission]}
+        found[name] = Schedule(
+            name=name,
+            about=about,
+            admission=admission,
+            chunk=size,
+            lookahead=lookahead,
+            in_flight=in_flight,
+            step=step,
+        )
+    return found
+
 
 T = TypeVar("T")
 

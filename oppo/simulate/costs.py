@@ -1,0 +1,403 @@
+"""Costs of a step's work, in seconds, as measured or by a roofline of hardware; and lengths of responses.
+
+Costs are linear in what there is to do, as a roofline or a fit gives them::
+
+    decode step of one replica   max(floor, step + row * rows + context * tokens in the rows' context)
+    end of a rollout             ending
+    reading start .. stop        token * (stop - start) + pair * (stop^2 - start^2) / 2
+    update                       fixed + the same over whole rows, prompts included
+
+A roofline: what models cost on GPUs that are known by their data sheets only.
+
+With N parameters, L layers, width d, keys and values of width w in each layer, in 16 bits::
+
+    forward pass, a token             2 N                    FLOP
+    attention, a pair of tokens       4 L d                  FLOP
+    weights read by a decode step     2 N                    bytes
+    keys and values of a token        4 L w                  bytes
+    update, an epoch                  4 forward passes       forward, forward again, twice as much backward
+
+A pass takes its FLOP over the reached share of the peak, divided by the number of devices. A decode step of one replica
+takes the sum of what it reads, what it computes and what it starts, which overlaps in part, so the sum is an upper
+bound::
+
+    step     2 N / (bandwidth * reading) + layer * L        the weights; launching a layer's kernels
+    row      2 N / (FLOP/s * computing) + row               matrices; sampling, bookkeeping
+    context  4 L w / (bandwidth * attention)                keys and values
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Final, Literal, TypeAlias
+
+import numpy as np
+from annotated_types import Gt, Le
+from numpy.typing import NDArray
+
+from oppo.declared import NonNegative, Positive, PositiveCount, require_declared, required, setting
+from oppo.errors import ConfigError
+from oppo.simulate.engine import Interference, time_shared
+
+ScorerName: TypeAlias = Literal["reward", "reference", "critic"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """The costs of forward passes, or of forward and backward passes, in seconds.
+
+    Attributes:
+        token: for each token.
+        pair: for each pair of a token and one before it: attention.
+    """
+
+    token: float = 0.0
+    pair: float = 0.0
+
+    def __add__(self, other: Passes) -> Passes:
+        """Return the costs of both models' passes."""
+        return Passes(token=self.token + other.token, pair=self.pair + other.pair)
+
+    def reading(self, start: float, stop: float) -> float:
+        """Return the seconds for positions ``start .. stop`` of a row."""
+        return (self.token + self.pair * (start + stop) / 2) * (stop - start)
+
+    def whole(self, rows: NDArray[np.float64], *, padded: bool = False) -> float:
+        """Return the seconds for whole rows, of which ``rows`` has the tokens, padded to the longest or not."""
+        if padded:
+            rows = np.full_like(rows, rows.max(initial=0))
+        return float((self.token * rows + self.pair * rows**2 / 2).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """The costs of decode steps, in seconds.
+
+    Attributes:
+        floor: of any decode step.
+        step: for itself, as for reading the weights.
+        row: for each live row.
+        context: for each token in the context of the live rows, prompts included.
+        ending: for each rollout that ends: what is left of its rows is put together anew.
+        prefill: of reading a rollout's context before it is decoded; decode steps wait meanwhile.
+        recomputes: whether that is read again with new weights.
+        replicas: copies of the actor, each with rows and decode steps of its own.
+        static: a row that has ended keeps its place until the cut, padded to the longest; in the serial schedule only.
+        device: of all replicas.
+    """
+
+    floor: float = 0.0
+    step: float = 0.0
+    row: float = 0.0
+    context: float = 0.0
+    ending: float = 0.0
+    prefill: Passes = Passes()
+    recomputes: bool = True
+    replicas: int = 1
+    static: bool = False
+    device: str = "actor"
+
+    def __post_init__(self) -> None:
+        require_declared(self)
+
+    def seconds(self, rows: float, context: float) -> float:
+        """Return the seconds of a decode step of one replica."""
+        return max(self.floor, self.step + self.row * rows + self.context * context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """The costs of a scorer, in seconds.
+
+    Attributes:
+        passes: of what it reads.
+        call: of each call that reads.
+        answer: of each rollout that it answers for.
+        streams: whether it reads along while responses are written; otherwise it reads them whole, after the cut.
+        padded: whether rows that it reads whole are padded to the longest of the step.
+        device: that it works on.
+        place: scorers of a place take turns.
+    """
+
+    passes: Passes = Passes()
+    call: float = 0.0
+    answer: float = 0.0
+    streams: bool = True
+    padded: bool = False
+    device: str = "scorers"
+    place: str = "scorers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updater:
+    """The costs of an update, in seconds.
+
+    Attributes:
+        passes: of all epochs, actor and critic.
+        fixed: of each update: the optimizer, the data.
+        padded: whether rows are padded to the longest of the batch.
+        publish: from the update to the new weights in the actor.
+        device: that it works on.
+    """
+
+    passes: Passes = Passes()
+    fixed: float = 0.0
+    padded: bool = False
+    publish: float = 0.0
+    device: str = "actor"
+
+    def seconds(self, rows: NDArray[np.float64]) -> float:
+        """Return the seconds of an update on whole rows, of which ``rows`` has the tokens, prompts included."""
+        return self.fixed + self.passes.whole(rows, padded=self.padded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """The models of a step and where they work.
+
+    Attributes:
+        readers: the scorers; without a ``reward`` it is a rule that costs nothing.
+        interference: of kinds of work on one device: ``decode``, ``score`` and ``train``.
+        cache: bytes of keys and values for a token of the actor; 0: unknown.
+    """
+
+    decoder: Decoder
+    readers: Mapping[ScorerName, Reader] = field(default_factory=dict)
+    updater: Updater = Updater()
+    interference: Interference = time_shared
+    cache: float = 0.0
+
+
+DrawLengths: TypeAlias = Callable[[int, int, int], NDArray[np.int64]]
+"""``f(units, samples, seed)``: the lengths of the responses to ``units`` prompts, int64 [units, samples], in tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Size of a batch and lengths of its prompts and responses.
+
+    Attributes:
+        batch: units in a batch: rollouts, or groups of ``samples`` rollouts.
+        lengths: of the responses.
+        cap: the longest response, in tokens.
+        prompt: tokens of a prompt.
+        samples: rollouts for each prompt.
+    """
+
+    batch: int
+    lengths: DrawLengths
+    cap: int
+    prompt: int
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        require_declared(self)
+
+
+Share: TypeAlias = Annotated[float, Gt(0), Le(1)]
+
+TRAINED_PASSES: Final = 4
+"""Forward passes' worth of an epoch, with activations computed again for the backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU by its data sheet.
+
+    Attributes:
+        flops: dense FLOP/s in bfloat16.
+        bandwidth: of its memory, bytes/s.
+        memory: bytes.
+    """
+
+    flops: Positive = required("dense FLOP/s in bfloat16")
+    bandwidth: Positive = required("of its memory, bytes/s")
+    memory: Positive = required("bytes")
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=ConfigError)
+
+
+GPUS: Final[Mapping[str, Gpu]] = MappingProxyType(
+    {
+        "a100-40gb": Gpu(flops=312e12, bandwidth=1.555e12, memory=40e9),
+        "a100-80gb": Gpu(flops=312e12, bandwidth=2.039e12, memory=80e9),
+        "b200": Gpu(flops=2250e12, bandwidth=8.0e12, memory=180e9),
+        "h100": Gpu(flops=989e12, bandwidth=3.35e12, memory=80e9),
+        "h200": Gpu(flops=989e12, bandwidth=4.8e12, memory=141e9),
+        "l4": Gpu(flops=121e12, bandwidth=0.3e12, memory=24e9),
+        "l40s": Gpu(flops=362e12, bandwidth=0.864e12, memory=48e9),
+        "mi300x": Gpu(flops=1307e12, bandwidth=5.3e12, memory=192e9),
+        "rtx-4090": Gpu(flops=165e12, bandwidth=1.008e12, memory=24e9),
+    }
+)
+"""SXM versions where there are several; FLOP/s without sparsity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformer:
+    """The size of a dense decoder.
+
+    Attributes:
+        parameters: N.
+        layers: L.
+        width: d, of the hidden states.
+        cached: w, the width of the keys, and of the values, of a layer: heads for keys and values times their width.
+    """
+
+    parameters: Positive = required("their number")
+    layers: PositiveCount = required("their number")
+    width: PositiveCount = required("of the hidden states")
+    cached: PositiveCount = required("width of a layer's keys: heads for keys and values times their width")
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=ConfigError)
+
+    @property
+    def cache(self) -> float:
+        """Bytes of keys and values for each token."""
+        return 4.0 * self.layers * self.cached
+
+    def passes(self, speed: float, times: float = 1.0) -> Passes:
+        """Return the seconds of so many forward passes at ``speed`` FLOP/s."""
+        return Passes(token=times * 2 * self.parameters / speed, pair=times * 4 * self.layers * self.width / speed)
+
+
+MODELS: Final[Mapping[str, Transformer]] = MappingProxyType(
+    {
+        "llama-3.1-8b": Transformer(parameters=8.03e9, layers=32, width=4096, cached=1024),
+        "llama-3.1-70b": Transformer(parameters=70.6e9, layers=80, width=8192, cached=1024),
+        "qwen2.5-0.5b": Transformer(parameters=0.494e9, layers=24, width=896, cached=128),
+        "qwen2.5-1.5b": Transformer(parameters=1.54e9, layers=28, width=1536, cached=256),
+        "qwen2.5-3b": Transformer(parameters=3.09e9, layers=36, width=2048, cached=256),
+        "qwen2.5-7b": Transformer(parameters=7.62e9, layers=28, width=3584, cached=512),
+        "qwen2.5-14b": Transformer(parameters=14.8e9, layers=48, width=5120, cached=1024),
+        "qwen2.5-32b": Transformer(parameters=32.8e9, layers=64, width=5120, cached=1024),
+        "qwen2.5-72b": Transformer(parameters=72.7e9, layers=80, width=8192, cached=1024),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """Shares of a data sheet's figures that engines reach.
+
+    The defaults for decoding are those of vLLM, fitted to the speeds that Qwen publishes for 3B and 7B on an A100 (one
+    request, bfloat16: 127.61 and 84.28 tokens a second; their slopes over 30,000 tokens of context).
+    """
+
+    reading: Share = setting(0.8, "share of the bandwidth at which a decode step reads the weights")
+    attention: Share = setting(0.365, "share of the bandwidth at which it reads keys and values")
+    computing: Share = setting(0.5, "share of the FLOP/s of a decode step's matrices")
+    layer: NonNegative = setting(1e-4, "seconds of a decode step for each layer")
+    row: NonNegative = setting(2e-5, "seconds of a decode step for each row: sampling, bookkeeping")
+    scoring: Share = setting(0.40, "share of the FLOP/s at which the reward model reads")
+    forward: Share = setting(0.40, "share of the FLOP/s at which reference and critic read")
+    training: Share = setting(0.45, "share of the FLOP/s of an update")
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=ConfigError)
+
+    def decoder(self, gpu: Gpu, model: Transformer, replicas: int) -> Decoder:
+        """Return the costs of decode steps of as many replicas, a GPU each."""
+        return Decoder(
+            step=2 * model.parameters / (gpu.bandwidth * self.reading) + self.layer * model.layers,
+            row=2 * model.parameters / (gpu.flops * self.computing) + self.row,
+            context=model.cache / (gpu.bandwidth * self.attention),
+            replicas=replicas,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lognormal:
+    """Lognormal lengths, cut off at the cap.
+
+    Attributes:
+        median: at the beginning and at the end of the run, between which it moves in proportion to the prompts.
+        sigma: standard deviation of the logarithm.
+        cap: the longest response.
+        runaways: fraction of the responses that run to the cap wherever the lognormal lies.
+    """
+
+    median: tuple[float, float]
+    sigma: float
+    cap: int
+    runaways: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_declared(self)
+
+    def __call__(self, units: int, samples: int, seed: int) -> NDArray[np.int64]:
+        """Return the lengths of the responses to ``units`` prompts, int64 [units, samples], in tokens."""
+        random, shape = np.random.default_rng(seed), (units, samples)
+        first, last = self.median
+        median = (first + (last - first) * np.linspace(0, 1, units))[:, None]
+        drawn = np.clip((median * np.exp(self.sigma * random.standard_normal(shape))).astype(np.int64), 1, self.cap)
+        return np.where(random.random(shape) < self.runaways, self.cap, drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Lengths drawn anew from observed ones, those of a group together.
+
+    Attributes:
+        groups: lengths by group, in tokens; at least one group, and one length in each.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Observed:
+        """Return the law of single lengths."""
+        return cls(tuple((length,) for length in lengths))
+
+    @classmethod
+    def read(cls, path: Path, cap: int) -> Observed:
+        """Return the law of the lengths in a file, cut off at ``cap``.
+
+        A line is a length in tokens, or a JSON object with a key ``tokens``; JSON objects without it, and empty lines,
+        are left out, so that a run's ``journal.jsonl`` can be read.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds a line that is neither, or no length.
+        """
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the lengths in {path}: {error}") from error
+        lengths = [_length(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+        found = [min(length, cap) for length in lengths if length is not None]
+        if not found:
+            raise ConfigError(f"{path} holds no lengths: expected a number of tokens on each line")
+        return cls.of(found)
+
+    def __call__(self, units: int, samples: int, seed: int) -> NDArray[np.int64]:
+        """Return the lengths of the responses to ``units`` prompts, int64 [units, samples], in tokens.
+
+        Every group occurs about as often as any other: they are dealt like shuffled decks of cards, so that a short run
+        has the tail of the observed one.
+        """
+        random, found = np.random.default_rng(seed), list[NDArray[np.int64]]()
+        while len(found) < units:
+            for k in random.permutation(len(self.groups)):
+                group = np.array(self.groups[k], np.int64)
+                found.append(group if len(group) == samples else random.choice(group, samples))
+        return np.stack(found[:units])
+
+
+def _length(line: str, path: Path, number: int) -> int | None:
+    """Return the length on a line; ``None`` for a JSON object without one."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = line
+    length = found.get("tokens") if isinstance(found, dict) else found
+    if length is None:
+        return None
+    if type(length) is not int or length < 1:
+        raise ConfigError(f"line {number} of {path}: expected a length, a whole number of 1 or more, got {line!r:.60}")
+    return length

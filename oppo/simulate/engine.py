@@ -1,0 +1,526 @@
+"""Virtual hardware in virtual time: an event loop whose clock jumps, devices that are shared, rows decoded together.
+
+An event loop in virtual time: its clock jumps to the next timer when every task waits.
+
+A test calls an async function through :func:`run_virtual` and asserts exact times; it needs no fixture, and a function
+under Hypothesis can do the same for each example::
+
+    def test_a_step_takes_as_long_as_its_slowest_stage() -> None:
+        assert run_virtual(main) == 2.5
+
+When every task waits and no timer is left, the loop raises :class:`oppo.errors.DeadlockError` out of whatever runs it.
+Threads are refused: their work has no virtual duration.
+
+Virtual hardware: fake models that share a device slow each other down.
+
+A piece of work is a :class:`Job`. Its *position* is what it has got done, in seconds: it moves with the clock where
+nothing interferes, and slower beside work of other kinds. So a job's end is known as a position, whatever else begins
+and ends until then.
+
+Rows that a fake engine decodes together, a token of each in every decode step.
+
+Time passes from event to event, not from token to token: between two decode steps in which a row ends, reaches a turn,
+or has what its reader waits for, the steps are only counted. So a lane costs what its events cost, however long the
+rows are and however many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import selectors
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager, nullcontext
+from contextvars import Context
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Generic, Protocol, TypeAlias, TypeVar, TypeVarTuple
+
+import anyio
+
+from oppo.errors import DeadlockError, ProtocolError, running_loop
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+END_OF_TIME = 1e7
+"""Seconds (116 days). Beyond it a float no longer resolves the nanosecond within which asyncio fires a timer."""
+
+
+def run_virtual(main: Callable[[*Ts], Awaitable[R]], *args: *Ts) -> R:
+    """Run ``main(*args)`` to its end in virtual time, from 0, and return what it returns.
+
+    Raises:
+        DeadlockError: every task waits, and no timer can wake one.
+        ProtocolError: a thread was used.
+    """
+    return anyio.run(main, *args, backend_options={"loop_factory": VirtualTimeLoop})
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock starts at 0 and moves only when nothing is ready to run.
+
+    Attributes:
+        virtual: tells code that uses threads on other loops to run inline on this one.
+    """
+
+    virtual = True
+
+    def __init__(self) -> None:
+        self._clock = 0.0
+        self._timers: list[float] = []
+        self._tables: list[Callable[[], str]] = []
+        self._owner = threading.get_ident()
+        self._intruder: str | None = None
+        self._refused = False
+        super().__init__(_IdleSelector(self._refuse_threads, self._pass_time))
+
+    def time(self) -> float:
+        """Return the virtual time, in seconds."""
+        return self._clock
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Call ``callback`` when the clock shows ``when``, exactly."""
+        heapq.heappush(self._timers, when)
+        return super().call_at(when, callback, *args, context=context)
+
+    def on_deadlock(self, describe: Callable[[], str]) -> Callable[[], None]:
+        """Add ``describe()`` to the message of a deadlock; return a function that removes it again."""
+        self._tables.append(describe)
+        return lambda: self._tables.remove(describe)
+
+    def _pass_time(self, timeout: float | None) -> None:
+        """Move the clock by ``timeout`` seconds, or raise a deadlock.
+
+        asyncio passes the distance to its next timer, at most a day. The time plus that distance may round to another
+        float than the timer's, so the clock is set from the timers themselves; earlier ones are cancelled and skipped.
+        """
+        distance = 0.0 if timeout is None else timeout
+        while self._timers and (self._timers[0] <= self._clock or self._timers[0] - self._clock < distance):
+            heapq.heappop(self._timers)
+        if timeout is None or not self._timers or self._timers[0] == math.inf:
+            raise DeadlockError(self._deadlock())
+        self._clock = min(self._timers[0], self._clock + timeout) if timeout >= _DAY else self._timers[0]
+        if self._clock > END_OF_TIME:
+            raise OverflowError(f"virtual time has run past {END_OF_TIME:.0e} seconds: is something waiting in vain?")
+
+    def _deadlock(self) -> str:
+        names = ", ".join(sorted(task.get_name() for task in asyncio.all_tasks(self)))
+        return "\n".join(
+            [f"every task waits and nothing can wake one: {names}", *(describe() for describe in self._tables)]
+        )
+
+    def _refuse_threads(self) -> None:
+        """Raise for a thread that works for this loop; only once, so that the loop can be shut down."""
+        if self._refused:
+            return
+        # anyio's worker threads carry their loop; others are noticed when they call in.
+        workers = [thread.name for thread in threading.enumerate() if getattr(thread, "loop", None) is self]
+        for name in [*([self._intruder] if self._intruder else []), *workers]:
+            self._refused = True
+            raise ProtocolError(
+                f"virtual time knows no threads, but {name!r} is one: do its work on the loop when in virtual time"
+            )
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], R], *args: *Ts) -> asyncio.Future[R]:
+        """Raise a :class:`~oppo.errors.ProtocolError`: executors need threads."""
+        del executor, args
+        raise ProtocolError(
+            f"virtual time knows no threads, so {getattr(func, '__qualname__', func)!r} cannot run in an executor: "
+            f"do its work on the loop when in virtual time"
+        )
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Call ``callback`` soon; a call from another thread is an error that the loop raises."""
+        if threading.get_ident() != self._owner:
+            # The loop raises the error, so that its caller gets it.
+            self._intruder = threading.current_thread().name
+        return super().call_soon_threadsafe(callback, *args, context=context)
+
+
+_DAY = 24 * 3600
+"""The longest time, in seconds, that asyncio waits at once."""
+
+
+class _IdleSelector(selectors.DefaultSelector):
+    """Calls ``pass_time`` wherever the loop would sleep."""
+
+    def __init__(self, refuse_threads: Callable[[], None], pass_time: Callable[[float | None], None]) -> None:
+        super().__init__()
+        self._refuse_threads = refuse_threads
+        self._pass_time = pass_time
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Return what is ready now; pass virtual time if nothing is and the loop would wait."""
+        self._refuse_threads()
+        ready = super().select(0)
+        if not ready and (timeout is None or timeout > 0):
+            self._pass_time(timeout)
+        return ready
+
+
+Interference: TypeAlias = Callable[[str, str], float]
+"""``f(kind, other)``: by how much work takes longer beside work of another kind, as a share; 1 is twice as long."""
+
+
+def time_shared(kind: str, other: str) -> float:
+    """Return 1: kinds of work that run side by side take turns, as on a device that one of them keeps busy."""
+    del kind, other
+    return 1.0
+
+
+class Device:
+    """Hardware that several kinds of work share; work of one kind does not interfere with itself.
+
+    Args:
+        interference: of a kind of work by another; several others add up.
+
+    Example:
+        >>> device = Device()
+        >>> async def main() -> float:
+        ...     async with anyio.create_task_group() as tasks:
+        ...         tasks.start_soon(device.work, "decode", 2.0)
+        ...         tasks.start_soon(device.work, "score", 1.0)
+        ...     return anyio.current_time()
+        >>> from oppo.simulate.engine import run_virtual
+        >>> run_virtual(main)
+        3.0
+    """
+
+    def __init__(self, interference: Interference = time_shared) -> None:
+        self._interference = interference
+        self._jobs: dict[Job, None] = {}  # an ordered set
+
+    async def work(self, kind: str, seconds: float) -> None:
+        """Do so many seconds of work."""
+        with self.job(kind) as job:
+            await job.reach(job.position + seconds)
+
+    @contextmanager
+    def job(self, kind: str) -> Iterator[Job]:
+        """Be at work on the device while the context lasts."""
+        job = Job(kind)
+        self._jobs[job] = None
+        self._changed()
+        try:
+            yield job
+        finally:
+            del self._jobs[job]
+            self._changed()
+
+    def _changed(self) -> None:
+        kinds = list(dict.fromkeys(job.kind for job in self._jobs))
+        for job in self._jobs:
+            job.slow_down(1 + sum(self._interference(job.kind, other) for other in kinds if other != job.kind))
+
+
+class Job:
+    """A piece of work in progress.
+
+    Args:
+        kind: of the work.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._slowdown = 1.0
+        self._lost = 0.0  # seconds of the clock that brought nothing, while nothing interferes
+        self._since = self._at = 0.0  # a time and the position then, while something does
+        self._wake = anyio.Event()
+        self._interrupted = False
+
+    @property
+    def position(self) -> float:
+        """What is done by now, in seconds: without interference exactly the loop's time."""
+        now = anyio.current_time()
+        return now - self._lost if self._slowdown == 1 else self._at + (now - self._since) / self._slowdown
+
+    def slow_down(self, slowdown: float) -> None:
+        """Take so many times as long from now on."""
+        if slowdown != self._slowdown:
+            self._since, self._at = anyio.current_time(), self.position
+            self._lost, self._slowdown = self._since - self._at, slowdown
+            self._wake.set()
+
+    def interrupt(self) -> None:
+        """Let :meth:`reach` return now."""
+        self._interrupted = True
+        self._wake.set()
+
+    async def reach(self, position: float) -> bool:
+        """Wait until a position is reached; return false if interrupted before."""
+        loop = running_loop()
+        self._interrupted = False
+        while True:
+            self._wake = anyio.Event()
+            due = False
+
+            def arrive(wake: anyio.Event = self._wake) -> None:
+                nonlocal due
+                due = True
+                wake.set()
+
+            timer = loop.call_at(self._time_of(position), arrive)
+            try:
+                await self._wake.wait()
+            finally:
+                timer.cancel()
+            if due or self._interrupted:
+                return due
+
+    def _time_of(self, position: float) -> float:
+        """Return the loop time at which a position is reached if nothing changes."""
+        if self._slowdown == 1:
+            return position + self._lost
+        return self._since + (position - self._at) * self._slowdown
+
+
+async def spend(device: Device | None, kind: str, seconds: float) -> None:
+    """Work for so long on a device, or sleep without one."""
+    if device is None or not seconds:
+        await anyio.sleep(seconds)
+    else:
+        await device.work(kind, seconds)
+
+
+class Row(Protocol):
+    """A response that is being decoded."""
+
+    parked: int
+    """Tokens, while it is in no lane."""
+
+    def due(self) -> int:
+        """Return the number of tokens at which the next event of this row comes, at least one more than it has."""
+
+
+RowT = TypeVar("RowT", bound=Row)
+
+
+@dataclass(slots=True)
+class Seat:
+    """The place of a row in a lane: it had ``made`` tokens when the lane had made ``since`` decode steps.
+
+    Attributes:
+        order: ordinal of its joining, by which rows are attended to.
+    """
+
+    made: int
+    since: int
+    order: int
+
+
+class Lane(Generic[RowT]):
+    """One engine, or one of several replicas.
+
+    Args:
+        seconds: of a decode step of so many rows with so many tokens in their responses.
+        attend: called with the rows that have an event after a decode step, in the order of their joining.
+        count: called with the number of tokens made.
+        waits: whether no decode step begins now.
+        device: that it works on; its own by default.
+        static: whether a row keeps its place in the decode step when it has ended, padded to the longest one, as in a
+            batch that is decoded to its end.
+
+    Attributes:
+        homes: rows that have begun here, and not ended.
+        peak_rows, peak_tokens: most rows that it had at once, and most tokens in their responses.
+    """
+
+    def __init__(
+        self,
+        seconds: Callable[[int, int], float],
+        attend: Callable[[Sequence[RowT]], None],
+        count: Callable[[int], None],
+        *,
+        waits: Callable[[], bool] = lambda: False,
+        device: Device | None = None,
+        static: bool = False,
+    ) -> None:
+        self._seconds = seconds
+        self._attend = attend
+        self._on_tokens = count
+        self._waits = waits
+        self._device = device
+        self._static = static
+        self._seats: dict[RowT, Seat] = {}
+        self._agenda: list[tuple[int, int, RowT]] = []  # by decode step, then by order
+        self._joined = 0
+        self._steps = 0
+        self._context = 0  # tokens of all rows after these steps
+        self._longest = 0  # most tokens of any row less the steps made; counts for a static lane only
+        self._places = 0  # rows that had a place since decoding began
+        self._ends: list[float] = []  # positions at which the next steps end
+        self._active = 0  # rows of the first of them
+        self._paused = 0.0  # seconds before the next step that has no end yet
+        self._planned = 0  # the step with the next event
+        self._changes: list[Callable[[], None]] = []  # between this decode step and the next
+        self._job: Job | None = None
+        self._worked = 0.0  # seconds at work, before the present work
+        self._begun = 0.0
+        self.homes = 0
+        self.peak_rows = self.peak_tokens = 0
+
+    def __contains__(self, row: object) -> bool:
+        return row in self._seats
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which it made decode steps."""
+        return self._worked + (0.0 if self._job is None else anyio.current_time() - self._begun)
+
+    def made(self, row: RowT) -> int:
+        """Return the tokens of a row by now."""
+        seat = self._seats.get(row)
+        if seat is None:
+            return row.parked
+        self.settle()
+        return self._made(seat)
+
+    def join(self, row: RowT) -> None:
+        """Decode a row as well, from the next decode step on."""
+        self.settle()
+        seat = Seat(row.parked, self._steps + bool(self._ends), self._joined)
+        self._joined += 1
+        self._seats[row] = seat
+        self._context += seat.made
+        self._longest = max(self._longest, seat.made - seat.since) if self._places else seat.made - seat.since
+        self._places += 1
+        self.peak_rows = max(self.peak_rows, len(self._seats))
+        self._note(row, seat)
+        self._replan()
+
+    def leave(self, row: RowT) -> None:
+        """Decode a row no longer."""
+        self.settle()
+        seat = self._seats.pop(row)
+        row.parked = self._made(seat)
+        self._context -= row.parked
+        self._active -= seat.since <= self._steps
+        self._replan()
+
+    def expect(self, row: RowT) -> None:
+        """Take note that the next event of a row may come sooner than it would have."""
+        self.settle()
+        step = self._note(row, self._seats[row])
+        if step < self._planned and self._job is not None:
+            self._job.interrupt()
+
+    def pause(self, seconds: float) -> None:
+        """Let the next decode step begin so much later, for something else that the engine does first."""
+        self.settle()
+        self._paused += seconds
+        self._replan()
+
+    def between_steps(self, change: Callable[[], None]) -> None:
+        """Call ``change`` after the decode step in progress, or now."""
+        if self._job is None:
+            change()
+            return
+        self.settle()
+        self._changes.append(change)
+        self._replan()
+
+    def clear(self) -> None:
+        """Forget the places of rows that have ended."""
+        self._places = len(self._seats)
+
+    async def run(self) -> None:
+        """Make decode steps until no row is left, or they wait; return at once if another task does."""
+        if self._job is not None:
+            return
+        with nullcontext(Job("decode")) if self._device is None else self._device.job("decode") as job:
+            self._job, self._begun = job, anyio.current_time()
+            try:
+                while self._seats and not self._waits():
+                    await self._advance(job)
+            finally:
+                self.settle()
+                self._worked = self.busy
+                self._job, self._ends = None, []
+                self._change()
+
+    async def _advance(self, job: Job) -> None:
+        """Pass the time until the next event, or until the rows or what they are waited for have changed."""
+        while self._agenda[0][-1] not in self._seats:
+            heappop(self._agenda)
+        self.settle()
+        self._planned = self._steps + 1 if self._changes else self._agenda[0][0]
+        if not await job.reach(self._end(self._planned, job)):
+            return
+        self._count(self._planned - self._steps)
+        due: dict[RowT, None] = {}
+        while self._agenda and self._agenda[0][0] <= self._steps:
+            row = heappop(self._agenda)[-1]
+            if row in self._seats:
+                due[row] = None
+        self._attend(sorted(due, key=lambda row: self._seats[row].order))
+        for row in due:
+            if row in self._seats:
+                self._note(row, self._seats[row])
+        self._change()
+
+    def _change(self) -> None:
+        changes, self._changes = self._changes, []
+        for change in changes:
+            change()
+
+    def _note(self, row: RowT, seat: Seat) -> int:
+        step = seat.since + row.due() - seat.made
+        heappush(self._agenda, (step, self._joined, row))
+        self._joined += 1
+        return step
+
+    def _made(self, seat: Seat) -> int:
+        return seat.made + max(0, self._steps - seat.since)
+
+    def _end(self, step: int, job: Job) -> float:
+        """Return the position at which a decode step ends."""
+        if not self._ends:
+            self._active = len(self._seats)
+        while len(self._ends) < step - self._steps:
+            ahead = len(self._ends)
+            rows, context = len(self._seats), self._context
+            if ahead:
+                context += self._active + (ahead - 1) * rows
+            if self._static:
+                rows, context = self._places, self._places * (self._longest + self._steps + ahead)
+            begun = self._ends[-1] if ahead else job.position
+            self._ends.append(begun + self._paused + self._seconds(rows, context))
+            self._paused = 0.0
+        return self._ends[step - self._steps - 1]
+
+    def settle(self) -> None:
+        """Count the decode steps that have ended before now."""
+        if self._job is None or not self._ends:
+            return
+        now, steps = self._job.position, 0
+        while steps < len(self._ends) and self._ends[steps] < now and self._steps + steps + 1 < self._planned:
+            steps += 1
+        self._count(steps)
+
+    def _count(self, steps: int) -> None:
+        if not steps:
+            return
+        tokens = self._active + (steps - 1) * len(self._seats)
+        del self._ends[:steps]
+        self._steps += steps
+        self._context += tokens
+        self.peak_tokens = max(self.peak_tokens, self._context)
+        self._on_tokens(tokens)
+        self._active = len(self._seats)
+
+    def _replan(self) -> None:
+        """Let only the step in progress stand, since the next ones have other rows."""
+        if self._job is not None and self._ends:
+            del self._ends[1:]
+            self._job.interrupt()
