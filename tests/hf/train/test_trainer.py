@@ -41,7 +41,7 @@ from tests.golden import fixed
 from tests.hf import tiny
 from tests.known import known
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 SAMPLING = Sampling(max_new_tokens=16, stop=(2,))
 LENGTHS = ((3, 5), (9, 1), (1, 12), (6, 7), (4, 4), (12, 16))
 """Tokens of each row's prompt and response."""
