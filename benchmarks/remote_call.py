@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.raylets import two_raylets
 from oppo.observe import now
-from oppo.placement import Hosted, Inline, Place, Process, Recipe, Thread
+from oppo.placement import Hosted, Inline, Place, Process, Thread
 from oppo.placement.ray import RayPlace
 
 CHUNK: Final = np.arange(64, dtype=np.int32)
@@ -40,7 +40,7 @@ class Length:
 
 async def milliseconds(place: Place, calls: int) -> list[float]:
     """Return how long each of so many calls took, one after the other."""
-    length: Hosted[Length] = place.host(Recipe(Length, Length))
+    length: Hosted[Length] = place.host(Length)
     took = []
     for _ in range(WARM + calls):
         begun = now()

@@ -17,7 +17,8 @@
     └── ModelError
         ├── ModelRefused  a model cannot be served exactly: raised at load, names the reason
         ├── ModelDiverged update after update was not finite: names the rollouts and the saved batch
-        └── ModelLost     a model's thread or process is gone
+        ├── ModelLost     a model's thread or process is gone
+        └── SessionsLost  a scorer's process was replaced: what it had read must be sent again
 """
 
 from __future__ import annotations
@@ -109,6 +110,14 @@ class ModelDiverged(ModelError):  # noqa: N818 - it says what happened
 
 class ModelLost(ModelError):  # noqa: N818 - it says what happened
     """The thread or process that hosts a model is gone."""
+
+
+class SessionsLost(ModelError):  # noqa: N818 - it says what happened
+    """A scorer has lost its sessions, and works again; the stage sends it their rollouts again.
+
+    A place raises it once for each instance that it had to make anew, instead of making the call. A scorer that keeps
+    its sessions on a server may raise it too.
+    """
 
 
 @contextmanager

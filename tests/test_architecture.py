@@ -24,7 +24,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "models",
             "admission",
             "rollout_buffer",
-            "hosted_trainer",
             "placement",
             "returns",
             "scorer_protocols",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Final
@@ -69,7 +70,7 @@ def train(plan: Plan, arm: Arm, seed: int, assets: Assets, directory: Path) -> O
 async def carry_out(session: PreparedRun, arm: Arm) -> None:
     """Run a session as ``oppo train`` does; held scoring has every core, since nothing runs beside it."""
     if arm.held:
-        scoring = session.assembly.places.scoring["reward"].host(available_cores())
+        scoring = session.assembly.places.scoring["reward"].host(partial(int, available_cores()))
         await scoring.call("cores", use_cores)
         session = replace(session, graph=held(session.graph))
     await run(session, Console(quiet=True))

@@ -102,7 +102,7 @@ async def measure(places: Sequence[Place], model: ModelRecipe) -> None:
             spread = f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
             print(f"decode step {what}: {place.name} {1e3 * median:.2f} ms; {spread}")
     for place in places:
-        hosted, answer = place.host(Questioner()), Callback(never)
+        hosted, answer = place.host(Questioner), Callback(never)
         await hosted.call("ask", Questioner.ask, answer, 1)
         costs = [await hosted.call("ask", Questioner.ask, answer, QUESTIONS) for _ in range(ROUNDS)]
         print(f"question and answer: {place.name} {1e6 * statistics.median(costs):.1f} us")

@@ -19,8 +19,8 @@ from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, ConfigError
 from oppo.events import StepReport
 from oppo.graph import Graph
-from oppo.hosted_trainer import HostedTrainer
 from oppo.models import ResumableTrainer
+from oppo.placement.trainer import HostedTrainer
 from oppo.report.log import dump_batch
 from oppo.stages import Generate, GroupRelative, InParts, Update
 
@@ -98,7 +98,7 @@ def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
         raise ConfigError(
             f"the trainer of the graph's stage 'update', {type(trainer).__name__}, has no {', '.join(lacking)}, so a "
             "run could neither be saved nor resumed: write what oppo.models.ResumableTrainer lists, or derive it from "
-            "oppo.hosted_trainer.HostedTrainer; a program without a run directory opens the graph itself"
+            "oppo.placement.trainer.HostedTrainer; a program without a run directory opens the graph itself"
         )
     return cast("ResumableTrainer", trainer)
 

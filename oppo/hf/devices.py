@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Concatenate, Final, Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
 from oppo.errors import ConfigError, ModelError
 from oppo.observe import SpanListener, silent
-from oppo.placement import Hosted, Hosting, Journal, Place, Process, Ranks, Recipe, Thread
-from oppo.placement.answered_place import AnsweredPlace
+from oppo.placement import Hosted, Hosting, Make, Place, Process, Ranks, Thread
 from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
 
 
@@ -128,9 +127,9 @@ class DeviceThread(Thread):
 
         super().__init__(name, listener=listener, setup=set_up, time_slice=time_slice)
 
-    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Return a handle to ``instance``, complete for the thread's stream; ``journal`` records nothing."""
-        hosted = super().host(instance, track=track, journal=journal)
+    def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
+        """Return the handle to an instance that is complete for the thread's stream."""
+        hosted = super().host(make, track=track)
         synchronised(self.device)
         return hosted
 
@@ -368,8 +367,8 @@ class DeviceLayout:
             if place is not self.training or place.at_work:
                 place.abort()
 
-    def _processes(self) -> list[AnsweredPlace[Any]]:
-        return [place for place in self if isinstance(place, AnsweredPlace)]
+    def _processes(self) -> list[Process]:
+        return [place for place in self if isinstance(place, Process)]
 
     def close(self) -> None:
         """Close each place after its call in progress; the saver first, since saving needs the trainer."""
@@ -445,14 +444,14 @@ class ModelPlace:
         self._model = model
         self._remedy = remedy
 
-    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Host ``instance`` in the place.
+    def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
+        """Return the handle to an instance in the place.
 
         Raises:
             ModelError: the place cannot host it, or memory ran out.
         """
         with attributed(self._model, "it was given a home", self._remedy):
-            hosted = self._place.host(instance, track=track or self._model, journal=journal)
+            hosted = self._place.host(make, track=track or self._model)
         return _Attributed(hosted, self._model, self._remedy)
 
 
@@ -465,6 +464,10 @@ class _Attributed(Generic[T]):
     @property
     def time_slice(self) -> TimeSlice:
         return self._hosted.time_slice
+
+    @property
+    def here(self) -> T:
+        return self._hosted.here
 
     def at(self, priority: Priority) -> Hosted[T]:
         return _Attributed(self._hosted.at(priority), self._model, self._remedy)

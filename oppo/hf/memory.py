@@ -47,9 +47,9 @@ from oppo.hf.serve.scorers import (
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import pack, units
 from oppo.hf.train.trainer import HfTrainerCore
-from oppo.hosted_trainer import TrainerCounts
 from oppo.losses import Loss, Whole
 from oppo.models import Sampling
+from oppo.placement.trainer import TrainerCounts
 from oppo.training import TrainerSettings
 
 _LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))

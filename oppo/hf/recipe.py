@@ -28,7 +28,7 @@ from oppo.hf.kv.attention import Choice
 from oppo.hf.loading import load_causal, load_process, load_scalar, require_supported
 from oppo.hf.lora import add_lora
 from oppo.hf.model_files import located, require_adapter
-from oppo.placement import Recipe
+from oppo.hf.shared_memory import SharedModel, Source
 
 T = TypeVar("T")
 
@@ -171,12 +171,15 @@ def vocabulary_of(model: Loadable) -> int:
     return model.vocabulary() if isinstance(model, ModelRecipe) else vocabulary(model)
 
 
-def worker_of(kind: type[T], model: Loadable, *args: object) -> T | Recipe[T]:
-    """Return ``kind(model, *args)``, or the recipe of it if that is what the model is given by."""
-    if isinstance(model, ModelRecipe):
-        return Recipe(kind, _make, (kind, model, *args))
-    return kind(model, *args)  # type: ignore[call-arg]  # each kind of worker has a model as its first argument
+def source_of(model: Loadable) -> Source[PreTrainedModel]:
+    """Return the model's recipe, or that it lies in memory of this process."""
+    return model if isinstance(model, ModelRecipe) else SharedModel(model)
 
 
-def _make(kind: Callable[..., T], recipe: ModelRecipe, *args: object) -> T:
-    return kind(recipe.load(), *args)
+def worker_maker(kind: Callable[..., T], model: Loadable, *args: object) -> Callable[[], T]:
+    """Return what makes ``kind(model, *args)`` in any process."""
+    return partial(_worker, kind, source_of(model), *args)
+
+
+def _worker(kind: Callable[..., T], source: Source[PreTrainedModel], *args: object) -> T:
+    return kind(source.load(), *args)

@@ -15,15 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Generic, Protocol, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from oppo.errors import ModelRefused
-from oppo.placement.block import Block
+from oppo.placement.shared_memory import Block
 from oppo.placement.wire import packed, unpacked
+
+M = TypeVar("M", bound=nn.Module)
+M_co = TypeVar("M_co", bound=nn.Module, covariant=True)
 
 ALIGNMENT = 64
 """Bytes: torch allocates tensors at multiples of it on a CPU. Rounding depends on a tensor's address modulo this."""
@@ -60,8 +63,15 @@ class TensorLayout:
         return nn.Parameter(view, self.requires_grad) if self.parameter else view
 
 
-class SharedModel:
-    """A model that unpickles in another process over the same weights.
+class Source(Protocol[M_co]):
+    """Where a model comes from, in the process that needs it."""
+
+    def load(self) -> M_co:
+        """Return the model."""
+
+
+class SharedModel(Generic[M]):
+    """A model that crosses to another process over the same weights.
 
     Pickling moves the weights into shared memory, once; modules and parameters keep their identity. Changes of weights
     in place, as by an optimizer, apply to both processes.
@@ -70,8 +80,12 @@ class SharedModel:
         ModelRefused: when pickled; a tensor is not on the CPU.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: M) -> None:
         self._model = model
+
+    def load(self) -> M:
+        """Return the model."""
+        return self._model
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         tensors: dict[int, Tensor] = {}
@@ -149,6 +163,6 @@ def _shareable(part: object) -> bool:
     return type(part) in (Tensor, nn.Parameter, nn.Buffer) and cast("Tensor", part).numel() > 0
 
 
-def _rebuilt(skeleton: bytes, blocks: tuple[Block, ...], layouts: tuple[TensorLayout, ...]) -> object:
+def _rebuilt(skeleton: bytes, blocks: tuple[Block, ...], layouts: tuple[TensorLayout, ...]) -> SharedModel[nn.Module]:
     tensors = [layout.tensor(blocks) for layout in layouts]
-    return unpacked(skeleton, tensors.__getitem__)
+    return SharedModel(cast("nn.Module", unpacked(skeleton, tensors.__getitem__)))

@@ -7,31 +7,27 @@
     Process   in a child process        has its own interpreter; arguments and results cross a socket
     Ranks     in several of them        each has a copy, and they make every call together
 
-An *instance* is a synchronous object that lives in one place for good; :meth:`Hosting.host` puts it there and returns
-the asynchronous handle to its methods. A place makes its calls one at a time, in the order of their priorities
-(:mod:`oppo.scheduling`, :meth:`Hosted.at`). A :class:`Callback` among the arguments of a call stays with the caller.
-Weights do not cross: they lie in memory that both processes see (:class:`~oppo.placement.block.Block`).
+An *instance* is a synchronous object that lives in one place for good. :meth:`Hosting.host` takes what makes it, has it
+made there, and returns the asynchronous handle to its methods. A place makes its calls one at a time, in the order of
+their priorities (:mod:`oppo.scheduling`, :meth:`Hosted.at`). A :class:`Callback` among the arguments of a call stays
+with the caller. Weights do not cross to another process of this machine: they lie in memory that both see
+(:mod:`oppo.placement.shared_memory`).
 """
 
-from oppo.placement.callback import Callback
-from oppo.placement.inline import Inline
-from oppo.placement.place import Hosted, Hosting, Journal, Place
+from oppo.placement.place import Hosted, Hosting, Inline, Make, Place, Thread
 from oppo.placement.process import Process
-from oppo.placement.rank_group import Member
-from oppo.placement.ranks import Ranks
-from oppo.placement.recipe import Recipe
-from oppo.placement.thread import Thread
+from oppo.placement.ranks import Member, Ranks
+from oppo.placement.wire import Callback
 
 __all__ = [
     "Callback",
     "Hosted",
     "Hosting",
     "Inline",
-    "Journal",
+    "Make",
     "Member",
     "Place",
     "Process",
     "Ranks",
-    "Recipe",
     "Thread",
 ]

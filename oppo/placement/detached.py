@@ -16,8 +16,7 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
 import anyio
 
 from oppo.errors import ModelLost, running_loop
-from oppo.placement.child import Gone
-from oppo.placement.child_process import ChildProcess
+from oppo.placement.process import ChildProcess, Gone
 from oppo.placement.wire import Call, Create, Packet, pack, pack_with_blocks
 from oppo.placement.worker import heed_interrupts
 
@@ -94,7 +93,7 @@ class DisposableProcess(Generic[T]):
     def __init__(self, name: str, instance: T, *, timeout: float = math.inf) -> None:
         self._name = name
         self._timeout = timeout
-        self._create = pack_with_blocks(Create(0, instance))
+        self._create = pack_with_blocks(Create(0, partial(_itself, instance)))
         self._child: _LazyChild | None = None
         self._turn = anyio.Lock()
 
@@ -155,6 +154,10 @@ class DisposableProcess(Generic[T]):
         child, self._child = self._child, None
         if child is not None:
             child.kill()
+
+
+def _itself(instance: T) -> T:
+    return instance
 
 
 class _LazyChild:

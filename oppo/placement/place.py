@@ -1,24 +1,35 @@
-"""The contract of every place, and the handle to an instance of this process."""
+"""Where a model works: the contract of every place, and the places of this process: the caller, and a thread.
+
+A place makes its calls one at a time, in the order of their priorities (:mod:`oppo.scheduling`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from threading import Condition
 from types import TracebackType
-from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar
+
+import anyio.lowlevel
 
 from oppo import observe
-from oppo.errors import ModelLost
-from oppo.placement.recipe import Recipe, made
-from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
+from oppo.errors import ModelError, ModelLost, running_loop
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 W = TypeVar("W")
+
+Make: TypeAlias = Callable[[], T]
+"""Makes an instance where it will live: a class, or a ``functools.partial`` of one, importable by name."""
 
 
 class Hosted(Protocol[T_co]):
@@ -27,6 +38,14 @@ class Hosted(Protocol[T_co]):
     @property
     def time_slice(self) -> TimeSlice:
         """How long a call in this place should last that nothing waits for."""
+
+    @property
+    def here(self) -> T_co:
+        """The instance in this process: itself, or another that was made over the same memory.
+
+        Raises:
+            ModelError: it lives where memory is not shared.
+        """
 
     def at(self, priority: Priority) -> Hosted[T_co]:
         """Return a handle whose calls have this priority; those of other handles are made in order of arrival.
@@ -49,6 +68,8 @@ class Hosted(Protocol[T_co]):
 
         Raises:
             ModelLost: the place is closed, or its process died.
+            SessionsLost: its process died, and another made the instance anew since the last call; this one was not
+                made, or not to its end.
             Preempted: the priority is that of a preemptible call, which was not made.
             Exception: whatever ``work`` raised.
         """
@@ -58,9 +79,8 @@ class Hosted(Protocol[T_co]):
     ) -> None:
         """Give the instance weights, by ``work(instance, weights)``; the place makes no other call meanwhile.
 
-        Where its memory is this process's too, ``work`` runs here, on the instance that :meth:`Hosting.host` received,
-        and nothing crosses. Otherwise the weights are sent, and a replacement gets the last ones before it replays
-        anything.
+        Where it shares its memory with this process, ``work`` runs here, on :attr:`here`, and nothing crosses.
+        Otherwise the weights are sent, and a replacement gets the last ones.
 
         Args:
             work: a method of the instance's class.
@@ -73,27 +93,17 @@ class Hosted(Protocol[T_co]):
         """
 
 
-class Journal(Protocol):
-    """What the answered calls of an instance amount to: calls that bring a replacement to the same state."""
-
-    def note(self, work: Callable[..., object], args: tuple[object, ...]) -> None:
-        """Record an answered call; called in the order of the calls, from one thread at a time."""
-
-    def replay(self) -> Iterable[tuple[Callable[..., object], tuple[object, ...]]]:
-        """Return the calls that bring an instance from its state when it was hosted to that of the lost one."""
-
-
 class Hosting(Protocol):
     """Something that hosts instances."""
 
-    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Move ``instance`` in for good; from now on all use goes through the handle that is returned.
+    def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
+        """Return the handle to an instance that is made where it lives: all use goes through this handle.
 
         Args:
-            instance: synchronous; it need not be thread-safe, as its calls are made one at a time. By its recipe, it is
-                made where it will live.
+            make: makes the instance, which is synchronous; it need not be thread-safe, as its calls are made one at a
+                time. What ``make`` holds crosses to where the instance lives: memory of this process
+                (:class:`~oppo.placement.shared_memory.Block`) is shared, the rest pickled.
             track: of its spans; the name of the place when empty.
-            journal: replayed by places that restart what is lost; others record nothing.
 
         Raises:
             ModelError: it cannot live there.
@@ -136,10 +146,9 @@ class Place(Hosting):
             Preempted: the call is preemptible and was not made.
         """
 
-    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Return a handle to ``instance``, which is lost only with this process, so ``journal`` records nothing."""
-        del journal
-        return LocalInstance(self, made(instance), track or self.name)
+    def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
+        """Make an instance in this process and return the handle to it; see :meth:`Hosting.host`."""
+        return LocalInstance(self, maker(make)(), track or self.name)
 
     def close(self) -> None:
         """End the place after the call in progress and refuse further calls; idempotent."""
@@ -167,18 +176,32 @@ class Place(Hosting):
             self.listener(context.span(track, label, start, observe.now()))
 
 
+def maker(make: Make[T]) -> Make[T]:
+    """Return ``make``.
+
+    Raises:
+        ModelError: it is no function, but an instance, for example.
+    """
+    if not callable(make):
+        raise ModelError(
+            f"expected a function that makes the instance where it lives, such as functools.partial(Worker, path); got "
+            f"an object of {type(make).__name__}"
+        )
+    return make
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalInstance(Generic[T]):
-    """An instance that is called in this process; implements :class:`Hosted`."""
+    """The handle to an instance of this process; implements :class:`Hosted`."""
 
     place: Place
-    instance: T
+    here: T
     track: str
     priority: Priority = IN_ORDER
 
     @property
     def time_slice(self) -> TimeSlice:
-        """That of the place."""
+        """How long a call in the place should last that nothing waits for."""
         return self.place.time_slice
 
     def at(self, priority: Priority) -> Self:
@@ -187,16 +210,215 @@ class LocalInstance(Generic[T]):
 
     async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return ``work(instance, *args, **kwargs)``."""
-        return await self.place.call_at(self.priority, self.track, label, work, self.instance, *args, **kwargs)
+        return await self.place.call_at(self.priority, self.track, label, work, self.here, *args, **kwargs)
 
     async def load(
         self, work: Callable[[T, W], object], weights: W, loaded: Callable[[], object] | None = None
     ) -> None:
-        """Run ``work`` here, whose memory the instance's process shares."""
+        """Run ``work`` in this process."""
 
         def load() -> None:
-            work(self.instance, weights)
+            work(self.here, weights)
             if loaded is not None:
                 loaded()
 
         await self.place.call_at(self.priority, self.track, "load", load)
+
+
+class Inline(Place):
+    """The caller's own thread, for tests and for instances whose calls take no time worth mentioning.
+
+    A longer call holds up the event loop, and with it every other stage.
+
+    Example:
+        >>> async def main() -> int:
+        ...     return await Inline("length").host(list).call("measure", len)
+        >>> anyio.run(main)
+        0
+    """
+
+    async def call_at(
+        self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Run ``work`` at once, whatever its priority: there is no queue."""
+        del priority
+        self._require_open("place", label)
+        await anyio.lowlevel.checkpoint()  # other tasks take a turn before the loop is held up
+        with self._reported(track, label, observe.work_context()):
+            return work(*args, **kwargs)
+
+
+class Thread(Place):
+    """One thread, owned by one model or shared by several that should take turns on the same cores.
+
+    Args:
+        name, listener, time_slice: see :class:`Place`.
+        setup: called once in the thread before anything else, for example to set the intra-op thread count; its error
+            is the error of the first call, and the next call tries again.
+
+    Example:
+        >>> async def main() -> int:
+        ...     with Thread("reward") as thread:
+        ...         return await thread.call("add", int.__add__, 1, 2)
+        >>> anyio.run(main)
+        3
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        listener: observe.SpanListener = observe.silent,
+        setup: Callable[[], None] | None = None,
+        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
+    ) -> None:
+        super().__init__(name, listener=listener, time_slice=time_slice)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"oppo-{name}")
+        self._setup = setup
+        self._calls = CallQueue()
+
+    async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run ``work`` in the thread and return what it returns.
+
+        A call is waited for even when its caller is cancelled, by a scope or, as by Ctrl-C, without one: no state is
+        left half-changed.
+
+        Raises:
+            ModelLost: the thread is closed.
+        """
+        return await self.call_at(IN_ORDER, self.name, label, work, *args, **kwargs)
+
+    async def call_at(
+        self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Do the same with a priority, for one of several models that share the thread; see :meth:`Place.call_at`."""
+        running_loop()
+        self._require_open("thread of", label)
+        future = self._queued(priority, track, label, lambda: work(*args, **kwargs))
+        with anyio.CancelScope(shield=True):
+            result = await _outlasting(asyncio.wrap_future(future))
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        return result
+
+    def _queued(self, priority: Priority, track: str, label: str, work: Callable[[], R]) -> Future[R]:
+        future, context = Future[R](), observe.work_context()
+
+        def run() -> None:
+            try:
+                if self._setup is not None:
+                    self._setup()
+                    self._setup = None
+                with self._reported(track, label, context):
+                    result = work()
+            except BaseException as error:  # noqa: BLE001 - raised where the call is waited for
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._calls.put(run, lambda: future.set_exception(Preempted()), priority)
+        self._pool.submit(self._run_next)
+        return future
+
+    def _run_next(self) -> None:
+        if (begin := self._calls.take()) is not None:
+            begin()
+
+    def close(self) -> None:
+        """End the thread after the calls that are queued; idempotent."""
+        super().close()
+        self._calls.close()
+        self._pool.shutdown(wait=True)
+
+
+async def _outlasting(future: asyncio.Future[R]) -> R:
+    """Return the result of ``future``; a cancellation from outside of anyio that came meanwhile is raised then."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    result = future.result()
+    if cancelled is not None:
+        raise cancelled
+    return result
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A queued call.
+
+    Attributes:
+        begin: makes the call.
+        is_preempted: whether the call should be given up.
+        withdraw: reports to the caller that the call was given up.
+    """
+
+    urgent: bool
+    begin: Callable[[], None]
+    is_preempted: Callable[[], bool]
+    withdraw: Callable[[], None]
+    withdrawn: bool = False
+
+
+class CallQueue:
+    """Calls in the order of arrival, urgent ones first.
+
+    While a holder holds the queue, only urgent calls leave it. Preempted calls are withdrawn whenever a call may leave.
+    Thread-safe: any number of threads put and hold; one thread takes, once for each call put.
+    """
+
+    def __init__(self) -> None:
+        self._change = Condition()
+        self._pending: list[tuple[bool, int, _Pending]] = []
+        self._arrived = 0
+        self._holders: set[object] = set()
+        self._may_be_held = True
+
+    def put(self, begin: Callable[[], None], withdraw: Callable[[], None], priority: Priority) -> None:
+        """Queue a call.
+
+        Args:
+            begin: makes the call.
+            withdraw: called instead of ``begin`` if the call is preempted.
+            priority: of the call; an urgent one holds the queue from now on.
+        """
+        call = _Pending(priority.claim(self), begin, priority.preemption(), withdraw)
+        with self._change:
+            heappush(self._pending, (not call.urgent, self._arrived, call))
+            self._arrived += 1
+            self._change.notify()
+
+    def take(self) -> Callable[[], None] | None:
+        """Wait for the next call and return its ``begin``; ``None`` if that call was preempted."""
+        with self._change:
+            self._change.wait_for(self._may_leave)
+            call = heappop(self._pending)[-1]
+            return None if call.withdrawn else call.begin
+
+    def hold(self, holder: object) -> None:
+        """Keep calls that are not urgent until ``holder`` releases the queue; idempotent."""
+        with self._change:
+            self._holders.add(holder)
+
+    def release(self, holder: object) -> None:
+        """End the hold of ``holder``."""
+        with self._change:
+            self._holders.discard(holder)
+            self._change.notify()
+
+    def close(self) -> None:
+        """Let all pending calls leave, held or not."""
+        with self._change:
+            self._may_be_held = False
+            self._change.notify()
+
+    def _may_leave(self) -> bool:
+        for _, _, call in self._pending:
+            if not call.withdrawn and call.is_preempted():
+                call.withdrawn = True
+                call.withdraw()
+        if not self._pending:
+            return False
+        _, _, first = self._pending[0]
+        return first.urgent or first.withdrawn or not (self._holders and self._may_be_held)

@@ -1,35 +1,283 @@
-"""Calls in a child process, which has an interpreter, and so an interpreter lock, of its own."""
+"""Calls in a child process, which has an interpreter, and so an interpreter lock, of its own.
+
+::
+
+    Process  ──make an instance, call it──>  Child   a process of this machine (ChildProcess) or of another
+       │                                             (oppo.placement.ray), or several of them (oppo.placement.ranks)
+       └── replaces a child that died, up to ``restarts`` times an hour
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from multiprocessing.connection import Connection, Pipe
+from typing import ClassVar, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, cast
 
 from oppo import observe
-from oppo.placement.place import Hosted, Journal, LocalInstance
-from oppo.placement.recipe import Recipe, made
-from oppo.placement.supervised_place import SupervisedPlace
-from oppo.placement.supervised_process import HostedInstance, SupervisedProcess
-from oppo.placement.wire import Call
-from oppo.scheduling import DEFAULT_TIME_SLICE, TimeSlice
+from oppo.declared import require_whole
+from oppo.errors import ModelError, ModelLost, ProtocolError, SessionsLost
+from oppo.placement import worker
+from oppo.placement.place import Hosted, LocalInstance, Make, Place, Thread, maker
+from oppo.placement.shared_memory import Gauge
+from oppo.placement.wire import (
+    Answer,
+    Call,
+    Callbacks,
+    Create,
+    Failure,
+    Outcome,
+    Packet,
+    Request,
+    pack,
+    pack_with_blocks,
+    receive,
+    send,
+    unpack,
+)
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+W = TypeVar("W")
+
+RESTART_WINDOW = 3600.0
+"""Seconds over which restarts are counted: several deaths in an hour are a lasting fault, one in a day an accident."""
+
+Setup: TypeAlias = Callable[[], object] | None
+"""A function that a child calls once, before anything else."""
 
 
-class Process(SupervisedPlace):
+class Gone(Exception):  # noqa: N818 - it says what happened; caught in this package, never seen outside
+    """The child is dead.
+
+    Args:
+        how: it died, as in ``was killed by SIGKILL``.
+        who: died; the child when empty.
+        sequel: what became of others.
+    """
+
+    def __init__(self, how: str, *, who: str = "", sequel: str = "") -> None:
+        super().__init__(how)
+        self.who = who
+        self.sequel = sequel
+
+
+class Child(ABC):
+    """One process, or several that do the same, of this machine or another: it makes instances and executes orders.
+
+    Attributes:
+        created: the numbers of the instances that it holds, kept by its owner.
+    """
+
+    def __init__(self) -> None:
+        self.created: set[int] = set()
+
+    @property
+    @abstractmethod
+    def pids(self) -> tuple[int, ...]:
+        """The numbers of the processes, on their machines."""
+
+    @property
+    def whereabouts(self) -> str:
+        """How to find the process, for errors."""
+        return f"pid {self.pids[0]}"
+
+    def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
+        """Return the order to make an instance, for each process; any child of this kind executes it.
+
+        Raises:
+            ModelError: what ``make`` holds cannot go there.
+        """
+        return [pack_with_blocks(Create(number, make))]
+
+    def create(self, number: int, orders: Sequence[Packet]) -> Outcome:
+        """Make an instance; see :meth:`ask`."""
+        del number
+        (order,) = orders
+        return self.ask(order)
+
+    def packed_load(self, call: Call) -> Packet:
+        """Return a call with weights; this child, or another of its kind, may be asked to make it several times."""
+        return pack(call)
+
+    @abstractmethod
+    def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
+        """Send an order and return its answer; a failed setup is the answer to the first order instead.
+
+        Callbacks of the order run here, in this thread.
+
+        Raises:
+            Gone: the child is dead, or dies meanwhile.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Let the child exit, which has no order in progress; idempotent."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill the child, whatever it is doing; a thread that waits for an answer gets :class:`Gone`."""
+
+
+Start: TypeAlias = Callable[[str, Setup], Child]
+"""Starts a child of this name, without waiting for it, with its setup."""
+
+_PROGRAM: Final = (
+    "import sys; name, fd, lifeline, *sys.path = sys.argv[1:]; "
+    "from oppo.placement.worker import serve; serve(int(fd), int(lifeline))"
+)
+"""The child runs this program, not the parent's: no script or notebook of a user runs twice."""
+
+_GRACE: Final = 5.0
+"""Seconds until a child whose socket is closed at either end is killed."""
+
+
+class ChildProcess(Child):
+    """A process of this machine that searches for modules where this one does, ignores Ctrl-C and dies with it.
+
+    The constructor starts the process without waiting for it; its first orders run while the parent goes on.
+
+    Args:
+        name: shown in the list of processes.
+        setup: called once in the child before anything else.
+    """
+
+    def __init__(self, name: str, setup: Setup) -> None:
+        super().__init__()
+        first = [Call(None, worker.search, ([str(folder) for folder in sys.path],))]
+        first += [] if setup is None else [Call(None, setup)]
+        packets = [pack_with_blocks(order) for order in first]
+        ours, theirs = socket.socketpair()
+        lifeline, self._lifeline = Pipe(duplex=False)
+        with theirs, lifeline, _interrupts_blocked():
+            # The program is this package's own; the interpreter is the one that runs.
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-c", _PROGRAM, name, *map(str, (theirs.fileno(), lifeline.fileno(), *sys.path))],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), lifeline.fileno()),
+            )
+        self._connection: Connection[bytes, bytes] = Connection(ours.detach())
+        self._unanswered = 0
+        with suppress(Gone):  # the first order raises it again
+            for packet in packets:
+                self._send(packet)
+                self._unanswered += 1
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The number of the process."""
+        return (self._process.pid,)
+
+    def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
+        """Send an order and return its answer; see :meth:`Child.ask`."""
+        while self._unanswered:
+            answer = self._answer(Callbacks())
+            self._unanswered -= 1
+            if isinstance(answer, Failure):
+                return answer
+        self._send(packet)
+        return self._answer(callbacks or Callbacks())
+
+    def _answer(self, callbacks: Callbacks) -> Outcome:
+        """Run the callbacks that are requested, then return the answer, or the error of a callback instead."""
+        while isinstance(message := self._receive(), Request):
+            if (reply := callbacks.run(message)) is not None:
+                self._send(reply)
+        answer = cast("Outcome", message)
+        return answer if callbacks.error is None else Failure(answer.start, answer.end, callbacks.error)
+
+    def end(self) -> None:
+        """Close the socket and the lifeline, upon which the child exits or is killed; idempotent."""
+        self._connection.close()
+        self._lifeline.close()
+        self._reap()
+
+    def kill(self) -> None:
+        """Kill the child; see :meth:`Child.kill`."""
+        self._process.kill()
+        self._process.wait()
+
+    def interrupt(self) -> None:
+        """End the call in progress, if the child's setup was :func:`oppo.placement.worker.heed_interrupts`."""
+        self._process.send_signal(signal.SIGUSR1)
+
+    def _send(self, packet: Packet) -> None:
+        try:
+            send(self._connection, packet)
+        except OSError:
+            raise Gone(self._death()) from None
+
+    def _receive(self) -> object:
+        try:
+            packet = receive(self._connection)
+        except (EOFError, OSError):
+            raise Gone(self._death()) from None
+        return unpack(packet)
+
+    def _reap(self) -> int:
+        try:
+            return self._process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _death(self) -> str:
+        code = self._reap()
+        if code >= 0:
+            return f"ended with exit code {code}"
+        name = signal.Signals(-code).name
+        hint = " (as the system does when memory runs out)" if -code == signal.SIGKILL else ""
+        return f"was killed by {name}{hint}"
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Block Ctrl-C in this thread; a child started meanwhile inherits that, and ignores it from its first moment."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instance:
+    """An instance in a child, with what it takes to make it again.
+
+    Attributes:
+        number: identifies it in orders.
+        track: of its spans, and its name in errors.
+        orders: that make it, see :meth:`Child.orders`.
+    """
+
+    number: int
+    track: str
+    orders: Sequence[Packet]
+
+
+class Process(Place):
     """One child process, owned by one model or shared by several that should take turns on the same cores.
 
-    An instance is pickled when it is hosted, and unpickled in the child at its first call. Its methods are called in
-    one thread, in the order of their priorities (:mod:`oppo.scheduling`). Spans are timed by the child, on the clock
-    that both processes share. Errors come back as themselves. The child writes to the parent's output, ignores Ctrl-C
-    and dies with its parent.
+    An instance is made in the child at its first call; what it holds of :mod:`oppo.placement.shared_memory` is shared.
+    Its methods are called in one thread, in the order of their priorities (:mod:`oppo.scheduling`). Spans are timed by
+    the child, on the clock that both processes share. Errors come back as themselves. The child writes to the parent's
+    output, ignores Ctrl-C and dies with its parent.
 
     If the child dies, the call in progress and every later one raise :class:`~oppo.errors.ModelLost`. With ``restarts``
-    another child is started instead: it unpickles the instances again, replays their journals and repeats the call.
-    What they have in shared memory survives.
+    another child is started instead, in which the instances are made anew and get the last weights that they were
+    given. The next call of an instance that was called before raises :class:`~oppo.errors.SessionsLost`. What instances
+    have in shared memory survives.
 
     Args:
         name, listener, time_slice: see :class:`Place`.
@@ -37,6 +285,7 @@ class Process(SupervisedPlace):
             ``functools.partial(oppo.hf.devices.use_cores, 1)``; importable by name.
         restarts: how many dead children are replaced in an hour; above 0, calls with callbacks are refused.
         tell: called with a sentence about each restart, from another thread.
+        start: starts a child.
 
     Raises:
         ModelError: ``setup`` cannot go to another process.
@@ -44,41 +293,246 @@ class Process(SupervisedPlace):
     Example:
         >>> async def main() -> int:
         ...     with Process("length") as process:
-        ...         return await process.host("abc").call("measure", len)
+        ...         return await process.host(list).call("measure", len)
         >>> anyio.run(main)
-        3
+        0
     """
 
-    what = "process"
+    what: ClassVar[str] = "process"
+    """The child, in the error of a closed place."""
 
     def __init__(
         self,
         name: str,
         *,
         listener: observe.SpanListener = observe.silent,
-        setup: Callable[[], object] | None = None,
+        setup: Setup = None,
         restarts: int = 0,
         tell: Callable[[str], None] = observe.silent,
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
+        start: Start = ChildProcess,
     ) -> None:
-        child = SupervisedProcess(name, setup=setup, restarts=restarts, tell=tell)
-        super().__init__(name, child, listener=listener, time_slice=time_slice)
+        super().__init__(name, listener=listener, time_slice=time_slice)
+        require_whole("restarts", restarts, 0)
+        self._restarts = restarts
+        self._restart_times: deque[float] = deque()
+        self._tell = tell
+        self._setup = setup
+        self._start = start
+        self._child = start(name, setup)
+        self._aborted = False
+        self._instances: list[Instance] = []
+        self._loads: dict[int, Packet] = {}
+        self._used: set[int] = set()
+        self._bereft: set[int] = set()
+        self._thread = Thread(name)
+        self._turn = threading.Lock()
 
-    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Host ``instance`` in the child; this object itself, or what its recipe makes, stays here too.
+    @property
+    def pid(self) -> int:
+        """The number of the child process, on its machine."""
+        return self._child.pids[0]
 
-        See :meth:`SupervisedPlace.host`.
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The numbers of the child processes, by rank."""
+        return self._child.pids
+
+    @property
+    def count(self) -> int:
+        """The number of child processes, more than 1 for ranks."""
+        return len(self._child.pids)
+
+    def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
+        """Return the handle to an instance in the child; see :meth:`Hosting.host`.
+
+        Where it shares memory with this process, another is made here over the same memory: see :attr:`Hosted.here`.
         """
-        here = made(instance)
-        hosted = self._children.host(here, track or self.name, journal)
-        return _ChildInstance(here, hosted.track, place=self, hosted=hosted)
+        number = len(self._instances)
+        orders = self._child.orders(number, maker(make))
+        shares = any(not isinstance(block, Gauge) for block in orders[0].blocks)
+        here = make() if shares else None
+        self._instances.append(Instance(number, track or self.name, orders))
+        return ChildInstance(self, self._instances[-1], here)
+
+    def wait_until_ready(self) -> None:
+        """Return when the child holds every instance; without this, each is made at its first call.
+
+        Raises:
+            ModelLost: a child died once too often.
+            Exception: ``setup`` or ``make`` of an instance failed.
+        """
+        for instance in self._instances:
+            with self._turn:
+                failure = self._restarting(lambda: self._created(instance), f"'create' for {instance.track!r}")  # noqa: B023
+            if failure is not None:
+                failure.result(self.name)
+
+    async def call_in_child(self, priority: Priority, instance: Instance, label: str, call: Call) -> object:
+        """Return what a call returns in the child.
+
+        Raises:
+            ModelLost: the place is closed, or its child died once too often.
+            Preempted: the call is preemptible and was not made.
+            ProtocolError: the call has callbacks, and a dead child would be replaced.
+            SessionsLost: the instance was called before, and has been made anew since.
+            Exception: whatever the call raised.
+        """
+        callbacks = Callbacks()
+        stubbed = callbacks.extract(call)
+        if callbacks and self._restarts:
+            raise ProtocolError(
+                f"{label!r} for {instance.track!r} calls back, and what it said would be lost with a process that is "
+                f"replaced, but {self.name!r} has restarts={self._restarts}: expected restarts=0"
+            )
+        packet = pack_with_blocks(stubbed) if callbacks else pack(stubbed)
+
+        def ask() -> Outcome:
+            if (failure := self._created(instance)) is not None:
+                return failure
+            if instance.number in self._bereft:
+                self._bereft.remove(instance.number)
+                raise SessionsLost(f"{instance.track!r} was lost with the process of {self.name!r}, and works again")
+            self._used.add(instance.number)
+            return self._child.ask(packet, callbacks)
+
+        return await self._answered(priority, instance.track, label, ask)
+
+    async def load_in_child(
+        self, priority: Priority, instance: Instance, call: Call, loaded: Callable[[], object] | None
+    ) -> None:
+        """Make a call with weights in the child; one that replaces it gets the last ones again."""
+        packed = cache(partial(self._child.packed_load, call))
+
+        def load() -> Outcome:
+            outcome = self._created(instance) or self._child.ask(packed())
+            if isinstance(outcome, Answer):
+                if self._restarts:
+                    self._loads[instance.number] = packed()
+                if loaded is not None:
+                    loaded()
+            return outcome
+
+        await self._answered(priority, instance.track, "load", load)
+
+    async def _answered(self, priority: Priority, track: str, label: str, ask: Callable[[], Outcome]) -> object:
+        context = observe.work_context()
+
+        def answer() -> object:
+            self.at_work = f"{track}: {label}"
+            try:
+                with self._turn:
+                    outcome = self._restarting(ask, f"{label!r} for {track!r}")
+            finally:
+                self.at_work = ""
+            self.listener(context.span(track, label, outcome.start, outcome.end))
+            return outcome.result(self.name)
+
+        return await self._in_turn(priority, label, answer)
+
+    async def call_at(
+        self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Run ``work`` in this process while the child is idle; see :meth:`Place.call_at`."""
+        context = observe.work_context()
+
+        def run() -> R:
+            with self._reported(track, label, context):
+                return work(*args, **kwargs)
+
+        return await self._in_turn(priority, label, run)
+
+    async def _in_turn(self, priority: Priority, label: str, work: Callable[[], R]) -> R:
+        self._require_open(f"{self.what} of", label)
+        return await self._thread.call_at(priority, self.name, label, work)
+
+    def _created(self, instance: Instance) -> Failure | None:
+        """Make the instance in this child, and give it the last weights, unless that is done."""
+        if instance.number in self._child.created:
+            return None
+        answer = self._child.create(instance.number, instance.orders)
+        if isinstance(answer, Answer) and (load := self._loads.get(instance.number)) is not None:
+            answer = self._child.ask(load)
+        if isinstance(answer, Failure):
+            return answer
+        self._child.created.add(instance.number)
+        return None
+
+    def _restarting(self, exchange: Callable[[], R], doing: str) -> R:
+        """Return what ``exchange`` returns, repeated with a new child whenever one dies."""
+        while True:
+            try:
+                return exchange()
+            except Gone as gone:
+                who = gone.who or f"the {self.what} of {self.name!r} ({self._child.whereabouts})"
+                self._restart(f"{who} {gone} while it did {doing}{gone.sequel}")
+
+    def _restart(self, death: str) -> None:
+        now = observe.now()
+        while self._restart_times and self._restart_times[0] <= now - RESTART_WINDOW:
+            self._restart_times.popleft()
+        if self._aborted or len(self._restart_times) >= self._restarts:
+            hours = RESTART_WINDOW / 3600
+            limit = f"; no more than restarts={self._restarts} dead processes are replaced in {hours:g} h"
+            raise ModelLost(death + (limit if self._restarts and not self._aborted else "")) from None
+        self._restart_times.append(now)
+        self._child.end()
+        self._tell(f"{death}: it is started again ({len(self._restart_times)} of {self._restarts})")
+        self._bereft |= self._used
+        self._used.clear()
+        self._child = self._start(self.name, self._setup)
+        if self._aborted:  # while the child started
+            self._child.kill()
+
+    def abort(self) -> None:
+        """Kill the child for good: the call in progress and later ones raise ``ModelLost``; safe from any thread."""
+        self._aborted = True
+        self._child.kill()
+
+    def close(self) -> None:
+        """End the child after the call in progress; idempotent."""
+        super().close()
+        self._thread.close()
+        self._child.end()
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _ChildInstance(LocalInstance[T], Generic[T]):
+@dataclass(frozen=True, slots=True, eq=False)
+class ChildInstance(Generic[T]):
+    """The handle to an instance in a child; implements :class:`~oppo.placement.Hosted`."""
+
     place: Process
-    hosted: HostedInstance
+    instance: Instance
+    shared: T | None
+    priority: Priority = IN_ORDER
+
+    @property
+    def time_slice(self) -> TimeSlice:
+        """How long a call in the place should last that nothing waits for."""
+        return self.place.time_slice
+
+    @property
+    def here(self) -> T:
+        """An instance over the same memory."""
+        if self.shared is None:
+            raise ModelError(f"{self.instance.track!r} shares no memory with this process: {self.place.name!r} has it")
+        return self.shared
+
+    def at(self, priority: Priority) -> Self:
+        """Return a handle whose calls have this priority."""
+        return replace(self, priority=priority)
 
     async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        call = Call(self.hosted.number, work, args, kwargs)
-        return cast("R", await self.place.call_in_child(self.priority, self.hosted, label, call))
+        """Return ``work(instance, *args, **kwargs)``."""
+        call = Call(self.instance.number, work, args, kwargs)
+        return cast("R", await self.place.call_in_child(self.priority, self.instance, label, call))
+
+    async def load(
+        self, work: Callable[[T, W], object], weights: W, loaded: Callable[[], object] | None = None
+    ) -> None:
+        """Run ``work`` in this process if the instance shares its memory, or else in the child."""
+        if self.shared is not None:
+            here = LocalInstance(self.place, self.shared, self.instance.track, self.priority)
+            await here.load(work, weights, loaded)
+        else:
+            call = Call(self.instance.number, work, (weights,))
+            await self.place.load_in_child(self.priority, self.instance, call, loaded)

@@ -1,28 +1,256 @@
-"""Calls that several child processes make together, each on its own copy of the instance."""
+"""Calls that several child processes, the ranks, make together, each on its own copy of the instance.
+
+An order goes to every rank, and rank 0 answers. An order that fails in every rank is a failure, and the ranks go on. A
+rank that dies, or fails alone, has left the others waiting for it: they are killed, and every later order finds them
+dead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import errno
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Final, Protocol, cast, runtime_checkable
 
 from oppo import observe
 from oppo.declared import require_whole
-from oppo.placement.child_process import ChildProcess
-from oppo.placement.place import Hosted, Journal
-from oppo.placement.rank_group import FileMeeting, RankGroup
-from oppo.placement.ranked_place import RankedPlace, RanksInstance
-from oppo.placement.recipe import Recipe, made
+from oppo.errors import ModelError, ProtocolError
+from oppo.placement.place import Make
+from oppo.placement.process import Child, ChildProcess, Gone, Process, Setup, Start
+from oppo.placement.wire import Call, Callbacks, Failure, Outcome, Packet, pack
 from oppo.scheduling import DEFAULT_TIME_SLICE, TimeSlice
 
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T")
+_GRACE: Final = 2.0
+"""Seconds that the other ranks have after one has failed: one of them may report the cause, such as a death."""
+
+_ATTEMPTS: Final = 3
+
+_ENDED: Final = "; the other ranks were ended"
 
 
-class Ranks(RankedPlace):
+@runtime_checkable
+class Member(Protocol):
+    """An instance that works in ranks: every rank has a copy of its own, and they exchange what they compute."""
+
+    def join(self, rank: int, size: int, meeting: str) -> None:
+        """Meet the other ranks; called once in each, before any other call.
+
+        Args:
+            rank: of this copy, from 0 on.
+            size: number of ranks.
+            meeting: where they meet, as an ``init_method`` of ``torch.distributed.init_process_group``.
+        """
+
+
+class Meeting(Protocol):
+    """Where the copies of an instance meet."""
+
+    def of(self, number: int, first: Child) -> str:
+        """Return the meeting of an instance, with this child as rank 0: see :meth:`Member.join`.
+
+        Raises:
+            Gone: the child is dead.
+        """
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+class FileMeeting:
+    """Ranks of one machine meet by a file that no other user may read; implements :class:`Meeting`.
+
+    What an earlier process left when it was killed is removed.
+    """
+
+    def __init__(self) -> None:
+        prefix = f"oppo-ranks-{os.getuid()}-"
+        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            with suppress(OSError), _locked(left):
+                shutil.rmtree(left)
+        self._stack = ExitStack()
+        for _ in range(_ATTEMPTS):  # another process may take a new one for one that was left
+            self._folder = Path(tempfile.mkdtemp(prefix=prefix))
+            self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            with suppress(OSError):
+                self._stack.enter_context(_locked(self._folder))
+                break
+
+    def of(self, number: int, first: Child) -> str:
+        """Return a file that is not there yet."""
+        del first
+        return (self._folder / str(number)).as_uri()
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._stack.close()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder of this user, which the system gives up when the process ends, however it does.
+
+    Raises:
+        OSError: another process holds it or has removed it, or it is no folder of this user.
+    """
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(held).st_uid != os.getuid():
+            raise PermissionError(errno.EACCES, "of another user", str(folder))
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.stat()
+        yield
+    finally:
+        os.close(held)
+
+
+_LISTENERS: Final[dict[str, socket.socket]] = {}
+
+
+def listen(address: str) -> str:
+    """Listen at a port of one address of this machine; return the meeting, at which rank 0 is in this process."""
+    server = socket.create_server((address, 0))
+    meeting = f"tcp://{address}:{server.getsockname()[1]}"
+    _LISTENERS[meeting] = server
+    return meeting
+
+
+def listener(meeting: str) -> socket.socket | None:
+    """Take what :func:`listen` has opened; ``None`` in the ranks but the first."""
+    return _LISTENERS.pop(meeting, None)
+
+
+class RankedChild(Child):
+    """The ranks as one child.
+
+    Args:
+        starts: a rank is started by each, at least one.
+        meeting: of the copies of an instance.
+        name: of the place.
+        setup: called once in each rank before anything else.
+    """
+
+    def __init__(self, starts: Sequence[Start], meeting: Meeting, name: str, setup: Setup) -> None:
+        super().__init__()
+        self._name = name
+        self._meeting = meeting
+        self._ranks = [start(f"{name} {rank}", setup) for rank, start in enumerate(starts)]
+        self._pool = ThreadPoolExecutor(len(starts), thread_name_prefix=f"oppo-{name}-ranks")
+        self._lost: Gone | None = None
+        self._turn = threading.RLock()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The numbers of the processes, by rank."""
+        return tuple(pid for rank in self._ranks for pid in rank.pids)
+
+    def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
+        """Return the order for each rank."""
+        packed = {type(rank): rank.orders(number, make) for rank in {type(rank): rank for rank in self._ranks}.values()}
+        return [packet for rank in self._ranks for packet in packed[type(rank)]]
+
+    def create(self, number: int, orders: Sequence[Packet]) -> Outcome:
+        """Make a copy of an instance in each rank, and let the copies meet."""
+        with self._turn:
+            answer = self._ask_each(orders)
+            if isinstance(answer, Failure):
+                return answer
+            try:
+                meeting = self._meeting.of(number, self._ranks[0])
+            except Gone as gone:
+                raise self._end([], self._death(0, gone)) from None
+            size = len(self._ranks)
+            joins = [pack(Call(number, _join, (self._name, rank, size, meeting))) for rank in range(size)]
+            return self._ask_each(joins)
+
+    def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
+        """Give each rank the order; return the answer of rank 0."""
+        if callbacks:
+            raise ProtocolError(f"the ranks of {self._name!r} cannot call back: expected a Process or a Thread")
+        return self._ask_each([packet] * len(self._ranks))
+
+    def _ask_each(self, packets: Sequence[Packet]) -> Outcome:
+        """Give each rank its order; return the answer of rank 0 when all have answered."""
+        with self._turn:
+            if self._lost is not None:
+                raise self._lost
+            asked = [self._pool.submit(rank.ask, each) for rank, each in zip(self._ranks, packets, strict=True)]
+            _wait(asked)
+            return self._outcome(asked)
+
+    def _outcome(self, asked: Sequence[Future[Outcome]]) -> Outcome:
+        """Return the answer of rank 0, or a failure; end the ranks if some could wait for others forever."""
+        for rank, each in enumerate(asked):
+            if each.done() and (gone := each.exception()) is not None:
+                raise self._end(asked, self._death(rank, gone)) from None
+        failures = {rank: each.result() for rank, each in enumerate(asked) if each.done() and _failed(each)}
+        if failures and len(failures) < len(asked):
+            rank, failure = next(iter(failures.items()))
+            alone = self._end(asked, Gone("failed alone", who=f"rank {rank} of {self._name!r}", sequel=_ENDED))
+            cast("Failure", failure).error.add_note(f"{alone.who} {alone}{alone.sequel}")
+            return failure
+        return asked[0].result()
+
+    def end(self) -> None:
+        """Let the ranks exit."""
+        for rank in self._ranks:
+            rank.end()
+        self._pool.shutdown()
+        self._meeting.close()
+
+    def kill(self) -> None:
+        """Kill the ranks for good."""
+        self._lost = self._lost or Gone("were killed", who=f"the ranks of {self._name!r}")
+        for rank in self._ranks:
+            rank.kill()
+
+    def _death(self, rank: int, gone: BaseException) -> Gone:
+        return Gone(str(gone), who=f"rank {rank} of {self._name!r} ({self._ranks[rank].whereabouts})", sequel=_ENDED)
+
+    def _end(self, asked: Sequence[Future[Outcome]], why: Gone) -> Gone:
+        """Kill the ranks; return what has ended them."""
+        self._lost = self._lost or why
+        self.kill()
+        wait(asked)
+        return self._lost
+
+
+def _join(instance: object, name: str, rank: int, size: int, meeting: str) -> None:
+    if not isinstance(instance, Member):
+        raise ModelError(
+            f"{type(instance).__name__} cannot work in the ranks of {name!r}: expected an instance with a method "
+            "join(rank, size, meeting), such as a trainer; host it in a Process or a Thread"
+        )
+    instance.join(rank, size, meeting)
+
+
+def _wait(asked: Sequence[Future[Outcome]]) -> None:
+    """Wait for all ranks, but no longer than :data:`_GRACE` for the others once one has died or failed."""
+    pending, patience = set(asked), None
+    while pending:
+        done, pending = wait(pending, patience, FIRST_COMPLETED)
+        if not done:
+            return
+        if any(each.exception() is not None or _failed(each) for each in done):
+            patience = _GRACE
+
+
+def _failed(asked: Future[Outcome]) -> bool:
+    return isinstance(asked.result(), Failure)
+
+
+class Ranks(Process):
     """Several child processes, the ranks, for an instance that shares its work out among its copies.
 
-    Each rank unpickles the instance at its first call, and the copies meet (:class:`~oppo.placement.Member`). All ranks
+    Each rank makes the instance at its first call, and the copies meet (:class:`~oppo.placement.Member`). All ranks
     make every call, with the same arguments; its result, its error and its span are those of rank 0. The ranks are
     children like that of a :class:`~oppo.placement.Process`: they ignore Ctrl-C and die with their parent.
 
@@ -50,19 +278,9 @@ class Ranks(RankedPlace):
         count: int,
         *,
         listener: observe.SpanListener = observe.silent,
-        setup: Callable[[], object] | None = None,
+        setup: Setup = None,
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
     ) -> None:
         require_whole("ranks", count, 1)
-        group = RankGroup(name, [ChildProcess] * count, setup, FileMeeting())
-        super().__init__(name, group, listener=listener, time_slice=time_slice)
-
-    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        """Host a copy of ``instance`` in every rank; nothing is restarted, so ``journal`` records nothing.
-
-        Raises:
-            ModelError: it is no :class:`~oppo.placement.Member`, or cannot go to another process.
-        """
-        del journal
-        here = made(instance)
-        return RanksInstance(here, track or self.name, place=self, number=self._children.host(here))
+        start = partial(RankedChild, [ChildProcess] * count, FileMeeting())
+        super().__init__(name, listener=listener, setup=setup, time_slice=time_slice, start=start)

@@ -1,4 +1,4 @@
-"""The messages between a process and a child that it started, and how they cross the socket.
+"""The messages between a process and a child that it started, how they cross the socket, and callbacks.
 
 Each order has one answer, in order. Before the answer to a call the child may send requests for its callbacks; each
 has a reply, unless it is one-way. Messages are pickled, which is safe here and nowhere else: the socket has no name,
@@ -13,15 +13,18 @@ import io
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pickle import HIGHEST_PROTOCOL, Pickler, PicklingError, Unpickler, dumps
 from types import FunctionType
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import Generic, NamedTuple, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 from oppo.errors import ModelError, OppoError
-from oppo.placement.block import Block
+from oppo.placement.shared_memory import Block
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _COUNT = 2
 """Bytes at the head of a message that hold the number of blocks after it."""
@@ -29,10 +32,10 @@ _COUNT = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Create:
-    """The order to hold an instance under a number."""
+    """The order to make an instance and hold it under a number."""
 
     number: int
-    instance: object
+    make: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +83,58 @@ class Failure:
 
 
 Outcome: TypeAlias = Answer | Failure
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Callback(Generic[P, R]):
+    """An argument of :meth:`Hosted.call` that the work may call until the call ends.
+
+    In :class:`~oppo.placement.Inline` and :class:`~oppo.placement.Thread` it is a plain call. In
+    :class:`~oppo.placement.Process`, or in a place on another machine, the child sends the arguments, and this process
+    runs the function, in the thread that waits for the answer of the call; arguments and results must be picklable. An
+    error of the function ends the call and is raised as itself. Callbacks have side effects here, so a place with
+    ``restarts`` refuses them.
+
+    Args:
+        function: safe to be called from another thread.
+        oneway: it returns nothing, and the work does not wait for it to run.
+    """
+
+    function: Callable[P, R]
+    oneway: bool = False
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return what the function returns."""
+        return self.function(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Stub:
+    """Crosses to the child in place of a callback, with its number among those of the call."""
+
+    number: int
+    oneway: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """Sent by a child in the middle of a call: the arguments for a callback."""
+
+    stub: Stub
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """What a callback returned."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Refusal:
+    """A callback failed, so the child must end the call."""
 
 
 class Bulk:
@@ -194,3 +249,40 @@ def receive(connection: Connection[bytes, bytes]) -> Packet:
     data = connection.recv_bytes()
     count = int.from_bytes(data[:_COUNT], sys.byteorder)
     return Packet(data[_COUNT:], [Block(recv_handle(connection)) for _ in range(count)])
+
+
+class Callbacks:
+    """The callbacks among the arguments of one call.
+
+    Attributes:
+        error: of the first callback that failed; none runs after it.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._callbacks: list[Callback[..., object]] = []
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def extract(self, call: Call) -> Call:
+        """Return ``call`` with a stub in place of each callback, which is kept here."""
+        kwargs = {name: self._stub(value) for name, value in call.kwargs.items()}
+        return replace(call, args=tuple(map(self._stub, call.args)), kwargs=kwargs)
+
+    def _stub(self, argument: object) -> object:
+        if not isinstance(argument, Callback):
+            return argument
+        self._callbacks.append(argument)
+        return Stub(len(self._callbacks) - 1, argument.oneway)
+
+    def run(self, request: Request) -> Packet | None:
+        """Run a callback; return the message for the child: none for a one-way callback, or after a failure."""
+        if self.error is not None:
+            return None
+        try:
+            value = self._callbacks[request.stub.number](*request.args, **request.kwargs)
+            return None if request.stub.oneway else pack(Reply(value))
+        except BaseException as error:  # noqa: BLE001 - the call raises it
+            self.error = error
+            return pack(Refusal())

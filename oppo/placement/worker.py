@@ -16,9 +16,22 @@ from typing import Protocol, TextIO, cast
 
 from oppo import observe
 from oppo.errors import ModelError
-from oppo.placement.callback import Refusal, Reply, Request, Stub
 from oppo.placement.lifeline import die_with, exit_at_once
-from oppo.placement.wire import Answer, Call, Create, Failure, Packet, pack, receive, send, unpack
+from oppo.placement.wire import (
+    Answer,
+    Call,
+    Create,
+    Failure,
+    Packet,
+    Refusal,
+    Reply,
+    Request,
+    Stub,
+    pack,
+    receive,
+    send,
+    unpack,
+)
 from oppo.redact import HarmlessStream
 
 
@@ -156,8 +169,8 @@ def answer(
 
 def _execute(order: object, instances: dict[int, object], bind: Callable[[object], object]) -> object:
     match order:
-        case Create(number, instance):
-            instances[number] = instance
+        case Create(number, make):
+            instances[number] = make()
             return None
         case Call(number, work, args, kwargs):
             first = () if number is None else (instances[number],)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypeGuard, TypeVar, cast, get_args
 
@@ -13,11 +14,11 @@ import anyio
 
 from oppo import user_code
 from oppo.declared import require_real
-from oppo.errors import ConfigError, RewardError, as_itself, contained, shown
+from oppo.errors import ConfigError, RewardError, SessionsLost, as_itself, contained, shown
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer, TimeSliced
 from oppo.observe import Telling, silent
-from oppo.placement import Hosted, Hosting, Journal, Recipe
+from oppo.placement import Hosted, Hosting, Make
 from oppo.returns import weighted_sum
 from oppo.rewards.function import DOES_NOT_APPLY, RESERVED, FunctionReward
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority, TimeSlice
@@ -79,13 +80,14 @@ class Rewards(Scorer["float | Drop"]):
         self.names = tuple(parts)
         self._on_drop = on_drop
         self._parts = [_Part.of(name, given, decode, options) for name, given in parts.items()]
-        self._readers = [part for part in self._parts if not isinstance(part.scorer, FunctionReward)]
+        self._readers = [part for part in self._parts if not part.is_function]
         self._turn = anyio.Lock()
         self._opened: list[AsyncExitStack] = []
         self._tell: Callable[[str], None] = silent
         if tell is not silent:
             self.tell = tell
         self._samples: dict[str, list[float]] = {}
+        self._said_before: dict[tuple[int, ...], dict[str, Sequence[float | Drop]]] = {}
 
     @property
     def functions(self) -> list[FunctionReward]:
@@ -151,13 +153,25 @@ class Rewards(Scorer["float | Drop"]):
         await self._have(forget, self._readers)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> list[float | Drop]:
-        """Return the weighted sum of the parts' scores of each rollout, or a ``Drop``."""
-        said: dict[str, Sequence[float | Drop]] = {}
+        """Return the weighted sum of the parts' scores of each rollout, or a ``Drop``.
+
+        Raises:
+            SessionsLost: a part has lost its sessions. When the rollouts come again, no function is called again.
+        """
+        rollouts = tuple(each.rollout for each in finished)
+        said = self._said_before.pop(rollouts, {})
+        lost = list[SessionsLost]()
 
         async def ask(part: _Part) -> None:
-            said[part.name] = await part.prioritised.finish(finished, priority=priority)
+            try:
+                said[part.name] = await part.prioritised.finish(finished, priority=priority)
+            except SessionsLost as error:
+                lost.append(error)
 
-        await self._have(ask, self._parts)
+        await self._have(ask, [part for part in self._parts if part.name not in said])
+        if lost:
+            self._said_before[rollouts] = {part.name: said[part.name] for part in self._parts if part.is_function}
+            raise lost[0]
         return [
             self._sum(each.rollout, {name: said[name][at] for name in self.names}) for at, each in enumerate(finished)
         ]
@@ -230,6 +244,7 @@ class _Part:
     """One of the rewards.
 
     Attributes:
+        is_function: whether it reads responses only when they have ended.
         takes_turns: whether its calls must not overlap; those of a function wait for one another by themselves.
     """
 
@@ -239,7 +254,8 @@ class _Part:
         self.scorer = scorer
         self.prioritised = prioritised(scorer)
         self.concurrent = isinstance(scorer, ConcurrentScorer) and scorer.concurrent
-        self.takes_turns = not (self.concurrent or isinstance(scorer, FunctionReward))
+        self.is_function = isinstance(scorer, FunctionReward)
+        self.takes_turns = not (self.concurrent or self.is_function)
 
     @classmethod
     def of(
@@ -329,9 +345,13 @@ class _FilePlace:
     place: Hosting
     file: str
 
-    def host(self, instance: T | Recipe[T], *, track: str = "", journal: Journal | None = None) -> Hosted[T]:
-        self.place.host(LoadedFile.of(self.file), track=track)
-        return self.place.host(instance, track=track, journal=journal)
+    def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
+        return self.place.host(partial(_made_after, LoadedFile.of(self.file), make), track=track)
+
+
+def _made_after(file: LoadedFile, make: Make[T]) -> T:
+    del file  # unpickled before what makes the instance, which is of that file
+    return make()
 
 
 def _makes_scorer(found: object) -> TypeGuard[Callable[..., object]]:

@@ -15,7 +15,7 @@ from typing import Final, Generic, Self, TypeAlias, TypeVar, cast
 import anyio
 from anyio.abc import TaskGroup
 
-from oppo.errors import ProtocolError, as_itself, awaited, noted
+from oppo.errors import ProtocolError, SessionsLost, as_itself, awaited, noted
 from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import Follower, PrioritisedScorer, Scorer, TimeSliced
@@ -119,6 +119,9 @@ T = TypeVar("T")
 METHODS: Final = ("extend", "finish", "forget")
 """The methods of a scorer that take a priority."""
 
+_LOST: Final = -1
+"""The version of a session that the scorer has lost."""
+
 
 @dataclass(slots=True)
 class ScorerSession:
@@ -145,9 +148,10 @@ class Score(Generic[T]):
     (:class:`~oppo.models.TimeSliced`), which a finished rollout preempts while they queue. A
     :class:`~oppo.models.PrioritisedScorer` receives the priority of each call.
 
-    A session of older weights is dropped and replayed once, when its rollout finishes. A scorer that follows the
-    trainer forgets parked rollouts at once, since its weights are about to change, and reads them again in the next
-    step before they finish. Its weights are published to :attr:`follower`.
+    A session of older weights is dropped and replayed once, when its rollout finishes. So is one that was lost with the
+    scorer's process (:class:`~oppo.errors.SessionsLost`). A scorer that follows the trainer forgets parked rollouts at
+    once, since its weights are about to change, and reads them again in the next step before they finish. Its weights
+    are published to :attr:`follower`.
 
     A :class:`~oppo.scorer_protocols.ConcurrentScorer` of frozen weights is called for rollouts that finish while it
     still scores others.
@@ -274,9 +278,8 @@ class Score(Generic[T]):
         if not finished:
             return []
         start = anyio.current_time()
-        with _working(finished, step, "finish"):
-            values = await awaited(self._prioritised.finish(finished, priority=priority))
-            require_count(values, len(finished), "finish() of the scorer")
+        values = await self._values(finished, step, priority)
+        require_count(values, len(finished), "finish() of the scorer")
         step.record(ScorerAnswer(start, anyio.current_time(), len(finished)))
         if isinstance(self.scorer, ReportsSamples):
             step.record(Averaged(self.scorer.samples()))
@@ -289,10 +292,17 @@ class Score(Generic[T]):
             for event, value in zip(finished, values, strict=True)
         ]
 
+    async def _values(self, finished: Sequence[Finish], step: Step, priority: Priority) -> Sequence[T | Drop]:
+        while True:
+            await self._replay(finished, step, priority)
+            with _working(finished, step, "finish"), self._sessions_may_be_lost():
+                return await awaited(self._prioritised.finish(finished, priority=priority))
+
     async def _read(self, events: Sequence[Growth], step: Step, priority: Priority) -> None:
         accepted = [event for event in events if self._accepts(event)]
         if accepted:
-            await self._extend(accepted, step, priority)
+            with self._sessions_may_be_lost():
+                await self._extend(accepted, step, priority)
         for event in events if self._following is not None else ():
             if session := self._sessions.get(event.rollout):
                 session.events.append(event)
@@ -316,10 +326,13 @@ class Score(Generic[T]):
         return session is not None and session.version == self.scorer.version
 
     async def _replay(self, finished: Sequence[Finish], step: Step, priority: Priority) -> None:
-        stale = [event.response for event in finished if not self._valid(event)]
-        await self._forget([response.prompt.rollout for response in stale], priority)
-        events = [event for response in stale for event in (response.prompt, *response.pieces())]
-        await self._read(events, step, priority)
+        lost = True
+        while lost:  # once, unless what was just read is lost too
+            stale = [event.response for event in finished if not self._valid(event)]
+            await self._forget([response.prompt.rollout for response in stale], priority)
+            events = [event for response in stale for event in (response.prompt, *response.pieces())]
+            await self._read(events, step, priority)
+            lost = any(self._sessions[event.rollout].version == _LOST for event in finished)
 
     def _valid(self, event: Finish) -> bool:
         session = self._sessions.get(event.rollout)
@@ -329,8 +342,16 @@ class Score(Generic[T]):
     async def _forget(self, rollouts: Sequence[int], priority: Priority) -> None:
         known = [rollout for rollout in rollouts if self._sessions.pop(rollout, None)]
         if known:
-            with noted(f"while forgetting rollouts {known}"):
+            with noted(f"while forgetting rollouts {known}"), self._sessions_may_be_lost():
                 await self._prioritised.forget(known, priority=priority)
+
+    @contextmanager
+    def _sessions_may_be_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except SessionsLost:
+            for session in self._sessions.values():
+                session.version, session.length = _LOST, 0
 
 
 @contextmanager

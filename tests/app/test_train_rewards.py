@@ -43,7 +43,7 @@ class Core:
 class Longest(FakeScorer):
     def __init__(self, place):
         super().__init__(None)
-        self.hosted = place.host(Core())
+        self.hosted = place.host(Core)
 
     async def finish(self, finished):
         return await self.hosted.call("score", Core.score, [len(each.response) for each in finished])

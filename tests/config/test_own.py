@@ -31,13 +31,15 @@ TRAINER = '''
 
 from pathlib import Path
 
+from functools import partial
+
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from oppo.algorithms.group import grpo
 from oppo.app.program import train
-from oppo.hosted_trainer import HostedTrainer, TrainerCounts
+from oppo.placement.trainer import HostedTrainer, TrainerCounts
 from oppo.models import Trained, Weights
 from oppo.placement import Thread
 
@@ -88,7 +90,7 @@ def carry_out(folder, config, *overrides):
         def graph(roles):
             return grpo(
                 policy=roles.policy, reward=roles.reward, admission=roles.admission, chunks=roles.chunks, samples=2,
-                trainer=HostedTrainer(Reinforce(folder / "actor"), place),
+                trainer=HostedTrainer(partial(Reinforce, folder / "actor"), place),
             )
 
         return train(config, overrides, graph=graph)

@@ -12,7 +12,7 @@ import torch
 
 from oppo.hf.kv.reader import IncrementalPrefill, ReadState
 
-AT = {"extend": 7, "finish": 5}
+AT = {"extend": 7, "finish": 2}
 """At which call of its kind, in one process, it dies."""
 
 

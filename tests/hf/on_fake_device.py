@@ -31,9 +31,9 @@ from oppo.hf.train.optim import gather_training
 from oppo.hf.train.ranks import Alone
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.hf.weights import adopt, copies
-from oppo.hosted_trainer import TrainerCounts
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling, Weights
+from oppo.placement.trainer import TrainerCounts
 from oppo.rollout_buffer import DecodeStep
 from oppo.training import TrainerSettings
 from tests.hf import child, tiny

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.errors import ModelError, ProtocolError
+from oppo.errors import ModelError, ProtocolError, SessionsLost
 from oppo.events import Drop, Finish, Prompt, Response
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Rendering, prompt_text
 from oppo.hf.as_text.streamed import REREAD, TAIL_TOKENS, Bridge, BridgedReward
@@ -193,7 +193,7 @@ async def test_a_rollout_without_text_is_dropped(thread: Thread) -> None:
     assert value == Drop(0, EMPTY)
 
 
-async def test_a_process_that_dies_reads_the_open_rollouts_again_with_their_messages() -> None:
+async def test_a_process_that_replaces_a_dead_one_reads_rollouts_with_their_messages() -> None:
     policy, bridge = spot("byte-level"), Bridge(spot("byte-level"), spot("sentence-piece", TEMPLATE), "chat")
     model, made = model_of(), rollouts(policy, 3)
     with Process("scorers", setup=ONE, restarts=1) as process:
@@ -201,9 +201,10 @@ async def test_a_process_that_dies_reads_the_open_rollouts_again_with_their_mess
         for response in made:
             await scorer.extend([response.prompt, response.chunk(0, 2)])
         os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(SessionsLost):
+            await scorer.extend([made[0].chunk(2)])
         for response in made:
-            if len(response) > 2:
-                await scorer.extend([response.chunk(2)])
+            await scorer.extend([response.prompt, response.chunk()])
         values = await scorer.finish([Finish(each.prompt.rollout, each, "eos") for each in made])
     for response, value in zip(made, values, strict=True):
         assert close(value, library_score(model, bridge, response))

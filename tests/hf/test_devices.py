@@ -148,7 +148,7 @@ async def test_what_a_device_s_thread_is_given_and_returns_is_complete(
 ) -> None:
     with DeviceThread("actor", device) as place:
         cuda.note("made")
-        hosted = place.host(cuda)
+        hosted = place.host(lambda: cuda)
         await hosted.call("work", Cuda.note, "worked")
         cuda.note("read")
     assert cuda.done == expected
@@ -206,7 +206,7 @@ class Model:
 
 async def test_the_allocators_own_error_is_attributed_to_the_model_in_its_place() -> None:
     with Thread("scorers") as thread:
-        critic = ModelPlace(thread, "critic", "lower step.batch").host(Model())
+        critic = ModelPlace(thread, "critic", "lower step.batch").host(Model)
         with pytest.raises(
             ModelError, match=r"the critic ran out of memory while it did 'extend': lower step.batch \("
         ) as caught:
@@ -217,7 +217,7 @@ async def test_the_allocators_own_error_is_attributed_to_the_model_in_its_place(
 
 async def test_other_errors_pass_as_they_are() -> None:
     with Thread("scorers") as thread:
-        critic = ModelPlace(thread, "critic", "lower step.batch").host(Model())
+        critic = ModelPlace(thread, "critic", "lower step.batch").host(Model)
         with pytest.raises(ValueError, match="invalid literal"):
             await critic.call("extend", Model.number, "x")
         thread.close()

@@ -27,9 +27,9 @@ from oppo.hf.memory import (
 )
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainerCore
-from oppo.hosted_trainer import TrainerCounts
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
+from oppo.placement.trainer import TrainerCounts
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 

@@ -106,7 +106,7 @@ async def test_errors_name_what_was_wrong_and_the_process_goes_on(process: Proce
         await scorer.extend([chunk(7, 2, prompt.tokens)])
     with pytest.raises(ModelError, match=r"rollout 8 has token ids from 5 to 96"):
         await scorer.extend([Prompt(8, 8, np.array([5, 96], np.int32))])
-    hosted = ModelPlace(process, "critic", "lower step.batch").host(torch.Size([1 << 50]))
+    hosted = ModelPlace(process, "critic", "lower step.batch").host(partial(torch.Size, [1 << 50]))
     said = r"the critic ran out of memory while it did 'extend': lower step.batch \("
     with pytest.raises(ModelError, match=said):
         await hosted.call("extend", torch.empty)

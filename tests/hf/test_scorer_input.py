@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 
 from oppo.events import Chunk, Given, IntArray, Prompt, Support
-from oppo.hf.serve.scorers import ReplayJournal, ScorerInput, ScorerWorker
+from oppo.hf.serve.scorers import ScorerInput
 
 
 def ints(*values: int) -> IntArray:
@@ -63,26 +63,3 @@ def test_supports_stay_behind_unless_the_scorer_needs_them() -> None:
 def test_a_scorers_input_costs_few_bytes() -> None:
     long = ScorerInput([chunk(rollout, 0, *range(32)) for rollout in range(32)], supports=True)
     assert len(pickle.dumps(long, 5)) < 1.5 * 4 * 32 * 32
-
-
-def test_the_journal_holds_the_open_rollouts_with_their_tokens_so_far() -> None:
-    journal = ReplayJournal(ScorerWorker.extend)
-    journal.note(
-        ScorerWorker.extend, (ScorerInput([Prompt(0, 0, ints(1)), Prompt(1, 1, ints(2, 3)), Prompt(2, 2, ints(4))]),)
-    )
-    journal.note(ScorerWorker.extend, (ScorerInput([chunk(0, 0, 5, 6, ids=(5, 9), counts=(2, 0)), chunk(1, 0, 7)]),))
-    journal.note(ScorerWorker.extend, (ScorerInput([Given(0, 2, ints(8)), Prompt(3, 3, ints(9))]),))
-    journal.note(ScorerWorker.forget, ([1, 77],))
-    journal.note(ScorerWorker.extend, (ScorerInput([chunk(0, 3, 10)]),))
-    journal.note(ScorerWorker.forget, ({2: 0},))
-    ((work, (argument,)),) = journal.replay()
-    assert work == ScorerWorker.extend
-    assert read(argument) == [
-        ("Prompt", 0, [1]),
-        ("Chunk", 0, [5, 6], 0, [5, 9], [2, 0]),
-        ("Given", 0, [8], 2),
-        ("Chunk", 0, [10], 3),
-        ("Prompt", 3, [9]),
-    ]
-    journal.note(ScorerWorker.forget, ([0, 3],))
-    assert [read(argument) for _, (argument,) in journal.replay()] == [[]]

@@ -22,7 +22,7 @@ def crossed(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model as another process gets it."""
     packet = pack_with_blocks(SharedModel(model))
     assert len(packet.data) < 200_000, "the weights are in the pickle"
-    return cast("PreTrainedModel", unpack(packet))
+    return cast("SharedModel[PreTrainedModel]", unpack(packet)).load()
 
 
 @tiny.apart

@@ -8,14 +8,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from oppo.errors import ProtocolError
-from oppo.placement.block import Block
-from oppo.placement.mirrored import Gauge, Notice
+from oppo.placement.shared_memory import Block, Gauge, Notice
 
 
 class Total:
@@ -79,20 +78,6 @@ class OddError(Exception):
         super().__init__(f"{one} and {two}")
 
 
-class Additions:
-    """The journal of a :class:`Total`: remembers the sum of what it has added."""
-
-    def __init__(self) -> None:
-        self.sum = 0
-
-    def note(self, work: Callable[..., object], args: tuple[object, ...]) -> None:
-        if isinstance(args[0], int):
-            self.sum += args[0]
-
-    def replay(self) -> Iterator[tuple[Callable[..., object], tuple[object, ...]]]:
-        yield Total.add, (self.sum,)
-
-
 class Slate:
     """Something written in shared memory."""
 
@@ -107,10 +92,10 @@ class Slate:
 
 
 class Unmakeable:
-    """Cannot be made again."""
+    """Cannot be made."""
 
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return _divide, ()
+    def __init__(self) -> None:
+        _divide()
 
 
 def _divide() -> NoReturn:

@@ -14,7 +14,7 @@ import pytest
 
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.placement import Callback, Inline, Place, Process, Thread
-from oppo.placement.block import Block
+from oppo.placement.shared_memory import Block
 from tests.placement.instances import Caller, Total
 from tests.placement.test_process import environment
 
@@ -40,19 +40,19 @@ async def test_a_call_is_given_answers_and_what_it_tells_is_heard_in_order(place
     def note(number: int) -> None:
         heard.append(("tell", number))
 
-    caller = place.host(Caller())
+    caller = place.host(Caller)
     came = await caller.call("collect", Caller.collect, Callback(double), Callback(note, oneway=True), count=3)
     assert came == [0, 2, 4]
     assert heard == [(kind, number) for number in range(3) for kind in ("tell", "ask")]
 
 
 async def test_callbacks_may_be_given_by_name(place: Place) -> None:
-    caller = place.host(Caller())
+    caller = place.host(Caller)
     assert await caller.call("ask", Caller.ask_again, ask=Callback(abs)) == 2
 
 
 async def test_an_error_of_a_callback_ends_the_call_as_itself_and_the_place_goes_on(place: Place) -> None:
-    caller, total = place.host(Caller()), place.host(Total())
+    caller, total = place.host(Caller), place.host(Total)
     for ends in (Callback(broken), Callback(broken, oneway=True)):
         with pytest.raises(LookupError, match="no place for 1") as caught:
             await caller.call("ask", Caller.keep_telling, ends)
@@ -61,7 +61,7 @@ async def test_an_error_of_a_callback_ends_the_call_as_itself_and_the_place_goes
 
 
 async def test_an_error_of_the_last_thing_told_ends_the_call_too(place: Place) -> None:
-    caller, total = place.host(Caller()), place.host(Total())
+    caller, total = place.host(Caller), place.host(Total)
     for _ in range(20):
         with pytest.raises(LookupError, match="no place for 0"):
             await caller.call("tell", Caller.tell, Callback(broken, oneway=True), 1)
@@ -76,7 +76,7 @@ async def test_after_the_first_error_no_callback_is_carried_out(place: Place) ->
         raise LookupError(f"no place for {number}")
 
     with pytest.raises(LookupError):
-        await place.host(Caller()).call("collect", Caller.collect, Callback(once), Callback(asked.append), 3)
+        await place.host(Caller).call("collect", Caller.collect, Callback(once), Callback(asked.append), 3)
     assert asked == [0, 0]
 
 
@@ -99,17 +99,17 @@ async def test_a_callback_is_carried_out_here_while_the_event_loop_goes_on(proce
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(let)
-        assert await process.host(Caller()).call("ask", Caller.ask_again, Callback(answer)) == 2
+        assert await process.host(Caller).call("ask", Caller.ask_again, Callback(answer)) == 2
     assert pids == [os.getpid()] * 2
 
 
 async def test_work_that_goes_on_after_a_refusal_is_refused_again(process: Process) -> None:
     with pytest.raises(LookupError, match="no place for 1"):
-        await process.host(Caller()).call("ask", Caller.ask_again, Callback(broken))
+        await process.host(Caller).call("ask", Caller.ask_again, Callback(broken))
 
 
 async def test_a_reply_that_cannot_cross_is_refused_in_a_sentence(process: Process) -> None:
-    caller = process.host(Caller())
+    caller = process.host(Caller)
     with pytest.raises(ModelError, match="cannot go to another process"):
         await caller.call("ask", Caller.ask_again, Callback(lambda number: lambda: number))  # type: ignore[arg-type]
     assert await caller.call("ask", Caller.ask_again, Callback(abs)) == 2
@@ -122,7 +122,7 @@ async def test_a_call_with_callbacks_may_be_given_shared_memory(process: Process
         assert text == "begun"
         block[0] = 1
 
-    assert await process.host(Caller()).call("watch", Caller.watch, block, Callback(write, oneway=True)) == "seen"
+    assert await process.host(Caller).call("watch", Caller.watch, block, Callback(write, oneway=True)) == "seen"
 
 
 async def test_a_child_that_dies_between_a_question_and_its_answer_is_lost() -> None:
@@ -136,15 +136,15 @@ async def test_a_child_that_dies_between_a_question_and_its_answer_is_lost() -> 
         Process("caller") as process,
         pytest.raises(ModelLost, match=r"was killed by SIGKILL.*while it did 'ask'"),
     ):
-        await process.host(Caller()).call("ask", Caller.ask_and_die, Callback(answer))
+        await process.host(Caller).call("ask", Caller.ask_and_die, Callback(answer))
     assert asked == [1]
 
 
 async def test_a_call_that_calls_back_is_refused_where_it_would_be_repeated() -> None:
     with Process("caller", restarts=1) as process:
         with pytest.raises(ProtocolError, match=r"'ask' for 'caller' calls back.*restarts=1.*expected.*restarts=0"):
-            await process.host(Caller()).call("ask", Caller.ask_again, Callback(abs))
-        assert await process.host(Total()).call("add", Total.add, 1) == 1
+            await process.host(Caller).call("ask", Caller.ask_again, Callback(abs))
+        assert await process.host(Total).call("add", Total.add, 1) == 1
 
 
 PROGRAM = """
@@ -159,7 +159,7 @@ def never(number):
 
 async def main():
     with Process("caller") as process:
-        await process.host(Caller()).call("ask", Caller.ask_again, Callback(never))
+        await process.host(Caller).call("ask", Caller.ask_again, Callback(never))
 
 anyio.run(main)
 """

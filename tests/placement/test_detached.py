@@ -13,11 +13,9 @@ import anyio.to_thread
 import pytest
 
 from oppo.placement import detached
-from oppo.placement.callback import Callbacks
-from oppo.placement.child import Gone
-from oppo.placement.child_process import ChildProcess
 from oppo.placement.detached import DisposableProcess, run_detached
-from oppo.placement.wire import Answer, Call, Failure, Packet, pack
+from oppo.placement.process import ChildProcess, Gone
+from oppo.placement.wire import Answer, Call, Callbacks, Failure, Packet, pack
 
 NAMED: ContextVar[str] = ContextVar("NAMED", default="nobody")
 

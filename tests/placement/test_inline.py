@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import anyio
 import anyio.lowlevel
@@ -18,7 +19,7 @@ from tests.placement.instances import Total
 
 @pytest.mark.parametrize("place", [Inline("scorers"), Thread("scorers")])
 async def test_a_place_says_what_it_is_at_work_on(place: Inline | Thread) -> None:
-    hosted = place.host(place, track="critic")
+    hosted = place.host(lambda: place, track="critic")
     assert await hosted.call("read", lambda here: here.at_work) == "critic: read"
     assert place.at_work == ""
     place.close()
@@ -27,11 +28,11 @@ async def test_a_place_says_what_it_is_at_work_on(place: Inline | Thread) -> Non
 async def test_work_is_done_on_the_caller_in_order_and_reported() -> None:
     spans, heard = list[Span](), list[str]()
     with Inline("total", listener=spans.append) as place:
-        total = place.host(Total(1), track="sum")
+        total = place.host(partial(Total, 1), track="sum")
         assert await total.call("add", Total.add, 2, times=3) == 7
         await total.load(Total.add, 1, lambda: heard.append(place.at_work))
         assert await total.call("look", lambda here: here.sum) == 8
-        thread = place.host(None)
+        thread = place.host(lambda: None)
         assert await thread.call("look", lambda _: threading.get_ident()) == threading.get_ident()
     assert [(span.track, span.label) for span in spans] == [
         *(("sum", label) for label in ("add", "load", "look")),
@@ -46,7 +47,7 @@ async def test_a_span_says_for_which_step_the_call_was_made_and_in_which_role(
 ) -> None:
     spans: list[Span] = []
     with kind("total", listener=spans.append) as place:
-        total = place.host(Total(1))
+        total = place.host(partial(Total, 1))
 
         async def work(step: Step) -> None:
             with step.working("score"):
@@ -69,7 +70,7 @@ async def test_a_span_says_for_which_step_the_call_was_made_and_in_which_role(
 
 def test_virtual_time_goes_on_around_it() -> None:
     async def main() -> tuple[int, float]:
-        total = Inline("total").host(Total())
+        total = Inline("total").host(Total)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(anyio.sleep, 5)
             for number in range(4):
@@ -81,7 +82,7 @@ def test_virtual_time_goes_on_around_it() -> None:
 
 async def test_a_closed_place_says_what_it_cannot_do() -> None:
     place = Inline("reward")
-    total = place.host(Total())
+    total = place.host(Total)
     place.close()
     place.close()
     with pytest.raises(ModelLost, match="the place 'reward' is closed, so it cannot do 'extend'"):

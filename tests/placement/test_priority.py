@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import anyio.lowlevel
@@ -12,8 +13,9 @@ import pytest
 
 from oppo.errors import ModelLost
 from oppo.placement import Inline, Process, Thread
+from oppo.placement.shared_memory import Block
 from oppo.scheduling import DEFAULT_TIME_SLICE, Preempted, Preemptible, Priority, TimeSlice, Urgent
-from tests.placement.instances import Total
+from tests.placement.instances import Slate, Total
 from tests.placement.test_thread import Work
 
 
@@ -28,7 +30,7 @@ class Log:
 
 
 async def noted(thread: Thread, log: Log, who: str, priority: Priority) -> None:
-    await thread.host(log).at(priority).call(who, Log.note, who)
+    await thread.host(lambda: log).at(priority).call(who, Log.note, who)
 
 
 async def test_nothing_comes_between_two_urgent_calls_of_one_context() -> None:
@@ -106,7 +108,7 @@ async def test_a_call_after_the_urgent_context_holds_nothing() -> None:
 async def test_an_error_ends_the_urgent_context() -> None:
     with Thread("scorers") as thread, anyio.fail_after(10):
         with pytest.raises(ZeroDivisionError), Urgent() as priority:
-            await thread.host(1).at(priority).call("divide", lambda one: one // 0)
+            await thread.host(int).at(priority).call("divide", lambda one: one // 0)
         assert await thread.call("other", int) == 0
 
 
@@ -116,11 +118,11 @@ async def test_a_cancelled_task_releases_what_it_held(between: bool) -> None:
 
     async def urgently() -> None:
         with Urgent() as priority:
-            await thread.host(None).at(priority).call("first", lambda _: None)
+            await thread.host(lambda: None).at(priority).call("first", lambda _: None)
             first.set()
             if between:
                 await anyio.sleep_forever()
-            await thread.host(work).at(priority).call("second", Work.__call__)
+            await thread.host(lambda: work).at(priority).call("second", Work.__call__)
 
     with Thread("scorers") as thread, anyio.fail_after(10):
         async with asyncio.TaskGroup() as tasks:
@@ -226,20 +228,20 @@ async def test_neither_a_call_that_has_begun_is_preempted_nor_those_that_follow_
 async def test_a_process_acts_on_priorities_too_for_calls_there_and_for_local_ones() -> None:
     work, order = Work(), list[int]()
     with Process("scorers") as process, anyio.fail_after(60):
-        total, busy = process.host(Total()), process.host(Total())
+        total, shared = process.host(Total), process.host(partial(Slate, Block.new(8)))
 
         async def add(number: int, priority: Priority) -> None:
             await total.at(priority).call("add", Total.add, number)
             order.append(number)
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(busy.load, lambda _, __: work(), None)
+            tasks.start_soon(shared.load, lambda _, __: work(), None)
             await work.until_begun()
             tasks.start_soon(add, 1, Priority())
             with Urgent() as priority:
                 async with anyio.create_task_group() as urgent:
                     urgent.start_soon(add, 2, priority)
-                    urgent.start_soon(total.at(priority).load, lambda _, number: order.append(number), 3)
+                    urgent.start_soon(shared.at(priority).load, lambda _, number: order.append(number), 3)
                     await anyio.wait_all_tasks_blocked()
                     work.go_on.set()
             preempted = total.at(Preemptible(lambda: True))
@@ -255,8 +257,8 @@ def test_a_place_says_how_long_a_call_should_last_that_nobody_waits_for(
 ) -> None:
     short = TimeSlice(seconds=0.05)
     with kind("default") as default, kind("short", time_slice=short) as place:
-        assert default.host(1).time_slice == DEFAULT_TIME_SLICE
-        assert place.host(1).at(Priority()).time_slice == short
+        assert default.host(int).time_slice == DEFAULT_TIME_SLICE
+        assert place.host(int).at(Priority()).time_slice == short
 
 
 @pytest.mark.parametrize(
@@ -274,4 +276,4 @@ def test_a_time_slice_that_cannot_be_is_refused(arguments: dict[str, float], ref
 
 async def test_a_place_without_a_queue_makes_every_call() -> None:
     with Inline("inline") as place:
-        assert await place.host(1).at(Preemptible(lambda: True)).call("look", abs) == 1
+        assert await place.host(int).at(Preemptible(lambda: True)).call("look", abs) == 0

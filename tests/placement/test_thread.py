@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import anyio
 import pytest
@@ -126,7 +127,7 @@ async def test_a_closed_thread_says_what_it_cannot_do() -> None:
 async def test_an_instance_is_worked_on_in_the_thread_on_its_own_track() -> None:
     spans: list[Span] = []
     with Thread("scorers", listener=spans.append) as thread:
-        total, plain = thread.host(Total(1), track="critic"), thread.host(None)
+        total, plain = thread.host(partial(Total, 1), track="critic"), thread.host(lambda: None)
         assert await total.call("add", Total.add, 2, times=3) == 7
         await total.load(Total.add, 1)
         assert await plain.call("look", lambda _: threading.get_ident()) != threading.get_ident()

@@ -15,7 +15,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
-from oppo.errors import ConfigError, RewardError
+from oppo.errors import ConfigError, RewardError, SessionsLost
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.observe import Span
 from oppo.placement import Thread
@@ -188,7 +188,7 @@ class Placed(FakeScorer[float | Drop]):
     def __init__(self, place: Thread, core: Core) -> None:
         super().__init__(fake_scalar)
         self.core, self.let = core, anyio.Event()
-        self.hosted = place.host(core)
+        self.hosted = place.host(lambda: core)
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
         await self.hosted.at(priority).call("extend", lambda core: None)
@@ -204,7 +204,7 @@ class Placed(FakeScorer[float | Drop]):
 
 async def test_an_urgent_call_waits_for_the_turns_of_all_parts_before_it_holds_their_place() -> None:
     with Thread("scorers") as place:
-        one, two, other = Placed(place, Core()), Placed(place, Core()), place.host(Core())
+        one, two, other = Placed(place, Core()), Placed(place, Core()), place.host(Core)
         two.core.gate.set()
         rewards = Rewards({"one": (1, one), "two": (1, two), "function": (1, length)}, decode=str)
         with anyio.fail_after(20):
@@ -362,7 +362,7 @@ class Core:
 class Longest(FakeScorer):
     def __init__(self, place, decode):
         super().__init__(None)
-        self.hosted, self.text = place.host(Core()), decode
+        self.hosted, self.text = place.host(Core), decode
 
     async def finish(self, finished):
         texts = [self.text(each.response.tokens.tolist()) for each in finished]
@@ -434,3 +434,30 @@ def test_carried_rollouts_are_scored_once(tmp_path: Path) -> None:
     assert any(report.deferred for report in pipeline.reports)
     trained = [rollout for report in pipeline.reports for rollout in report.trained]
     assert len(trained) == len(set(trained)) == 4 * carried.batch
+
+
+def test_functions_are_not_called_again_when_a_model_beside_them_has_lost_its_sessions() -> None:
+    calls: list[int] = []
+
+    def counted(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        calls.append(len(completions))
+        return [0.0 for _ in completions]
+
+    class Mortal(FakeScorer[float | Drop]):
+        dies = True
+
+        async def finish(self, finished: Sequence[Finish]) -> Sequence[float | Drop]:
+            if self.dies:
+                self.dies = False
+                self.sessions.clear()
+                await anyio.sleep(1)
+                raise SessionsLost("'model' was lost, and works again")
+            return await super().finish(finished)
+
+    alone, disturbed = Pipeline(MIXED), Pipeline(MIXED)
+    alone.reward = FakeScorer(fake_scalar)
+    disturbed.reward = Rewards({"model": (1.0, Mortal(fake_scalar)), "counted": (1.0, counted)}, decode=str)
+    run_virtual(alone.run)
+    run_virtual(disturbed.run)
+    assert same_batches(alone.batches, disturbed.batches)
+    assert sum(calls) == sum(len(batch) for batch in alone.batches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,12 +10,13 @@ import anyio
 import numpy as np
 import pytest
 
-from oppo.errors import ProtocolError
+from oppo.errors import ProtocolError, SessionsLost
 from oppo.events import Chunk, Defer, Drop, Finish, FloatArray, Given, Prompt, Response, RolloutEvent, Scored
 from oppo.graph import Channel, Step
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.stages import Score
 from oppo.testing import FakeCritic, FakeScorer, fake_scalar, run_virtual
+from tests.pipelines import Pipeline, Setting, same_batches
 
 
 def prompt(rollout: int) -> Prompt:
@@ -380,3 +381,58 @@ def test_the_drop_of_a_scorer_keeps_what_it_says_under_the_number_of_its_rollout
     sent = run_virtual(scored, Score(Broken(fake_scalar)), prompt(1), chunk(1), finish(1, chunk(1)))
     (drop,) = [item for item in sent if isinstance(item, Drop)]
     assert (drop.rollout, drop.reason, drop.nonfinite) == (1, "nan", True)
+
+
+class Mortal(FakeScorer[float]):
+    """Loses its sessions in some calls, each of which it has half made."""
+
+    def __init__(self, deaths: Collection[int]) -> None:
+        super().__init__(fake_scalar, 0.001, 0.001)
+        self.deaths, self.made, self.lost = deaths, 0, 0
+
+    def _die(self) -> None:
+        self.made += 1
+        if self.made in self.deaths:
+            self.sessions.clear()
+            self.lost += 1
+            raise SessionsLost("'reward' was lost, and works again")
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+        await super().extend(events)
+        self._die()
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+        values = await super().finish(finished)
+        self._die()
+        return values
+
+    async def forget(self, rollouts: Sequence[int]) -> None:
+        self._die()
+        await super().forget(rollouts)
+
+
+class MortalCritic(FakeCritic):
+    """Loses its sessions at every fourth call."""
+
+    made = 0
+
+    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+        await super().extend(events)
+        self.made += 1
+        if self.made % 4 == 0:
+            self.sessions.clear()
+            raise SessionsLost("'critic' was lost, and works again")
+
+
+def test_a_run_is_the_same_whenever_its_scorers_lose_their_sessions() -> None:
+    setting = Setting(lengths=(5, 9, 3, 30), extra=2, steps=3, critic=0.001)
+    alone = Pipeline(setting)
+    undying = alone.reward = Mortal([])
+    run_virtual(alone.run)
+    for first in range(1, undying.made + 1):
+        disturbed = Pipeline(setting)
+        mortal = disturbed.reward = Mortal([first, first + 1, first + 4])
+        disturbed.critic = MortalCritic(per_token=setting.critic)
+        run_virtual(disturbed.run)
+        assert mortal.lost
+        assert same_batches(alone.batches, disturbed.batches), first

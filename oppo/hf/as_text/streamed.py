@@ -23,8 +23,8 @@ from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import longest, vocabulary
 from oppo.hf.kv.reader import IncrementalPrefill, ReadState, TokenSpan
-from oppo.hf.serve.scorers import ReplayJournal, ScorerInput, score_reader
-from oppo.hf.shared_memory import SharedModel
+from oppo.hf.recipe import worker_maker
+from oppo.hf.serve.scorers import ScorerInput, score_reader
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
@@ -255,9 +255,6 @@ class BridgeWorker:
         )
         self._open: dict[int, Retokenizer] = {}
 
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return type(self), (SharedModel(self._model), self._exact, self._bridge)
-
     def extend(self, inputs: ScorerInput) -> None:
         """Receive more of some rollouts, and read of their text what is certain.
 
@@ -378,8 +375,7 @@ class BridgedReward:
 
     def __init__(self, model: PreTrainedModel, bridge: Bridge, *, thread: Hosting, exact: bool = False) -> None:
         self._columns = (bridge.prompt_column,)
-        worker = BridgeWorker(model, exact, bridge)
-        self._worker = thread.host(worker, journal=ReplayJournal(BridgeWorker.extend, self._columns))
+        self._worker = thread.host(worker_maker(BridgeWorker, model, exact, bridge))
         self._samples: dict[str, list[float]] = {}
 
     @property

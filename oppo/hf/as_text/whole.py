@@ -6,7 +6,8 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.reader import TOKENS_PER_PASS
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.tokenizer import HfTokenizer, Rendered
-from oppo.placement import Hosting
+from oppo.placement import Hosting, Make
 from oppo.scheduling import IN_ORDER, Priority
 
 Pooling: TypeAlias = Literal["cls", "last", "max", "mean"]
@@ -56,7 +57,7 @@ class Encoder:
     beside: bool = True
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return type(self), (SharedModel(self.model), self.tokenizer, self.limit, self.pooling, self.beside)
+        return _over, (SharedModel(self.model), self.tokenizer, self.limit, self.pooling, self.beside)
 
     def outputs(self, texts: Sequence[Features], *, alone: bool = False) -> Tensor:
         """Return the logits or the pooled states of each text: float32 [n, D], on the CPU.
@@ -96,6 +97,10 @@ class Encoder:
             return logits.float().cpu()
         lengths = torch.tensor([len(text["input_ids"]) for text in texts], device=device)
         return pooled(output.last_hidden_state.float(), lengths, self.pooling).cpu()
+
+
+def _over(model: SharedModel[PreTrainedModel], *others: Any) -> Encoder:
+    return Encoder(model.load(), *others)
 
 
 def pooled(states: Tensor, lengths: Tensor, pooling: Pooling) -> Tensor:
@@ -230,14 +235,14 @@ class WholeReward:
     Rollouts that end together are read together, in batches of similar length; so are those that end while it works.
 
     Args:
-        reader: scores them.
-        thread: where it lives from now on: any place.
+        make: makes what scores them.
+        thread: where that lives: any place.
         policy: the policy's tokenizer.
         prompt_column: the column of the data that holds the prompt.
     """
 
-    def __init__(self, reader: WholeReader, *, thread: Hosting, policy: HfTokenizer, prompt_column: str) -> None:
-        self._worker = thread.host(reader)
+    def __init__(self, make: Make[WholeReader], *, thread: Hosting, policy: HfTokenizer, prompt_column: str) -> None:
+        self._worker = thread.host(make)
         self._policy = policy
         self._prompt_column = prompt_column
         self._received: dict[int, int] = {}
@@ -348,8 +353,8 @@ class ClassifierReward(WholeReward):
         exact: bool = False,
     ) -> None:
         number = _label(encoder, label)
-        reader = ClassifierReader(encoder, policy, over_long, form=form, label=number, exact=exact)
-        super().__init__(reader, thread=thread, policy=policy, prompt_column=prompt_column)
+        make = partial(ClassifierReader, encoder, policy, over_long, form=form, label=number, exact=exact)
+        super().__init__(make, thread=thread, policy=policy, prompt_column=prompt_column)
 
 
 class SimilarityReader(WholeReader):
@@ -395,8 +400,8 @@ class SimilarityReward(WholeReward):
                 "encoder, or oppo.hf.ClassifierReward"
             )
         self._column = column
-        reader = SimilarityReader(encoder, policy, over_long, exact=exact)
-        super().__init__(reader, thread=thread, policy=policy, prompt_column="")
+        make = partial(SimilarityReader, encoder, policy, over_long, exact=exact)
+        super().__init__(make, thread=thread, policy=policy, prompt_column="")
 
     def _wanted(self, finish: Finish) -> Sequence[str]:
         found = finish.response.prompt.columns.get(self._column)

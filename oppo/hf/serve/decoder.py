@@ -15,7 +15,7 @@ and :class:`Counters` are a few bytes of memory that both see.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from ctypes import Structure, c_int64, sizeof
+from ctypes import c_int64
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, TypeAlias
@@ -29,14 +29,12 @@ from oppo.errors import ModelError
 from oppo.events import FinishReason, Prompt, Support
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.reader import EXACT_BLOCK, Incremental
-from oppo.hf.recipe import Loadable, ModelRecipe
+from oppo.hf.recipe import Loadable, source_of
 from oppo.hf.serve.sampling import Noise, draw
-from oppo.hf.shared_memory import SharedModel
+from oppo.hf.shared_memory import Source
 from oppo.hf.weights import adopt
 from oppo.models import Cut, Detokenize, Sampling, Weights
-from oppo.placement import Recipe
-from oppo.placement.block import Block
-from oppo.placement.mirrored import Gauge, Notice
+from oppo.placement.shared_memory import Counts, Gauge, Notice
 from oppo.rollout_buffer import DecodeStep
 from oppo.turns import StopCriteria
 
@@ -89,8 +87,6 @@ Deliver: TypeAlias = Callable[[DecodeStep], None]
 class Decoder:
     """Decodes rows with one model, one token of each at a time.
 
-    Pickled, it crosses to another process without its KV cache, over the same weights and counters.
-
     Args:
         model: a causal LM.
         sampling: how tokens are drawn.
@@ -111,24 +107,13 @@ class Decoder:
         counters: Counters | None = None,
     ) -> None:
         self.model = model
-        self.counters = counters or Counters.over()
+        self.counters = counters or Counters.new()
         self.reader = Incremental(model, ordered=exact)
         self._sampling = sampling
         self._noise = Noise(sampling.seed)
         self._stopping = StopCriteria(sampling, decode)
         self._exact = exact
         self._prefill_tokens = prefill_tokens
-        self._over = partial(
-            Decoder,
-            sampling=sampling,
-            exact=exact,
-            prefill_tokens=prefill_tokens,
-            decode=decode if sampling.stop_strings else None,
-            counters=self.counters,
-        )
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return self._over, (SharedModel(self.model),)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[DecodeRow], cut: Cut, signals: Signals, deliver: Deliver) -> None:
@@ -310,8 +295,6 @@ DecoderOver: TypeAlias = Callable[[PreTrainedModel], Decoder]
 class PolicyCore:
     """Synchronous; :class:`oppo.hf.serve.policy.HfPolicy` is its handle on the event loop.
 
-    Pickled, it crosses to another process as a core without rows, over the same weights and the same counters.
-
     Args:
         decoder: decodes the rows.
         recompute: whether paused rows read their tokens again after weights were loaded.
@@ -323,9 +306,6 @@ class PolicyCore:
         self._recompute = recompute
         self._loads = self.counters.loads
         self._rows: dict[int, DecodeRow] = {}
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return PolicyCore, (self._decoder, self._recompute)
 
     def run(
         self,
@@ -385,26 +365,19 @@ class PolicyCore:
         return self._decoder.reader.memory()
 
 
-def core_over(model: Loadable, decoder: DecoderOver, *, recompute: bool) -> PolicyCore | Recipe[PolicyCore]:
-    """Return the core of a policy over ``model``; its recipe, if that is what the model is given by.
-
-    Args:
-        decoder: can be pickled, if the model is given by its recipe.
-        recompute: see :class:`PolicyCore`.
-    """
-    if isinstance(model, ModelRecipe):
-        return Recipe(PolicyCore, _loaded, (model, decoder, recompute))
-    return PolicyCore(decoder(model), recompute)
+def core_maker(model: Loadable, decoder: DecoderOver, *, recompute: bool) -> Callable[[], PolicyCore]:
+    """Return what makes the core of a policy over ``model``; the arguments are those of :class:`PolicyCore`."""
+    return partial(_core, source_of(model), decoder, recompute)
 
 
-def _loaded(recipe: ModelRecipe, decoder: DecoderOver, recompute: bool) -> PolicyCore:
-    return PolicyCore(decoder(recipe.load()), recompute)
+def _core(source: Source[PreTrainedModel], decoder: DecoderOver, recompute: bool) -> PolicyCore:
+    return PolicyCore(decoder(source.load()), recompute)
 
 
 _RAISED = b"\1"
 
 
-class Counters(Structure):
+class Counters(Counts):
     """Counts of a decoder's work so far: written where it decodes, readable anywhere while it does.
 
     Attributes:
@@ -413,27 +386,15 @@ class Counters(Structure):
         prefilled: tokens read before their rows could be decoded.
         version: of the weights in use.
         loads: how often weights were loaded.
-        block: the memory.
     """
 
+    memory: ClassVar = Gauge
     decode_steps: int
     tokens: int
     prefilled: int
     version: int
     loads: int
     _fields_: ClassVar = [(name, c_int64) for name in ("decode_steps", "tokens", "prefilled", "version", "loads")]
-    block: Block
-
-    @classmethod
-    def over(cls, block: Block | None = None) -> Counters:
-        """Return the counters that lie in ``block``; new ones, all 0, without a block."""
-        block = block or Gauge.new(sizeof(cls))
-        counters = cls.from_buffer(block)
-        counters.block = block
-        return counters
-
-    def __reduce__(self) -> tuple[Callable[[Block], Counters], tuple[Block]]:
-        return Counters.over, (self.block,)
 
 
 class Signals:

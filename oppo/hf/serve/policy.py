@@ -25,7 +25,7 @@ from oppo.declared import require_whole
 from oppo.errors import ModelLost, ProtocolError
 from oppo.events import Prompt, Response
 from oppo.hf.recipe import Loadable, ModelRecipe, ResidentRecipe, name_of, positions_of, vocabulary_of
-from oppo.hf.serve.decoder import Counters, Decoder, DecodeRow, PolicyCore, Signals, core_over
+from oppo.hf.serve.decoder import Counters, Decoder, DecodeRow, PolicyCore, Signals, core_maker
 from oppo.hf.weights import SentWeights, addresses, share_storage
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Sampling, Weights
 from oppo.placement import Callback, Hosted, Hosting
@@ -115,7 +115,7 @@ class HfPolicy:
         self._exact = exact
         self._loop: DecodeLoop | None = None
         self._stopping = StopCriteria(sampling, decode)
-        self.counters = counters or Counters.over()
+        self.counters = counters or Counters.new()
         decoder = partial(
             Decoder,
             sampling=sampling,
@@ -124,7 +124,7 @@ class HfPolicy:
             decode=decode if sampling.stop_strings else None,
             counters=self.counters,
         )
-        self._core = thread.host(core_over(model, decoder, recompute=on_publish == "recompute"))
+        self._core = thread.host(core_maker(model, decoder, recompute=on_publish == "recompute"))
 
     @property
     def version(self) -> int:

@@ -12,7 +12,7 @@ also decodes, a token of the current weights has been scored already, and only s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeAlias, TypeVar
@@ -28,13 +28,11 @@ from oppo.errors import ConfigError, ModelLost
 from oppo.events import BoolArray, Chunk, Finish, FloatArray, Given, Prompt, Response, Support
 from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
 from oppo.hf.kv.reader import Incremental, IncrementalPrefill, ReadState, TokenSpan
-from oppo.hf.recipe import Loadable, ModelRecipe, worker_of
-from oppo.hf.shared_memory import SharedModel
+from oppo.hf.recipe import Loadable, ModelRecipe, worker_maker
 from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
 from oppo.losses import SupportIndex, token_logprobs
 from oppo.models import Sampling, Weights
-from oppo.placement import Hosting, Recipe
-from oppo.placement.recipe import kind_of
+from oppo.placement import Hosting, Make
 from oppo.returns import TokenRewards
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
 
@@ -92,41 +90,6 @@ def _unpacked(packed: Sequence[_Packed]) -> ScorerInput:
     return ScorerInput(events)
 
 
-class ReplayJournal:
-    """The journal (:class:`oppo.placement.Journal`) of a scorer's worker: the events of the open rollouts.
-
-    It reads the arguments of the calls: a :class:`ScorerInput` extends its rollouts, and the number of a rollout, an
-    argument of ``finish`` and ``forget``, closes that rollout.
-
-    Args:
-        extend: the worker's method that reads a ScorerInput; a replay calls it.
-        columns: the columns of prompts that it reads.
-    """
-
-    def __init__(self, extend: Callable[..., None], columns: tuple[str, ...] = ()) -> None:
-        self._extend = extend
-        self._columns = columns
-        self._events: dict[int, list[ScorerEvent]] = {}
-
-    def note(self, work: Callable[..., object], args: tuple[object, ...]) -> None:
-        """Record a call that was answered."""
-        del work
-        for argument in args:
-            if isinstance(argument, ScorerInput):
-                for event in argument.events:
-                    if isinstance(event, Prompt):
-                        self._events[event.rollout] = []
-                    self._events[event.rollout].append(event)
-            elif isinstance(argument, Mapping | Sequence):
-                for rollout in argument:
-                    self._events.pop(rollout, None)
-
-    def replay(self) -> Iterator[tuple[Callable[..., object], tuple[object, ...]]]:
-        """Return one call with the events of all open rollouts."""
-        events = [event for rollout in self._events.values() for event in rollout]
-        yield self._extend, (ScorerInput(events, supports=True, columns=self._columns),)
-
-
 T = TypeVar("T")
 
 
@@ -153,9 +116,6 @@ class ScorerWorker(ABC, Generic[T]):
             exact=exact,
             needs_logits=needs_logits,
         )
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return type(self), (SharedModel(self._model), self._exact)
 
     def extend(self, inputs: ScorerInput) -> None:
         """Read more of some rollouts."""
@@ -192,9 +152,6 @@ class ReferenceWorker(ScorerWorker[FloatArray]):
     def __init__(self, model: PreTrainedModel, exact: bool, sampling: Sampling) -> None:
         self._sampling = sampling
         super().__init__(model, Incremental(model), exact=exact, needs_logits=True)
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return type(self), (SharedModel(self._model), self._exact, self._sampling)
 
     def load(self, weights: Mapping[str, object]) -> None:
         """Compute with ``weights`` from now on; without any, go on with those there are."""
@@ -272,16 +229,13 @@ class StreamedScorer(Generic[T]):
     """A scorer that reads rollouts as they grow, in the place of its worker.
 
     Args:
-        worker: reads them; by its recipe (:func:`oppo.hf.recipe.worker_of`), its model is loaded where it lives.
-        place: where the worker lives from now on.
+        make: makes the worker, which reads them, see :func:`oppo.hf.recipe.worker_maker`.
+        place: where the worker lives.
         supports: whether the worker needs the supports of tokens.
     """
 
-    def __init__(
-        self, worker: ScorerWorker[T] | Recipe[ScorerWorker[T]], place: Hosting, *, supports: bool = False
-    ) -> None:
-        self._kind = kind_of(worker)
-        self._worker = place.host(worker, journal=ReplayJournal(ScorerWorker.extend))
+    def __init__(self, make: Make[ScorerWorker[T]], place: Hosting, *, supports: bool = False) -> None:
+        self._worker = place.host(make)
         self._supports = supports
         self._version = 0
 
@@ -299,7 +253,7 @@ class StreamedScorer(Generic[T]):
         def served() -> None:
             self._version = version
 
-        await self._worker.load(self._kind.load, SentWeights(weights), served)
+        await self._worker.load(_load, SentWeights(weights), served)
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
         """Read more of some rollouts."""
@@ -315,6 +269,10 @@ class StreamedScorer(Generic[T]):
         """Drop sessions; unknown rollouts are ignored."""
         with suppress(ModelLost):  # sessions are lost with the place they were in
             await self._worker.at(priority).call("forget", ScorerWorker.forget, list(rollouts))
+
+
+def _load(worker: ScorerWorker[T], weights: Mapping[str, object]) -> None:
+    worker.load(weights)
 
 
 class ReferenceLogprobs(StreamedScorer[FloatArray]):
@@ -336,7 +294,7 @@ class ReferenceLogprobs(StreamedScorer[FloatArray]):
     """
 
     def __init__(self, model: Loadable, *, sampling: Sampling, thread: Hosting, exact: bool = False) -> None:
-        super().__init__(worker_of(ReferenceWorker, model, exact, sampling), thread, supports=True)
+        super().__init__(worker_maker(ReferenceWorker, model, exact, sampling), thread, supports=True)
 
 
 class RewardModel(StreamedScorer[float]):
@@ -356,7 +314,7 @@ class RewardModel(StreamedScorer[float]):
     """
 
     def __init__(self, model: Loadable, *, thread: Hosting, exact: bool = False) -> None:
-        super().__init__(worker_of(RewardWorker, model, exact), thread)
+        super().__init__(worker_maker(RewardWorker, model, exact), thread)
 
 
 class ValueModel(StreamedScorer[FloatArray]):
@@ -380,7 +338,7 @@ class ValueModel(StreamedScorer[FloatArray]):
     """
 
     def __init__(self, model: Loadable, *, thread: Hosting, exact: bool = False) -> None:
-        super().__init__(worker_of(ValueWorker, model, exact), thread)
+        super().__init__(worker_maker(ValueWorker, model, exact), thread)
         self._model = model
 
     def serves(self, weights: Weights) -> bool:
@@ -420,10 +378,6 @@ class ProcessRewardWorker(ScorerWorker[TokenRewards]):
         head = token_head(model)
         super().__init__(model, Incremental(backbone(model), head=head), exact=exact)
         self._ids = torch.tensor(self._separators, dtype=torch.int64, device=model.device)
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        arguments = (SharedModel(self._model), self._exact, self._separators, self._label, self._baseline)
-        return type(self), arguments
 
     @torch.inference_mode()
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
@@ -473,7 +427,7 @@ class ProcessRewardModel(StreamedScorer[TokenRewards]):
         baseline: float = 0.0,
         exact: bool = False,
     ) -> None:
-        super().__init__(worker_of(ProcessRewardWorker, model, exact, separators, label, baseline), thread)
+        super().__init__(worker_maker(ProcessRewardWorker, model, exact, separators, label, baseline), thread)
 
 
 class RecomputedLogprobs(ReferenceLogprobs):

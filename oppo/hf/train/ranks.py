@@ -32,7 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from oppo.errors import ConfigError, ModelError, ModelRefused, one_line
 from oppo.hf.devices import numbered
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe
-from oppo.placement.rank_group import listener
+from oppo.placement.ranks import listener
 
 T = TypeVar("T")
 

@@ -32,17 +32,17 @@ from oppo.events import Batch
 from oppo.hf.devices import use_stream
 from oppo.hf.lora import has_adapters, merged
 from oppo.hf.model_files import quiet
-from oppo.hf.shared_memory import SharedModel
+from oppo.hf.shared_memory import SharedModel, Source
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, recompute
 from oppo.hf.train.metrics import StalenessMetrics, Sums, UpdateMetrics
 from oppo.hf.train.optim import Optimisation, gather_training, read_training, write_training
 from oppo.hf.train.packing import MicroBatch, micro_batches, minibatches, pack, tokens_read, units
 from oppo.hf.train.ranks import SHARDS, Alone, Ranked, Replicas, Team, reset, whole
-from oppo.hosted_trainer import HostedTrainer, TrainerCounts
 from oppo.losses import Divided, Input, Inputs, Loss, LossValue, Whole, default_loss, entropies, token_logprobs
 from oppo.losses.base import evaluated, require_inputs, require_loss
 from oppo.models import Sampling, Trained, TrainerCapabilities, Weights
-from oppo.placement import Hosting, Recipe
+from oppo.placement import Hosting
+from oppo.placement.trainer import HostedTrainer, TrainerCounts
 from oppo.training import TrainerSettings
 
 _COMPARED = ("tokens", "sampled", "logprobs", "versions", "advantages", "proximal", "reference", "values", "returns")
@@ -101,10 +101,10 @@ def _alike(one: Batch, row: int, other: Batch, at: int) -> bool:
 
 
 class HfTrainerCore:
-    """Trains an actor, and its critic if it has one; implements :class:`oppo.hosted_trainer.TrainerCore`.
+    """Trains an actor, and its critic if it has one; implements :class:`oppo.placement.trainer.TrainerCore`.
 
-    Pickled, it crosses to another process with a new optimizer, over the same weights and counts. Several processes
-    that :meth:`join` train together: the first keeps the weights and counts that the others have copies or shards of.
+    Several processes that :meth:`join` train together: the first keeps the weights and counts that the others have
+    copies or shards of.
 
     Args:
         models: what is trained.
@@ -142,19 +142,6 @@ class HfTrainerCore:
         self._replicas = replicas
         self._team: Team = Alone()
         self._partial: PartialGradient | None = None
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        made = partial(type(self), replicas=self._replicas)
-        return made, (SharedModel(self._whole), self._sampling, self.settings, self.loss, self.counts)
-
-    def recipe(self) -> Recipe[HfTrainerCore]:
-        """Return how a copy is made on another machine, where it gets the trained weights when it joins.
-
-        Raises:
-            ModelError: there is no recipe of the models.
-        """
-        recipe, replicas = self._replicas.elsewhere()
-        return Recipe(HfTrainerCore, _elsewhere, (recipe, self._sampling, self.settings, self.loss, replicas))
 
     def join(self, rank: int, size: int, meeting: str) -> None:
         """Train with the copies of this core in other processes; see :class:`oppo.placement.Member`.
@@ -433,11 +420,36 @@ class HfTrainerCore:
                     kept[name].copy_(weight)
 
 
-def _elsewhere(
+@dataclass(frozen=True, slots=True, eq=False)
+class MakesCore:
+    """Makes a core where it works; the arguments are those of :class:`HfTrainerCore`."""
+
+    models: Source[ActorCritic]
+    sampling: Sampling
+    settings: TrainerSettings
+    loss: Loss
+    counts: TrainerCounts
+    replicas: Replicas
+
+    def __call__(self) -> HfTrainerCore:
+        """Return the core."""
+        models = self.models.load()
+        return HfTrainerCore(models, self.sampling, self.settings, self.loss, self.counts, replicas=self.replicas)
+
+    def remote(self) -> Callable[[], HfTrainerCore]:
+        """Return what makes a copy on another machine, which gets the trained weights when it joins.
+
+        Raises:
+            ModelError: there is no recipe of the models.
+        """
+        recipe, replicas = self.replicas.elsewhere()
+        return partial(_remote, recipe, self.sampling, self.settings, self.loss, replicas)
+
+
+def _remote(
     recipe: ActorCriticRecipe, sampling: Sampling, settings: TrainerSettings, loss: Loss, replicas: Replicas
 ) -> HfTrainerCore:
-    """Return the core of a rank on another machine."""
-    return HfTrainerCore(recipe.load(), sampling, settings, loss, TrainerCounts.new(), replicas=replicas)
+    return MakesCore(recipe, sampling, settings, loss, TrainerCounts.new(), replicas)()
 
 
 class HfTrainer(HostedTrainer[HfTrainerCore]):
@@ -495,15 +507,15 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         devices: Sequence[torch.device] = (),
         recipe: ActorCriticRecipe | None = None,
     ) -> None:
-        core = HfTrainerCore(
-            ActorCritic(actor, critic),
+        make = MakesCore(
+            SharedModel(ActorCritic(actor, critic)),
             sampling,
             settings or TrainerSettings(),
             default_loss(critic=critic is not None) if loss is None else loss,
             TrainerCounts.new(),
-            replicas=Replicas(shard, devices, recipe),
+            Replicas(shard, devices, recipe),
         )
-        super().__init__(core, thread)
+        super().__init__(make, thread)
 
     @property
     def capabilities(self) -> TrainerCapabilities:

@@ -2,8 +2,8 @@
 
 ::
 
-    RayPlace    one actor               scorers, given by recipes; replaced, also by one on another machine, if it dies
-                                        the policy, given by its recipe; with restarts=0, as rollouts are lost with it
+    RayPlace    one actor               scorers, whose models are given by recipes; replaced if it dies, also by one on
+                                        another machine; or the policy, with restarts=0, as rollouts are lost with it
     RayRanks    an actor for each rank  a trainer, given by a recipe; each rank in a bundle of one placement group
 
 An order, what it asks of its caller, its answer and the weights that a follower is given cross by Ray; what ranks
@@ -18,7 +18,6 @@ from oppo.libraries import require
 require("ray", "a place on other machines")
 
 from oppo.placement.ray.cluster import Cluster, Room
-from oppo.placement.ray.place import RayPlace
-from oppo.placement.ray.ranks import RayRanks
+from oppo.placement.ray.places import RayPlace, RayRanks
 
 __all__ = ["Cluster", "RayPlace", "RayRanks", "Room"]

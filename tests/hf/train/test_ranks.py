@@ -26,8 +26,8 @@ from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Trained
 from oppo.placement import Place, Ranks, Thread
-from oppo.placement.child import Child
-from oppo.placement.rank_group import FileMeeting, Meeting, listen
+from oppo.placement.process import Child
+from oppo.placement.ranks import FileMeeting, Meeting, listen
 from oppo.placement.wire import Call, pack
 from oppo.testing import check_trainer
 from oppo.training import TrainerSettings
@@ -368,7 +368,7 @@ async def test_ranks_exchange_json_and_listen_at_no_address_that_nobody_chose(me
         if meeting is AtAPort:
             patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         with Ranks("talkers", 2) as ranks:
-            talkers = ranks.host(Talkers())
+            talkers = ranks.host(Talkers)
             said, addresses, heard = await talkers.call("exchange", Talkers.exchange)
     assert said == [{"a": [1, [2.5, None, "\u20ac"]]}, [], "b"]
     assert addresses == {"127.0.0.1"}

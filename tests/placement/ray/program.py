@@ -6,7 +6,7 @@ import sys
 
 import anyio
 
-from oppo.placement import Hosted, Recipe
+from oppo.placement import Hosted
 from oppo.placement.ray import Cluster, RayPlace, RayRanks
 from tests.placement.instances import Total
 from tests.placement.ray.test_ranks import Where
@@ -19,8 +19,8 @@ async def work(total: Hosted[Total]) -> None:
 
 def main() -> None:
     with Cluster(sys.argv[1]) as cluster, RayPlace("total", cluster) as place, RayRanks("where", cluster, 2) as ranks:
-        total: Hosted[Total] = place.host(Recipe(Total, Total))
-        ranks.host(Where())
+        total: Hosted[Total] = place.host(Total)
+        ranks.host(Where)
         for each in (place, ranks):
             each.wait_until_ready()
         print("ready", flush=True)  # noqa: T201 - to its parent

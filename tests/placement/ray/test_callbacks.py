@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import anyio
 import pytest
@@ -17,9 +18,8 @@ import ray
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.observe import now, silent
 from oppo.placement import Callback, Hosted
-from oppo.placement.block import Block
-from oppo.placement.mirrored import Gauge, Notice
 from oppo.placement.ray import Cluster, RayPlace
+from oppo.placement.shared_memory import Block, Gauge, Notice
 from tests.placement.instances import Caller, Meter, Total
 from tests.placement.test_callback import (  # noqa: F401 - run with this module's places
     test_a_call_is_given_answers_and_what_it_tells_is_heard_in_order,
@@ -51,12 +51,12 @@ async def test_a_callback_is_carried_out_here_while_the_event_loop_goes_on(place
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(let)
-        assert await place.host(Caller()).call("ask", Caller.ask_again, Callback(answer)) == 2
+        assert await place.host(Caller).call("ask", Caller.ask_again, Callback(answer)) == 2
     assert pids == [os.getpid()] * 2
 
 
 async def test_a_reply_that_cannot_cross_is_refused_in_a_sentence(place: RayPlace) -> None:
-    caller = place.host(Caller())
+    caller = place.host(Caller)
     with pytest.raises(ModelError, match="cannot go to another process"):
         await caller.call("ask", Caller.ask_again, Callback(lambda number: lambda: number))  # type: ignore[arg-type]
     assert await caller.call("ask", Caller.ask_again, Callback(abs)) == 2
@@ -73,7 +73,7 @@ async def test_an_actor_that_dies_between_a_question_and_its_answer_is_lost_at_o
         RayPlace("caller", cluster, restarts=0) as place,
         pytest.raises(ModelLost, match=r"died, because its worker process has died.* while it did 'ask' for 'caller'"),
     ):
-        await place.host(Caller()).call("ask", Caller.ask_and_die, Callback(answer))
+        await place.host(Caller).call("ask", Caller.ask_and_die, Callback(answer))
     (then,) = died
     assert now() - then < 10
 
@@ -86,18 +86,18 @@ async def test_an_actor_that_is_killed_while_its_question_is_answered_is_lost(cl
             return number
 
         with pytest.raises(ModelLost, match="while it did 'ask' for 'caller'"):
-            await place.host(Caller()).call("ask", Caller.ask_again, Callback(kill))
+            await place.host(Caller).call("ask", Caller.ask_again, Callback(kill))
 
 
 async def test_a_call_that_calls_back_is_refused_where_it_would_be_repeated(cluster: Cluster) -> None:
     with RayPlace("caller", cluster, restarts=1) as place:
         with pytest.raises(ProtocolError, match=r"'ask' for 'caller' calls back.*restarts=1: expected restarts=0"):
-            await place.host(Caller()).call("ask", Caller.ask_again, Callback(abs))
-        assert await place.host(Total()).call("add", Total.add, 1) == 1
+            await place.host(Caller).call("ask", Caller.ask_again, Callback(abs))
+        assert await place.host(Total).call("add", Total.add, 1) == 1
 
 
 async def test_a_notice_is_seen_by_a_call_that_goes_on_and_so_is_one_that_was_written_before(place: RayPlace) -> None:
-    caller = place.host(Caller())
+    caller = place.host(Caller)
     early, late = Notice.new(2), Notice.new(2)
     early.write_at(0, b"\5")
     assert await caller.call("watch", Caller.watch, early, Callback(lambda _: None)) == "seen"
@@ -118,7 +118,7 @@ async def test_what_is_told_between_a_quiet_while_and_the_answer_is_heard(
         return wait(answers, timeout=60)
 
     monkeypatch.setattr(ray, "wait", late)
-    caller = place.host(Caller())
+    caller = place.host(Caller)
     assert await caller.call("tell", Caller.tell_at_last, notice, Callback(heard.append, oneway=True)) == "told"
     assert heard == [1]
 
@@ -127,7 +127,7 @@ async def test_a_gauge_is_right_at_each_question_at_each_answer_and_soon_while_n
     place: RayPlace,
 ) -> None:
     gauge, seen = Gauge.new(3), list[int]()
-    meters: list[Hosted[Meter]] = [place.host(Meter(gauge)) for _ in range(2)]
+    meters: list[Hosted[Meter]] = [place.host(partial(Meter, gauge)) for _ in range(2)]
 
     def ask(number: int) -> int:
         seen.append(gauge[0])
@@ -148,7 +148,7 @@ async def test_a_gauge_is_right_at_each_question_at_each_answer_and_soon_while_n
 
 async def test_every_order_is_answered_in_one_thread_which_setup_has_prepared(cluster: Cluster) -> None:
     with RayPlace("caller", cluster, restarts=0, setup=mark_thread) as place:
-        caller = place.host(Caller())
+        caller = place.host(Caller)
         for _ in range(3):
             assert await caller.call("look", is_marked)
             assert await caller.call("look", is_marked_while_asking, Callback(abs))

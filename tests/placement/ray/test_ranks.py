@@ -20,7 +20,7 @@ from oppo.hf.recipe import ModelRecipe
 from oppo.hf.train.actor_critic import ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import PPOLoss
-from oppo.placement import Hosted, Hosting, Member, Recipe, Thread
+from oppo.placement import Hosted, Hosting, Member, Thread
 from oppo.placement.ray import Cluster, RayRanks, Room
 from tests.hf import tiny
 from tests.hf.train.test_ranks import SEVERAL_STEPS, difference, norm, require_equal_metrics, trained, weights_of
@@ -137,7 +137,7 @@ async def test_adapters_and_a_shared_trunk_are_trained_on_two_machines(
 
 
 async def test_the_ranks_are_on_machines_of_their_own(ranks: RayRanks, two: Machines, tmp_path: Path) -> None:
-    where = ranks.host(Where())
+    where = ranks.host(Where)
     await where.call("note", Where.note, tmp_path)
     assert (tmp_path / "0").read_text() == "the driver's"
     assert (tmp_path / "1").read_text() == two.all[1].node
@@ -162,7 +162,7 @@ async def test_what_cannot_be_made_on_another_machine_is_refused(ranks: RayRanks
     with pytest.raises(ModelError, match=r"needs to know how its models are loaded there: .* recipe="):
         trainer_of(tiny.apart(plain)(), ranks, None)
     with pytest.raises(ModelError, match="Total cannot work in the ranks"):
-        ranks.host(Total())
+        await ranks.host(Total).call("add", Total.add, 1)
     assert isinstance(Where(), Member)
 
 
@@ -195,5 +195,5 @@ async def test_the_death_of_another_machine_is_a_lost_model_and_ends_all_ranks(
 
 def test_an_instance_may_be_given_by_its_recipe(cluster: Cluster) -> None:
     with RayRanks("where", cluster, 2) as ranks:
-        _: Hosted[Where] = ranks.host(Recipe(Where, Where))
+        _: Hosted[Where] = ranks.host(Where)
         ranks.wait_until_ready()

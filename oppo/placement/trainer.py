@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import Structure, c_int64, sizeof
+from ctypes import c_int64
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
@@ -19,20 +19,19 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 from oppo.errors import ModelLost
 from oppo.events import Batch
 from oppo.models import ResumableTrainer, Trained, Weights
-from oppo.placement import Hosting
-from oppo.placement.block import Block
+from oppo.placement.place import Hosting, Make
+from oppo.placement.shared_memory import Counts
 from oppo.weight_sync import SyncsByReference
 
 
-class TrainerCounts(Structure):
-    """The progress of a trainer, as int64 counts in memory that all processes with this object share.
+class TrainerCounts(Counts):
+    """The progress of a trainer.
 
     Attributes:
         version: updates made.
         restored: the part of them that was made before the trainer was restored.
         episodes: rollouts trained.
         micro_batches: those whose backward pass is done; this grows during an update.
-        block: the memory.
     """
 
     version: int
@@ -40,39 +39,12 @@ class TrainerCounts(Structure):
     episodes: int
     micro_batches: int
     _fields_: ClassVar = [(name, c_int64) for name in ("version", "restored", "episodes", "micro_batches")]
-    block: Block
-
-    @classmethod
-    def new(cls) -> TrainerCounts:
-        """Return counts that are all 0.
-
-        Raises:
-            OSError: there is too little memory.
-        """
-        return cls.over(Block.new(sizeof(cls)))
-
-    @classmethod
-    def over(cls, block: Block) -> TrainerCounts:
-        """Return the counts that lie in ``block``."""
-        counts = cls.from_buffer(block)
-        counts.block = block
-        return counts
-
-    def copy(self) -> TrainerCounts:
-        """Return the same counts in memory of their own."""
-        copied = TrainerCounts.new()
-        copied.block[:] = self.block[:]
-        return copied
-
-    def __reduce__(self) -> tuple[Callable[[Block], TrainerCounts], tuple[Block]]:
-        """Cross to another process as the memory in which they lie."""
-        return TrainerCounts.over, (self.block,)
 
 
 class TrainerCore(Protocol):
     """The synchronous part of a trainer: it owns models and optimizer, and its calls are made one at a time.
 
-    A core for another process can be pickled; the copy there has its counts and weights in the same memory.
+    A core that is made in another process has its counts and weights in the memory of those that were made before.
     """
 
     @property
@@ -105,19 +77,19 @@ class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
     A place that is lost is not replaced: the optimizer's state is lost with it.
 
     Args:
-        core: does the work.
-        place: hosts it from now on.
+        make: makes the core where it works.
+        place: hosts it.
 
     Attributes:
-        core: this process's copy, which shares counts and weights with the hosted one.
+        core: this process's, which shares counts and weights with the one that works.
 
     Raises:
         ModelError: the core cannot live there.
     """
 
-    def __init__(self, core: C, place: Hosting) -> None:
-        self.core = core
-        self._hosted = place.host(core)
+    def __init__(self, make: Make[C], place: Hosting) -> None:
+        self._hosted = place.host(make)
+        self.core = self._hosted.here
 
     @property
     def version(self) -> int:

@@ -12,10 +12,10 @@ from oppo.admission import Overcommit
 from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Batch
-from oppo.hosted_trainer import HostedTrainer, TrainerCounts
 from oppo.models import Follower, ResumableTrainer, Trained, Trainer, Weights
 from oppo.observe import Span
 from oppo.placement import Inline
+from oppo.placement.trainer import HostedTrainer, TrainerCounts
 from oppo.testing import (
     FakeCritic,
     FakePolicy,
@@ -75,7 +75,7 @@ async def steps(trainer: ResumableTrainer, policy: FakePolicy, critic: FakeCriti
 def test_a_fake_core_trains_in_virtual_time() -> None:
     spans: list[Span] = []
     core = FakeCore()
-    trainer = HostedTrainer(core, Inline("trainer", listener=spans.append))
+    trainer = HostedTrainer(lambda: core, Inline("trainer", listener=spans.append))
     policy, critic = FakePolicy(lambda prompt: 20 + prompt.admission % 7, seconds=0.5), FakeCritic()
     assert not trainer.has_learned
     ends = run_virtual(steps, trainer, policy, critic)
@@ -89,17 +89,17 @@ def test_a_fake_core_trains_in_virtual_time() -> None:
 
 def test_a_hosted_trainer_keeps_the_contract() -> None:
     core = FakeCore()
-    run_virtual(steps, HostedTrainer(core, Inline("first")), FakePolicy(lambda prompt: 5), FakeCritic())
+    run_virtual(steps, HostedTrainer(lambda: core, Inline("first")), FakePolicy(lambda prompt: 5), FakeCritic())
 
     async def make() -> Trainer:
-        return HostedTrainer(FakeCore(), Inline("second"))
+        return HostedTrainer(FakeCore, Inline("second"))
 
     followers: list[Follower] = [FakePolicy(lambda prompt: 5), FakeCritic()]
     run_virtual(check_trainer, make, core.batches[0], followers)
 
 
 def test_it_goes_on_where_another_was(tmp_path: Path) -> None:
-    first, second = (HostedTrainer(FakeCore(), Inline("trainer")) for _ in range(2))
+    first, second = (HostedTrainer(FakeCore, Inline("trainer")) for _ in range(2))
     run_virtual(steps, first, FakePolicy(lambda prompt: 5), FakeCritic())
     run_virtual(first.write, tmp_path)
     run_virtual(second.restore, tmp_path)
@@ -108,7 +108,7 @@ def test_it_goes_on_where_another_was(tmp_path: Path) -> None:
 
 
 def test_what_the_core_raises_ends_the_run_and_the_version_stays() -> None:
-    trainer = HostedTrainer(FakeCore(refused=1), Inline("trainer"))
+    trainer = HostedTrainer(lambda: FakeCore(refused=1), Inline("trainer"))
     with pytest.raises(ModelError, match="out of memory"):
         run_virtual(steps, trainer, FakePolicy(lambda prompt: 5), FakeCritic())
     assert trainer.version == 1
@@ -116,7 +116,7 @@ def test_what_the_core_raises_ends_the_run_and_the_version_stays() -> None:
 
 def test_a_place_that_is_gone_says_where_to_go_on(tmp_path: Path) -> None:
     place = Inline("trainer")
-    trainer = HostedTrainer(FakeCore(), place)
+    trainer = HostedTrainer(FakeCore, place)
     place.close()
     for call in (trainer.write, trainer.save, trainer.restore):
         with pytest.raises(ModelLost, match="'trainer' is closed") as lost:

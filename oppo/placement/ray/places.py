@@ -1,4 +1,4 @@
-"""A child on some machine of a cluster: a Ray actor that answers orders."""
+"""Places on the machines of a cluster: a child is a Ray actor that answers orders."""
 
 from __future__ import annotations
 
@@ -8,20 +8,37 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast, runtime_checkable
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from oppo import observe
+from oppo.declared import require_whole
 from oppo.errors import ModelError, one_line
-from oppo.placement.callback import Callbacks, Request
-from oppo.placement.child import Child, Gone, Setup
-from oppo.placement.mirrored import Gauge, Mirrored, Notice
+from oppo.placement.place import Make
+from oppo.placement.process import Child, ChildProcess, Gone, Process, Setup, Start
+from oppo.placement.ranks import RankedChild, listen
 from oppo.placement.ray.cluster import ONE_CORE, Cluster, Room
 from oppo.placement.ray.servant import GROUPS, Answered, Arrival, Copy, Gauges, Servant, versions
-from oppo.placement.wire import Call, Failure, Outcome, Packet, pack, unpack
+from oppo.placement.shared_memory import Gauge, Mirrored, Notice
+from oppo.placement.wire import (
+    Call,
+    Callbacks,
+    Create,
+    Failure,
+    Outcome,
+    Packet,
+    Request,
+    pack,
+    pack_with_blocks,
+    pack_with_bulk,
+    unpack,
+)
+from oppo.scheduling import DEFAULT_TIME_SLICE, TimeSlice
 
 R = TypeVar("R")
 
@@ -34,7 +51,21 @@ SILENCE: Final = 10.0
 QUIET: Final = 1.0
 """Seconds after which an order that requests nothing is asked again: how old the gauges can be meanwhile."""
 
+_NODE: Final = "ray.io/node-id"
+
 _WHY: Final = re.compile(r"The actor (?:died|is dead) because (?P<why>[^.\n]+)")
+
+
+@runtime_checkable
+class MakesRemotely(Protocol):
+    """What makes an instance from memory of this process, and knows how another machine makes one."""
+
+    def remote(self) -> Make[object]:
+        """Return what makes it where nothing is shared.
+
+        Raises:
+            ModelError: it does not know.
+        """
 
 
 class _MachineDied(Gone):
@@ -43,7 +74,7 @@ class _MachineDied(Gone):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ActorStart:
-    """Starts a child (:data:`oppo.placement.child.Start`) as an actor.
+    """Starts a child (:data:`oppo.placement.process.Start`) as an actor.
 
     Attributes:
         room: what it takes of its machine.
@@ -100,9 +131,9 @@ class RayChild(Child):
         self._gauges: dict[int, Gauge] = {}
 
     @property
-    def pid(self) -> int:
+    def pids(self) -> tuple[int, ...]:
         """The number of the process on its machine; 0 before it has started."""
-        return 0 if self._arrival is None else self._arrival.pid
+        return (0 if self._arrival is None else self._arrival.pid,)
 
     @property
     def address(self) -> str:
@@ -112,7 +143,22 @@ class RayChild(Child):
     @property
     def whereabouts(self) -> str:
         """Process and machine."""
-        return "not started yet" if self._arrival is None else f"pid {self.pid} on {self.address}"
+        return "not started yet" if self._arrival is None else f"pid {self._arrival.pid} on {self.address}"
+
+    def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
+        """Return the order to make an instance from what another machine has."""
+        packet = pack_with_blocks(Create(number, make.remote() if isinstance(make, MakesRemotely) else make))
+        if not all(isinstance(block, Gauge) for block in packet.blocks):
+            raise ModelError(
+                f"memory is not shared between machines, so {self._name!r} hosts no weights of this one: expected a "
+                "policy or a scorer that is given a ModelRecipe, for example"
+            )
+        return [packet]
+
+    def packed_load(self, call: Call) -> Packet:
+        """Return a call whose weights lie in the object store, as long as it is held."""
+        packet = pack_with_bulk(call)
+        return packet._replace(bulk=[self._how.cluster.put(part) for part in packet.bulk])
 
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
         """Send an order and return its answer; see :meth:`Child.ask`. Its times are on the clock of this machine.
@@ -120,10 +166,10 @@ class RayChild(Child):
         Raises:
             Gone: the actor is dead, or dies meanwhile.
             ModelError: no machine has room for it, or what it needs; or the order holds memory of this machine other
-                than a :class:`~oppo.placement.mirrored.Mirrored`.
+                than a :class:`~oppo.placement.shared_memory.Mirrored`.
         """
         if not all(isinstance(block, Mirrored) for block in packet.blocks):
-            raise ModelError("memory is not shared between machines: host a recipe")
+            raise ModelError("memory is not shared between machines")
         self._await_arrival()
         if self._setup is not None:
             done = self._answer(self._setup)
@@ -133,7 +179,7 @@ class RayChild(Child):
         return self._converse(packet, callbacks) if callbacks else self._answer(packet)
 
     def end(self) -> None:
-        """End the actor; idempotent."""
+        """End the actor."""
         self.kill()
 
     def kill(self) -> None:
@@ -302,3 +348,167 @@ def on_this_clock(outcome: Outcome, sent: float, received: float) -> Outcome:
     """
     ahead = (outcome.start + outcome.end - sent - received) / 2
     return replace(outcome, start=outcome.start - ahead, end=outcome.end - ahead)
+
+
+class RayPlace(Process):
+    """One actor, owned by one model or shared by several that take turns there.
+
+    It is used as a :class:`~oppo.placement.Process` is, but for what machines do not share: the model of an instance is
+    loaded where it lives. Weights that it is given later, as a critic or a policy is after each update, cross by Ray's
+    object store.
+
+    A dead actor, or one on a dead machine, is replaced on any machine with room for it: the instances are made again,
+    get their last weights, and are sent their rollouts again. With ``restarts=0`` it is not, and calls with callbacks,
+    as a policy makes, are possible: the thread that waits for the answer fetches what the call requests, and runs it.
+
+    Args:
+        name, listener, time_slice: see :class:`~oppo.placement.Place`.
+        cluster: must stay open as long as this place.
+        room: what the actor takes of its machine.
+        setup: called once in each actor before anything else; importable by name.
+        strategy: where Ray puts an actor: one of its scheduling strategies.
+        restarts: how many dead actors are replaced in an hour; above 0, calls with callbacks are refused.
+        tell: called with a sentence about each restart and about a long wait for room, from another thread.
+        patience: seconds that an actor may wait for room on some machine.
+
+    Raises:
+        ModelError: ``setup`` cannot go to another process.
+
+    Example:
+        >>> with Cluster() as cluster, RayPlace("reward", cluster, room=Room(gpus=1)) as place:  # doctest: +SKIP
+        ...     reward = hf.RewardModel(ModelRecipe(path="judge", kind="scalar", device="cuda"), thread=place)
+    """
+
+    what = "actor"
+
+    def __init__(
+        self,
+        name: str,
+        cluster: Cluster,
+        *,
+        room: Room = ONE_CORE,
+        listener: observe.SpanListener = observe.silent,
+        setup: Setup = None,
+        strategy: object = "SPREAD",
+        restarts: int = 3,
+        tell: Callable[[str], None] = observe.silent,
+        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
+        patience: float = PATIENCE,
+    ) -> None:
+        start = ActorStart(cluster=cluster, room=room, strategy=strategy, patience=patience, tell=tell)
+        super().__init__(
+            name, listener=listener, setup=setup, restarts=restarts, tell=tell, time_slice=time_slice, start=start
+        )
+
+
+class RayRanks(Process):
+    """A child process of this machine and actors of a cluster, the ranks, for an instance that shares its work out.
+
+    It is used as :class:`~oppo.placement.Ranks` are. Rank 0 is a child of this process, with which it shares memory:
+    weights that it gathers need not be sent, and files that it writes are found here. Ray counts nothing of what it
+    takes. The other ranks are actors, for which Ray reserves room at once, or none; there an instance is made as
+    :class:`MakesRemotely` says. All meet at a port of this machine, by ``torch.distributed``.
+
+    A rank that dies, or whose machine does, ends the others: what they held in shards is lost.
+
+    Args:
+        name, listener, time_slice: see :class:`~oppo.placement.Place`.
+        cluster: must stay open as long as this place.
+        count: of ranks, at least 2.
+        room: what each rank but the first takes of its machine.
+        spread: each on a machine of its own; otherwise all on as few as have room.
+        setup: called once in each rank before anything else; importable by name.
+        tell: called with a sentence about a long wait for room.
+        patience: seconds that the ranks may wait for it.
+
+    Raises:
+        ModelError: there was no room for them, or ``setup`` cannot go to another process.
+
+    Example:
+        >>> with Cluster() as cluster, RayRanks("trainer", cluster, 2, room=Room(gpus=1)) as ranks:  # doctest: +SKIP
+        ...     recipe = ActorCriticRecipe(actor=ModelRecipe(path="actor", device="cuda"))
+        ...     trainer = hf.HfTrainer(actor, sampling=sampling, thread=ranks, recipe=recipe)
+    """
+
+    what = "group of ranks"
+
+    def __init__(
+        self,
+        name: str,
+        cluster: Cluster,
+        count: int,
+        *,
+        room: Room = ONE_CORE,
+        spread: bool = False,
+        listener: observe.SpanListener = observe.silent,
+        setup: Setup = None,
+        tell: Callable[[str], None] = observe.silent,
+        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
+        patience: float = PATIENCE,
+    ) -> None:
+        require_whole("ranks", count, 2)
+        bundles = _reserved(name, cluster, count, room, spread=spread, patience=patience, tell=tell)
+        starts: list[Start] = [ChildProcess]
+        starts += [
+            ActorStart(
+                cluster=cluster,
+                room=room,
+                strategy=PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank - 1),
+                patience=patience,
+            )
+            for rank in range(1, count)
+        ]
+        start = partial(RankedChild, starts, _PortMeeting(cluster, bundles))
+        super().__init__(name, listener=listener, setup=setup, time_slice=time_slice, start=start)
+
+
+class _PortMeeting:
+    """Ranks of several machines meet at a port of rank 0's; implements :class:`oppo.placement.ranks.Meeting`."""
+
+    def __init__(self, cluster: Cluster, bundles: PlacementGroup) -> None:
+        self._cluster = cluster
+        self._bundles = bundles
+
+    def of(self, number: int, first: Child) -> str:
+        """Return a port of the driver's address in the cluster, at which rank 0 listens from now on."""
+        del number
+        return cast("str", first.ask(pack(Call(None, listen, (self._cluster.driver_address(),)))).result("rank 0"))
+
+    def close(self) -> None:
+        """Give the room back."""
+        remove_placement_group(self._bundles)
+
+
+def _reserved(
+    name: str,
+    cluster: Cluster,
+    count: int,
+    room: Room,
+    *,
+    spread: bool,
+    patience: float,
+    tell: Callable[[str], None],
+) -> PlacementGroup:
+    """Return room for all ranks but the first."""
+    apart = {_NODE: f"!{ray.get_runtime_context().get_node_id()}"} if spread else {}
+    reserved: PlacementGroup = placement_group(
+        [room.bundle()] * (count - 1),
+        "STRICT_SPREAD" if spread else "PACK",
+        bundle_label_selector=[apart] * (count - 1),
+    )
+    where = "each on another machine" if spread else "on any machines"
+    begun = min(SILENCE, patience)
+    there = reserved.wait(begun)
+    if not there and patience > begun:
+        tell(
+            f"the ranks of {name!r} wait for room in the cluster, {where}: each of {count - 1} takes {room}, and free "
+            f"are, in all, {cluster.free()}; at most {patience:g} s"
+        )
+        there = reserved.wait(patience - begun)
+    if not there:
+        remove_placement_group(reserved)
+        raise ModelError(
+            f"the cluster had no room for the ranks of {name!r} beside the first, {where}, in {patience:g} s: each of "
+            f"{count - 1} takes {room}, and free are, in all, {cluster.free()}"
+        )
+    return reserved
