@@ -89,18 +89,18 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 RATCHETS = {
-    "modules": 214,
-    "files in the root": 24,  # libraries: which versions were tested
+    "modules": 197,
+    "files in the root": 23,  # libraries: which versions were tested
     # Repairs: estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to
     # user code, and what is checked at the seams; a limit for each kind of schedule, what a simulation leaves out.
-    "lines": 49_583,
-    "protocols": 84,
-    "functions that only require": 91,  # of metrics, that a batch has each rollout once, that names are distinct
+    "lines": 49_250,
+    "protocols": 83,
+    "functions that only require": 90,  # of metrics, that a batch has each rollout once, that names are distinct
     "modules that name turns": 34,
     "modules that name exact": 28,
     "modules that name lookahead": 24,
-    "modules that name restarts": 18,
-    "modules that name elsewhere": 17,
+    "modules that name restarts": 15,
+    "modules that name elsewhere": 14,
 }
 """What the package may have at most. Lower a number when it falls; a raised one needs its reason beside it."""
 
