@@ -47,7 +47,7 @@ from oppo.events import (
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream, join, where
 from oppo.models import Decode, Follower, Piece, Policy, Sampling, Scorer, Trained, Trainer, Weights
 from oppo.placement import Inline, Process, Ranks, Thread
-from oppo.returns import AdaptiveKL, FixedKL, ScoreShaping
+from oppo.returns import AdaptiveKL, Correction, FixedKL, ScoreShaping
 from oppo.rewards import FunctionReward, Rewards
 from oppo.stages import (
     GAE,
@@ -62,7 +62,6 @@ from oppo.stages import (
     finished_rollout,
     followers,
 )
-from oppo.staleness import Correction
 from oppo.training import FunctionTrainer, TrainerSettings
 
 if TYPE_CHECKING:

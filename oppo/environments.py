@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from types import TracebackType
-from typing import Literal, Self, TypeAlias
+from typing import ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 
-from oppo.errors import OppoError, awaited, contained, one_line, shown
+from oppo.errors import OppoError, one_line, shown
 from oppo.events import Drop, IntArray, Response
 from oppo.observe import Telling, silent
 from oppo.turns import Answer, Environment, EnvironmentState, Turn
-from oppo.user_code import CONCURRENCY, UserCalls, UserFunction
+from oppo.user_code import CONCURRENCY, CheckedFunction, UserCalls, UserFunction
 
 PROCESSES = 4
 """Processes of a sync function, unless another number of calls is given."""
@@ -57,35 +56,24 @@ Said: TypeAlias = tuple[str, EnvironmentState] | Drop | None
 """What a function answered."""
 
 
-@dataclass(frozen=True, slots=True)
-class CalledEnvironment:
+@dataclass(frozen=True)
+class CalledEnvironment(CheckedFunction[TextTurn, str, Said]):
     """An environment's function as it is called, and its answer, checked."""
 
+    kind: ClassVar[str] = "environment"
+    error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
     user: UserFunction
 
-    def call(self, turn: TextTurn, where: str) -> Said:
-        """Call the function; return the answer.
-
-        Raises:
-            EnvironmentFailure: it raised, or returned something else.
-        """
-        with self._contained(where):
-            return self._said(self.user.function(turn), where)
-
-    async def answer(self, turn: TextTurn, where: str) -> Said:
-        """Do the same with an async function."""
-        with self._contained(where):
-            result = self.user.function(turn)
-            return self._said(await awaited(result) if isinstance(result, Awaitable) else result, where)
+    def made(self, given: TextTurn) -> object:
+        """Call the function with the turn."""
+        return self.user.function(given)
 
     def failure(self, what: str, where: str) -> EnvironmentFailure:
         """Return an error that names the function and the turn."""
         return EnvironmentFailure(f"environment {self.user.name!r} {what} ({where})")
 
-    def _contained(self, where: str) -> AbstractContextManager[None]:
-        return contained(lambda words: self.failure(f"raised {words}", where), passing=EnvironmentFailure)
-
-    def _said(self, result: object, where: str) -> Said:
+    def checked(self, result: object, where: str) -> Said:
+        """Return the answer."""
         if result is None or isinstance(result, Drop):
             return result
         text, state = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -155,7 +143,6 @@ class FunctionEnvironment:
         self._function = CalledEnvironment(user)
         default = PROCESSES if process else CONCURRENCY
         self._calls = UserCalls(
-            "environment",
             self._function,
             concurrency=default if concurrency is None else concurrency,
             timeout=timeout,
@@ -183,7 +170,7 @@ class FunctionEnvironment:
         """
         where = f"turn {turn.number} of rollout {turn.prompt.rollout}"
         try:
-            said = await self._calls.make(partial(self._failure, where), self._as_text(turn), where)
+            said = await self._calls.make(self._as_text(turn), where)
             if said is None:
                 return None
             if isinstance(said, Drop):
@@ -193,9 +180,6 @@ class FunctionEnvironment:
             if self._drops:
                 return Drop(turn.prompt.rollout, str(failure))
             raise
-
-    def _failure(self, where: str, what: str) -> EnvironmentFailure:
-        return self._function.failure(what, where)
 
     def _as_text(self, turn: Turn) -> TextTurn:
         prompt = turn.prompt

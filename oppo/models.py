@@ -27,7 +27,7 @@ from oppo.declared import (
 )
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response, Support
-from oppo.scheduling import IN_ORDER, Priority, TimeSlice
+from oppo.scheduling import IN_ORDER, Priority
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -295,9 +295,9 @@ class ReportsProgress(Policy, Protocol):
 class Scorer(Protocol[T_co]):
     """A model that reads rollouts as they grow and returns a value of each complete one.
 
-    A scorer that shares a place may also be a :class:`PrioritisedScorer`, and one that bounds the length of its calls a
-    :class:`TimeSliced`. One that waits for something else than its place, a service for example, may be a
-    :class:`~oppo.scorer_protocols.ConcurrentScorer`. One that is an async context manager is open as long as the run.
+    A scorer that shares a place may also be a :class:`PrioritisedScorer`. What else it can do is in its attribute
+    ``capabilities``, a :class:`~oppo.scorers.ScorerCapabilities`: its time slice, for example, or calls that overlap.
+    One that is an async context manager is open as long as the run.
     """
 
     @property
@@ -330,15 +330,6 @@ class PrioritisedScorer(Scorer[T_co], Protocol[T_co]):
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         """Drop sessions; unknown rollouts are fine."""
-
-
-@runtime_checkable
-class TimeSliced(Protocol):
-    """A scorer with a time slice for calls that nothing waits for."""
-
-    @property
-    def time_slice(self) -> TimeSlice:
-        """Read once, before the first step; other scorers have :data:`~oppo.scheduling.DEFAULT_TIME_SLICE`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,20 +11,21 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from threading import Timer
 from types import CodeType, ModuleType, TracebackType
-from typing import Final, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import ClassVar, Final, Generic, Self, TypeVar
 
 import anyio
 
 from oppo.declared import require_real, require_whole
-from oppo.errors import ConfigError, ModelError, OppoError, contained, running_loop, shown
+from oppo.errors import ConfigError, ModelError, OppoError, awaited, contained, running_loop, shown
 from oppo.observe import silent
 from oppo.placement.detached import DisposableProcess, run_detached
 
@@ -32,6 +33,19 @@ SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")
 """The form ``file.py:name``."""
 
 _PREFIX = "oppo_user_"
+
+CONCURRENCY: Final = 64
+"""Calls that overlap where nothing is computed here, unless another number is given: calls of async functions."""
+
+START_SECONDS: Final = 600.0
+"""In which a process of a function must start: it imports what the function's file does."""
+
+BLOCKED_SECONDS: Final = 1.0
+"""After its timeout, in which an async function must have ended."""
+
+G = TypeVar("G")
+W = TypeVar("W")
+R = TypeVar("R")
 
 
 def load_function(spec: str, refuse: Callable[[str], Exception]) -> Callable[..., object]:
@@ -181,38 +195,47 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
+class CheckedFunction(ABC, Generic[G, W, R]):
+    """A user function together with the check of what it returns; it is pickled where calls are made in a process.
 
-CONCURRENCY = 64
-"""Calls that overlap where nothing is computed here, unless another number is given: those of async functions."""
+    Attributes:
+        user: the function.
+        kind: what it is, as in ``reward function``.
+        error: the type of :meth:`failure`.
+    """
 
-START_SECONDS = 600.0
-"""In which a process of a function must start: it imports what the function's file does."""
+    kind: ClassVar[str]
+    error: ClassVar[type[OppoError]]
+    user: UserFunction
 
-BLOCKED_SECONDS = 1.0
-"""After its timeout, in which an async function must have ended."""
+    @abstractmethod
+    def made(self, given: G) -> object:
+        """Call the function."""
 
-Refuse = Callable[[str], Exception]
-"""Returns the error of a call that took too long or was lost, given what happened to it."""
+    @abstractmethod
+    def checked(self, result: object, where: W) -> R:
+        """Return the function's result, or raise :meth:`failure`; ``where`` says what it was called for."""
 
+    @abstractmethod
+    def failure(self, what: str, where: W) -> OppoError:
+        """Return an error that names the function, and what it was called for."""
 
-class CheckedFunction(Protocol[P, R_co]):
-    """A user function together with the check of what it returns. Calls in a process need one that can be pickled."""
-
-    @property
-    def user(self) -> UserFunction:
-        """The function."""
-
-    def call(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+    def call(self, given: G, where: W) -> R:
         """Return the result of a sync function, checked."""
+        with self._contained(where):
+            return self.checked(self.made(given), where)
 
-    async def answer(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+    async def answer(self, given: G, where: W) -> R:
         """Return the result of an async function, checked."""
+        with self._contained(where):
+            result = self.made(given)
+            return self.checked(await awaited(result) if isinstance(result, Awaitable) else result, where)
+
+    def _contained(self, where: W) -> AbstractContextManager[None]:
+        return contained(lambda words: self.failure(f"raised {words}", where), passing=self.error)
 
 
-class UserCalls(Generic[P, R]):
+class UserCalls(Generic[G, W, R]):
     """Makes the calls of a user function.
 
     An async function is called on the event loop. A sync one is called in a thread of its own for each call, in one of
@@ -226,13 +249,12 @@ class UserCalls(Generic[P, R]):
     first time on, and left at the last; processes end then.
 
     Args:
-        what: the function's kind, as in ``reward function``.
         checked: the function.
         concurrency: calls at a time.
         timeout: seconds after which a call has failed; ``None``: never.
         process: call a sync function in processes, as many as calls overlap: it may then hold the interpreter lock or
             crash.
-        tell: called with a sentence about a call that blocks the event loop, from another thread.
+        tell: called with a message about a call that blocks the event loop, from another thread.
 
     Attributes:
         at_work: names the function during a call, for a watchdog; empty otherwise.
@@ -245,8 +267,7 @@ class UserCalls(Generic[P, R]):
 
     def __init__(
         self,
-        what: str,
-        checked: CheckedFunction[P, R],
+        checked: CheckedFunction[G, W, R],
         *,
         concurrency: int,
         timeout: float | None = None,
@@ -258,7 +279,7 @@ class UserCalls(Generic[P, R]):
         require_whole("concurrency", concurrency, 1, error=ConfigError)
         user = checked.user
         self.at_work = ""
-        self._title = f"{what} {user.name!r}"
+        self._title = f"{checked.kind} {user.name!r}"
         if process and user.is_async:
             raise user.refuse(f"{self._title} is async, and a process of its own is for sync ones: leave that out")
         self._checked = checked
@@ -282,46 +303,46 @@ class UserCalls(Generic[P, R]):
         """Whether calls may overlap."""
         return self._concurrency > 1
 
-    async def make(self, refuse: Refuse, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return what the function returns for these arguments; at most ``concurrency`` calls overlap.
+    async def make(self, given: G, where: W) -> R:
+        """Return what the function returns; at most ``concurrency`` calls overlap.
 
         Args:
-            refuse: returns the error of a call that took too long, or whose process died.
-            args: of the function.
-            kwargs: of the function.
+            given: to the function.
+            where: says what it is called for, in errors.
         """
         self._limiter = self._limiter or anyio.CapacityLimiter(self._concurrency)
         virtual = getattr(running_loop(), "virtual", False)
         async with self._limiter:
             with self.working():
                 if self._processes and not virtual:
-                    return await self._made_apart(refuse, *args, **kwargs)
+                    return await self._made_apart(given, where)
                 with self._reported_if_blocked(), anyio.move_on_after(self._timeout) as limit:
-                    result = await self._made(virtual, *args, **kwargs)
+                    result = await self._made(virtual, given, where)
                     if not self._checked.user.is_async or anyio.current_time() <= limit.deadline:
                         return result
-            raise refuse(f"took longer than {self._timeout:g} s")
+            raise self._checked.failure(f"took longer than {self._timeout:g} s", where)
 
-    async def _made(self, virtual: bool, *args: P.args, **kwargs: P.kwargs) -> R:
+    async def _made(self, virtual: bool, given: G, where: W) -> R:
         checked = self._checked
         if checked.user.is_async:
-            return await checked.answer(*args, **kwargs)
+            return await checked.answer(given, where)
         if virtual:
-            return checked.call(*args, **kwargs)
-        return await run_detached(f"oppo-{checked.user.name}", partial(checked.call, *args, **kwargs))
+            return checked.call(given, where)
+        return await run_detached(f"oppo-{checked.user.name}", partial(checked.call, given, where))
 
-    async def _made_apart(self, refuse: Refuse, *args: P.args, **kwargs: P.kwargs) -> R:
+    async def _made_apart(self, given: G, where: W) -> R:
+        failure = self._checked.failure
         process = self._idle.pop()  # the limiter lets in as many calls as there are processes
         try:
             with anyio.move_on_after(START_SECONDS) as starting:
                 await process.start()
             if starting.cancelled_caught:
-                raise refuse(f"had no process that started within {START_SECONDS:g} s")
-            return await process.call(_call, *args, **kwargs)
+                raise failure(f"had no process that started within {START_SECONDS:g} s", where)
+            return await process.call(_call, given, where)
         except TimeoutError:
-            raise refuse(f"took longer than {self._timeout:g} s") from None
+            raise failure(f"took longer than {self._timeout:g} s", where) from None
         except ModelError as error:
-            raise refuse(f"was lost: {error}") from error
+            raise failure(f"was lost: {error}", where) from error
         finally:
             self._idle.append(process)
 
@@ -330,11 +351,11 @@ class UserCalls(Generic[P, R]):
         if not self._checked.user.is_async or math.isinf(self._timeout) or getattr(running_loop(), "virtual", False):
             yield
             return
-        sentence = (
+        message = (
             f"{self._title} has not ended {BLOCKED_SECONDS:g} s after its timeout of {self._timeout:g} s: it blocks "
             "the event loop, so make it sync, or let it await what takes long"
         )
-        alarm = Timer(self._timeout + BLOCKED_SECONDS, self._tell, [sentence])
+        alarm = Timer(self._timeout + BLOCKED_SECONDS, self._tell, [message])
         alarm.daemon = True
         alarm.start()
         try:
@@ -376,5 +397,5 @@ class UserCalls(Generic[P, R]):
             process.close()
 
 
-def _call(checked: CheckedFunction[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    return checked.call(*args, **kwargs)
+def _call(checked: CheckedFunction[G, W, R], given: G, where: W) -> R:
+    return checked.call(given, where)

@@ -336,9 +336,9 @@ def test_a_function_that_waits_to_be_called_again_is_at_work() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(judge.finish, TWO)
             await anyio.sleep(30)
-            at_work = judge.at_work
+            at_work = judge.capabilities.at_work()
             tasks.cancel_scope.cancel()
-        assert not judge.at_work
+        assert not judge.capabilities.at_work()
         return at_work
 
     assert run_virtual(main) == "reward function 'reward', which failed and is called again after 60 s"
@@ -414,7 +414,7 @@ async def test_a_function_that_holds_the_interpreter_lock_can_be_given_up_in_a_p
         tasks.start_soon(locked.finish, finished)
         await anyio.to_thread.run_sync(wait_for, mark)
         tasks.cancel_scope.cancel()
-    assert not locked.at_work
+    assert not locked.capabilities.at_work()
 
 
 @pytest.mark.parametrize(

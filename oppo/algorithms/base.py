@@ -13,8 +13,7 @@ from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, StepReport
 from oppo.graph import Graph
 from oppo.models import Policy, Scorer, Trainer
-from oppo.returns import AdaptiveKL, KLEstimator, ScoreShaping
-from oppo.staleness import CAP, Correction, RatioBase
+from oppo.returns import CAP, AdaptiveKL, Correction, KLEstimator, RatioBase, ScoreShaping
 from oppo.training import Aggregation
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
-from oppo.returns import GroupAdvantage, KLEstimator, ScoreShaping
+from oppo.returns import Correction, GroupAdvantage, KLEstimator, ScoreShaping
 from oppo.stages import Generate, GroupRelative, Score, Selection, Update
 from oppo.stages.score import followers
-from oppo.staleness import Correction
 from oppo.training import Aggregation
 from oppo.turns import Environment
 
@@ -172,7 +171,7 @@ class DrGRPO(GroupAlgorithm):
 
 
 LONG_PART = 5
-"""The penalty on long responses grows over one part in so many of the longest one, unless settings say otherwise."""
+"""The penalty on long responses grows over the last ``1 / LONG_PART`` of the longest one, unless settings differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +222,7 @@ class DAPO(GRPO):
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(GRPO):
-    """GSPO: as `grpo`, but ratio, clip and importance weights are those of whole responses; no KL penalty."""
+    """GSPO: as `grpo`, but with ratio, clip and importance weight of a whole response; no KL penalty."""
 
     kl: NonNegative = 0.0
     clip: Positive = 3e-4

@@ -29,7 +29,7 @@ def wrap(
     environment: Environment | None = None,
     thread: Thread | None = None,
 ) -> Graph[StepReport]:
-    """Return a loop that exists already as a graph: responses are scored while they are written, and carried over.
+    """Return a loop that exists already as a graph: responses are scored while they are written, and deferred.
 
     What stays is the training step. It is given a :class:`oppo.Batch` with tokens, behaviour log-probs, scores and the
     results of the other scorers, and without rewards, advantages and returns. What goes is the call that generates,

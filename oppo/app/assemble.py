@@ -23,6 +23,7 @@ from oppo.app.saving import Saving
 from oppo.config.sections import ModelsSection, SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
+from oppo.environments import FunctionEnvironment
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray
 from oppo.hf.devices import DeviceLayout, Devices, ModelPlace
@@ -38,7 +39,7 @@ from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
-from oppo.scorer_protocols import ServesCalls
+from oppo.scorers import capabilities_of
 from oppo.turns import Environment
 
 _TRAINING = "lower trainer.micro_batch_tokens"
@@ -97,8 +98,7 @@ class Assembly:
     def at_work(self) -> tuple[str, ...]:
         """Return the names of the calls in progress, of models and of a reward function."""
         calls = [worker.at_work for worker in (*self.places, *self.serving.workers)]
-        if isinstance(self.reward, ServesCalls):
-            calls.append(self.reward.at_work)
+        calls.append(capabilities_of(self.reward).at_work())
         calls.append(getattr(self.environment, "at_work", ""))
         return tuple(filter(None, calls))
 
@@ -116,9 +116,8 @@ class Assembly:
         with ExitStack() as stack:
             stack.callback(self.serving.close)
             stack.callback(self.places.close)
-            if isinstance(self.reward, ServesCalls):
-                stack.callback(self.reward.close)
-            if isinstance(self.environment, ServesCalls):
+            stack.callback(capabilities_of(self.reward).close)
+            if isinstance(self.environment, FunctionEnvironment):
                 stack.callback(self.environment.close)
 
 

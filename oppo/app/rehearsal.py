@@ -20,7 +20,7 @@ from oppo.evaluation import Answering, respond
 from oppo.events import Drop, Finish, IntArray, Prompt
 from oppo.models import Sampling, VariesSampling
 from oppo.redact import harmless
-from oppo.scorer_protocols import ReportsSamples
+from oppo.scorers import capabilities_of
 from oppo.stages import Generate
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ async def _try(session: PreparedRun, prompts: Sequence[Prompt]) -> Tried:
     )
     scores = await assembly.reward.finish(finished)
     seconds = anyio.current_time() - start
-    measured = assembly.reward.samples() if isinstance(assembly.reward, ReportsSamples) else {}
+    measured = capabilities_of(assembly.reward).samples()
     return Tried(finished[0], scores, seconds, {name: values[0] for name, values in measured.items() if values}, answer)
 
 

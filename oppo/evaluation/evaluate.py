@@ -367,7 +367,7 @@ def compare(before: FloatArray, after: FloatArray) -> Comparison:
 
 
 FIRST: Final = 10**12
-"""The number of the first held-out prompt: above those of training, so that scorers and noise tell them apart."""
+"""The number of the first held-out prompt: above the prompts of training, so that scorers and noise tell them apart."""
 
 BEFORE: Final = -1
 """The step of an evaluation before the first."""

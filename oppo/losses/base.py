@@ -80,7 +80,7 @@ class Inputs:
     ``inputs["advantages"]`` is an input that the loss declares; ``"reference" in inputs`` tests for one.
 
     Attributes:
-        mask: bool [T], true for the tokens that are trained: those that the policy sampled.
+        mask: bool [T], true for the tokens that are trained: the policy sampled them.
         rows: int64 [T], ascending, the row of each token, from 0.
         groups: int64 [R], the group of each row. The rows of a group are adjacent, in the order of the batch, if a
             group is the loss's unit.

@@ -14,7 +14,7 @@ from oppo.errors import ConfigError
 from oppo.losses.base import Divisor, Input, Inputs, LossValue, Unit, means
 from oppo.losses.ppo import ClippedLoss
 from oppo.losses.terms import PolicyTerm, surrogates
-from oppo.staleness import Correction
+from oppo.returns import Correction
 from oppo.training import Aggregation
 
 
@@ -49,7 +49,7 @@ class SequenceLoss(ClippedLoss):
         return "row"
 
     def policy_term(self, inputs: Inputs, weights: Tensor | None) -> tuple[PolicyTerm, Tensor]:
-        """Return the surrogate of the responses, and the tokens of those that it clips, bool [T]."""
+        """Return the surrogate of the responses, and the tokens of the responses that it clips, bool [T]."""
         rows = inputs.whole.rows
         difference = inputs.row_means(inputs["logprobs"] - inputs[self.correction.ratio_base])
         weight = torch.ones_like(difference) if weights is None else inputs.row_means(weights)

@@ -14,8 +14,7 @@ from oppo.declared import Limit, NonNegative, Positive, require_declared
 from oppo.errors import ConfigError
 from oppo.losses.base import OF_A_CRITIC, Divisor, Input, Inputs, Loss, LossValue, Unit, means
 from oppo.losses.terms import PolicyTerm, kl_losses, policy_losses, value_loss
-from oppo.returns import KLEstimator
-from oppo.staleness import Correction
+from oppo.returns import Correction, KLEstimator
 from oppo.training import Aggregation
 
 
@@ -107,7 +106,7 @@ class ClippedLoss:
     def policy_term(self, inputs: Inputs, weights: Tensor | None) -> tuple[PolicyTerm, Tensor]:
         """Return the clipped surrogate, and the tokens that it clips, bool [T].
 
-        ``weights`` are those of stale tokens, float32 [T].
+        ``weights``: importance weights of stale tokens, float32 [T].
         """
         each = policy_losses(
             inputs["logprobs"],
@@ -149,7 +148,7 @@ class PPOLoss(ClippedLoss):
 
     @property
     def reads(self) -> frozenset[Input]:
-        """The inputs of the policy loss, and those of the value loss."""
+        """The inputs of the policy loss and of the value loss."""
         return super().reads | OF_A_CRITIC
 
     def __call__(self, inputs: Inputs) -> LossValue:
@@ -169,7 +168,7 @@ def default_loss(*, critic: bool) -> Loss:
 
 @torch.no_grad()
 def importance_weights(correction: Correction, inputs: Inputs) -> Tensor:
-    """Return the importance weight of each token, see :mod:`oppo.staleness`: float32 [T]; 0 for a masked token.
+    """Return the importance weight of each token, see :class:`oppo.Correction`: float32 [T]; 0 for a masked token.
 
     Computed in float64; a token that was not sampled has mismatch 1.
 

@@ -1,7 +1,7 @@
 """The terms of a loss: log-probs and entropies from logits, and pure functions of flat tensors, without padding.
 
 Every function takes the count of the whole minibatch as ``total`` and divides by it, so that the results of its
-micro-batches, and their gradients, add up to those of the whole.
+micro-batches add up to the results of the whole, and so do their gradients.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def policy_losses(
         mask: bool [T], the tokens that count.
         clip: how far below 1 the band of the ratio reaches, and above it unless ``clip_high`` is given.
         clip_high: how far above 1 it reaches (DAPO: Yu et al. 2025, arXiv 2503.14476, section 3.1).
-        weights: float32 [T], see :mod:`oppo.staleness`; 1 by default. A token of weight 0 has loss 0 and ratio 1.
+        weights: float32 [T], see :class:`oppo.Correction`; 1 by default. A token of weight 0 has loss 0 and ratio 1.
     """
     weighted = mask if weights is None else mask & (weights > 0)
     difference = torch.where(weighted, logprobs - old_logprobs, torch.zeros_like(logprobs))
@@ -283,7 +283,7 @@ def value_loss(
 def kl_losses(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: KLEstimator) -> Tensor:
     """Return an estimate of KL(policy || reference) for each token, as a loss: float32 [T], nats; 0 outside the mask.
 
-    The estimators are those of :func:`oppo.returns.kl_estimate`. In expectation over tokens of the current policy,
+    The estimators are as in :func:`oppo.returns.kl_estimate`. In expectation over tokens of the current policy,
     the gradient of ``k2`` is that of the KL, that of ``k3`` is close to it near the reference, and that of ``k1`` is
     zero.
 

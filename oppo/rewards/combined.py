@@ -16,14 +16,13 @@ from oppo import user_code
 from oppo.declared import require_real
 from oppo.errors import ConfigError, RewardError, SessionsLost, as_itself, contained, shown
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
-from oppo.models import RewardFunction, Scorer, TimeSliced
+from oppo.models import RewardFunction, Scorer
 from oppo.observe import Telling, silent
 from oppo.placement import Hosted, Hosting, Make
 from oppo.returns import weighted_sum
 from oppo.rewards.function import DOES_NOT_APPLY, RESERVED, FunctionReward
-from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority, TimeSlice
-from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples, ServesCalls
-from oppo.stages.score import prioritised
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority
+from oppo.scorers import ScorerCapabilities, capabilities_of, prioritised
 from oppo.user_code import LoadedFile, UserFunction
 
 Weighted: TypeAlias = tuple[float, "RewardFunction | Scorer[float | Drop] | str"]
@@ -49,7 +48,7 @@ class Rewards(Scorer["float | Drop"]):
         decode: token ids to text, without special tokens; needed for functions.
         on_drop: what a ``Drop`` by one part does.
         tell: called with the news of the parts.
-        options: of the :class:`FunctionReward` of each function; ``process`` is for those that are sync.
+        options: of the :class:`FunctionReward` of each function; ``process`` is for sync functions.
 
     Raises:
         ConfigError: there is no part, a weight is no finite number, or a function has no ``decode``.
@@ -100,29 +99,23 @@ class Rewards(Scorer["float | Drop"]):
         return max(part.scorer.version for part in self._parts)
 
     @property
-    def concurrent(self) -> bool:
-        """Whether calls of some part may overlap."""
-        return any(part.concurrent for part in self._parts)
+    def capabilities(self) -> ScorerCapabilities:
+        """Calls may overlap if calls of some part may; the time slice is the shortest of the parts that read."""
+        parts = [part.capabilities for part in self._parts]
+        slices = [part.capabilities.time_slice for part in self._readers]
+        return ScorerCapabilities(
+            concurrent=any(each.concurrent for each in parts),
+            time_slice=min(slices, key=lambda each: each.seconds, default=DEFAULT_TIME_SLICE),
+            samples=self._taken,
+            at_work=lambda: ", ".join(filter(None, (each.at_work() for each in parts))),
+            close=self.close,
+        )
 
-    @property
-    def time_slice(self) -> TimeSlice:
-        """The shortest of the parts' time slices."""
-        slices = [part.scorer.time_slice for part in self._parts if isinstance(part.scorer, TimeSliced)]
-        return min(slices, key=lambda each: each.seconds, default=DEFAULT_TIME_SLICE)
-
-    @property
-    def at_work(self) -> str:
-        """The names of the functions in a call, or in a pause after one."""
-        working = [part.scorer.at_work for part in self._parts if isinstance(part.scorer, ServesCalls)]
-        return ", ".join(filter(None, working))
-
-    def samples(self) -> Mapping[str, Sequence[float]]:
-        """Return what the parts said of the rollouts, and measured themselves, since the last call, by metric."""
+    def _taken(self) -> Mapping[str, Sequence[float]]:
         samples, self._samples = self._samples, {}
         for part in self._parts:
-            if isinstance(part.scorer, ReportsSamples):
-                for name, measured in part.scorer.samples().items():
-                    samples.setdefault(name, []).extend(measured)
+            for name, measured in part.capabilities.samples().items():
+                samples.setdefault(name, []).extend(measured)
         return samples
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
@@ -177,7 +170,7 @@ class Rewards(Scorer["float | Drop"]):
         ]
 
     async def _have(self, work: Callable[[_Part], Coroutine[Any, Any, None]], parts: Sequence[_Part]) -> None:
-        """Have the parts do their work at the same time; those that take turns begin when it is the turn of all.
+        """Have the parts do their work at the same time; parts that take turns begin when it is the turn of all.
 
         If one began before another, its urgent call would keep their common place from the call that the other still
         waits for.
@@ -236,8 +229,7 @@ class Rewards(Scorer["float | Drop"]):
         """End the processes of functions; idempotent."""
         with ExitStack() as stack:
             for part in self._parts:
-                if isinstance(part.scorer, ServesCalls):
-                    stack.callback(part.scorer.close)
+                stack.callback(part.capabilities.close)
 
 
 class _Part:
@@ -245,7 +237,7 @@ class _Part:
 
     Attributes:
         is_function: whether it reads responses only when they have ended.
-        takes_turns: whether its calls must not overlap; those of a function wait for one another by themselves.
+        takes_turns: whether its calls must not overlap; calls of a function wait for one another by themselves.
     """
 
     def __init__(self, name: str, weight: float, scorer: Scorer[float | Drop]) -> None:
@@ -253,9 +245,9 @@ class _Part:
         self.weight = weight
         self.scorer = scorer
         self.prioritised = prioritised(scorer)
-        self.concurrent = isinstance(scorer, ConcurrentScorer) and scorer.concurrent
+        self.capabilities = capabilities_of(scorer)
         self.is_function = isinstance(scorer, FunctionReward)
-        self.takes_turns = not (self.concurrent or self.is_function)
+        self.takes_turns = not (self.capabilities.concurrent or self.is_function)
 
     @classmethod
     def of(
@@ -313,7 +305,7 @@ def load_reward(
         place: for scorers that are made.
         on_drop: of :class:`Rewards`.
         process: call functions in processes of their own, ``sync`` if they are sync; an async function alone is
-            refused, and those of several rewards are called here.
+            refused, and async functions of several rewards are called here.
         tell: called with the news of the reward.
         options: of each :class:`FunctionReward`.
 

@@ -13,25 +13,25 @@ import inspect
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set as AbstractSet
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from operator import index
 from types import TracebackType
-from typing import Final, Literal, Self, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
+from typing import ClassVar, Final, Literal, Self, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
 
 import anyio
 import numpy as np
 
 from oppo import user_code
 from oppo.declared import require_real
-from oppo.errors import RewardError, as_itself, awaited, contained, one_line, shown
+from oppo.errors import RewardError, as_itself, one_line, shown
 from oppo.events import Chunk, Drop, Finish, Given, Prompt, Response
 from oppo.models import RewardFunction, Scorer
 from oppo.observe import Telling, silent
 from oppo.returns import TokenRewards
-from oppo.user_code import CONCURRENCY, UserCalls, UserFunction
+from oppo.scorers import ScorerCapabilities
+from oppo.user_code import CONCURRENCY, CheckedFunction, UserCalls, UserFunction
 
 K = TypeVar("K")
 
@@ -158,47 +158,36 @@ class RewardFailure(RewardError):  # noqa: N818 - it says what happened
     """A reward function raised, or returned something that is no score; the caller was not at fault."""
 
 
-@dataclass(frozen=True, slots=True)
-class CalledFunction:
-    """A reward function as it is called, with the check of its scores.
+@dataclass(frozen=True)
+class CalledFunction(CheckedFunction[Mapping[str, object], Sequence[int], list[ReturnedScore]]):
+    """A reward function as it is called, with the check of its scores: one for each rollout.
 
     Attributes:
         optional: whether it may return ``None``.
     """
 
+    kind: ClassVar[str] = "reward function"
+    error: ClassVar[type[RewardFailure]] = RewardFailure
     user: UserFunction
     optional: bool = False
 
-    def call(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[ReturnedScore]:
-        """Call the function; return a score for each rollout.
+    def made(self, given: Mapping[str, object]) -> object:
+        """Call the function with these arguments."""
+        return self.user.function(**given)
 
-        Raises:
-            RewardFailure: it raised, or returned something else.
-        """
-        with self._contained(rollouts):
-            return self._scores(self.user.function(**arguments), rollouts)
-
-    async def answer(self, arguments: Mapping[str, object], rollouts: Sequence[int]) -> list[ReturnedScore]:
-        """Do the same with an async function."""
-        with self._contained(rollouts):
-            result = self.user.function(**arguments)
-            return self._scores(await awaited(result) if isinstance(result, Awaitable) else result, rollouts)
-
-    def failure(self, what: str, rollouts: Sequence[int]) -> RewardFailure:
+    def failure(self, what: str, where: Sequence[int]) -> RewardFailure:
         """Return an error that names the function and the rollouts."""
-        return RewardFailure(f"reward function {self.user.name!r} {what} (rollouts {', '.join(map(str, rollouts))})")
+        return RewardFailure(f"reward function {self.user.name!r} {what} (rollouts {', '.join(map(str, where))})")
 
-    def _contained(self, rollouts: Sequence[int]) -> AbstractContextManager[None]:
-        return contained(lambda words: self.failure(f"raised {words}", rollouts), passing=RewardFailure)
-
-    def _scores(self, result: object, rollouts: Sequence[int]) -> list[ReturnedScore]:
-        items, wrong = _items(result, len(rollouts))
+    def checked(self, result: object, where: Sequence[int]) -> list[ReturnedScore]:
+        """Return the scores."""
+        items, wrong = _items(result, len(where))
         if wrong:
             raise RewardFailure(
-                f"reward function {self.user.name!r} must return {len(rollouts)} numbers, one for each completion, "
+                f"reward function {self.user.name!r} must return {len(where)} numbers, one for each completion, "
                 f"in a list; got {wrong}"
             )
-        return [self._score(item, rollout) for item, rollout in zip(items, rollouts, strict=True)]
+        return [self._score(item, rollout) for item, rollout in zip(items, where, strict=True)]
 
     def _score(self, item: object, rollout: int) -> ReturnedScore:
         if item is None and self.optional:
@@ -230,7 +219,7 @@ class CalledFunction:
 
 
 def _items(result: object, count: int) -> tuple[Sequence[object], str]:
-    """Return the items of a function's result, and what is wrong with it as a whole, or an empty string.
+    """Return the items of a function's result, and the fault of it as a whole, or an empty string.
 
     A generator is read up to one item too many: it may raise, and it may never end.
     """
@@ -296,7 +285,7 @@ class FunctionReward(Scorer[float | Drop]):
     Args:
         function: ``f(prompts, completions, **columns)``, sync or async, or its ``file.py:name``; every argument is a
             list with one item for each rollout. ``prompts`` holds the data's ``prompt`` column if there is one, else
-            the prompt's text; ``columns`` are copies of the data's other columns: those that the function names, or all
+            the prompt's text; ``columns`` are copies of the data's other columns: all that the function names, or all
             if it takes ``**``; an argument ``completion_ids`` is given the token ids. For each rollout it returns a
             number, or rewards at places in the response: one for each token, a mapping from positions of tokens, or a
             :class:`ByCharacter`. A sync function runs in a thread of its own, or inline on a loop of virtual time. One
@@ -306,7 +295,7 @@ class FunctionReward(Scorer[float | Drop]):
         name: the function's name in errors.
         prompt_column: the column passed as ``prompts``.
         on_failure: ``fail`` raises. ``retry`` calls again after each of ``pauses``, then raises. ``drop`` calls again
-            for each rollout alone, several at a time, and drops those that still fail, so the drops do not depend on
+            for each rollout alone, several at a time, and drops what still fails, so the drops do not depend on
             which rollouts finished together. A missing column always raises.
         pauses: seconds before each further attempt of ``retry``.
         process: call the function in processes of its own: it may then hold the interpreter lock or crash. It must be
@@ -317,7 +306,7 @@ class FunctionReward(Scorer[float | Drop]):
         each: call the function for each rollout alone.
         optional: ``None`` as a score means that the reward does not apply: the rollout is dropped, or, as a part of
             :class:`Rewards`, scored by the other parts. Otherwise it is a failure.
-        tell: called with a sentence about each failure that is tried again, and with the news of a function that is
+        tell: called with a message about each failure that is tried again, and with the news of a function that is
             :class:`~oppo.observe.Telling`.
 
     Raises:
@@ -354,7 +343,6 @@ class FunctionReward(Scorer[float | Drop]):
         self._function = CalledFunction(user, optional)
         default = CONCURRENCY if user.is_async else 1
         self._calls = UserCalls(
-            "reward function",
             self._function,
             concurrency=default if concurrency is None else concurrency,
             timeout=timeout,
@@ -380,7 +368,7 @@ class FunctionReward(Scorer[float | Drop]):
 
     @property
     def tell(self) -> Callable[[str], None]:
-        """Called with a sentence about each failure that is tried again, and with the news of the function itself."""
+        """Called with a message about each failure that is tried again, and with the news of the function itself."""
         return self._tell
 
     @tell.setter
@@ -389,18 +377,15 @@ class FunctionReward(Scorer[float | Drop]):
         if isinstance(self._function.user.function, Telling):
             self._function.user.function.tell = tell
 
-    def _say(self, sentence: str) -> None:
-        self.tell(sentence)  # whoever listens now
+    def _say(self, message: str) -> None:
+        self.tell(message)  # whoever listens now
 
     @property
-    def at_work(self) -> str:
-        """The function's name during a call and a pause; empty otherwise."""
-        return self._calls.at_work
-
-    @property
-    def concurrent(self) -> bool:
-        """Whether calls may overlap."""
-        return self._calls.concurrent
+    def capabilities(self) -> ScorerCapabilities:
+        """Calls may overlap; a watchdog sees them."""
+        return ScorerCapabilities(
+            concurrent=self._calls.concurrent, at_work=lambda: self._calls.at_work, close=self.close
+        )
 
     @property
     def version(self) -> int:
@@ -479,10 +464,7 @@ class FunctionReward(Scorer[float | Drop]):
 
     async def _attempt(self, finished: Sequence[Finish]) -> list[ReturnedScore]:
         arguments, rollouts = self._arguments(finished), [each.rollout for each in finished]
-        return await self._calls.make(partial(self._failure, rollouts), arguments, rollouts)
-
-    def _failure(self, rollouts: Sequence[int], what: str) -> RewardFailure:
-        return self._function.failure(what, rollouts)
+        return await self._calls.make(arguments, rollouts)
 
     def _arguments(self, finished: Sequence[Finish]) -> dict[str, object]:
         prompts = [each.response.prompt for each in finished]
@@ -499,7 +481,7 @@ class FunctionReward(Scorer[float | Drop]):
         }
 
     def arguments_of(self, names: Collection[str]) -> list[str]:
-        """Return those of the data's columns that are arguments of the function, sorted.
+        """Return the data's columns that are arguments of the function, sorted.
 
         Raises:
             RewardError: one bears the name of another argument, or one that the function asks for is not there.

@@ -36,10 +36,10 @@ class CircuitBreaker:
     """Lets calls through to a service, or refuses them at once while the service is left alone.
 
     Args:
-        name: of the service, in sentences.
+        name: of the service, in messages.
         open_after: failed calls in a row after which it is left alone; 0: never.
         rest: seconds for which it is.
-        tell: called with a sentence when it is left alone, and when it answers again.
+        tell: called with a message when it is left alone, and when it answers again.
     """
 
     def __init__(self, name: str, open_after: int, rest: float, tell: Callable[[str], None]) -> None:
@@ -128,8 +128,8 @@ class _Passing(ServiceFailure):
         pause: seconds that the service asks for; ``None`` if it does not say.
     """
 
-    def __init__(self, sentence: str, pause: float | None = None) -> None:
-        super().__init__(sentence)
+    def __init__(self, message: str, pause: float | None = None) -> None:
+        super().__init__(message)
         self.pause = pause
 
 
@@ -149,7 +149,7 @@ class HttpReward:
     "rewards.py:judge"``. A transport error, silence for longer than ``timeout`` and the status codes 408, 429 and 5xx
     are asked again after a growing pause, or after what the header ``Retry-After`` says; any other failure is final.
 
-    After some failed calls in a row, those that were given up as too slow included, the service is left alone for a
+    After some failed calls in a row, including calls that were given up as too slow, the service is left alone for a
     while, so that it can recover (a circuit breaker). Calls fail at once meanwhile; then one of them asks, once, and
     the others wait for what comes of it.
 
@@ -169,7 +169,7 @@ class HttpReward:
         rest: seconds for which it is.
         request: makes the JSON of a request of prompts, completions and columns.
         scores: takes the scores out of the JSON of an answer.
-        tell: receives a sentence when a request is repeated, when the service is left alone and when it answers again.
+        tell: receives a message when a request is repeated, when the service is left alone and when it answers again.
         transport: of httpx, for tests.
 
     Raises:
@@ -270,8 +270,8 @@ class HttpReward:
     def _closed(self) -> CircuitBreaker:
         return CircuitBreaker(self.__name__, self.open_after, self.rest, self._say)
 
-    def _say(self, sentence: str) -> None:
-        self.tell(sentence)  # whoever listens now
+    def _say(self, message: str) -> None:
+        self.tell(message)  # whoever listens now
 
     @cached_property
     def _tls(self) -> ssl.SSLContext | bool:
@@ -338,11 +338,11 @@ class HttpReward:
     def _parsed(self, answer: httpx.Response, content: str) -> JSON:
         if not answer.is_success:
             words = f"{answer.status_code} {answer.reason_phrase}: {shortened(' '.join(content.split()), 200)}"
-            sentence = f"{self.__name__} answered {words}"
+            message = f"{self.__name__} answered {words}"
             if answer.status_code not in PASSING:
-                raise ServiceFailure(sentence)
+                raise ServiceFailure(message)
             asked = answer.headers.get("Retry-After", "")
-            raise _Passing(sentence, min(float(asked), self.longest_pause) if asked.isdecimal() else None)
+            raise _Passing(message, min(float(asked), self.longest_pause) if asked.isdecimal() else None)
         try:
             parsed: JSON = json.loads(content)
         except (ValueError, RecursionError) as error:

@@ -26,6 +26,7 @@ from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
 from oppo.models import Follower, Scorer, Trained, TrainerCapabilities, Weights
 from oppo.observe import Span, SpanListener, silent
 from oppo.scheduling import IN_ORDER, Preempted, Priority
+from oppo.scorers import RolloutSession, RolloutSessions
 from oppo.simulate.engine import Device, spend
 from oppo.weight_sync import sync
 
@@ -37,21 +38,14 @@ ReadSeconds: TypeAlias = Callable[[int, int], float]
 
 
 @dataclass(slots=True, eq=False)
-class Session:
-    """What a scorer has read of one rollout.
+class Session(RolloutSession):
+    """What a fake scorer has read of one rollout.
 
     Attributes:
-        prompt: tokens of its prompt.
-        oldest: version of the weights that read first.
         tokens: read, those of the prompt included.
     """
 
-    prompt: int
-    oldest: int
     tokens: array[int] = field(default_factory=lambda: array("i"))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
 
 @dataclass(eq=False)
@@ -79,7 +73,9 @@ class FakeScorer(Generic[T]):
     def __post_init__(self) -> None:
         require_declared(self)
         require_seconds(f"per_token of {type(self).__name__}", self.per_token)
-        self.sessions: dict[int, Session] = {}
+        self.sessions = RolloutSessions(
+            type(self).__name__, lambda prompt: Session(prompt.rollout, len(prompt.tokens), self.version)
+        )
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
         """Read more of some rollouts.
@@ -95,24 +91,8 @@ class FakeScorer(Generic[T]):
             reading = self.per_token * count
         await spend(self.device, "score", self.per_call + reading)
         for event in events:
-            self._read(event)
-
-    def _read(self, event: Prompt | Chunk | Given) -> None:
-        if isinstance(event, Prompt):
-            self.sessions[event.rollout] = Session(len(event.tokens), self.version)
-        else:
-            session = self._session(event.rollout)
-            read = len(session) - session.prompt
-            if event.start != read:
-                raise ProtocolError(
-                    f"rollout {event.rollout} continues at {event.start}, but {read} tokens have been read"
-                )
-        self.sessions[event.rollout].tokens.frombytes(event.tokens.astype(np.int32).tobytes())
-
-    def _session(self, rollout: int) -> Session:
-        if rollout not in self.sessions:
-            raise ProtocolError(f"rollout {rollout} is unknown: its Prompt must come first")
-        return self.sessions[rollout]
+            session = self.sessions.receive(event)
+            session.tokens.frombytes(event.tokens.astype(np.int32).tobytes())
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
         """Return the value of each rollout and forget its session.
@@ -121,21 +101,17 @@ class FakeScorer(Generic[T]):
             ProtocolError: the tokens read of a rollout are not its prompt and response.
         """
         await spend(self.device, "score", self.answering(finished) if self.answering else self.per_call)
-        for event in finished:
-            self._session(event.rollout)
-        read = [(event, self.sessions.pop(event.rollout)) for event in finished]
+        read = [(event, self.sessions.whole(event.rollout, len(event.response))) for event in finished]
+        self.sessions.forget([event.rollout for event in finished])
         for event, session in read:
             whole = np.concatenate((event.response.prompt.tokens, event.response.tokens))
             if not np.array_equal(session.tokens, whole):
-                raise ProtocolError(
-                    f"rollout {event.rollout}: read {len(session)} tokens, the response says {len(whole)}"
-                )
-        return [self.value(event, tuple(session.tokens), session.oldest) for event, session in read]
+                raise ProtocolError(f"rollout {event.rollout}: the tokens read are not those of the response")
+        return [self.value(event, tuple(session.tokens), session.version) for event, session in read]
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         """Drop sessions."""
-        for rollout in rollouts:
-            self.sessions.pop(rollout, None)
+        self.sessions.forget(rollouts)
 
 
 def _span(event: Prompt | Chunk | Given) -> tuple[int, int]:

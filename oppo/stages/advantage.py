@@ -61,7 +61,7 @@ class Objective:
     def rewards(self, batch: Batch) -> FloatArray:
         """Return the reward of each token, float32 [T]: what it earned, less the KL penalty.
 
-        The last sampled token of a response earns what is left of the score: all of it, unless the scorer said more.
+        The last sampled token of a response earns the rest of the score: all of it, unless the scorer said more.
         """
         return flat(
             [
@@ -126,7 +126,7 @@ class AdaptiveObjective(BatchStage):
     def batch(
         self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
     ) -> Batch:
-        """Return the training batch of these rollouts, in their order, with the loss mask of those that are trained."""
+        """Return the training batch of these rollouts, in their order, with the loss mask."""
         batch = super().batch(rollouts, dropped, deferred)
         if not self.mask_truncated:
             return batch
@@ -211,7 +211,7 @@ class GAE(AdaptiveObjective):
     tokens, one decay each. A rollout with a result or an estimate that is not finite is dropped and does not affect the
     others.
 
-    The inputs by name are those of :class:`BatchStage`. Without a critic, ``value=``, the advantage of a token is the
+    It has the named inputs of :class:`BatchStage`. Without a critic, ``value=``, the advantage of a token is the
     discounted sum of the rewards from it on, as in REINFORCE++ (Hu 2025, arXiv 2501.03262).
 
     Attributes:
@@ -254,7 +254,7 @@ class GAE(AdaptiveObjective):
             )
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Return what is wrong if a reference or a critic is needed, and not connected."""
+        """Report a reference or a critic that is needed, and not connected."""
         fault = "has bootstrap_truncated, which needs a critic: connect value=stream, or leave bootstrap_truncated out"
         lacking = self.bootstrap_truncated and "value" not in named
         return [*super().faults(stages, named), *([fault] if lacking else [])]
@@ -307,7 +307,7 @@ class GroupRelative(AdaptiveObjective):
     The return of a response is its shaped score minus ``kl`` times its KL to the reference. Its advantage, the same for
     each sampled token, follows from the returns of its group; rewards at tokens count by their sum. The batch has no
     critic's returns. A response that is dropped, or has a result or a return that is not finite, leaves its group; one
-    left alone is dropped too. The inputs by name are those of :class:`BatchStage`.
+    left alone is dropped too. It has the named inputs of :class:`BatchStage`.
 
     Attributes:
         advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO) or ``centred`` (Dr. GRPO); see

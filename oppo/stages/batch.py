@@ -5,15 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
 from oppo.errors import ProtocolError, blaming, shown
-from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored
+from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored, described
 from oppo.graph import Receiver, Sender, join, where
 from oppo.returns import TokenRewards
-from oppo.stages.contract import require_per_token, require_score
 
 LARGEST = float(np.finfo(np.float32).max)
 NONFINITE = "nonfinite"
@@ -60,8 +59,8 @@ class ScoredRollout:
     def fault(self) -> Drop | None:
         """Return the ``Drop`` of a rollout that cannot be trained: nothing was sampled, or a number is not finite.
 
-        The reason names the first result that is not a finite float32, of those of sampled tokens: nothing reads the
-        others, but for rewards, which the sampled token before them gets.
+        The reason names the first result of a sampled token that is not a finite float32. Nothing reads the results of
+        other tokens, but for rewards, which the sampled token before them gets.
         """
         sampled = np.flatnonzero(self.finish.response.sampled)
         if not len(sampled):
@@ -83,9 +82,9 @@ class ScoredRollouts:
     """The outcome of every rollout of a step; false without a rollout.
 
     Attributes:
-        rollouts: those to train; any number of them, of any length.
-        dropped: those that are not trained.
-        deferred: those that are carried into the next step.
+        rollouts: to train; any number of them, of any length.
+        dropped: rollouts that are not trained.
+        deferred: rollouts that go on in the next step.
     """
 
     rollouts: Sequence[ScoredRollout] = ()
@@ -205,6 +204,31 @@ def scored_rollout(
     return scored.fault() or scored
 
 
+def require_score(score: object, finish: Finish) -> None:
+    """Raise ``ProtocolError`` unless ``score`` is one number, or one for each response token, finite or not."""
+    if isinstance(score, TokenRewards):
+        require_per_token(score.rewards, finish, "token reward")
+        return
+    text = isinstance(score, str | bytes) or getattr(getattr(score, "dtype", None), "kind", "f") not in "fiub"
+    if text or not isinstance(score, SupportsFloat) or len(getattr(score, "shape", ())):
+        raise ProtocolError(f"rollout {finish.rollout}: expected a number as its score, got {described(score)}")
+
+
+def require_per_token(values: object, finish: Finish, what: str, *, last: bool = False) -> None:
+    """Raise ``ProtocolError`` unless ``values`` are numbers, finite or not, one for each response token.
+
+    Args:
+        last: whether there may be one more, for the state after the last token.
+    """
+    n = len(finish.response)
+    shapes = {(n,), (n + last,)}
+    if not isinstance(values, np.ndarray) or values.shape not in shapes or values.dtype.kind not in "fiu":
+        raise ProtocolError(
+            f"rollout {finish.rollout}: expected {n} numbers as its {what}s, one for each response token, "
+            f"got {described(values)}"
+        )
+
+
 def finished_rollout(item: object) -> int | None:
     """Return the rollout that an item ends or scores; ``None`` for an item that no other input matches."""
     return item.rollout if isinstance(item, Finish | Drop | Scored) else None
@@ -234,7 +258,7 @@ class BatchStage(ABC):
 
     ``reference=``, ``value=`` and ``proximal=`` are inputs by name: log-probs of a reference, the values of a critic,
     and log-probs under the weights that are about to be updated, which corrections for stale tokens need. The batch
-    holds those that are connected.
+    holds the results of the inputs that are connected.
     """
 
     @property
@@ -259,7 +283,7 @@ class BatchStage(ABC):
             await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Return what is wrong if log-probs of a reference are needed, and not connected."""
+        """Report a KL penalty whose reference is not connected."""
         del stages
         fault = "has a KL penalty, which needs a reference: connect reference=stream, or set kl to 0"
         return [fault] if self.refers and "reference" not in named else []
@@ -297,7 +321,7 @@ class BatchStage(ABC):
 class Gather(BatchStage):
     """Joins the results of the scorers into a batch without rewards, advantages and returns.
 
-    The inputs by name are those of :class:`BatchStage`. A rollout that is dropped, or has a result that is not finite,
+    It has the named inputs of :class:`BatchStage`. A rollout that is dropped, or has a result that is not finite,
     is left out.
     """
 

@@ -9,15 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from inspect import isroutine
-from typing import SupportsFloat, cast, get_args
+from typing import cast, get_args
 
 import numpy as np
 
 from oppo.errors import ConfigError, DataError, ProtocolError
 from oppo.events import Batch, Defer, Drop, Finish, Prompt, RolloutEvent, Support, described
 from oppo.graph import Sender
-from oppo.models import Capabilities, Follower, Piece, PieceState, Policy, Trained, Trainer
-from oppo.returns import TokenRewards
+from oppo.models import Follower, Piece, PieceState, Policy, Trainer
 from oppo.turns import MultiTurnPolicy
 from oppo.weight_sync import name_of
 
@@ -77,20 +76,8 @@ def require_turns(policy: Policy) -> MultiTurnPolicy:
     return cast("MultiTurnPolicy", policy)
 
 
-def require_supports(followers: Sequence[Follower]) -> None:
-    """Raise ``ConfigError`` if one is a policy whose tokens cannot be trained on."""
-    for policy in followers:
-        capabilities = getattr(policy, "capabilities", None)
-        if isinstance(capabilities, Capabilities) and not capabilities.supports:
-            raise ConfigError(
-                f"{name_of(policy)} does not report from which ids it draws each token (capabilities.supports), "
-                "and a trainer's log-probs are over these: let it draw from all ids (top_p = 1), or bound them in a "
-                "way that it reports (top_k)"
-            )
-
-
 def require_count(results: object, rollouts: int, what: str) -> None:
-    """Raise ``ProtocolError`` unless ``results`` is a sequence with one item for each of so many rollouts."""
+    """Raise ``ProtocolError`` unless ``results`` is a sequence with one item for each rollout."""
     listed = isinstance(results, np.ndarray | Sequence) and not isinstance(results, str | bytes)
     if not isinstance(results, Sized) or not listed:
         raise ProtocolError(
@@ -152,34 +139,9 @@ def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) 
     return ""
 
 
-def require_score(score: object, finish: Finish) -> None:
-    """Raise ``ProtocolError`` unless ``score`` is one number, or one for each response token, finite or not."""
-    if isinstance(score, TokenRewards):
-        require_per_token(score.rewards, finish, "token reward")
-        return
-    text = isinstance(score, str | bytes) or getattr(getattr(score, "dtype", None), "kind", "f") not in "fiub"
-    if text or not isinstance(score, SupportsFloat) or len(getattr(score, "shape", ())):
-        raise ProtocolError(f"rollout {finish.rollout}: expected a number as its score, got {described(score)}")
-
-
-def require_per_token(values: object, finish: Finish, what: str, *, last: bool = False) -> None:
-    """Raise ``ProtocolError`` unless ``values`` are numbers, finite or not, one for each response token.
-
-    Args:
-        last: whether there may be one more, for the state after the last token.
-    """
-    n = len(finish.response)
-    shapes = {(n,), (n + last,)}
-    if not isinstance(values, np.ndarray) or values.shape not in shapes or values.dtype.kind not in "fiu":
-        raise ProtocolError(
-            f"rollout {finish.rollout}: expected {n} numbers as its {what}s, one for each response token, "
-            f"got {described(values)}"
-        )
-
-
 @dataclass(slots=True, eq=False)
 class Ended:
-    """The rollouts that ended, and those that were deferred, in a step; recorded by the stage that generates.
+    """The rollouts that ended in a step, or were deferred; recorded by the stage that generates.
 
     Attributes:
         out: gets the events that it notes.
@@ -198,7 +160,7 @@ class Ended:
         await self.out.send(event)
 
     def fault_of(self, batch: Batch | None) -> str:
-        """Return what is wrong with the step's batch, if not each of these rollouts is in it or in its drops, once."""
+        """Return the fault of a step's batch that does not have each of these rollouts once, or among its drops."""
         trained, drops, deferred = ((), (), ()) if batch is None else (batch.rollouts, batch.dropped, batch.deferred)
         for what, have, came in (
             ("ended", (*trained, *(drop.rollout for drop in drops)), self.ended),
@@ -216,17 +178,6 @@ class Ended:
                     "once; a response that is not to be trained is a Drop in batch.dropped"
                 )
         return ""
-
-
-def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batch) -> None:
-    """Raise ``ProtocolError`` unless an update made the next version and names only rollouts of its batch."""
-    if not isinstance(trained, Trained):
-        raise ProtocolError(f"update() of the trainer must return oppo.Trained(metrics, ...); got {described(trained)}")
-    if trainer.version != before + 1:
-        raise ProtocolError(f"after an update of version {before} the trainer's is {trainer.version}, not {before + 1}")
-    strangers = sorted({*trained.nonfinite, *trained.skipped} - set(batch.rollouts))
-    if strangers:
-        raise ProtocolError(f"the update names rollouts {strangers} as not finite, which are not in its batch")
 
 
 def require_synced(trainer: Trainer, followers: Sequence[Follower]) -> None:

@@ -96,7 +96,7 @@ class Decoded:
 
     Attributes:
         decode_steps, tokens, rows, finished, capped, parked, chunk: as of :class:`oppo.Observation`.
-        grown: what was decoded of each rollout; of those that had not ended before.
+        grown: the tokens decoded of each rollout that had not ended before.
     """
 
     decode_steps: int = 0
@@ -241,7 +241,7 @@ def observation(report: StepReport, step: Step) -> Observation:
     rest = max(0.0, report.seconds - (waited - begin))
     if step.lookahead:
         rest = math.fsum(span.end - span.start for span in work if span.role == "update")
-    ending = math.inf if step.lookahead else waited  # what is accumulated later is part of the rest
+    ending = math.inf if step.lookahead else waited  # parts that are accumulated later belong to the rest
     accumulated = [min(span.end, ending) - span.start for span in work if span.label == ACCUMULATE]
     return Observation(
         step=report.index,
@@ -325,12 +325,12 @@ WINDOW = 16
 
 @dataclass(slots=True)
 class LengthBias:
-    """Compares the lengths of trained responses with those of generated ones.
+    """Compares the lengths of trained responses with the lengths of generated ones.
 
-    A step's batch is biased towards short responses, since long ones are carried. Below the oldest rollout in flight,
+    A step's batch is biased towards short responses, since long ones are deferred. Below the oldest rollout in flight,
     in admission order, every response is complete, so lengths there are unbiased. The bias of the last :data:`WINDOW`
     steps is the mean length of the n rollouts they trained over that of the last n rollouts below the oldest in flight
-    (or of all of them early in a run). 1: no bias, exact to the bit if nothing is carried; below 1: long responses are
+    (or of all of them early in a run). 1: no bias, exact to the bit if nothing is deferred; below 1: long responses are
     still to come. Dropped rollouts do not count.
     """
 

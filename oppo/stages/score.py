@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,23 +9,20 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanag
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import TracebackType
-from typing import Final, Generic, Self, TypeAlias, TypeVar, cast
+from typing import Final, Generic, Self, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
-from oppo.errors import ProtocolError, SessionsLost, as_itself, awaited, noted
-from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, RolloutEvent, Scored
+from oppo.errors import SessionsLost, as_itself, awaited, noted
+from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, PrioritisedScorer, Scorer, TimeSliced
-from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
-from oppo.scorer_protocols import ConcurrentScorer, ReportsSamples
+from oppo.models import Follower, PrioritisedScorer, Scorer
+from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
+from oppo.scorers import Growth, RolloutSession, capabilities_of, prioritised
 from oppo.stages.contract import require_count, require_model
 from oppo.stages.metrics import Averaged, ScorerAnswer, ScorerReading
 from oppo.stages.sync import SyncedScorer
-
-Growth: TypeAlias = Prompt | Chunk | Given
-"""An event that a scorer reads."""
 
 
 @dataclass(slots=True)
@@ -116,26 +112,20 @@ class Backlog:
 
 T = TypeVar("T")
 
-METHODS: Final = ("extend", "finish", "forget")
-"""The methods of a scorer that take a priority."""
 
 _LOST: Final = -1
 """The version of a session that the scorer has lost."""
 
 
-@dataclass(slots=True)
-class ScorerSession:
-    """A scorer's session: the part of one rollout that it has read.
+@dataclass(slots=True, eq=False)
+class ReadRollout(RolloutSession):
+    """A scorer's session, as its stage knows it.
 
     Attributes:
-        version: of the weights that read it.
-        length: tokens read.
-        events: those that it read or, of older weights, passed over; kept for a scorer that follows the trainer, which
-            reads all of them again if the rollout is carried.
+        events: that it read or, of older weights, passed over; kept for a scorer that follows the trainer, which reads
+            all of them again if the rollout is deferred.
     """
 
-    version: int
-    length: int = 0
     events: list[Growth] = field(default_factory=list)
 
 
@@ -144,17 +134,16 @@ class Score(Generic[T]):
     """Streams rollouts into a scorer as they grow and sends its value of each when it is complete.
 
     Calls for finished rollouts are urgent and come first, so that the step's critical path is short. Unfinished
-    rollouts fill the remaining time: their chunks are read together, in calls no longer than the scorer's time slice
-    (:class:`~oppo.models.TimeSliced`), which a finished rollout preempts while they queue. A
-    :class:`~oppo.models.PrioritisedScorer` receives the priority of each call.
+    rollouts fill the remaining time: their chunks are read together, in calls no longer than the time slice of the
+    scorer's capabilities (:class:`~oppo.scorers.ScorerCapabilities`), which a finished rollout preempts while they
+    queue. A :class:`~oppo.models.PrioritisedScorer` receives the priority of each call.
 
     A session of older weights is dropped and replayed once, when its rollout finishes. So is one that was lost with the
-    scorer's process (:class:`~oppo.errors.SessionsLost`). A scorer that follows the trainer forgets parked rollouts at
-    once, since its weights are about to change, and reads them again in the next step before they finish. Its weights
-    are published to :attr:`follower`.
+    scorer's process (:class:`~oppo.errors.SessionsLost`). A scorer that follows the trainer forgets deferred rollouts
+    at once, since its weights are about to change, and reads them again in the next step before they finish. Its
+    weights are published to :attr:`follower`.
 
-    A :class:`~oppo.scorer_protocols.ConcurrentScorer` of frozen weights is called for rollouts that finish while it
-    still scores others.
+    A scorer of frozen weights whose calls may overlap is called for rollouts that finish while it still scores others.
 
     A scorer that cannot score a rollout returns a ``Drop`` in place of its value: that rollout is not trained.
 
@@ -172,21 +161,20 @@ class Score(Generic[T]):
     scorer: Scorer[T | Drop]
     after: str = ""
     _prioritised: PrioritisedScorer[T | Drop] = field(init=False, repr=False)
-    _slice: TimeSlice = field(init=False, repr=False)
-    _sessions: dict[int, ScorerSession] = field(default_factory=dict, init=False, repr=False)
-    _carried: list[Growth] = field(default_factory=list, init=False, repr=False)
+    _sessions: dict[int, ReadRollout] = field(default_factory=dict, init=False, repr=False)
+    _deferred: list[Growth] = field(default_factory=list, init=False, repr=False)
     _seconds_per_token: float = field(default=0.0, init=False, repr=False)
     """Of the fastest call, inflated by the slice's ``rise`` for each call since; 0 before the first call."""
 
     def __post_init__(self) -> None:
         require_model(self.scorer, "Scorer", ("version", "extend", "finish", "forget"))
         self._prioritised = prioritised(self.scorer)
-        self._slice = self.scorer.time_slice if isinstance(self.scorer, TimeSliced) else DEFAULT_TIME_SLICE
+        can = capabilities_of(self.scorer)
+        self._slice = can.time_slice
         self._following = (
             SyncedScorer(self.scorer, newest=bool(self.after)) if isinstance(self.scorer, Follower) else None
         )
-        concurrent = isinstance(self.scorer, ConcurrentScorer) and self.scorer.concurrent
-        self._concurrent = concurrent and self._following is None
+        self._concurrent = can.concurrent and self._following is None
 
     @property
     def follower(self) -> SyncedScorer | None:
@@ -202,7 +190,7 @@ class Score(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         """Forget every session, and leave the scorer; one that follows the trainer has the newest weights then."""
-        self._carried.clear()
+        self._deferred.clear()
         async with AsyncExitStack() as closing:
             if isinstance(self.scorer, AbstractAsyncContextManager):
                 closing.push_async_exit(self.scorer)
@@ -228,10 +216,10 @@ class Score(Generic[T]):
             await self._following.end(step)
 
     async def _listen(self, rollout: Receiver[RolloutEvent], backlog: Backlog) -> None:
-        carried, self._carried = self._carried, []
+        deferred, self._deferred = self._deferred, []
         while events := await rollout.drain():
-            backlog.add((*carried, *events))
-            carried.clear()
+            backlog.add((*deferred, *events))
+            deferred.clear()
         backlog.end()
 
     async def _score_finished(
@@ -256,7 +244,7 @@ class Score(Generic[T]):
         for event in closed:
             unread, session = backlog.take_unread(event.rollout), self._sessions.get(event.rollout)
             if isinstance(event, Defer) and not event.restart:
-                self._carried += [*(session.events if session else []), *unread]
+                self._deferred += [*(session.events if session else []), *unread]
         await self._forget(sorted(event.rollout for event in closed), IN_ORDER)
 
     async def _read_ahead(self, backlog: Backlog, step: Step) -> None:
@@ -281,8 +269,8 @@ class Score(Generic[T]):
         values = await self._values(finished, step, priority)
         require_count(values, len(finished), "finish() of the scorer")
         step.record(ScorerAnswer(start, anyio.current_time(), len(finished)))
-        if isinstance(self.scorer, ReportsSamples):
-            step.record(Averaged(self.scorer.samples()))
+        if samples := capabilities_of(self.scorer).samples():
+            step.record(Averaged(samples))
         for event in finished:
             del self._sessions[event.rollout]
         return [
@@ -316,11 +304,11 @@ class Score(Generic[T]):
         known = self._seconds_per_token
         self._seconds_per_token = min(measured, self._slice.rise * known) if known else measured
         for event in accepted:
-            self._sessions[event.rollout].length += len(event.tokens)
+            self._sessions[event.rollout].received += len(event.tokens)
 
     def _accepts(self, event: Growth) -> bool:
         if isinstance(event, Prompt):
-            self._sessions[event.rollout] = ScorerSession(self.scorer.version)
+            self._sessions[event.rollout] = ReadRollout(event.rollout, len(event.tokens), self.scorer.version)
             return True
         session = self._sessions.get(event.rollout)
         return session is not None and session.version == self.scorer.version
@@ -336,8 +324,7 @@ class Score(Generic[T]):
 
     def _valid(self, event: Finish) -> bool:
         session = self._sessions.get(event.rollout)
-        length = len(event.response.prompt.tokens) + len(event.response)
-        return session is not None and session.version == self.scorer.version and session.length == length
+        return session is not None and session.version == self.scorer.version and session.holds(event.response)
 
     async def _forget(self, rollouts: Sequence[int], priority: Priority) -> None:
         known = [rollout for rollout in rollouts if self._sessions.pop(rollout, None)]
@@ -351,7 +338,7 @@ class Score(Generic[T]):
             yield
         except SessionsLost:
             for session in self._sessions.values():
-                session.version, session.length = _LOST, 0
+                session.version, session.received = _LOST, 0
 
 
 @contextmanager
@@ -359,45 +346,6 @@ def _working(events: Sequence[Growth | Finish], step: Step, label: str) -> Itera
     rollouts = list(dict.fromkeys(event.rollout for event in events))
     with noted(f"while scoring rollouts {rollouts}"), step.working("score", label):
         yield
-
-
-def prioritised(scorer: Scorer[T]) -> PrioritisedScorer[T]:
-    """Return ``scorer``, or a wrapper that drops the priority if none of its methods takes that keyword.
-
-    Raises:
-        ProtocolError: some of its methods take the keyword, others do not.
-    """
-    lacking = [name for name in METHODS if "priority" not in inspect.signature(getattr(scorer, name)).parameters]
-    if not lacking:
-        return cast("PrioritisedScorer[T]", scorer)
-    if len(lacking) < len(METHODS):
-        raise ProtocolError(
-            f"expected the keyword `priority` in all of {', '.join(METHODS)} or in none: a call without it would wait "
-            f"for urgent calls of the same scorer; got {type(scorer).__name__}, which lacks it in "
-            f"{', '.join(lacking)}: declare it there too, and hand it to the place"
-        )
-    return _InOrder(scorer)
-
-
-class _InOrder(Generic[T]):
-    def __init__(self, scorer: Scorer[T]) -> None:
-        self._scorer = scorer
-
-    @property
-    def version(self) -> int:
-        return self._scorer.version
-
-    async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
-        del priority
-        await self._scorer.extend(events)
-
-    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
-        del priority
-        return await self._scorer.finish(finished)
-
-    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        del priority
-        await self._scorer.forget(rollouts)
 
 
 def followers(*served: object) -> tuple[Follower, ...]:

@@ -43,10 +43,10 @@ class Round:
     """A round of a step, recorded by the stage that generates; prompts are identified by their admission numbers.
 
     Attributes:
-        placed: those with a place in the batch, in the order in which they took it; all of them are judged.
-        rejected: those of them that lost it.
-        filled: those that were complete and took a place that had become free.
-        admitted: the new ones, for the places that were left.
+        placed: prompts with a place in the batch, in the order in which they took it; each is accepted or rejected.
+        rejected: prompts that lost their place.
+        filled: complete prompts that took a place that had become free.
+        admitted: new prompts, for the places that were left.
     """
 
     placed: tuple[int, ...]
@@ -67,7 +67,7 @@ class Rounds:
 
 @dataclass(eq=False)
 class Selection:
-    """Selects the groups that a step trains: a stage that reads the scores, and the judge whom ``Generate`` asks.
+    """Selects the groups that a step trains: a stage that reads the scores, and that ``Generate`` asks.
 
     It passes scores on when the step has been decoded; a response of a rejected group is a ``Drop`` instead. Responses
     that are dropped already, or whose score is not finite, do not count; a group without any other is rejected. It
@@ -99,7 +99,7 @@ class Selection:
         self._steps.clear()
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Return what is wrong if no stage asks which groups are selected."""
+        """Report that no stage asks which groups are selected."""
         del named
         fault = (
             "is a Selection that no stage asks: give the Generate of this graph the same one, Generate(..., "
@@ -116,7 +116,7 @@ class Selection:
     async def run(
         self, score: Receiver[Scored[float] | Drop], /, *, out: Sender[Scored[float] | Drop], step: Step
     ) -> None:
-        """Note one step's scores; send them when all groups are judged."""
+        """Note one step's scores; send them when all groups are accepted or rejected."""
         scores: list[Scored[float] | Drop] = []
         async for item in score:
             scores.append(item)

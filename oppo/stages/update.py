@@ -5,7 +5,7 @@ Proof: step ``j`` begins when step ``j - 1 - lookahead`` has ended, and a step e
 token written in step ``j`` has version ``j - lookahead`` or a newer one. Its rollout enters step ``i``, at the start or
 while others are decoded, and is deferred once for each step from then to its training, so ``i <= j <= t``, and
 ``t <= i + max_deferrals`` where each rollout of that age has a place in the batch. It has: the cut waits for it, and at
-most ``extra <= batch`` units are carried into a step. For a step owns at most ``batch + extra`` units, and those that
+most ``extra <= batch`` units are deferred into a step. For a step owns at most ``batch + extra`` units, and units that
 join it while it is decoded are counted: when ``batch`` of them are placed, at most ``extra`` are not. Rejected units
 leave their step, and others take their places by the same count. Step ``t`` updates version ``t``, and the lag is at
 most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights that are published earlier, in flight, only make it
@@ -27,14 +27,15 @@ from numpy.typing import NDArray
 from oppo.admission import bottleneck
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, ModelDiverged, ProtocolError
-from oppo.events import Batch, BatchPart, Drop, StepReport
+from oppo.events import Batch, BatchPart, Drop, StepReport, described
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, StreamingTrainer, Trained, Trainer, TrainerCapabilities
+from oppo.models import Capabilities, Follower, StreamingTrainer, Trained, Trainer, TrainerCapabilities
 from oppo.stages.batch import NONFINITE
-from oppo.stages.contract import Ended, require_model, require_supports, require_trained
+from oppo.stages.contract import Ended, require_model
 from oppo.stages.generate import Generate
 from oppo.stages.metrics import ACCUMULATE, LengthBias, observation, run_metrics, step_metrics
 from oppo.stages.sync import WeightSync
+from oppo.weight_sync import name_of
 
 LEFT_OUT = "left out of the loss"
 """Reason of a drop for a response of the batch without a token in the loss mask."""
@@ -51,7 +52,7 @@ class Update:
         trainer: owns the weights.
         publish: the served models that follow them, as :func:`followers` returns them; without lookahead idle by the
             time of the update.
-        after: names of the stages that use these models, but for those that a :class:`~oppo.stages.Score` reads with,
+        after: names of the stages that use these models, but for models that a :class:`~oppo.stages.Score` reads with,
             which knows when it takes new weights. With lookahead the weights are published when these stages have
             returned in the later steps that are alive: the weights that a step uses then depend on its index and the
             lookahead alone. When empty, they are published in flight: as soon as there are new ones, between two decode
@@ -83,7 +84,7 @@ class Update:
         self._sync = WeightSync(self.trainer, self.publish, self.after, self.held)
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Return what is wrong if a policy of the graph never gets weights, of this stage or of another that trains."""
+        """Report a policy of the graph that never gets weights, of this stage or of another that trains."""
         del named
         published = [follower for each in stages if isinstance(each, Update) for follower in each.publish]
         return [
@@ -206,6 +207,29 @@ class Update:
         raise error
 
 
+def require_supports(followers: Sequence[Follower]) -> None:
+    """Raise ``ConfigError`` if one is a policy whose tokens cannot be trained on."""
+    for policy in followers:
+        capabilities = getattr(policy, "capabilities", None)
+        if isinstance(capabilities, Capabilities) and not capabilities.supports:
+            raise ConfigError(
+                f"{name_of(policy)} does not report from which ids it draws each token (capabilities.supports), "
+                "and a trainer's log-probs are over these: let it draw from all ids (top_p = 1), or bound them in a "
+                "way that it reports (top_k)"
+            )
+
+
+def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batch) -> None:
+    """Raise ``ProtocolError`` unless an update made the next version and names only rollouts of its batch."""
+    if not isinstance(trained, Trained):
+        raise ProtocolError(f"update() of the trainer must return oppo.Trained(metrics, ...); got {described(trained)}")
+    if trainer.version != before + 1:
+        raise ProtocolError(f"after an update of version {before} the trainer's is {trainer.version}, not {before + 1}")
+    strangers = sorted({*trained.nonfinite, *trained.skipped} - set(batch.rollouts))
+    if strangers:
+        raise ProtocolError(f"the update names rollouts {strangers} as not finite, which are not in its batch")
+
+
 def _require_once(batch: Batch | None, step: Step, batches: Receiver[Batch | BatchPart]) -> None:
     sender, _, _ = str(getattr(batches, "name", "another stage")).partition("->")
     for _, ended in step.recorded(Ended):
@@ -214,9 +238,9 @@ def _require_once(batch: Batch | None, step: Step, batches: Receiver[Batch | Bat
 
 
 def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:
-    """Return the rollouts that indicate divergence: those of skipped minibatches, even if another one trained them.
+    """Return the rollouts that indicate divergence: the rollouts of skipped minibatches, even if another trained them.
 
-    For an empty batch, those that were dropped for a number that is not finite. One bad score among good ones does not
+    For an empty batch: the rollouts dropped for a number that is not finite. One bad score among good ones does not
     count.
     """
     untrained = trained.skipped or trained.nonfinite

@@ -18,8 +18,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 from uuid import uuid4
 
-from oppo.errors import ModelError, ModelRefused, ProtocolError
+from oppo.errors import ModelRefused
 from oppo.events import Chunk, Finish, Given, Prompt
+from oppo.scorers import RolloutSession, RolloutSessions
 from oppo.vllm.surface import StartedEngine, answered
 
 if TYPE_CHECKING:
@@ -166,18 +167,15 @@ class ReadTokens:
 
 
 @dataclass(slots=True, eq=False)
-class _Session:
+class _Session(RolloutSession):
     """One rollout while it grows.
 
     Attributes:
-        prompt: length of the prompt.
         tokens: received, prompt and response.
         read: tokens that the engine has read.
         score: of the sequence that ends there.
     """
 
-    rollout: int
-    prompt: int
     tokens: list[int] = field(default_factory=list)
     read: int = 0
     score: float = 0.0
@@ -214,7 +212,13 @@ class VllmReward:
         self._params = PoolingParams(task="classify", use_activation=False)
         self._engine = engine
         self._model = ScalarModel.of(engine.name, engine.config)
-        self._sessions: dict[int, _Session] = {}
+        self._sessions = RolloutSessions(
+            self._model.name,
+            lambda prompt: _Session(prompt.rollout, len(prompt.tokens)),
+            vocabulary=self._model.vocabulary,
+            longest=self._model.longest,
+            remedy="shorten the prompts, lower max_new_tokens, or raise the engine's max_model_len",
+        )
         self._names = (f"score-{uuid4().hex[:8]}-{number}" for number in count())
 
     @property
@@ -241,15 +245,14 @@ class VllmReward:
             ModelLost: the engine is dead.
             ProtocolError: the tokens received are not the whole response.
         """
-        sessions = [self._complete(event) for event in finished]
+        sessions = [self._sessions.whole(event.rollout, len(event.response)) for event in finished]
         await self._read([(session, self._scored_end(session.tokens)) for session in sessions])
         await self.forget([session.rollout for session in sessions])
         return [session.score for session in sessions]
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         """Drop sessions; unknown rollouts are fine. The engine keeps their cached blocks until it needs the room."""
-        for rollout in rollouts:
-            self._sessions.pop(rollout, None)
+        self._sessions.forget(rollouts)
 
     def _scored_end(self, tokens: Sequence[int]) -> int:
         """Return the length of the sequence up to the last token that is not padding, as transformers has it."""
@@ -257,51 +260,8 @@ class VllmReward:
         return next(real, 1)
 
     def _received(self, event: Prompt | Chunk | Given) -> _Session:
-        name, rollout = self._model.name, event.rollout
-        if isinstance(event, Prompt):
-            if rollout in self._sessions:
-                raise ProtocolError(f"rollout {rollout} is open in {name} already; it came a second time")
-            session = _Session(rollout, len(event.tokens))
-        else:
-            session = self._opened(rollout)
-            expected = len(session.tokens) - session.prompt
-            if event.start != expected:
-                raise ProtocolError(
-                    f"rollout {rollout}: {name} expected tokens from {expected} of the response on, but "
-                    f"{type(event).__name__} starts at {event.start}"
-                )
-        session.tokens += self._checked(event, len(session.tokens) + len(event.tokens))
-        self._sessions[rollout] = session
-        return session
-
-    def _checked(self, event: Prompt | Chunk | Given, length: int) -> list[int]:
-        model = self._model
-        if length > model.longest:
-            raise ModelError(
-                f"rollout {event.rollout} has {length} tokens, prompt included, but {model.name} reads at most "
-                f"{model.longest}: shorten the prompts, lower max_new_tokens, or raise the engine's max_model_len"
-            )
-        tokens: list[int] = event.tokens.tolist()
-        if tokens and not 0 <= min(tokens) <= max(tokens) < model.vocabulary:
-            raise ModelError(
-                f"rollout {event.rollout} has token ids from {min(tokens)} to {max(tokens)}, but the vocabulary of "
-                f"{model.name} has {model.vocabulary}: policy and scorers must share a tokenizer"
-            )
-        return tokens
-
-    def _opened(self, rollout: int) -> _Session:
-        session = self._sessions.get(rollout)
-        if session is None:
-            raise ProtocolError(f"rollout {rollout} is unknown to {self._model.name}: its Prompt must come first")
-        return session
-
-    def _complete(self, event: Finish) -> _Session:
-        session, length = self._opened(event.rollout), len(event.response)
-        if len(session.tokens) != session.prompt + length:
-            raise ProtocolError(
-                f"rollout {event.rollout} finished with {session.prompt + length} tokens, prompt included, but "
-                f"{self._model.name} was given {len(session.tokens)}: extend it by the rest first"
-            )
+        session = self._sessions.receive(event)
+        session.tokens += event.tokens.tolist()
         return session
 
     async def _read(self, ends: Sequence[tuple[_Session, int]]) -> None:

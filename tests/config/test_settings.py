@@ -20,9 +20,8 @@ from oppo.config.sections import RewardPart
 from oppo.config.settings import Settings, keys_of
 from oppo.errors import ConfigError
 from oppo.losses import ClippedLoss, PPOLoss, SequenceLoss
-from oppo.returns import ScoreShaping
+from oppo.returns import Correction, ScoreShaping
 from oppo.stages import GAE
-from oppo.staleness import Correction
 from oppo.training import TrainerSettings
 
 MINIMAL = '[models]\npolicy = "./actor"\nreward = "reward.py:score"\n[data]\nprompts = "prompts.jsonl"\n'

@@ -94,8 +94,8 @@ async def test_a_score_streamed_as_text_is_that_of_the_librarys_own_call_on_the_
         values = await stream(scorer, made, seed)
         for response in made:
             assert close(values[response.prompt.rollout], library_score(model, bridge, response))
-    assert sorted(scorer.samples()) == [REREAD, TAIL_TOKENS]
-    assert scorer.samples() == {}
+    assert sorted(scorer.capabilities.samples()) == [REREAD, TAIL_TOKENS]
+    assert scorer.capabilities.samples() == {}
 
 
 @pytest.mark.parametrize("pad", [0, 2, None], ids=["padding", "end", "none"])
@@ -145,7 +145,7 @@ async def test_events_out_of_place_are_errors(thread: Thread) -> None:
     await scorer.extend([response.prompt, response.chunk(0, 1)])
     with pytest.raises(ProtocolError, match="a second time"):
         await scorer.extend([response.prompt])
-    with pytest.raises(ProtocolError, match=r"finished with \d+ tokens, but .* was given 1"):
+    with pytest.raises(ProtocolError, match=r"rollout 0 finished with \d+ tokens, .* was given"):
         await scorer.finish([Finish(0, response, "eos")])
     await scorer.forget([0, 99])
     with pytest.raises(ProtocolError, match="unknown"):
@@ -226,7 +226,7 @@ async def test_most_of_a_rollout_is_read_before_it_ends(form: Form, thread: Thre
     for start in range(0, len(made[0]), 8):
         await scorer.extend([each.chunk(start, min(start + 8, len(each))) for each in made])
     await scorer.finish([Finish(each.prompt.rollout, each, "eos") for each in made])
-    samples = scorer.samples()
+    samples = scorer.capabilities.samples()
     assert samples[REREAD] == [0.0] * 3
     assert max(samples[TAIL_TOKENS]) <= 16
 

@@ -35,7 +35,7 @@ from oppo.losses import (
     means,
 )
 from oppo.placement import Thread
-from oppo.staleness import Correction
+from oppo.returns import Correction
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.train.test_trainer import SAMPLING, backward, critic_of, rollouts

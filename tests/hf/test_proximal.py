@@ -29,16 +29,16 @@ from oppo.hf.weights import weights_digest
 from oppo.losses import PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread
+from oppo.returns import Correction
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
-from oppo.staleness import Correction
 from oppo.testing import respond_serially
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.stories import full_logprobs, prompts
 from tests.known import known
 from tests.pipelines import Tap
-from tests.test_staleness import EVERY
+from tests.test_correction import EVERY
 
 torch.set_num_threads(1)
 

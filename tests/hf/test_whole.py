@@ -240,13 +240,13 @@ async def test_both_keep_the_contract_of_a_scorer(kind: str, thread: Thread, tmp
 async def test_events_out_of_place_are_errors(thread: Thread, tmp_path: Path) -> None:
     scorer = ClassifierReward(load_encoder(classifier(tmp_path)), POLICY, thread=thread)
     (response,) = rollouts(1)
-    with pytest.raises(ProtocolError, match="its Prompt must come first, but Chunk starts at 0"):
+    with pytest.raises(ProtocolError, match="rollout 0 is unknown"):
         await scorer.extend([response.chunk()])
     await scorer.extend([response.prompt, response.chunk(0, 1)])
-    with pytest.raises(ProtocolError, match=r"rollout 0 finished with \d+ tokens, but 1 were given"):
+    with pytest.raises(ProtocolError, match=r"rollout 0 finished with \d+ tokens, .* was given"):
         await scorer.finish([Finish(0, response, "eos")])
     await scorer.forget([0, 99])
-    with pytest.raises(ProtocolError, match="but 0 were given"):
+    with pytest.raises(ProtocolError, match="rollout 0 is unknown"):
         await scorer.finish([Finish(0, response, "eos")])
 
 

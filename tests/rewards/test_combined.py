@@ -23,6 +23,7 @@ from oppo.rewards import FunctionReward, Rewards, Weighted, load_reward
 from oppo.rewards.combined import NONE_APPLIES, OnDrop
 from oppo.rewards.function import DOES_NOT_APPLY
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
+from oppo.scorers import ScorerCapabilities
 from oppo.testing import FakeScorer, check_scorer, fake_scalar, run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches
 from tests.responses import responses
@@ -58,13 +59,13 @@ def scored(rewards: Rewards) -> list[float | Drop]:
 def test_the_sum_is_weighted_and_what_does_not_apply_adds_nothing() -> None:
     rewards = Rewards({"long": (0.5, length), "third": (3, third)}, decode=str)
     assert scored(rewards) == [0.5 * n + (n if n % 2 == 0 else 0) for n in lengths()]
-    samples = rewards.samples()
+    samples = rewards.capabilities.samples()
     even = [n for n in lengths() if n % 2 == 0]
     assert samples["reward/long_mean"] == lengths()
     assert samples["reward/long_share"] == [1.0] * 6
     assert samples["reward/third_share"] == [float(n % 2 == 0) for n in lengths()]
     assert samples["reward/third_mean"] == [n / 3 for n in even]
-    assert rewards.samples() == {}
+    assert rewards.capabilities.samples() == {}
 
 
 def test_a_rollout_to_which_nothing_applies_is_dropped() -> None:
@@ -246,15 +247,14 @@ async def zero(prompts: Sequence[str], completions: Sequence[str]) -> list[float
 
 def test_what_parts_measure_and_how_long_their_calls_should_last_is_handed_on() -> None:
     class Measuring(FakeScorer[float | Drop]):
-        time_slice = TimeSlice(seconds=0.1)
-
-        def samples(self) -> dict[str, list[float]]:
-            return {"bridge/read_again": [3.0]}
+        capabilities = ScorerCapabilities(
+            time_slice=TimeSlice(seconds=0.1), samples=lambda: {"bridge/read_again": [3.0]}
+        )
 
     rewards = Rewards({"one": (1, Measuring(fake_scalar)), "two": (1, Rewards({"m": (1, Measuring(fake_scalar))}))})
-    assert rewards.samples() == {"bridge/read_again": [3.0, 3.0]}
-    assert rewards.time_slice == TimeSlice(seconds=0.1)
-    assert Rewards({"function": (1, length)}, decode=str).time_slice == DEFAULT_TIME_SLICE
+    assert rewards.capabilities.samples() == {"bridge/read_again": [3.0, 3.0]}
+    assert rewards.capabilities.time_slice == TimeSlice(seconds=0.1)
+    assert Rewards({"function": (1, length)}, decode=str).capabilities.time_slice == DEFAULT_TIME_SLICE
 
 
 def test_it_is_a_scorer_as_the_protocol_says() -> None:
@@ -345,7 +345,7 @@ async def test_the_sync_functions_of_several_rewards_may_be_called_in_processes(
     assert isinstance(rewards, Rewards)
     with closing(rewards):
         await rewards.finish(finished(2))
-        samples = rewards.samples()
+        samples = rewards.capabilities.samples()
         assert set(samples["reward/here_mean"]) == {float(os.getpid())} != set(samples["reward/apart_mean"])
     with pytest.raises(RewardError, match="reward function 'lambda': this cannot go to another process"):
         load_reward(f"{tmp_path / 'judges.py'}:unnamed", str, process=True)

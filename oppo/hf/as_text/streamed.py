@@ -2,7 +2,7 @@
 
 A token is sent on when what follows can hardly change it: the last word is held back, and of a word without end its
 last tokens. That is a guess. In the end the model has read the tokens of the whole text, in one call of its
-tokenizer: where they differ from those that were sent, it goes back to the first difference.
+tokenizer: where they differ from the tokens that were sent, it goes back to the first difference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oppo.errors import ModelError, ModelLost, ProtocolError
+from oppo.errors import ModelError, ModelLost
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import longest, vocabulary
@@ -27,7 +27,8 @@ from oppo.hf.recipe import worker_maker
 from oppo.hf.serve.scorers import ScorerInput, score_reader
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.placement import Hosting
-from oppo.scheduling import IN_ORDER, Priority, TimeSlice
+from oppo.scheduling import IN_ORDER, Priority
+from oppo.scorers import RolloutSession, RolloutSessions, ScorerCapabilities
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Stands in decoded text for an incomplete character."""
@@ -139,7 +140,7 @@ class Retokenizer:
         return self._continued() or self._restarted()
 
     def finish(self) -> Edit:
-        """Return what makes of the tokens that were sent those of the whole text.
+        """Return the edit from the tokens that were sent to the tokens of the whole text.
 
         Raises:
             TooLong: the text has more tokens than the model reads.
@@ -239,6 +240,13 @@ class BridgedScore:
     tail: int
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class BridgedSession(RolloutSession):
+    """One rollout on its way to the other tokenizer."""
+
+    retokenizer: Retokenizer
+
+
 class BridgeWorker:
     """Retokenizes rollouts and reads them; see :class:`BridgedReward`."""
 
@@ -253,7 +261,7 @@ class BridgeWorker:
         self._prefill = IncrementalPrefill(
             score_reader(model), name=self._name, vocabulary=vocabulary(model), keep=_keep, exact=exact
         )
-        self._open: dict[int, Retokenizer] = {}
+        self._sessions = RolloutSessions(self._name, self._opened)
 
     def extend(self, inputs: ScorerInput) -> None:
         """Receive more of some rollouts, and read of their text what is certain.
@@ -263,9 +271,10 @@ class BridgeWorker:
         """
         grown: dict[int, list[int]] = {}
         for event in inputs.events:
+            self._sessions.receive(event)
             tokens = grown.setdefault(event.rollout, [])
-            tokens += self._received(event, len(tokens))
-        self._read({rollout: self._open[rollout].grow(tokens) for rollout, tokens in grown.items()})
+            tokens += [] if isinstance(event, Prompt) else event.tokens.tolist()
+        self._read({rollout: self._sessions[rollout].retokenizer.grow(tokens) for rollout, tokens in grown.items()})
 
     def finish(self, lengths: Mapping[int, int]) -> list[BridgedScore]:
         """Return each rollout's score, and forget it; ``lengths`` are the tokens of the responses, by rollout.
@@ -277,45 +286,35 @@ class BridgeWorker:
         edits = {rollout: self._ended(rollout, length) for rollout, length in lengths.items()}
         complete = {rollout: edit for rollout, edit in edits.items() if isinstance(edit, Edit)}
         self._read(complete)
-        read = {rollout: sent for rollout in complete if (sent := len(self._open[rollout].sent))}
+        read = {rollout: sent for rollout in complete if (sent := len(self._sent(rollout)))}
         scores = {state.rollout: self._score(state) for state in self._prefill.finish(read)}
         found = []
         for rollout, edit in edits.items():
             refusal = edit if isinstance(edit, str) else "" if rollout in scores else EMPTY
             tail = len(edit.ids) if isinstance(edit, Edit) else 0
-            found.append(BridgedScore(scores.get(rollout, 0.0), refusal, self._open[rollout].reread, tail))
+            reread = self._sessions[rollout].retokenizer.reread
+            found.append(BridgedScore(scores.get(rollout, 0.0), refusal, reread, tail))
         self.forget(lengths)
         return found
 
     def forget(self, rollouts: Iterable[int]) -> None:
         """Drop sessions; unknown rollouts are ignored."""
         rollouts = list(rollouts)
-        for rollout in rollouts:
-            self._open.pop(rollout, None)
+        self._sessions.forget(rollouts)
         self._prefill.forget(rollouts)
 
-    def _received(self, event: Prompt | Chunk | Given, pending: int) -> list[int]:
-        if isinstance(event, Prompt):
-            self._prefill.extend([Prompt(event.rollout, event.rollout, np.zeros(0, np.int32))])
-            decode = self._bridge.policy.decode
-            prompt = prompt_text(event, self._bridge.prompt_column, decode)
-            self._open[event.rollout] = Retokenizer(self._rendering, self._reader, decode, prompt)
-            return []
-        expected = self._opened(event.rollout).length + pending
-        if event.start != expected:
-            raise ProtocolError(
-                f"rollout {event.rollout}: {self._name} expected tokens from {expected} of the response on, but "
-                f"{type(event).__name__} starts at {event.start}"
-            )
-        return [*event.tokens.tolist()]
+    def _opened(self, prompt: Prompt) -> BridgedSession:
+        self._prefill.extend([Prompt(prompt.rollout, prompt.rollout, np.zeros(0, np.int32))])
+        decode = self._bridge.policy.decode
+        text = prompt_text(prompt, self._bridge.prompt_column, decode)
+        retokenizer = Retokenizer(self._rendering, self._reader, decode, text)
+        return BridgedSession(prompt.rollout, len(prompt.tokens), retokenizer=retokenizer)
+
+    def _sent(self, rollout: int) -> list[int]:
+        return self._sessions[rollout].retokenizer.sent
 
     def _ended(self, rollout: int, length: int) -> Edit | str:
-        found = self._opened(rollout)
-        if found.length != length:
-            raise ProtocolError(
-                f"rollout {rollout} finished with {length} tokens, but {self._name} was given {found.length}: extend "
-                "it by the rest first"
-            )
+        found = self._sessions.whole(rollout, length).retokenizer
         try:
             return found.finish()
         except TooLong as error:
@@ -326,22 +325,17 @@ class BridgeWorker:
                 "rollouts dropped or cut (over_long, models.reward_over_long)"
             ) from error
 
-    def _opened(self, rollout: int) -> Retokenizer:
-        if rollout not in self._open:
-            raise ProtocolError(f"rollout {rollout} is unknown to {self._name}: its Prompt must come first")
-        return self._open[rollout]
-
     def _read(self, edits: Mapping[int, Edit]) -> None:
         chunks: list[Given] = []
         for rollout, edit in edits.items():
             kept = self._prefill.rewind(rollout, edit.keep)
-            tokens = np.array(self._open[rollout].sent[kept:], np.int32)
+            tokens = np.array(self._sent(rollout)[kept:], np.int32)
             if len(tokens):
                 chunks.append(Given(rollout, kept, tokens))
         self._prefill.extend(chunks)
 
     def _score(self, state: ReadState) -> float:
-        ids = self._open[state.rollout].sent
+        ids = self._sent(state.rollout)
         last = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] != self._padding), 0)
         return float(torch.cat(state.kept)[last])
 
@@ -384,12 +378,11 @@ class BridgedReward:
         return 0
 
     @property
-    def time_slice(self) -> TimeSlice:
-        """How long a preemptible call should last, as its place has it."""
-        return self._worker.time_slice
+    def capabilities(self) -> ScorerCapabilities:
+        """It measures the tokens of each rollout that were read in vain, and at its end."""
+        return ScorerCapabilities(time_slice=self._worker.time_slice, samples=self._taken)
 
-    def samples(self) -> Mapping[str, Sequence[float]]:
-        """Return the tokens of each rollout that were read in vain, and at its end, since the last call."""
+    def _taken(self) -> Mapping[str, Sequence[float]]:
         samples, self._samples = self._samples, {}
         return samples
 

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from oppo.errors import ConfigError, ModelError, ModelRefused, ProtocolError, RewardError, shown
+from oppo.errors import ConfigError, ModelError, ModelRefused, RewardError, shown
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import longest
@@ -25,6 +25,7 @@ from oppo.hf.shared_memory import SharedModel
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.placement import Hosting, Make
 from oppo.scheduling import IN_ORDER, Priority
+from oppo.scorers import RolloutSession, RolloutSessions
 
 Pooling: TypeAlias = Literal["cls", "last", "max", "mean"]
 """Which of the last hidden states stand for a text: the first, the last, their largest components, their mean."""
@@ -232,7 +233,7 @@ class WholeReader(ABC):
 class WholeReward:
     """A scorer that reads nothing until a rollout has ended, and then all of it at once.
 
-    Rollouts that end together are read together, in batches of similar length; so are those that end while it works.
+    Rollouts that end together are read together, in batches of similar length; so are rollouts that end while it works.
 
     Args:
         make: makes what scores them.
@@ -245,7 +246,9 @@ class WholeReward:
         self._worker = thread.host(make)
         self._policy = policy
         self._prompt_column = prompt_column
-        self._received: dict[int, int] = {}
+        self._sessions = RolloutSessions(
+            type(self).__name__, lambda prompt: RolloutSession(prompt.rollout, len(prompt.tokens))
+        )
 
     @property
     def version(self) -> int:
@@ -256,20 +259,11 @@ class WholeReward:
         """Check that the events follow one another.
 
         Raises:
-            ProtocolError: a rollout was never opened, or has a gap.
+            ProtocolError: a rollout is opened twice, was never opened, or has a gap.
         """
         del priority
         for event in events:
-            if isinstance(event, Prompt):
-                self._received[event.rollout] = 0
-                continue
-            expected = self._received.get(event.rollout)
-            if expected != event.start:
-                where = "its Prompt must come first" if expected is None else f"expected tokens from {expected} on"
-                raise ProtocolError(
-                    f"rollout {event.rollout}: {where}, but {type(event).__name__} starts at {event.start}"
-                )
-            self._received[event.rollout] += len(event.tokens)
+            self._sessions.receive(event)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> list[float | Drop]:
         """Return each rollout's score, or a ``Drop``, and forget it.
@@ -279,20 +273,15 @@ class WholeReward:
             ProtocolError: the tokens received are not the whole response.
         """
         for event in finished:
-            received = self._received.pop(event.rollout, None)
-            if received != len(event.response):
-                raise ProtocolError(
-                    f"rollout {event.rollout} finished with {len(event.response)} tokens, but {received or 0} were "
-                    "given: extend it by the rest first"
-                )
+            self._sessions.whole(event.rollout, len(event.response))
+        self._sessions.forget([event.rollout for event in finished])
         ended = [self._ended(event) for event in finished]
         return await self._worker.at(priority).call("finish", WholeReader.finish, ended)
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         """Drop sessions; unknown rollouts are ignored."""
         del priority
-        for rollout in rollouts:
-            self._received.pop(rollout, None)
+        self._sessions.forget(rollouts)
 
     def _ended(self, finish: Finish) -> EndedRollout:
         prompt = prompt_text(finish.response.prompt, self._prompt_column, self._policy.decode)

@@ -31,11 +31,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import Chunk, Given, IntArray, Prompt, Support
+from oppo.events import Chunk, Given, Prompt, Support
 from oppo.hf.introspection import cache_argument, keeps_logits, longest
 from oppo.hf.kv.attention import Masks, attend_in_segments, overhead_of, segmented
 from oppo.hf.kv.cache import KVRegion, KVView, Slab, SlabCache, as_slice, index
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
+from oppo.scorers import RolloutSession, RolloutSessions
 
 EXACT_BLOCK = 32
 """In exact mode rows are read alone, in blocks that begin at multiples of this: bits then depend on that row only."""
@@ -386,12 +387,10 @@ TOKENS_PER_PASS = 4096
 
 
 @dataclass(slots=True, eq=False)
-class ReadState:
+class ReadState(RolloutSession):
     """One rollout while it grows.
 
     Attributes:
-        prompt: length of the prompt.
-        received: tokens received, prompt and response together.
         read: tokens that the model has read.
         unread: int64 [received - read].
         support: of the unread tokens, if outputs are logits: the ids that each was drawn from.
@@ -399,9 +398,6 @@ class ReadState:
         tail: [1, D], the output at the last position read, for scorers that need it with the next token.
     """
 
-    rollout: int
-    prompt: int
-    received: int = 0
     read: int = 0
     unread: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     support: Support = field(default_factory=Support)
@@ -457,13 +453,15 @@ class IncrementalPrefill:
         needs_logits: bool = False,
     ) -> None:
         self._incremental = incremental
-        self._name = name
-        self._vocabulary = vocabulary
-
         self._keep = keep
         self._exact = exact
         self._needs_logits = needs_logits
-        self._states: dict[int, ReadState] = {}
+        self._states = RolloutSessions(
+            name,
+            lambda prompt: ReadState(prompt.rollout, len(prompt.tokens)),
+            vocabulary=vocabulary,
+            longest=incremental.max_length,
+        )
 
     def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
         """Receive the tokens of ``events`` and read them; with ``exact``, the whole blocks.
@@ -484,16 +482,7 @@ class IncrementalPrefill:
         Raises:
             ProtocolError: the tokens received are not the whole response.
         """
-        states = []
-        for rollout, length in lengths.items():
-            state = self._opened(rollout)
-            expected = state.prompt + length
-            if state.received != expected:
-                raise ProtocolError(
-                    f"rollout {rollout} finished with {expected} tokens, prompt included, but {self._name} was "
-                    f"given {state.received}: extend it by the rest first"
-                )
-            states.append(state)
+        states = [self._states.whole(rollout, length) for rollout, length in lengths.items()]
         self._advance(states, final=True)
         self.forget([state.rollout for state in states])
         return states
@@ -507,7 +496,7 @@ class IncrementalPrefill:
         Raises:
             ProtocolError: the rollout was never opened.
         """
-        state = self._opened(rollout)
+        state = self._states[rollout]
         if length >= state.read:
             state.unread = state.unread[: length - state.read]
         else:
@@ -521,54 +510,19 @@ class IncrementalPrefill:
     def forget(self, rollouts: Iterable[int]) -> None:
         """Drop rollouts and their memory; unknown rollouts are fine."""
         rollouts = list(rollouts)
-        for rollout in rollouts:
-            self._states.pop(rollout, None)
+        self._states.forget(rollouts)
         self._incremental.forget(rollouts)
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
         return self._incremental.memory()
 
-    def _opened(self, rollout: int) -> ReadState:
-        state = self._states.get(rollout)
-        if state is None:
-            raise ProtocolError(f"rollout {rollout} is unknown to {self._name}: its Prompt must come first")
-        return state
-
     def _received(self, event: Prompt | Chunk | Given) -> ReadState:
-        if isinstance(event, Prompt):
-            if event.rollout in self._states:
-                raise ProtocolError(f"rollout {event.rollout} is open in {self._name} already; it came a second time")
-            state = ReadState(event.rollout, len(event.tokens))
-        else:
-            state = self._opened(event.rollout)
-            expected = state.received - state.prompt
-            if event.start != expected:
-                raise ProtocolError(
-                    f"rollout {event.rollout}: {self._name} expected tokens from {expected} of the response on, but "
-                    f"{type(event).__name__} starts at {event.start}"
-                )
         support = event.support if self._needs_logits and isinstance(event, Chunk) else Support()
-        self._check(event.rollout, event.tokens, support, state.received)
+        state = self._states.receive(event, support)
         state.support = Support.concatenate([(state.support, len(state.unread)), (support, len(event.tokens))])
         state.unread = np.concatenate((state.unread, event.tokens.astype(np.int64)))
-        state.received += len(event.tokens)
-        self._states[event.rollout] = state
         return state
-
-    def _check(self, rollout: int, tokens: IntArray, support: Support, received: int) -> None:
-        length, limit = received + len(tokens), self._incremental.max_length
-        if length > limit:
-            raise ModelError(
-                f"rollout {rollout} has {length} tokens, prompt included, but {self._name} reads at most {limit}: "
-                "shorten the prompts or lower max_new_tokens"
-            )
-        for ids in (tokens, support.ids):
-            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary:
-                raise ModelError(
-                    f"rollout {rollout} has token ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary "
-                    f"of {self._name} has {self._vocabulary}: policy and scorers must share a tokenizer"
-                )
 
     def _advance(self, states: Sequence[ReadState], *, final: bool) -> None:
         for batch in self._blocks(states, final=final) if self._exact else self._batches(states):

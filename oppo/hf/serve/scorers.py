@@ -3,7 +3,7 @@
 Each scorer is a handle. Its worker computes where the model lives, in a place that several may share: token ids go in,
 floats come out. Pickled, a worker crosses to another process without its open sessions, over the same weights.
 
-Proximal log-probs are those of response tokens under the actor's weights before the update. Where the trainer's backend
+Proximal log-probs are of response tokens, under the actor's weights before the update. Where the trainer's backend
 also decodes, a token of the current weights has been scored already, and only stale ones are recomputed
 (:class:`ProximalLogprobs`). Another engine's log-probs differ by its kernels and its precision, so all are recomputed
 (:class:`RecomputedLogprobs`): the mismatch that corrections see then holds both staleness and engine.
@@ -34,25 +34,23 @@ from oppo.losses import SupportIndex, token_logprobs
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Make
 from oppo.returns import TokenRewards
-from oppo.scheduling import IN_ORDER, Priority, TimeSlice
-
-ScorerEvent: TypeAlias = Prompt | Chunk | Given
-"""An event that a scorer reads."""
+from oppo.scheduling import IN_ORDER, Priority
+from oppo.scorers import Growth, ScorerCapabilities
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScorerInput:
-    """Events for a scorer, those of each rollout in order.
+    """Events for a scorer, in order within each rollout.
 
     Pickled, they are reduced to what a scorer reads of them, token ids. The log-probs and versions of a chunk arrive as
-    0, and of a prompt's columns only those that are named.
+    0, and of a prompt's columns only the ones that are named.
 
     Attributes:
         supports: whether the supports of tokens cross.
         columns: the columns of prompts that cross.
     """
 
-    events: Sequence[ScorerEvent]
+    events: Sequence[Growth]
     supports: bool = False
     columns: tuple[str, ...] = ()
 
@@ -61,11 +59,11 @@ class ScorerInput:
         return _unpacked, (packed,)
 
 
-_Packed: TypeAlias = tuple[type[ScorerEvent], int, int, Mapping[str, object], bytes, bytes, bytes]
+_Packed: TypeAlias = tuple[type[Growth], int, int, Mapping[str, object], bytes, bytes, bytes]
 """Kind, rollout, start and columns of an event; its tokens, the ids of their support and the counts, each int32."""
 
 
-def _packed(event: ScorerEvent, *, supports: bool, columns: Sequence[str]) -> _Packed:
+def _packed(event: Growth, *, supports: bool, columns: Sequence[str]) -> _Packed:
     start = 0 if isinstance(event, Prompt) else event.start
     given = event.columns if isinstance(event, Prompt) else {}
     held = {name: given[name] for name in columns if name in given}
@@ -77,7 +75,7 @@ def _packed(event: ScorerEvent, *, supports: bool, columns: Sequence[str]) -> _P
 
 
 def _unpacked(packed: Sequence[_Packed]) -> ScorerInput:
-    events: list[ScorerEvent] = []
+    events: list[Growth] = []
     for kind, rollout, start, columns, *buffers in packed:
         tokens, ids, counts = (np.frombuffer(buffer, np.int32) for buffer in buffers)
         if kind is Prompt:
@@ -130,7 +128,7 @@ class ScorerWorker(ABC, Generic[T]):
         self._reader.forget(rollouts)
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes allocated for keys and values, and the bytes that the tokens read so far need."""
+        """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
         return self._reader.memory()
 
     def load(self, weights: Mapping[str, object]) -> None:
@@ -245,9 +243,9 @@ class StreamedScorer(Generic[T]):
         return self._version
 
     @property
-    def time_slice(self) -> TimeSlice:
-        """How long a preemptible call should last, as its place has it."""
-        return self._worker.time_slice
+    def capabilities(self) -> ScorerCapabilities:
+        """Its time slice is its place's."""
+        return ScorerCapabilities(time_slice=self._worker.time_slice)
 
     async def _follow(self, weights: Mapping[str, object], version: int) -> None:
         def served() -> None:
@@ -461,16 +459,16 @@ class ProximalLogprobs(RecomputedLogprobs):
     """Scores each response token with its log-prob under the actor's current weights: float32 [n], natural logarithm.
 
     A token that these weights sampled keeps its recorded log-prob. So the model reads only rollouts with older tokens,
-    whole and once, when they finish. Where no rollout was carried over it reads nothing, and the result is, to the bit,
+    whole and once, when they finish. Where no rollout was deferred it reads nothing, and the result is, to the bit,
     the behaviour log-probs. Log-probs are over the tokens' supports; recomputed ones agree with recorded ones of the
-    same weights as those of :class:`~oppo.hf.serve.scorers.ReferenceLogprobs` do.
+    same weights as :class:`ReferenceLogprobs` does.
 
     Args:
         model: the actor. It may be the module that decodes: nothing of it is changed here.
         sampling: the policy's; only the temperature and the ids that may be drawn count.
         thread: where rollouts are read: any place.
         exact: the bits of results do not depend on which rollouts finish together; slower.
-        on_publish: what the policy does with the keys and values of parked rollouts. With ``keep``, no single version
+        on_publish: what the policy does with the KV cache of deferred rollouts. With ``keep``, no single version
             sampled the tokens that follow older ones, so they are recomputed too.
 
     Raises:
@@ -495,9 +493,9 @@ class ProximalLogprobs(RecomputedLogprobs):
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[FloatArray]:
         """Return the log-probs of each response."""
         stale = {event.rollout: self._stale(event.response) for event in finished}
-        carried = [event for event in finished if stale[event.rollout].any()]
+        deferred = [event for event in finished if stale[event.rollout].any()]
         logprobs = {event.rollout: event.response.logprobs for event in finished}
-        for event, recomputed in zip(carried, await self._recompute(carried, priority), strict=True):
+        for event, recomputed in zip(deferred, await self._recompute(deferred, priority), strict=True):
             logprobs[event.rollout] = np.where(stale[event.rollout], recomputed, event.response.logprobs)
         return list(logprobs.values())
 

@@ -23,7 +23,7 @@ from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
 from oppo.placement import Thread
-from oppo.staleness import Correction
+from oppo.returns import Correction
 from oppo.testing import check_trainer, prompts
 from oppo.training import TrainerSettings
 from tests.hf import tiny

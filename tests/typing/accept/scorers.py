@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import assert_type
 
 from oppo.events import Chunk, Finish, Given, Prompt
-from oppo.models import PrioritisedScorer, Scorer, TimeSliced
+from oppo.models import PrioritisedScorer, Scorer
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
+from oppo.scorers import ScorerCapabilities
 from oppo.stages import Score
 
 
@@ -24,7 +25,7 @@ class Plain:
 
 class Shared:
     version = 0
-    time_slice = TimeSlice(seconds=0.1)
+    capabilities = ScorerCapabilities(time_slice=TimeSlice(seconds=0.1))
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None: ...
 
@@ -37,6 +38,5 @@ class Shared:
 plain: Scorer[float] = Plain()
 shared: PrioritisedScorer[float] = Shared()
 as_scorer: Scorer[float] = shared
-sliced: TimeSliced = Shared()
 assert_type(Score[float](plain), Score[float])
 assert_type(Score[float](shared), Score[float])

@@ -15,7 +15,7 @@ from torch import Tensor
 from oppo.errors import ConfigError
 from oppo.events import BoolArray, FloatArray
 from oppo.losses import ClippedLoss, Input, Inputs, Whole, importance_weights
-from oppo.staleness import SEQUENCE_BAND, TOKEN_BAND, Correction, Level, RatioBase, TokenWeight
+from oppo.returns import SEQUENCE_BAND, TOKEN_BAND, Correction, Level, RatioBase, TokenWeight
 
 BASES: tuple[RatioBase, ...] = ("behaviour", "proximal")
 WEIGHTS: tuple[TokenWeight, ...] = ("none", "truncated", "mask")

@@ -1,0 +1,227 @@
+"""What scorers have in common: their capabilities, and the sessions of the rollouts that they read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, TypeAlias, TypeVar, cast
+
+from oppo.errors import ModelError, ProtocolError
+from oppo.events import Chunk, Finish, Given, Prompt, Response, Support
+from oppo.models import PrioritisedScorer, Scorer
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
+
+T = TypeVar("T")
+
+Growth: TypeAlias = Prompt | Chunk | Given
+"""An event that a scorer reads."""
+
+METHODS: Final = ("extend", "finish", "forget")
+"""The methods of a scorer that take a priority."""
+
+
+def _nothing() -> None:
+    """There is nothing to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerCapabilities:
+    """What a scorer can do beside its protocol; a scorer has it as its attribute ``capabilities``.
+
+    Whether a scorer takes priorities (:class:`~oppo.models.PrioritisedScorer`) is known from its signatures.
+
+    Attributes:
+        concurrent: calls may overlap: calls for rollouts that finish later, while those for earlier ones go on. Read
+            once, before the first step.
+        time_slice: how long a call that nothing waits for should last. Read once, before the first step.
+        samples: returns what the scorer measured of each rollout since the last call, by metric; the mean over a step
+            is the metric of that step.
+        at_work: returns the names of the calls in progress, for a watchdog; empty without one.
+        close: ends what the scorer has started; idempotent.
+    """
+
+    concurrent: bool = False
+    time_slice: TimeSlice = DEFAULT_TIME_SLICE
+    samples: Callable[[], Mapping[str, Sequence[float]]] = dict
+    at_work: Callable[[], str] = str
+    close: Callable[[], None] = _nothing
+
+
+def capabilities_of(scorer: object) -> ScorerCapabilities:
+    """Return a scorer's capabilities: the defaults if it has none.
+
+    Raises:
+        ProtocolError: its ``capabilities`` are something else.
+    """
+    found = getattr(scorer, "capabilities", None)
+    if found is None:
+        return ScorerCapabilities()
+    if not isinstance(found, ScorerCapabilities):
+        raise ProtocolError(
+            f"the capabilities of a scorer are an oppo.scorers.ScorerCapabilities; {type(scorer).__name__} has "
+            f"{type(found).__name__}"
+        )
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class RolloutSession:
+    """A reader's session: the part of one rollout that it has received.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        version: of the weights that read it first.
+        received: tokens received, prompt and response together.
+    """
+
+    rollout: int
+    prompt: int
+    version: int = 0
+    received: int = 0
+
+    @property
+    def response(self) -> int:
+        """Tokens of the response that were received."""
+        return self.received - self.prompt
+
+    def holds(self, response: Response) -> bool:
+        """Whether all of a rollout was received."""
+        return self.received == len(response.prompt.tokens) + len(response)
+
+
+S = TypeVar("S", bound=RolloutSession)
+
+
+class RolloutSessions(dict[int, S], Generic[S]):
+    """The sessions of a reader, by rollout; a rollout that is not open raises ``ProtocolError``.
+
+    Args:
+        reader: its name, for errors.
+        new: returns the session of a prompt, of which nothing is received yet.
+        vocabulary: upper bound of the token ids that it knows; ``None``: any.
+        longest: tokens of a sequence that it reads at most; ``None``: any number.
+        remedy: what helps where a sequence is longer.
+
+    Example:
+        >>> import numpy as np
+        >>> sessions = RolloutSessions("a reader", lambda prompt: RolloutSession(prompt.rollout, len(prompt.tokens)))
+        >>> sessions.receive(Prompt(7, 7, np.array([1, 2, 3], np.int32))).received
+        3
+    """
+
+    def __init__(
+        self,
+        reader: str,
+        new: Callable[[Prompt], S],
+        *,
+        vocabulary: int | None = None,
+        longest: int | None = None,
+        remedy: str = "shorten the prompts or lower max_new_tokens",
+    ) -> None:
+        super().__init__()
+        self._reader = reader
+        self._new = new
+        self._vocabulary = vocabulary
+        self._longest = longest
+        self._remedy = remedy
+
+    def __missing__(self, rollout: int) -> S:
+        raise ProtocolError(f"rollout {rollout} is unknown to {self._reader}: its Prompt must come first")
+
+    def receive(self, event: Growth, support: Support | None = None) -> S:
+        """Return the session that an event opens or continues, with the event's tokens counted.
+
+        Args:
+            event: of the rollout.
+            support: of its tokens, if that is read too.
+
+        Raises:
+            ModelError: a token is outside the vocabulary, or the sequence is longer than the reader reads.
+            ProtocolError: a rollout is opened twice, was never opened, or has a gap.
+        """
+        rollout, reader = event.rollout, self._reader
+        if isinstance(event, Prompt):
+            if rollout in self:
+                raise ProtocolError(f"rollout {rollout} is open in {reader} already; it came a second time")
+            session = self._new(event)
+        else:
+            session = self[rollout]
+            if event.start != session.response:
+                raise ProtocolError(
+                    f"rollout {rollout}: {reader} expected tokens from {session.response} of the response on, but "
+                    f"{type(event).__name__} starts at {event.start}"
+                )
+        length = session.received + len(event.tokens)
+        if self._longest is not None and length > self._longest:
+            raise ModelError(
+                f"rollout {rollout} has {length} tokens, prompt included, but {reader} reads at most {self._longest}: "
+                f"{self._remedy}"
+            )
+        for ids in (event.tokens, *([] if support is None else [support.ids])):
+            if self._vocabulary is not None and len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
+                raise ModelError(
+                    f"rollout {rollout} has token ids from {ids.min()} to {ids.max()}, but the vocabulary of {reader} "
+                    f"has {self._vocabulary}: policy and scorers must share a tokenizer"
+                )
+        session.received = length
+        self[rollout] = session
+        return session
+
+    def whole(self, rollout: int, length: int) -> S:
+        """Return the session of a finished rollout, whose response has ``length`` tokens.
+
+        Raises:
+            ProtocolError: the tokens received are not the prompt and the whole response.
+        """
+        session = self[rollout]
+        if session.response != length:
+            raise ProtocolError(
+                f"rollout {rollout} finished with {session.prompt + length} tokens, prompt included, but "
+                f"{self._reader} was given {session.received}: extend it by the rest first"
+            )
+        return session
+
+    def forget(self, rollouts: Iterable[int]) -> None:
+        """Drop sessions; unknown rollouts are fine."""
+        for rollout in rollouts:
+            self.pop(rollout, None)
+
+
+def prioritised(scorer: Scorer[T]) -> PrioritisedScorer[T]:
+    """Return ``scorer``, or a wrapper that drops the priority if none of its methods takes that keyword.
+
+    Raises:
+        ProtocolError: some of its methods take the keyword, others do not.
+    """
+    lacking = [name for name in METHODS if "priority" not in inspect.signature(getattr(scorer, name)).parameters]
+    if not lacking:
+        return cast("PrioritisedScorer[T]", scorer)
+    if len(lacking) < len(METHODS):
+        raise ProtocolError(
+            f"expected the keyword `priority` in all of {', '.join(METHODS)} or in none: a call without it would wait "
+            f"for urgent calls of the same scorer; got {type(scorer).__name__}, which lacks it in "
+            f"{', '.join(lacking)}: declare it there too, and hand it to the place"
+        )
+    return _InOrder(scorer)
+
+
+class _InOrder(Generic[T]):
+    def __init__(self, scorer: Scorer[T]) -> None:
+        self._scorer = scorer
+
+    @property
+    def version(self) -> int:
+        return self._scorer.version
+
+    async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
+        del priority
+        await self._scorer.extend(events)
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
+        del priority
+        return await self._scorer.finish(finished)
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
+        del priority
+        await self._scorer.forget(rollouts)
