@@ -1,140 +1,205 @@
-"""Writes the journeys at the end of ``docs/architecture.md``: ``python -m docs.make_journeys``.
+"""Writes the three journeys of ``docs/architecture.md``, as a small run makes them: ``python -m docs.make_journeys``.
 
-A small run is traced. A token is followed by its behaviour log-prob and a setting by its value, both of which occur
-once, through the arguments and results of every function of the package; weights by whatever runs while they are
-synced. What a module keeps to itself is not seen, and a function whose arguments hold the followed value counts,
-whether it looks at it or not.
+A token is followed by its behaviour log-prob and a setting by its value, which nothing else has, through the arguments
+and results of the package's functions; weights by the functions that run while they are synced. A function whose
+arguments hold the value counts, whether it looks at it or not; what an object keeps to itself does not.
+
+The page is written anew only where the modules differ: two threads may reach two modules in either order.
 """  # noqa: INP001 - a script beside its page
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any, Final
 
+import anyio
 import numpy as np
 import torch
 
 import oppo
+from oppo.events import Batch
+from oppo.hf.train.trainer import HfTrainer
+from oppo.models import Sampling
+from oppo.placement import Inline
+from oppo.vllm import VllmPolicy
+from oppo.vllm.sync import FileSender
+from tests.hf import tiny
+from tests.vllm.fake_engine import FakeAsyncLLM, engine_of, running
 from tests.workplace import furnish, oppo as run
 
 PAGE: Final = Path(__file__).with_name("architecture.md")
-BEGIN, END = "<!-- journeys: made by docs/make_journeys.py -->", "<!-- end of journeys -->"
+BEGIN, END = "<!-- made by docs/make_journeys.py -->", "<!-- until here -->"
 PACKAGE: Final = Path(oppo.__file__).parent
+OBSERVERS: Final = ("oppo/report/", "oppo/liveness/", "oppo/observe.py")
 DEEPEST: Final = 5
 """Containers in containers that are looked into."""
 RATE: Final = 1.2345e-3
-"""The learning rate, a value that nothing else has."""
+
+
+@dataclass(frozen=True)
+class Journey:
+    """The modules that something passes, in the order in which it came to them, and the types that held it."""
+
+    title: str
+    modules: Sequence[str]
+    containers: Sequence[str] = ()
+
+    def text(self) -> str:
+        """Return its lines of the page."""
+        held = f" It is held by {', '.join(f'`{name}`' for name in self.containers)}." if self.containers else ""
+        return f"{self.title}: {len(self.modules)} modules.{held}\n\n{_wrapped(self.modules)}\n"
+
+
+def _wrapped(modules: Sequence[str]) -> str:
+    return "\n".join(f"{number}. `{module}`" for number, module in enumerate(modules, 1))
 
 
 class Tracer:
-    """Records, in order, the modules of the package whose functions the followed value enters or leaves.
+    """Follows a value through the package's functions, in this thread and in those that start meanwhile.
 
-    Attributes:
-        modules: each once, in the order in which the value came to them.
-        containers: names of the types that held it.
+    Args:
+        is_it: whether a value that is no container is the followed one, or an array that has it.
+        until: beginning of the names of the modules with which the journey ends.
     """
 
-    def __init__(self, is_it: Callable[[object], bool]) -> None:
+    def __init__(self, is_it: Callable[[object], bool], until: str = "") -> None:
         self.modules: dict[str, None] = {}
         self.containers: dict[str, None] = {}
         self._is_it = is_it
+        self._until = until
+        self._arrived = False
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Record in this thread and in those that start meanwhile."""
+        """Trace the body."""
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
         try:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]  # takes None, which typeshed does not know
+            threading.setprofile(None)  # type: ignore[arg-type]  # typeshed does not know None
 
     def _profile(self, frame: FrameType, event: str, result: Any) -> None:
-        module = module_of(frame.f_code.co_filename)
-        if module is None or event not in {"call", "return"}:
+        module = _module_of(frame.f_code.co_filename)
+        if module is None or self._arrived or event not in {"call", "return"} or module.startswith(OBSERVERS):
             return
         code = frame.f_code
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        values = [frame.f_locals[name] for name in names if name != "self" and name in frame.f_locals]
-        if any(self._holds(value, DEEPEST) for value in ([result] if event == "return" else values)):
+        given = [frame.f_locals[name] for name in names if name != "self" and name in frame.f_locals]
+        if any(self._holds(value, DEEPEST) for value in ([result] if event == "return" else given)):
             self.modules.setdefault(module)
+            self._arrived = bool(self._until) and module.startswith(self._until)
 
     def _holds(self, value: object, depth: int) -> bool:
         if self._is_it(value):
             return True
-        if depth == 0 or value is None or isinstance(value, (str, bytes, int, float)):
-            return False
-        inside = children(value)
-        if found := any(self._holds(each, depth - 1) for each in inside):
+        found = depth > 0 and any(self._holds(each, depth - 1) for each in _inside(value))
+        if found and is_dataclass(value):
             self.containers.setdefault(type(value).__qualname__)
         return found
 
 
-def children(value: object) -> Sequence[object]:
-    """Return what a container of values holds; nothing of an object that is more than its fields."""
+def _inside(value: object) -> Sequence[object]:
     if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)[:64]
+        return list(value)
     if isinstance(value, Mapping):
-        return list(value.values())[:64]
+        return list(value.values())
     if is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, each.name, None) for each in fields(value)]
     return ()
 
 
-def module_of(file: str) -> str | None:
-    """Return ``oppo/hf/lora.py`` for a file of the package."""
+def _module_of(file: str) -> str | None:
     path = Path(file)
     return f"oppo/{path.relative_to(PACKAGE).as_posix()}" if path.is_relative_to(PACKAGE) else None
 
 
-def same(number: float) -> Callable[[object], bool]:
-    """Return whether a value is the number, or an array that has it."""
-
+def _equal(number: float) -> Callable[[object], bool]:
     def holds(value: object) -> bool:
         if isinstance(value, float):
             return value == number
         if isinstance(value, torch.Tensor):
-            value = value.detach().numpy() if value.device.type == "cpu" and value.is_floating_point() else None
+            return value.is_floating_point() and bool((value.detach() == number).any())
         return isinstance(value, np.ndarray) and value.dtype.kind == "f" and bool((value == number).any())
 
     return holds
 
 
-def first_logprob() -> tuple[Callable[[object], bool], list[float]]:
-    """Return a predicate that is never true, and the list into which it puts the first behaviour log-prob it meets."""
-    from oppo.events import Batch
+def _step(folder: Path, name: str, tracer: Tracer) -> Tracer:
+    settings = (f"run.name={name}", "run.steps=1", "run.exact=true", "run.panel=off", f"trainer.learning_rate={RATE}")
+    with tracer.tracing():
+        run(folder, "", *settings)
+    return tracer
 
+
+def _token_and_setting() -> Iterator[Journey]:
     found: list[float] = []
 
-    def look(value: object) -> bool:
+    def noted(value: object) -> bool:
         if isinstance(value, Batch) and not found:
             found.append(float(value.logprobs[0]))
         return False
 
-    return look, found
+    with tempfile.TemporaryDirectory() as where:
+        folder = furnish(Path(where))
+        _step(folder, "noted", Tracer(noted))
+        token = _step(folder, "token", Tracer(_equal(found[0]), "oppo/losses/"))
+        setting = _step(folder, "setting", Tracer(_equal(RATE), "oppo/hf/train/optim"))
+    yield Journey("A token, from the decode loop to the loss", list(token.modules), list(token.containers))
+    yield Journey("A setting, `trainer.learning_rate`, from the file to its use", list(setting.modules))
 
 
-def traced(folder: Path, is_it: Callable[[object], bool], name: str) -> Tracer:
-    tracer = Tracer(is_it)
-    with tracer.tracing():
-        run(folder, "", f"run.name={name}", "run.steps=1", f"trainer.learning_rate={RATE}", "run.exact=true", "run.panel=off")
-    return tracer
+def _weights() -> Journey:
+    name = "vllm.distributed.weight_transfer.base"
+    base = ModuleType(name)
+    vars(base).update(WeightTransferInitRequest=SimpleNamespace, WeightTransferUpdateRequest=SimpleNamespace)
+    sys.modules.update({name.rsplit(".", end)[0]: ModuleType(name) for end in (1, 2, 3)} | {name: base})
+    tracer = Tracer(lambda _: True)
+
+    async def main() -> None:
+        sampling = Sampling(max_new_tokens=4)
+        trainer = HfTrainer(tiny.causal("llama", seed=1), sampling=sampling, thread=Inline("trainer"))
+        llm = FakeAsyncLLM()
+        engine = engine_of(llm)
+        engine.sender = FileSender()
+        async with running(llm):
+            policy = VllmPolicy(engine, sampling=sampling)
+            with tracer.tracing():
+                await trainer.publish(policy)
+
+    anyio.run(main)
+    return Journey("Weights, from the trainer to vLLM", list(tracer.modules))
+
+
+def journeys() -> list[Journey]:
+    """Return the three."""
+    return [*_token_and_setting(), _weights()]
+
+
+def written(page: str) -> list[set[str]]:
+    """Return the modules of each journey of a page."""
+    made = page.partition(BEGIN)[2].partition(END)[0]
+    return [set(re.findall(r"^\d+\. `(\S+)`", part, re.MULTILINE)) for part in made.split(" modules.")[1:]]
+
+
+def main() -> None:
+    """Write the page anew where its modules are no longer those of the code."""
+    page = PAGE.read_text(encoding="utf-8")
+    found = journeys()
+    if written(page) != [set(each.modules) for each in found]:
+        before, _, rest = page.partition(BEGIN)
+        made = "\n".join(each.text() for each in found)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{made}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as where:
-        folder = furnish(Path(where))
-        look, found = first_logprob()
-        traced(folder, look, "found")
-        token = traced(folder, same(found[0]), "token")
-        setting = traced(folder, same(RATE), "setting")
-    for each in (token, setting):
-        print(len(each.modules), list(each.modules), len(each.containers), list(each.containers))
+    main()
