@@ -91,6 +91,7 @@ test-gpu:
 
 # The site in site/: the pages of docs/ and an API reference made of the docstrings. A broken link is an error.
 docs: $(VENV)/.docs
+	$(BIN)/python -m docs.make_journeys
 	$(BIN)/zensical build --strict --clean
 
 $(VENV)/.docs: $(STAMP)

@@ -128,7 +128,7 @@ def _equal(number: float) -> Callable[[object], bool]:
         if isinstance(value, float):
             return value == number
         if isinstance(value, torch.Tensor):
-            return value.is_floating_point() and bool((value.detach() == number).any())
+            return value.device.type == "cpu" and value.is_floating_point() and bool((value.detach() == number).any())
         return isinstance(value, np.ndarray) and value.dtype.kind == "f" and bool((value == number).any())
 
     return holds
@@ -137,7 +137,8 @@ def _equal(number: float) -> Callable[[object], bool]:
 def _step(folder: Path, name: str, tracer: Tracer) -> Tracer:
     settings = (f"run.name={name}", "run.steps=1", "run.exact=true", "run.panel=off", f"trainer.learning_rate={RATE}")
     with tracer.tracing():
-        run(folder, "", *settings)
+        if code := run(folder, "", *settings):
+            raise RuntimeError(f"the run ended with exit code {code}")
     return tracer
 
 
