@@ -86,7 +86,7 @@ class Tracer:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]  # typeshed does not know None
+            threading.setprofile(None)
 
     def _profile(self, frame: FrameType, event: str, result: Any) -> None:
         module = _module_of(frame.f_code.co_filename)
