@@ -1,4 +1,4 @@
-"""Atomic writes: after a kill or a loss of power a file or a directory is there as a whole or not at all.
+"""Files that outlive kills: what is written is there as a whole or not at all, what is temporary is removed.
 
 ::
 
@@ -9,14 +9,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Final, Literal, TextIO
 
 from oppo.errors import OppoError
+
+_ATTEMPTS: Final = 3
 
 
 def opened(path: Path, mode: Literal["r", "a", "a+", "w", "x"]) -> TextIO:
@@ -151,3 +156,42 @@ def _rename(aside: Path, path: Path) -> None:
         raise OSError(f"{error.strerror or error}; all that was written is in {aside}") from error
     sync(path.parent)
     shutil.rmtree(before, ignore_errors=True)
+
+
+@contextmanager
+def temporary(purpose: str) -> Iterator[Path]:
+    """Yield a new temporary directory of this user, and remove it; those that killed processes left go first.
+
+    Args:
+        purpose: one word, which is part of its name.
+    """
+    prefix = f"oppo-{purpose}-{os.getuid()}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    with ExitStack() as stack:
+        for _ in range(_ATTEMPTS):  # another process may take a new one for one that was left
+            folder = Path(tempfile.mkdtemp(prefix=prefix))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            with suppress(OSError):
+                stack.enter_context(_locked(folder))
+                break
+        yield folder
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder of this user, which the system gives up when the process ends, however it does.
+
+    Raises:
+        OSError: another process holds it or has removed it, or it is no folder of this user.
+    """
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(held).st_uid != os.getuid():
+            raise PermissionError(errno.EACCES, "of another user", str(folder))
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.stat()
+        yield
+    finally:
+        os.close(held)

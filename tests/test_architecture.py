@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "libraries", "declared", "redact", "signals"}),
+    frozenset({"errors", "libraries", "declared", "durable", "redact", "signals"}),
     frozenset({"events", "observe", "scheduling"}),
     frozenset(
         {
@@ -45,7 +45,6 @@ LEAVES = frozenset(
         "config",
         "data",
         "demo",
-        "durable",
         "environments",
         "gym",
         "hf",

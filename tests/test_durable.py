@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from oppo.durable import make, put, sweep, whole
+from oppo.durable import make, put, sweep, temporary, whole
 from oppo.report import RunDirectory
 from oppo.report.run_dir import RECORDS
 
@@ -125,3 +128,26 @@ def test_directories_are_made_once(tmp_path: Path) -> None:
     for _ in range(2):
         make(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_temporary_directories_of_killed_processes_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    program = (
+        "import os, signal\nfrom oppo.durable import temporary\n"
+        "with temporary('test') as folder:\n    print(folder, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    own = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    killed = subprocess.run([sys.executable, "-c", program], check=False, env=own, stdout=subprocess.PIPE)
+    (left,) = tmp_path.iterdir()
+    assert killed.stdout.decode().strip() == str(left)
+    other = tmp_path / left.name.replace("test", "tent")
+    other.mkdir()
+    (tmp_path / f"{left.name}-link").symlink_to(other)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path))
+        with temporary("test") as one, temporary("test") as two:
+            assert not left.exists()
+            assert other.exists()
+            assert one.exists()
+            assert two.exists()
+    assert not one.exists()
+    assert not two.exists()

@@ -7,22 +7,17 @@ dead.
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
-import shutil
 import socket
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Final, Protocol, cast, runtime_checkable
 
 from oppo import observe
 from oppo.declared import require_whole
+from oppo.durable import temporary
 from oppo.errors import ModelError, ProtocolError
 from oppo.placement.place import Make
 from oppo.placement.process import Child, ChildProcess, Gone, Process, Setup, Start
@@ -31,8 +26,6 @@ from oppo.scheduling import DEFAULT_TIME_SLICE, TimeSlice
 
 _GRACE: Final = 2.0
 """Seconds that the other ranks have after one has failed: one of them may report the cause, such as a death."""
-
-_ATTEMPTS: Final = 3
 
 _ENDED: Final = "; the other ranks were ended"
 
@@ -66,23 +59,11 @@ class Meeting(Protocol):
 
 
 class FileMeeting:
-    """Ranks of one machine meet by a file that no other user may read; implements :class:`Meeting`.
-
-    What an earlier process left when it was killed is removed.
-    """
+    """Ranks of one machine meet by a file that no other user may read; implements :class:`Meeting`."""
 
     def __init__(self) -> None:
-        prefix = f"oppo-ranks-{os.getuid()}-"
-        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-            with suppress(OSError), _locked(left):
-                shutil.rmtree(left)
         self._stack = ExitStack()
-        for _ in range(_ATTEMPTS):  # another process may take a new one for one that was left
-            self._folder = Path(tempfile.mkdtemp(prefix=prefix))
-            self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            with suppress(OSError):
-                self._stack.enter_context(_locked(self._folder))
-                break
+        self._folder = self._stack.enter_context(temporary("ranks"))
 
     def of(self, number: int, first: Child) -> str:
         """Return a file that is not there yet."""
@@ -92,24 +73,6 @@ class FileMeeting:
     def close(self) -> None:
         """Remove the files."""
         self._stack.close()
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder of this user, which the system gives up when the process ends, however it does.
-
-    Raises:
-        OSError: another process holds it or has removed it, or it is no folder of this user.
-    """
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if os.fstat(held).st_uid != os.getuid():
-            raise PermissionError(errno.EACCES, "of another user", str(folder))
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        folder.stat()
-        yield
-    finally:
-        os.close(held)
 
 
 _LISTENERS: Final[dict[str, socket.socket]] = {}

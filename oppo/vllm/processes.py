@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkstemp
+from tempfile import mkstemp
 from types import TracebackType
 from typing import Final, Self
 
+from oppo.durable import temporary
 from oppo.vllm.plugin import LOG, PARENT
 
 DEFAULTS: Final = {
@@ -48,8 +49,8 @@ def environment(log: Path, cores: Sequence[int] | None, *, on_cpu: bool) -> Iter
         on_cpu: whether it computes there.
     """
     file = str(log)
-    with TemporaryDirectory(prefix="oppo-vllm-") as folder:
-        config = Path(folder, "logging.json")
+    with temporary("vllm") as folder:
+        config = folder / "logging.json"
         config.write_text(json.dumps(logging_config(file)), encoding="utf-8")
         defaults = {**DEFAULTS, **(ON_CPU if on_cpu else {})}
         chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import anyio
 import pytest
@@ -18,8 +14,7 @@ import pytest
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.observe import Span
 from oppo.placement import Callback, Ranks, ranks as ranks_module
-from oppo.placement.process import Child
-from oppo.placement.ranks import FileMeeting, listen, listener
+from oppo.placement.ranks import listen, listener
 from tests.placement.instances import Crew, Total, fail_to_set_up, gone
 
 
@@ -167,30 +162,6 @@ async def test_closed_ranks_leave_no_process_and_no_file() -> None:
 def test_there_is_at_least_one() -> None:
     with pytest.raises(ValueError, match="ranks must be"):
         Ranks("crew", 0)
-
-
-def test_what_killed_ranks_left_is_swept_by_the_next_and_what_living_ones_need_stays(tmp_path: Path) -> None:
-    program = (
-        "import os, signal\nfrom oppo.placement.ranks import FileMeeting\n"
-        "meeting = FileMeeting()\nprint(meeting.of(0, None), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
-    )
-    own = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
-    killed = [subprocess.run([sys.executable, "-c", program], check=False, env=own, stdout=subprocess.PIPE)]
-    (left,) = tmp_path.iterdir()
-    assert killed[0].stdout.decode().strip() == (left / "0").as_uri()
-    other = tmp_path / left.name.replace("ranks", "ropes")
-    other.mkdir()
-    (tmp_path / f"{left.name}-link").symlink_to(other)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(tmp_path))
-        one, two = FileMeeting(), FileMeeting()
-    assert not left.exists()
-    assert other.exists()
-    folders = [Path(each.of(0, cast("Child", None)).removeprefix("file://")).parent for each in (one, two)]
-    assert all(folder.exists() for folder in folders)
-    one.close()
-    two.close()
-    assert not any(folder.exists() for folder in folders)
 
 
 def test_ranks_of_a_port_meet_at_one_that_is_held_from_the_start() -> None:
