@@ -126,9 +126,12 @@ def _completing(
     count = 1 + bisect_left(range(1, len(tokens)), True, key=has)
     # A decoder of bytes may take a character back while the one behind it is incomplete: all bytes of a run are read
     # as one. Where an incomplete character leaves this one alone, it is in no such run.
+    lost = False
     for end in ends[bisect_right(ends, count) :]:
         if not has(end):
-            count = end + 1
+            lost, count = True, end + 1
+        elif lost and not has(count):  # complete characters behind the run do not bring it back, this token does
+            lost, count = False, end
         elif not text.startswith(decode(tokens[:end])):
             break
     return count - 1

@@ -106,14 +106,15 @@ def of_bytes() -> tuple[Tokenizer, Tokenizer]:
 
 
 @pytest.mark.parametrize("tokenizer", of_bytes(), ids=["fallback", "level"])
-@given(st.text(alphabet="ab;\n é你\N{GRINNING FACE}", min_size=1, max_size=9), st.data())
-@example("a\N{GRINNING FACE};b", None)
-@example("\N{GRINNING FACE}\n\n\n\N{GRINNING FACE};", None)
+@given(st.text(alphabet="ab;\n é你\N{GRINNING FACE}", min_size=1, max_size=9), st.integers(1, 36))
+@example("a\N{GRINNING FACE};b", 36)
+@example("\N{GRINNING FACE}\n\n\n\N{GRINNING FACE};", 36)
+@example(";\N{GRINNING FACE} é", 7)
 def test_a_character_is_earned_by_the_token_from_which_on_every_text_has_it(
-    tokenizer: Tokenizer, text: str, data: st.DataObject | None
+    tokenizer: Tokenizer, text: str, most: int
 ) -> None:
     tokens = np.array(tokenizer.encode(text).ids, np.int32)
-    cut = len(tokens) if data is None else data.draw(st.integers(1, len(tokens)))  # by the length cap, in a character
+    cut = min(most, len(tokens))  # by the length cap, in a character
     response = Response.empty(Prompt(0, 0, tokens[:1])).then(chunk_of(tokens[:cut]))
     texts = [tokenizer.decode(tokens[: n + 1].tolist()) for n in range(cut)]
     for at in range(len(texts[-1])):
