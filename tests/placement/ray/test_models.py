@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.errors import ConfigError, ModelError
+from oppo.errors import ConfigError, ModelError, SessionsLost
 from oppo.events import Finish, FloatArray
 from oppo.hf.recipe import ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
@@ -116,7 +116,9 @@ async def test_a_critic_follows_and_its_replacement_has_the_weights_that_were_pu
         await critic.extend([response.prompt])
         await expected.extend([response.prompt])
         os.kill(place.pid, signal.SIGKILL)
-        await critic.extend([response.chunk()], priority=Preemptible(lambda: False))
+        with pytest.raises(SessionsLost):
+            await critic.extend([response.chunk()], priority=Preemptible(lambda: False))
+        await critic.extend([response.prompt, response.chunk()])
         await expected.extend([response.chunk()])
         (values,), (right,) = await critic.finish([finish]), await expected.finish([finish])
         assert np.array_equal(values, right)

@@ -159,7 +159,7 @@ async def test_stop_strings_end_responses_in_an_actor(place: RayPlace, actor: Mo
 async def test_a_model_that_holds_its_weights_is_refused_and_so_is_a_path_without_a_model(
     place: RayPlace, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match=r"'actor' hosts what crosses as a recipe, such as a policy"):
+    with pytest.raises(ModelError, match=r"'actor' hosts no weights of this one: expected .* ModelRecipe"):
         HfPolicy(tiny.causal(), sampling=SAMPLING, thread=place)
     with pytest.raises(ConfigError, match="nothing"):
         HfPolicy(ModelRecipe(path=str(tmp_path / "nothing")), sampling=SAMPLING, thread=place)
