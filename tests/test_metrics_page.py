@@ -63,7 +63,7 @@ def test_a_name_is_found_with_its_variable_parts_and_no_other_is() -> None:
 def named() -> Iterator[str]:
     """Yield the names that the code of the package spells, with braces where it fills something in."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.name == "catalogue.py" or path.is_relative_to(PACKAGE / "testing"):
+        if path == PACKAGE / "report" / "metrics.py" or path.parent.name in {"simulate", "testing"}:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
