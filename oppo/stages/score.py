@@ -267,7 +267,6 @@ class Score(Generic[T]):
             return []
         start = anyio.current_time()
         values = await self._values(finished, step, priority)
-        require_count(values, len(finished), "finish() of the scorer")
         step.record(ScorerAnswer(start, anyio.current_time(), len(finished)))
         if samples := capabilities_of(self.scorer).samples():
             step.record(Averaged(samples))
@@ -284,7 +283,9 @@ class Score(Generic[T]):
         while True:
             await self._replay(finished, step, priority)
             with _working(finished, step, "finish"), self._sessions_may_be_lost():
-                return await awaited(self._prioritised.finish(finished, priority=priority))
+                values = await awaited(self._prioritised.finish(finished, priority=priority))
+                require_count(values, len(finished), "finish() of the scorer")
+                return values
 
     async def _read(self, events: Sequence[Growth], step: Step, priority: Priority) -> None:
         accepted = [event for event in events if self._accepts(event)]
