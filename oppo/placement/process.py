@@ -464,7 +464,7 @@ class Process(Place):
             try:
                 return exchange()
             except Gone as gone:
-                who = gone.who or f"the {self.what} of {self.name!r} ({self._child.whereabouts})"
+                who = gone.who or f"the process of {self.name!r} ({self._child.whereabouts})"
                 self._restart(f"{who} {gone} while it did {doing}{gone.sequel}")
 
     def _restart(self, death: str) -> None:
