@@ -238,7 +238,7 @@ def test_adapters_that_cannot_be_merged_leave_the_engine_decoding() -> None:
     assert set(bench.versions(0)) == {0}
 
 
-def test_an_engine_that_keeps_keys_and_values_of_other_weights_is_lost() -> None:
+def test_an_engine_that_keeps_the_kv_cache_of_other_weights_is_lost() -> None:
     class Keeping(FakeAsyncLLM):
         async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
             return False
@@ -248,7 +248,7 @@ def test_an_engine_that_keeps_keys_and_values_of_other_weights_is_lost() -> None
     async def main() -> None:
         await bench.policy.load(Weights(1, WEIGHTS))
 
-    with pytest.raises(ModelLost, match="kept keys and values of the weights before version 1"):
+    with pytest.raises(ModelLost, match="kept the KV cache of the weights before version 1"):
         bench.run(main)
 
 
