@@ -163,7 +163,7 @@ def test_nothing_in_the_package_unpickles_or_imports_by_name() -> None:
     allowed = (
         "oppo/user_code.py: importlib",  # the one place that runs a file, which the user has named
         "oppo/libraries.py: importlib.util",  # asks whether an extra is installed
-        "oppo/placement/child_process.py: subprocess",  # the one place that starts a worker, which is this package's
+        "oppo/placement/process.py: subprocess",  # the one place that starts a worker, which is this package's
         "oppo/vllm/processes.py: subprocess",  # ends vLLM's processes if this one is killed
         "oppo/hf/weights.py: pickle",  # PickleBuffer alone: bytes of weights that cross to another process
         "oppo/placement/wire.py: pickle",  # over the socket to that process, never from a file

@@ -30,7 +30,7 @@ from dataclasses import KW_ONLY, asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Literal, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import anyio
 import structlog
@@ -40,8 +40,10 @@ from oppo.durable import opened
 from oppo.errors import HangError, as_itself, note_others, running_loop
 from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, StepReport
 from oppo.graph import Run, Snapshot
+from oppo.models import Scorer
 from oppo.observe import Observer, Span, now
 from oppo.redact import redacted_values
+from oppo.scorers import capabilities_of
 
 NOTICE_SECONDS = 30.0
 """Seconds without a move before a stall is reported, and again whenever they have doubled."""
@@ -463,8 +465,9 @@ SECONDS = 600.0
 """Seconds without a move after which a run is ended."""
 
 
+@runtime_checkable
 class Working(Protocol):
-    """Names its call in progress: a place, a :class:`oppo.FunctionReward`, or an :class:`oppo.observe.Reporter`."""
+    """Names its call in progress: a place, or an :class:`oppo.observe.Reporter`."""
 
     @property
     def at_work(self) -> str:
@@ -474,7 +477,7 @@ class Working(Protocol):
 @asynccontextmanager
 async def watched(
     run: Run[T],
-    *working: Working,
+    *working: Working | Scorer[Any],
     seconds: float = SECONDS,
     call_timeout: float = CALL_TIMEOUT,
     notice: float = NOTICE_SECONDS,
@@ -490,7 +493,8 @@ async def watched(
 
     Args:
         run: open; no step of it is running.
-        working: the places of its models, and its reward function; one of their calls may last ``call_timeout``.
+        working: the places of its models, and scorers whose capabilities name their calls, as those of reward functions
+            do; one of their calls may last ``call_timeout``.
         seconds: without a move, after which the run is ended; 0: never.
         call_timeout: replaces ``seconds`` while a call is in progress, if it is longer; 0: no limit.
         notice: seconds without a move before ``tell`` is called, and again whenever they have doubled.
@@ -504,7 +508,7 @@ async def watched(
     watchdog = Watchdog(
         StallLimits(seconds, call_timeout=call_timeout, notice=notice, names=("seconds", "call_timeout")),
         report=report,
-        vitals=Vitals(calls=lambda: tuple(filter(None, (each.at_work for each in working)))),
+        vitals=Vitals(calls=lambda: tuple(filter(None, map(_call_of, working)))),
         listeners=[lambda stall: warn(stall.sentence())],
     )
     run.listen(watchdog)
@@ -516,3 +520,7 @@ async def watched(
                 run.gauge(GAP, heartbeat.take)
             await stack.enter_async_context(watchdog.guarding(run))
             yield
+
+
+def _call_of(working: Working | Scorer[Any]) -> str:
+    return working.at_work if isinstance(working, Working) else capabilities_of(working).at_work()
