@@ -11,7 +11,6 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
-from oppo.app.compose import most_extra
 from oppo.app.critics import Critic, load_critic
 from oppo.app.engines import SERVING, Serve, ServeRequest, Serving, serve
 from oppo.app.expected import require_memory, share_beside
@@ -210,7 +209,7 @@ def _assembled(
     read = [positions_of(model) for model in (actor, reference, critic.trained) if model is not None]
     read += [judge.positions for judge in judges.values() if judge.positions is not None]
     sampling = _sampling(settings.sampling, tokenizer, actor, tell)
-    if most_extra(settings.step) and not sampling.varies:
+    if settings.step.most_extra and not sampling.varies:
         tell(
             f"every response has sampling.max_new_tokens = {sampling.max_new_tokens} tokens, so none is late, and "
             "rollouts in flight beyond the batch gain nothing: set step.admission = 'overcommit', step.extra = 0"

@@ -14,7 +14,7 @@ from oppo.algorithms.base import Roles
 from oppo.app.checkpoint import State
 from oppo.app.supply import Supply
 from oppo.config.own import graph_of
-from oppo.config.sections import ADMISSIONS, StepSection
+from oppo.config.sections import StepSection
 from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, ConfigError
 from oppo.events import StepReport
@@ -26,7 +26,6 @@ from oppo.stages import Generate, GroupRelative, InParts, Update
 
 if TYPE_CHECKING:
     from oppo.app.assemble import Assembly
-
 
 CHECKPOINTED: Final = ("has_learned", "progress", "write", "save", "restore")
 """What a :class:`ResumableTrainer` has besides what every trainer has."""
@@ -139,7 +138,7 @@ def roles_of(settings: Settings, assembly: Assembly) -> Roles:
 
 def admission_of(step: StepSection) -> Admission:
     """Return the policy of ours that ``step.admission`` names."""
-    most = most_extra(step)
+    most = step.most_extra
     if step.admission == "overcommit":
         return Overcommit(step.batch, most, step.max_deferrals)
     if step.admission == "continuous":
@@ -150,15 +149,6 @@ def admission_of(step: StepSection) -> Admission:
         return TailAdaptive(step.batch, price=step.lag_price, max_deferrals=step.max_deferrals, most=most)
     rule: SlopeRule = "text" if step.admission == "slope" else "algorithm1"
     return SlopeAdaptive(step.batch, rule=rule, most=most, max_deferrals=step.max_deferrals)
-
-
-def most_extra(step: StepSection) -> int:
-    """Return how many rollouts ``step.admission`` keeps in flight beyond the batch at most."""
-    if step.extra is not None:
-        return step.extra
-    if step.admission in ADMISSIONS:
-        return {"overcommit": 0, "continuous": step.batch}.get(step.admission, step.batch // 4)
-    return step.batch  # one's own may keep as many as may be
 
 
 def chunks_of(step: StepSection, cap: int) -> ChunkSize:

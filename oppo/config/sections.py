@@ -637,6 +637,15 @@ class StepSection:
                 f"extra must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.extra}"
             )
 
+    @property
+    def most_extra(self) -> int:
+        """How many prompts ``admission`` keeps in flight beyond the batch at most."""
+        if self.extra is not None:
+            return self.extra
+        if self.admission in ADMISSIONS:
+            return {"overcommit": 0, "continuous": self.batch}.get(self.admission, self.batch // 4)
+        return self.batch  # one's own may keep as many as may be
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSection:

@@ -84,7 +84,7 @@ class Hosted(Protocol[T_co]):
 
         Args:
             work: a method of the instance's class.
-            weights: tensors by name, for example; a :class:`~oppo.placement.Bulk` where they are to be sent.
+            weights: tensors by name, for example; a :class:`~oppo.placement.wire.Bulk` where they are to be sent.
             loaded: called when it is done, and before the next call is made.
 
         Raises:

@@ -122,5 +122,5 @@ def test_a_policy_that_only_says_that_it_has_turns_is_found_out() -> None:
     async def make() -> Plain:
         return Plain()
 
-    with pytest.raises(ProtocolError, match="MultiTurnPolicy.*Plain, which has no open_turns"):
+    with pytest.raises(ProtocolError, match=r"MultiTurnPolicy.*Plain, which has no open_turns"):
         run_virtual(check_policy, make, prompts(6))
