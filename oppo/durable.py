@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,16 +26,20 @@ _ATTEMPTS: Final = 3
 
 
 def opened(path: Path, mode: Literal["r", "a", "a+", "w", "x"]) -> TextIO:
-    """Open a text file in a directory that others may write: never what a link there leads to.
+    """Open a text file in a directory that others may write: never what a link there leads to, nor a pipe.
 
     Raises:
-        OSError: it is a link, or it cannot be opened.
+        OSError: it is no plain file, or it cannot be opened.
     """
     return open(path, mode, encoding="utf-8", opener=_no_follow)
 
 
 def _no_follow(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"{Path(path).name} is no plain file", path)
+    return descriptor
 
 
 def sync(path: Path) -> None:

@@ -147,19 +147,23 @@ def noted(sentence: str) -> Iterator[None]:
         raise
 
 
+_BLAME: Final = "raised by "
+
+
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
     """Do as :func:`noted` around user code; the note says that ``what`` raised the error, and at which line.
 
-    An error of this package that did not pass through user code has no such note.
+    An error of this package that did not pass through user code has no such note, and none has two.
     """
     try:
         with errors_only(f"{what}: "):
             yield
     except Exception as error:
         place = place_of(error)
-        if place or not isinstance(error, OppoError):
-            error.add_note(f"raised by {what}{place}")
+        blamed = any(note.startswith(_BLAME) for note in getattr(error, "__notes__", ()))
+        if not blamed and (place or not isinstance(error, OppoError)):
+            error.add_note(f"{_BLAME}{what}{place}")
         raise
 
 

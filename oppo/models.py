@@ -46,6 +46,9 @@ Detokenize: TypeAlias = Callable[[Sequence[int]], str]
 COOLEST: Final = 1e-3
 """The lowest temperature but 0: logits divided by less leave the range in which float32 tells them apart."""
 
+HOTTEST: Final = 1e3
+"""The highest temperature: logits divided by more are all the same."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
@@ -73,8 +76,10 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         require_declared(self)
-        if 0 < self.temperature < COOLEST:
-            raise ValueError(f"temperature must be 0, which is greedy, or at least {COOLEST}; got {self.temperature}")
+        if self.temperature and not COOLEST <= self.temperature <= HOTTEST:
+            raise ValueError(
+                f"temperature must be 0, which is greedy, or {COOLEST:g} to {HOTTEST:g}; got {self.temperature}"
+            )
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}); got {self.min_new_tokens}"

@@ -601,7 +601,7 @@ class StepSection:
         "keys and values of a carried rollout after an update: computed again with the new weights, or kept (cheaper, "
         "but of several versions, and lost when a run is resumed)",
     )
-    lookahead: Count = setting(
+    lookahead: Annotated[int, Field(ge=0, le=100)] = setting(
         0,
         "steps that begin before the current one has ended: 0 decodes, scores and trains one step after the other; "
         "with 1 the next step is decoded while this one is trained (one-step-off), and tokens are one update older",

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from inspect import isroutine
-from typing import cast, get_args
+from typing import Final, cast, get_args
 
 import numpy as np
 
@@ -102,6 +102,10 @@ def require_piece(piece: Piece, policy: Policy, rollout: int, limit: int, oldest
         raise ProtocolError(f"rollout {rollout}: read({limit}) of {type(policy).__name__} returned {fault}")
 
 
+_ROUNDING: Final = 1e-3
+"""By which a log-prob may exceed 0."""
+
+
 def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) -> str:
     if not isinstance(piece, Piece):
         return f"{described(piece)}; expected a Piece"
@@ -131,6 +135,8 @@ def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) 
             f"a piece of {n} tokens with {lengths[0]} log-probs, {lengths[1]} versions and a support of "
             f"{len(support.counts)} tokens; expected one of each for each token"
         )
+    if (piece.logprobs > _ROUNDING).any():
+        return f"a piece with a log-prob of {piece.logprobs.max()}; expected at most 0, the log of a probability"
     if not oldest <= versions[0] <= versions[-1] <= newest or (versions[1:] < versions[:-1]).any():
         return (
             f"a piece whose tokens were made by versions {np.unique(versions).tolist()}, lastly {versions[-1]}, after "

@@ -108,6 +108,15 @@ def test_a_lock_that_is_a_link_is_refused_by_its_name(tmp_path: Path) -> None:
     assert "process unknown" in taken(tmp_path)
 
 
+@pytest.mark.parametrize("look", [is_locked, RunDirectory])
+def test_a_lock_that_is_a_pipe_is_refused_and_nobody_waits_for_its_writer(
+    look: Callable[[Path], object], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises((OSError, ConfigError), match=f"{LOCK} is no plain file"):
+        look(tmp_path)
+
+
 def test_what_a_killed_process_left_of_a_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / ".x.partial").write_text("half")
     put(tmp_path / "x", ["whole"])

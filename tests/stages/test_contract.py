@@ -350,6 +350,7 @@ WRONG_PIECES = [
     (lambda piece: replace(piece, state="done"), "'done'; expected one of live, eos, stop, length, cut"),
     (lambda piece: replace(piece, tokens=piece.tokens.astype(np.int64)), "type int64; expected int32"),
     (lambda piece: replace(piece, logprobs=piece.logprobs.tolist()), "expected float32"),
+    (lambda piece: replace(piece, logprobs=-piece.logprobs + 1), "expected at most 0, the log of a probability"),
     (lambda piece: replace(piece, versions=piece.versions + 1), "versions never decrease, and the policy's is 0"),
     (lambda piece: replace(piece, support=None), "a piece whose support is None (NoneType); expected a Support"),
     (more, "expected at most "),
@@ -519,6 +520,6 @@ def test_what_an_admission_raises_names_it_and_its_line(error: BaseException) ->
     with pytest.raises((KeyError, ProtocolError)) as caught:
         run_virtual(pipeline.run)
     told = "\n".join([str(caught.value), *caught.value.__notes__])
-    assert "Clumsy.observe()" in told
+    assert told.count("Clumsy.observe()") == 1
     assert f" at {__file__}:" in told
     assert "in observe() of stage 'generate' of graph 'ppo', step 1" in told
