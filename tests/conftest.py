@@ -57,3 +57,13 @@ def _small_models_attend_in_segments() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("oppo.hf.kv.attention.SEGMENT_BYTES", SEGMENT_BYTES)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _children_are_forked() -> Iterator[None]:
+    """Let a child process begin where its imports are done; tests of processes themselves start interpreters."""
+    from tests.forked import ForkedChildren
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("oppo.placement.process.subprocess", ForkedChildren)
+        yield

@@ -1,4 +1,4 @@
-"""Programs in processes of their own that need not import torch: they are forked from a server that has done so.
+"""Processes that need not import torch: they are forked from a server that has done so.
 
 A new interpreter takes seconds for its imports, which dozens of tests would pay. What is forked begins where a new
 interpreter would be after them; what a test has to say of interpreters themselves is not for this.
@@ -10,11 +10,11 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from subprocess import TimeoutExpired
+from subprocess import DEVNULL, TimeoutExpired
 from types import TracebackType
 from typing import Self
 
@@ -22,41 +22,13 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["oppo.cli", "oppo.app.train", "oppo.app.assemble", "oppo.testing"])
 
 
-class Program:
-    """Python code as a program, used like :class:`subprocess.Popen` with pipes for what it says.
+class _Forked:
+    """A process that is forked from the server, used like :class:`subprocess.Popen`."""
 
-    Args:
-        code: of the program.
-        arguments: ``sys.argv[1:]``.
-        environment: variables beside those there are.
-        folder: where it works; here unless given.
-    """
-
-    def __init__(
-        self,
-        code: str,
-        arguments: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        folder: Path | None = None,
-    ) -> None:
-        self.args = ["-c", *arguments]
-        read_out, write_out = os.pipe()
-        read_err, write_err = os.pipe()
-        self._process = _SERVER.Process(
-            target=_run,
-            args=(
-                code,
-                self.args,
-                dict(environment or {}),
-                str(folder or Path.cwd()),
-                (_Fd(write_out), _Fd(write_err)),
-            ),
-        )
+    def __init__(self, args: Sequence[str], target: Callable[..., None], *arguments: object) -> None:
+        self.args = args
+        self._process = _SERVER.Process(target=target, args=arguments)
         self._process.start()
-        for end in (write_out, write_err):
-            os.close(end)
-        self.stdout = os.fdopen(read_out, encoding="utf-8")
-        self.stderr = os.fdopen(read_err, encoding="utf-8")
 
     @property
     def pid(self) -> int:
@@ -76,6 +48,41 @@ class Program:
             raise TimeoutExpired(self.args, timeout or 0)
         return self._process.exitcode
 
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Program(_Forked):
+    """Python code as a program, with pipes for what it says.
+
+    Args:
+        code: of the program.
+        arguments: ``sys.argv[1:]``.
+        environment: variables beside those there are.
+        folder: where it works; here unless given.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        read_out, write_out = os.pipe()
+        read_err, write_err = os.pipe()
+        said = (_Fd(write_out), _Fd(write_err))
+        argv = ["-c", *arguments]
+        super().__init__(argv, _run, code, argv, dict(environment or {}), str(folder or Path.cwd()), said)
+        for end in (write_out, write_err):
+            os.close(end)
+        self.stdout = os.fdopen(read_out, encoding="utf-8")
+        self.stderr = os.fdopen(read_err, encoding="utf-8")
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Return what it says on either stream until it ends."""
         with ThreadPoolExecutor(2) as readers:
@@ -88,13 +95,6 @@ class Program:
             out, err = (each.result() for each in said)
         return out, err
 
-    def send_signal(self, number: int) -> None:
-        if self._process.exitcode is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
     def __enter__(self) -> Self:
         return self
 
@@ -104,6 +104,25 @@ class Program:
         self.stdout.close()
         self.stderr.close()
         self._process.join()
+
+
+class Child(_Forked):
+    """A child of :mod:`oppo.placement.process`, started with the arguments that it gives ``subprocess.Popen``."""
+
+    def __init__(self, args: Sequence[str], *, stdin: int, pass_fds: Sequence[int]) -> None:
+        del stdin
+        *_, name, fd, lifeline = args[: 4 + len(pass_fds)]
+        assert [fd, lifeline] == [str(each) for each in pass_fds], f"not the arguments of the child {name}"
+        ends = [_Fd(each) for each in (*pass_fds, 1, 2)]
+        super().__init__(args, _serve, ends, args[4 + len(pass_fds) :], dict(os.environ), str(Path.cwd()))
+
+
+class ForkedChildren:
+    """Stands for the module ``subprocess`` where children are started."""
+
+    Popen = Child
+    DEVNULL = DEVNULL
+    TimeoutExpired = TimeoutExpired
 
 
 def is_alive(pid: int) -> bool:
@@ -130,10 +149,26 @@ def _detached(descriptor: DupFd) -> int:  # type: ignore[valid-type]  # a functi
     return number
 
 
-def _run(code: str, argv: list[str], environment: dict[str, str], folder: str, said: tuple[int, int]) -> None:
+def _serve(ends: tuple[int, ...], path: list[str], environment: dict[str, str], folder: str) -> None:
+    from oppo.placement.worker import serve  # has been imported by the server
+
+    connection, lifeline, *said = ends
+    _speak(said)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:] = path
+    serve(connection, lifeline)
+
+
+def _speak(said: Sequence[int]) -> None:
     for standard, ours in enumerate(said, 1):
         os.dup2(ours, standard)
         os.close(ours)
+
+
+def _run(code: str, argv: list[str], environment: dict[str, str], folder: str, said: tuple[int, int]) -> None:
+    _speak(said)
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = argv

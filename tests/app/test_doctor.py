@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from oppo.app.expected import ALONE, Expected, crowded, engine_share, expected, load_of
+from oppo.app.expected import ALONE, Expected, advice, crowded, engine_share, expected, load_of
 from oppo.app.layout import devices_of
 from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load
@@ -26,10 +28,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return furnish(tmp_path_factory.mktemp("doctor"))
 
 
+@cache  # what is done under load takes a second
 def needs(folder: Path, *overrides: str, at_rest: bool = False) -> dict[str, Bytes]:
     settings = load(folder / "config.toml", overrides)
     found = expected(settings, devices_of(settings), None if at_rest else load_of(settings, 6))
     return {each.model: each.bytes for each in found}
+
+
+def resting(folder: Path, *overrides: str) -> dict[str, Bytes]:
+    return needs(folder, *overrides, at_rest=True)
+
+
+@pytest.fixture
+def at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the doctor count what is certain: what models do under load takes it a second each time."""
+
+    def rested(count: Callable[..., object]) -> Callable[..., object]:
+        return lambda settings, devices, load, *rest: count(settings, devices, None, *rest)
+
+    monkeypatch.setattr("oppo.app.doctor.expected", rested(expected))
+    monkeypatch.setattr("oppo.app.doctor.advice", rested(advice))
+
+
+@pytest.fixture(params=["rest", pytest.param("work", marks=pytest.mark.deep)])
+def counted(request: pytest.FixtureRequest) -> None:
+    if request.param == "rest":
+        request.getfixturevalue("at_rest")
 
 
 def doctor(folder: Path, *arguments: str) -> int:
@@ -53,31 +77,31 @@ def test_every_model_is_shown_with_its_device_and_what_it_needs(
 
 @pytest.mark.adapters
 def test_weights_that_models_share_are_counted_once(folder: Path) -> None:
-    plain, apart = needs(folder), needs(folder, "models.share_weights=false")
+    plain, apart = resting(folder), resting(folder, "models.share_weights=false")
     assert plain["trainer"].weights == 0
     assert apart["trainer"].weights == plain["policy"].weights + plain["critic"].weights
-    adapters = needs(folder, "models.lora_rank=2")
+    adapters = resting(folder, "models.lora_rank=2")
     assert (adapters["reference"].weights, plain["reference"].weights) == (0, plain["policy"].weights)
     assert adapters["trainer"].optimizer < plain["trainer"].optimizer
-    trunk = needs(folder, "models.shared_trunk=true", "models.critic=")
+    trunk = resting(folder, "models.shared_trunk=true", "models.critic=")
     assert trunk["critic"].weights == 0
     assert trunk["trainer"].gradients < plain["trainer"].gradients
-    assert needs(folder, "algorithm.is_correction=truncated")["proximal"].weights == 0
-    assert "critic" not in needs(folder, "step.algorithm=rloo", "step.batch=4")
+    assert resting(folder, "algorithm.is_correction=truncated")["proximal"].weights == 0
+    assert "critic" not in resting(folder, "step.algorithm=rloo", "step.batch=4")
 
 
 def test_each_rank_has_its_share_of_what_is_sharded(folder: Path) -> None:
     alone, both = needs(folder), 'placement.trainer=["cpu", "cpu"]'
-    sharded, whole = needs(folder, both), needs(folder, both, "placement.shard=false")
+    sharded, whole = needs(folder, both), resting(folder, both, "placement.shard=false")
     for rank in ("trainer, rank 0", "trainer, rank 1"):
         assert sharded[rank].optimizer == alone["trainer"].optimizer // 2
         assert sharded[rank].activations == alone["trainer"].activations
-        assert whole[rank].optimizer == alone["trainer"].optimizer
+        assert whole[rank].optimizer == resting(folder)["trainer"].optimizer
     assert (whole["trainer, rank 0"].weights, whole["trainer, rank 1"].weights > 0) == (0, True)
 
 
 def test_what_is_certain_is_less_than_what_is_expected(folder: Path) -> None:
-    certain, worst = needs(folder, at_rest=True), needs(folder)
+    certain, worst = resting(folder), needs(folder)
     assert certain.keys() == worst.keys()
     for name, each in certain.items():
         assert (each.weights, each.optimizer, each.gradients) == pytest.approx(
@@ -95,6 +119,7 @@ def test_a_device_that_is_too_small_is_named_with_its_models(monkeypatch: pytest
     assert not crowded(three[1:])
 
 
+@pytest.mark.usefixtures("at_rest")
 def test_models_that_do_not_fit_are_refused_before_they_are_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,7 +135,14 @@ def test_models_that_do_not_fit_are_refused_before_they_are_loaded(
     assert "too little memory: cpu has 500.0 kB free" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("extra", [(), ('placement.trainer=["cpu", "cpu"]', "step.lookahead=1")])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("step.lookahead=1",),
+        pytest.param(('placement.trainer=["cpu", "cpu"]', "step.lookahead=1"), marks=pytest.mark.deep),
+    ],
+    ids=["alone", "ranks"],
+)
 def test_a_trial_makes_one_longest_step_and_saves_nothing(
     folder: Path, extra: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +207,7 @@ def plan(folder: Path, text: str, assume: str, *overrides: str) -> int:
     return main(["doctor", str(folder / "config.toml"), *assume.split(), *chosen])
 
 
+@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize(("assume", "text"), PLANS)
 def test_the_plans_of_the_page_fit_the_machines_that_it_names(
     large: Path, assume: str, text: str, capsys: pytest.CaptureFixture[str]
@@ -216,27 +249,31 @@ def test_a_plan_that_cannot_be_is_refused_by_name(
     assert all(name in said for name in names), said
 
 
-def test_a_cluster_that_has_too_few_gpus_is_named_with_its_actors(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chosen = ("placement.scorers=cuda", "placement.cluster=auto")
-    overrides = [part for each in chosen for part in ("--set", each)]
-    assert doctor(folder, "--assume", "2x2xH100-80GB", *overrides) == UNUSABLE
-    said = capsys.readouterr().out
-    assert "3 models are actors with a GPU each (reference, reward, critic)" in said
-    assert doctor(folder, "--assume", "2x3xH100-80GB", *overrides) == DONE
+def cluster_faults(folder: Path, assume: str, *overrides: str) -> list[str]:
+    settings, assumed = load(folder / "config.toml", ["placement.cluster=auto", *overrides]), Hardware.assumed(assume)
+    needs = expected(settings, devices_of(settings, assumed), None, assumed)
+    return crowded(needs, assumed, spread=settings.placement.spread)
 
 
+def test_a_cluster_that_has_too_few_gpus_is_named_with_its_actors(folder: Path) -> None:
+    (fault,) = cluster_faults(folder, "2x2xH100-80GB", "placement.scorers=cuda")
+    assert "3 models are actors with a GPU each (reference, reward, critic)" in fault
+    assert not cluster_faults(folder, "2x3xH100-80GB", "placement.scorers=cuda")
+
+
+@pytest.mark.usefixtures("at_rest")
 def test_a_cluster_that_has_too_few_machines_to_spread_ranks_over_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen = ('placement.trainer=["cuda", "cuda", "cuda"]', "placement.cluster=auto", 'placement.remote=["trainer"]')
-    overrides = [part for each in chosen for part in ("--set", each)]
-    assert doctor(folder, "--assume", "2x4xH100-80GB", *overrides) == DONE
-    spread = [*overrides, "--set", "placement.spread=true"]
-    assert doctor(folder, "--assume", "2x4xH100-80GB", *spread) == UNUSABLE
-    assert "placement.spread puts 2 training ranks" in capsys.readouterr().out
-    assert doctor(folder, "--assume", "3x4xH100-80GB", *spread) == DONE
+    ranks = ('placement.trainer=["cuda", "cuda", "cuda"]', 'placement.remote=["trainer"]')
+    spread = (*ranks, "placement.spread=true")
+    assert not cluster_faults(folder, "2x4xH100-80GB", *ranks)
+    assert not cluster_faults(folder, "3x4xH100-80GB", *spread)
+    (fault,) = cluster_faults(folder, "2x4xH100-80GB", *spread)
+    assert "placement.spread puts 2 training ranks" in fault
+    overrides = [part for each in ("placement.cluster=auto", *spread) for part in ("--set", each)]
+    assert doctor(folder, "--assume", "2x4xH100-80GB", *overrides) == UNUSABLE
+    assert fault in capsys.readouterr().out
 
 
 def engine(folder: Path, *overrides: str) -> dict[str, Expected]:
