@@ -5,22 +5,44 @@ A call carries a chunk of 64 token ids there and a number back, and computes not
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import statistics
-from contextlib import ExitStack
-from typing import Final
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
 
 import anyio
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
+from ray.cluster_utils import Cluster as Raylets
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from benchmarks.raylets import two_raylets
+from benchmarks.harness import command
 from oppo.observe import now
 from oppo.placement import Hosted, Inline, Place, Process, Thread
-from oppo.placement.ray import RayPlace
+from oppo.placement.ray import Cluster, RayPlace
 
+STORE: Final = 80 * 2**20
+"""Bytes of an object store; Ray takes no less than 75 MB."""
+
+
+@contextmanager
+def two_raylets() -> Iterator[tuple[Cluster, NodeAffinitySchedulingStrategy]]:
+    """Return this process's connection to them, and the strategy that puts an actor on the one that is not its own."""
+    room: dict[str, Any] = {"num_cpus": 2, "object_store_memory": STORE, "include_dashboard": False}
+    Path("/tmp/ray").mkdir(exist_ok=True)
+    raylets = Raylets(initialize_head=True, head_node_args=room)
+    try:
+        node: Any = raylets.add_node(**room)
+        with Cluster(raylets.address) as cluster:
+            yield cluster, NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    finally:
+        raylets.shutdown()
+
+
+PROGRAM: Final = "benchmarks.remote_call"
 CHUNK: Final = np.arange(64, dtype=np.int32)
 WARM: Final = 50
 """Calls that are not counted."""
@@ -39,7 +61,7 @@ class Length:
 
 
 async def milliseconds(place: Place, calls: int) -> list[float]:
-    """Return how long each of so many calls took, one after the other."""
+    """Return the milliseconds of each call, one after the other."""
     length: Hosted[Length] = place.host(Length)
     took = []
     for _ in range(WARM + calls):
@@ -49,12 +71,12 @@ async def milliseconds(place: Place, calls: int) -> list[float]:
     return took[WARM:]
 
 
-def main() -> None:
-    """Print the median and the tail of each place."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--calls", type=int, default=1000)
-    calls = parser.parse_args().calls
-    console = Console()
+def compare(*, calls: int = 1000) -> None:
+    """Print the median and the tail of a call in a thread, in a process, and in an actor on another raylet.
+
+    Args:
+        calls: how many of each are counted.
+    """
     with ExitStack() as stack:
         cluster, other = stack.enter_context(two_raylets())
         places: dict[str, Place] = {
@@ -67,8 +89,12 @@ def main() -> None:
             with place:
                 took = anyio.run(milliseconds, place, calls)
             tail = statistics.quantiles(took, n=100)[-1]
-            console.print(f"{name:24} median {statistics.median(took):6.2f} ms, 99 of 100 within {tail:6.2f} ms")
+            print(f"{name:24} median {statistics.median(took):6.2f} ms, 99 of 100 within {tail:6.2f} ms")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command(PROGRAM, "What a call costs in each place.", compare, arguments)
 
 
 if __name__ == "__main__":
-    importlib.import_module("benchmarks.remote_call").main()  # what is called in a place is not of the program itself
+    sys.exit(importlib.import_module(PROGRAM).main())  # what is called in a place is not of the program itself

@@ -11,7 +11,6 @@ Prints a line for each run, and ends with exit code 1 if one differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -26,7 +25,9 @@ from typing import Final
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.revision import checkout
+from benchmarks.harness import checkout, command
+from benchmarks.ladder.workloads import chosen
+from oppo.cli import DONE, FAILED
 from tests.workplace import furnish
 
 EXACT: Final = {
@@ -224,27 +225,33 @@ def _oppo(source: Path, commands: Sequence[Sequence[str]]) -> None:
         raise SystemExit(f"in {source}:\n{made.stdout[-3000:]}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", help="a commit")
-    parser.add_argument("new", nargs="?", help="another; the working tree unless given")
-    parser.add_argument("--runs", default=",".join(RUNS), help="which, by name")
-    options = parser.parse_args()
-    runs = options.runs.split(",")
+def compare(old: str, new: str | None = None, /, *, runs: str = ",".join(RUNS)) -> int:
+    """Make the same exact runs with the code of two commits, and print what differs.
+
+    Args:
+        old: a commit.
+        new: another; the working tree unless given.
+        runs: which runs, by name, with commas between them.
+    """
+    names = chosen("run", runs, RUNS, tuple(RUNS))
     with tempfile.TemporaryDirectory() as folder:
         made = []
-        for side, revision in (("old", options.old), ("new", options.new)):
+        for side, revision in (("old", old), ("new", new)):
             workplace = Path(folder) / side
             workplace.mkdir()
             furnish(workplace)
             with checkout(revision, Path(folder) / f"{side}-source") as source:
-                made.append(make_runs(source, workplace, runs))
-    old, new = made
-    different = {name: old[name].differs(new[name]) for name in old}
+                made.append(make_runs(source, workplace, names))
+    before, after = made
+    different = {name: before[name].differs(after[name]) for name in before}
     for name, sentence in different.items():
         print(f"{name}: {sentence or 'the same'}")
-    sys.exit(any(different.values()))
+    return FAILED if any(different.values()) else DONE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command("benchmarks.ruler", "Whether two commits train the same, to the last bit.", compare, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,12 +14,10 @@ from typing import Final
 
 import anyio
 
+from benchmarks.harness import cores_here
 from benchmarks.ladder.directory import Files, files_of
-from benchmarks.ladder.layout import seats
-from benchmarks.ladder.modes import MODES, Mode
-from benchmarks.ladder.pipeline import pipeline
-from benchmarks.ladder.workloads import PAPER, BenchWorkload
-from benchmarks.machine import cores_here
+from benchmarks.ladder.pipeline import pipeline, seats
+from benchmarks.ladder.workloads import MODES, PAPER, BenchWorkload, Mode
 from oppo.admission.chunking import WholeRollout
 from oppo.observe import Span
 from oppo.report.charts import Excerpt, timeline

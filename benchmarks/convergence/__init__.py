@@ -2,10 +2,8 @@
 
 ::
 
-    study       what a study is: arms, files, words
-    schedules   from serial to more deferral than is good
-    lookahead   tokens that are n updates old, with and without importance weights
-    missing     makes the runs that a study lacks, each in a process (``one``), as ``oppo train`` does (``training``)
+    studies     what is compared, in words and pictures: schedules, and lookahead
+    runs        makes the runs that a study lacks, each in a process, as ``oppo train`` does
     results     the file of a study
-    comparison  paired differences and curves; ``figure`` and ``page`` show them
+    comparison  paired differences and curves
 """

@@ -2,12 +2,10 @@
 
 ::
 
-    workloads  the workloads, one table           countdown, teach, directory  the models and prompts of a workload
-    calibration  the depths of a workload's models on this host
-    modes      the ladder, one table              layout  which cores and threads each side has
-    pipeline   directory + mode + layout -> graph
-    worker     a contestant: one process, one mode     contestant  the ruler's end of its pipes     record  its answer
-    rounds     rounds, interleaved -> records          measures    records -> figures, and whether they are valid
-    show, plot  figures for people                     command     the runs that ``benchmarks.request`` asks for
-    of_record  the README's table, from ``benchmarks/results``
+    workloads   tables of workloads and modes, the options that choose among them
+    directory   a workload as files: its prompts, its models, the language that its actor is taught
+    pipeline    directory + mode + layout -> graph
+    worker      a contestant: one process, one mode     contestant  the ruler's end of its pipes
+    rounds      a request -> rounds, interleaved        measures    records -> figures, and whether they are valid
+    show        figures for people; the table of record from ``benchmarks/results``
 """

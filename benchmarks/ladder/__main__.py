@@ -9,8 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.ladder.of_record import PICTURE, ladders, table
-from benchmarks.ladder.plot import plot
+from benchmarks.ladder.show import PICTURE, ladders, plot, table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -2,8 +2,8 @@
 
 A contestant is any program that writes ``{"ready": {...}}`` when it has loaded everything, and then answers each line
 ``{"run": n}`` on its standard input with a line ``{"steps": [...]}`` of n :class:`StepRecord`, or with an object
-``{"error": "..."}``. It ends when its input does. Its standard output holds nothing else; its standard error goes to a
-file.
+that has an ``"error"``. It ends when its input does. Its standard output holds nothing else; its standard error goes to
+a file.
 """
 
 from __future__ import annotations
@@ -14,16 +14,86 @@ import select
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from benchmarks.ladder.record import StepRecord
+from benchmarks import CHECKOUT
 from oppo import observe
+from oppo.admission.protocol import Json
 from oppo.errors import ModelLost, ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of one contestant; a peer cannot measure the optional fields.
+
+    Attributes:
+        seconds: wall time of the whole step.
+        tokens: response tokens trained.
+        samples: responses trained.
+        capped: of them, those cut off at the cap.
+        as_announced: fraction of them with the announced length.
+        deferred: responses carried into the next step.
+        decode, score, update: busy seconds of each phase.
+        exposed: seconds of scoring beside no decoding or training.
+        busy: busy seconds of each model.
+        decode_steps: of the actor; 0 if its engine does not count them.
+        decoded: tokens it made, those of unfinished responses included.
+        bottleneck: the step's metrics of its bottleneck.
+        publish: seconds of publishing the weights.
+        observed: the controllers' observation of it, as JSON.
+        work: by model and label, the number of calls and their seconds.
+    """
+
+    seconds: float
+    tokens: int
+    samples: int
+    capped: int = 0
+    as_announced: float = 1.0
+    deferred: int = 0
+    decode: float = 0.0
+    score: float = 0.0
+    update: float = 0.0
+    exposed: float = 0.0
+    busy: Mapping[str, float] = field(default_factory=dict)
+    decode_steps: int = 0
+    decoded: int = 0
+    bottleneck: Mapping[str, float] = field(default_factory=dict)
+    publish: float = 0.0
+    observed: Mapping[str, Json] = field(default_factory=dict)
+    work: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the input of :meth:`of`."""
+        return asdict(self)
+
+    def for_simulation(self) -> dict[str, object]:
+        """Return what a simulation is calibrated on and compared with."""
+        names = ("seconds", "tokens", "samples", "update", "publish", "observed", "work")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def of(cls, answer: object) -> StepRecord:
+        """Return the record in a contestant's answer, whose other keys are left out.
+
+        Raises:
+            ProtocolError: the answer is no record.
+        """
+        names = {each.name for each in fields(cls)}
+        if not isinstance(answer, Mapping) or not {"seconds", "tokens", "samples"} <= answer.keys():
+            raise ProtocolError(f"expected a step with seconds, tokens and samples, got {answer!r}")
+        record = cls(**{name: value for name, value in answer.items() if name in names})
+        if not (record.seconds > 0 and record.tokens > 0 and record.samples > 0):
+            raise ProtocolError(f"expected a step that took time and trained something, got {answer!r}")
+        return record
+
 
 PATIENCE: Final = 1800.0
 """Most seconds for one answer."""
+
+
 TAIL: Final = 1500
 """Characters of standard error in an error."""
 
@@ -165,3 +235,26 @@ class Contestant:
         tail = self._log.read_text(encoding="utf-8", errors="replace")[-TAIL:].strip()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return ModelLost(f"contestant {self.name!r} was to {doing} and ended with {how}; it said last:\n{tail}")
+
+
+EARLIER: Final = "@"
+"""Between a mode and the commit that ran it, in the name of a contestant that is not of this checkout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A contestant to run: its name, its command, a remark on its settings, and the checkout that it runs."""
+
+    name: str
+    command: tuple[str, ...]
+    remark: str = ""
+    source: Path = CHECKOUT
+
+
+def start(entry: Entry, logs: Path) -> Contestant:
+    """Start a contestant without the environment's limits on threads."""
+    limits = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
+    environment = {name: value for name, value in os.environ.items() if name not in limits}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(entry.source), environment.get("PYTHONPATH"))))
+    log = logs / f"{entry.name}.log"
+    return Contestant(entry.name, entry.command, log=log, environment=environment, directory=entry.source)

@@ -8,7 +8,14 @@
         spec.json                  the rest: batch, epochs, limits, rates, and statistics of the lengths
         COMPLETE                   written last
 
-Where lengths are scripted there are no models: each contestant draws the same weights from the seed.
+The prompt announces the length of the response, in a language that the actor is taught::
+
+    prompt    f7 f21 f3 5          a few fillers, then a number
+    response  4 3 2 1 <eos>        counts down from it: as many tokens as the number
+
+The length depends on the prompt alone, so every schedule, seed and program decodes, scores and trains the same tokens.
+The next token depends only on the one before it, which a small model learns in a minute. Where lengths are scripted
+there are no models: each contestant draws the same weights from the seed.
 """
 
 from __future__ import annotations
@@ -16,28 +23,222 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
+import anyio
 import numpy as np
 import tokenizers
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
-from benchmarks.ladder.countdown import EOS, PAD, language_of, write_prompts
-from benchmarks.ladder.teach import AS_ANNOUNCED, lengths_written, scalar_model, taught
 from benchmarks.ladder.workloads import BenchWorkload, Bound, Lengths, Models, Shape
 from oppo.demo.assets import alone, cache_directory as demos, made_once
-from oppo.demo.models import Progress
+from oppo.demo.models import IGNORED, Progress, TrainingBudget, descend, rate
 from oppo.errors import ConfigError, ModelError
+from oppo.evaluation import Answering, respond
 from oppo.events import Prompt
+from oppo.hf.devices import use_cores
 from oppo.hf.loading import load_causal
 from oppo.hf.model_files import quiet
+from oppo.hf.serve.policy import HfPolicy
+from oppo.models import Sampling
+from oppo.placement import Thread
 
-SOURCES: Final = ("countdown.py", "directory.py", "teach.py")
+PAD: Final = 0
+EOS: Final = 1
+FILLERS: Final = 32
+BEYOND: Final = 32
+"""Numbers above the cap that a prompt can announce."""
+
+
+@dataclass(frozen=True, slots=True)
+class Countdown:
+    """The language of the numbers 1 to ``numbers``.
+
+    Example:
+        >>> language = Countdown(9)
+        >>> words = language.words()
+        >>> [words[token] for token in language.response(5)]
+        ['4', '3', '2', '1', '<eos>']
+    """
+
+    numbers: int
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are: padding, end, fillers, numbers."""
+        return 2 + FILLERS + self.numbers
+
+    def words(self) -> list[str]:
+        """Return every token as text, by id."""
+        fillers = [f"f{each}" for each in range(FILLERS)]
+        return ["<pad>", "<eos>", *fillers, *(str(number) for number in range(1, self.numbers + 1))]
+
+    def number(self, value: int) -> int:
+        """Return the id of a number, 1 or more."""
+        return 1 + FILLERS + value
+
+    def response(self, announced: int) -> list[int]:
+        """Return the response to a prompt that ends in ``announced``: as many tokens."""
+        return [*(self.number(value) for value in range(announced - 1, 0, -1)), EOS]
+
+    def tokenizer(self, longest: int) -> PreTrainedTokenizerFast:
+        """Return a tokenizer of words between blanks, for models that read ``longest`` tokens."""
+        words = self.words()
+        tokens = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, words[PAD]))
+        tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokens,
+            pad_token=words[PAD],
+            eos_token=words[EOS],
+            padding_side="left",
+            model_max_length=longest,
+            clean_up_tokenization_spaces=False,
+        )
+
+
+def language_of(workload: BenchWorkload) -> Countdown:
+    """Return the language of a workload, whose numbers exceed the cap a little."""
+    return Countdown(workload.lengths.cap + BEYOND)
+
+
+def announced(lengths: Lengths, count: int, seed: int) -> list[int]:
+    """Return the announced length of each of ``count`` prompts; above the cap the response is cut off."""
+    rng = np.random.default_rng((seed, 1))
+    drawn = np.exp(rng.normal(np.log(lengths.median), lengths.sigma, count))
+    above = lengths.cap + BEYOND // 2  # the largest numbers are rare in lessons: they follow no other number
+    longest = lengths.cap - 1 if lengths.over else above
+    wanted = np.clip(np.rint(drawn), lengths.shortest, longest).astype(int)
+    if lengths.over:
+        for first in range(0, count, lengths.over):
+            place = first + int(rng.integers(lengths.over))
+            if place < count:
+                wanted[place] = above
+    return [int(length) for length in wanted]
+
+
+def write_prompts(path: Path, workload: BenchWorkload) -> None:
+    """Write the workload's prompts as JSON lines: token ids, and the length of the response."""
+    language, lengths = language_of(workload), workload.lengths
+    rng = np.random.default_rng((workload.seed, 2))
+    low, high = workload.prompt_tokens
+    lines = []
+    for number in announced(lengths, workload.prompts, workload.seed):
+        fillers = rng.integers(2, 2 + FILLERS, int(rng.integers(low, high + 1)) - 1).tolist()
+        tokens = [*fillers, language.number(number)]
+        lines.append(json.dumps({"tokens": tokens, "length": min(number, lengths.cap)}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def lessons(language: Countdown, longest: int, rng: np.random.Generator) -> Iterator[Sequence[int]]:
+    """Yield prompts with their responses, endlessly; all numbers are equally likely."""
+    while True:
+        fillers = rng.integers(2, 2 + FILLERS, int(rng.integers(1, 8))).tolist()
+        number = int(rng.integers(1, language.numbers + 1))
+        yield [*fillers, language.number(number), *language.response(number)][:longest]
+
+
+TOKENS: Final = 512
+"""Tokens of an optimizer step, for every width of its rows."""
+WIDTHS: Final = (16, 64, 256)
+"""Widths of the rows, in turn: the next token must not depend on the position."""
+RATE: Final = 6e-3
+SHARPER: Final = 3.0
+"""Factor of the taught actor's final norm: likely tokens become almost certain."""
+AS_ANNOUNCED: Final = 0.99
+"""Least fraction of responses of the announced length."""
+
+
+def config_of(shape: Shape, vocabulary: int, positions: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads or shape.heads,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        bos_token_id=EOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+
+
+def scalar_model(shape: Shape, vocabulary: int, positions: int) -> PreTrainedModel:
+    """Return a sequence-classification model with one label and random weights from torch's global generator."""
+    config = config_of(shape, vocabulary, positions)
+    config.num_labels = 1
+    return LlamaForSequenceClassification(config)
+
+
+def taught(language: Countdown, shape: Shape, *, steps: int, positions: int, progress: Progress) -> PreTrainedModel:
+    """Return an actor that counts down; its initial weights are drawn from torch's global generator.
+
+    Every block begins as the identity, so training begins with which token follows which, and that suffices. The cost
+    of a forward pass does not depend on the weights.
+    """
+    model = LlamaForCausalLM(config_of(shape, language.vocabulary, positions))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    rng = np.random.default_rng(torch.initial_seed() % 2**32)
+    budget = TrainingBudget(steps=steps, rows=0, learning_rate=RATE)
+    model.train()
+    for step in range(steps):
+        width = min(WIDTHS[step % len(WIDTHS)], positions)
+        tokens, labels = _packed(language, TOKENS // width, width, rng)
+        descended = descend(optimizer, model, [partial(_loss, model, tokens, labels)], rate(step, budget))
+        progress(f"teaching the actor to count down, loss {descended:.4f}", (step + 1) / steps)
+    model.train(mode=False)
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").mul_(SHARPER)
+    return model
+
+
+def _loss(model: PreTrainedModel, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cast("torch.Tensor", model(input_ids=tokens, labels=labels, use_cache=False).loss)
+
+
+def _packed(language: Countdown, rows: int, width: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and labels, int64 [rows, width]: lessons end to end, without loss on prompts."""
+    stream: list[int] = []
+    for lesson in lessons(language, width, rng):
+        stream += lesson
+        if len(stream) >= rows * width:
+            break
+    tokens = torch.tensor(stream[: rows * width]).view(rows, width)
+    after_filler = torch.nn.functional.pad((tokens < 2 + FILLERS) & (tokens != EOS), (1, 0))[:, :-1]
+    after_end = torch.nn.functional.pad(tokens == EOS, (1, 0))[:, :-1]
+    unlearned = (tokens >= 2) & (tokens < 2 + FILLERS) | after_filler | after_end
+    return tokens, tokens.masked_fill(unlearned, IGNORED)
+
+
+def lengths_written(actor: PreTrainedModel, prompts: Sequence[Prompt], *, cap: int, seed: int) -> list[int]:
+    """Return the lengths of the actor's responses to ``prompts``, sampled at temperature 1 and cut off at ``cap``."""
+    sampling = Sampling(max_new_tokens=cap, stop=(EOS,), seed=seed)
+
+    with Thread("teacher", setup=lambda: use_cores(1)) as thread:
+        policy = HfPolicy(actor, sampling=sampling, thread=thread)
+        finished = anyio.run(respond, policy, prompts, Answering(batch=len(prompts)))
+    return [len(event.response) for event in finished]
+
+
 ROLES: Final = ("actor", "reward", "critic")
 EXAMINED: Final = 256
 """Responses of the taught actor that are compared with the announced lengths."""
@@ -166,11 +367,10 @@ def statistics(lengths: list[int], wanted: list[int], cap: int) -> LengthStatist
 
 
 def _digest(recipe: object) -> str:
-    """Return 12 hexadecimal digits that change with the recipe, its sources and their libraries."""
+    """Return 12 hexadecimal digits that change with the recipe, the code that follows it, and its libraries."""
     versions = [library.__version__ for library in (torch, transformers, tokenizers)]
     digest = hashlib.sha256(json.dumps([recipe, versions], sort_keys=True).encode())
-    for name in SOURCES:
-        digest.update(Path(__file__).with_name(name).read_bytes())
+    digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()[:12]
 
 

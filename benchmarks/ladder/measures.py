@@ -1,20 +1,27 @@
-"""From the records of steps to figures: pure arithmetic without a clock.
+"""From the records of steps to figures, their validity, and the depths of models: arithmetic without a clock.
 
 A *round* is a few steps of every contestant, one after the other. Two contestants are compared round by round, since a
 disturbance of the machine meets both. Figures of one contestant cover all of its rounds.
+
+The cost of a layer relative to a decode step depends on the cores. So a workload that states the shares of all phases
+is run serially, the depths of its reward model and its critic are chosen from the measured costs, and it is run again,
+until the shares are within their bounds. The actor, which is taught once, keeps its depth.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Final, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from typing import Final, TypeAlias, get_args
 
 import numpy as np
 
-from benchmarks.ladder.record import StepRecord
-from benchmarks.ladder.workloads import BenchWorkload, Layout
+from benchmarks.harness import Machine, Spread
+from benchmarks.ladder.contestant import EARLIER, StepRecord
+from benchmarks.ladder.directory import Files
+from benchmarks.ladder.workloads import MODES, BenchWorkload, Bound, Layout, Phase, Plan
 from oppo.admission import Bottleneck, together
 
 Rounds: TypeAlias = Sequence[Sequence[StepRecord]]
@@ -22,26 +29,6 @@ Rounds: TypeAlias = Sequence[Sequence[StepRecord]]
 
 AS_ANNOUNCED: Final = 0.98
 """Least fraction of responses of the announced length: with fewer the contestants do different work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A median with the least and the greatest value."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
-        """Return the spread of at least one value.
-
-        Example:
-            >>> Spread.of([3.0, 1.0, 2.0])
-            Spread(median=2.0, low=1.0, high=3.0)
-        """
-        sample = sorted(values)
-        return cls(float(np.median(sample)), sample[0], sample[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +158,25 @@ def speedup(mode: Rounds, other: Rounds) -> Spread:
     Speeds are trained tokens a second, so that a mode which carries stragglers from round to round gets no credit for
     the short responses it trains first.
     """
-    return Spread.of(per_token(theirs) / per_token(ours) for ours, theirs in zip(mode, other, strict=True))
+    return Spread.of_ratios([per_token(steps) for steps in other], [per_token(steps) for steps in mode])
+
+
+def ratios(counted: Mapping[str, Rounds]) -> dict[str, Spread]:
+    """Return the ratios of all contestants to the serial mode, and of each mode to the one it extends and to peers."""
+    return {
+        f"{name}/{other}": speedup(rounds, counted[other])
+        for other in counted
+        for name, rounds in counted.items()
+        if name != other and _compared(name, other)
+    }
+
+
+def _compared(name: str, other: str) -> bool:
+    if EARLIER in other:
+        return other.partition(EARLIER)[0] == name
+    if other == "serial":
+        return EARLIER not in name
+    return name in MODES and (other not in MODES or other == MODES[name].over)
 
 
 def per_token(steps: Sequence[StepRecord]) -> float:
@@ -202,3 +207,217 @@ def faults(workload: BenchWorkload, layout: Layout, figures: Mapping[str, Figure
         if each.as_announced < AS_ANNOUNCED:
             found.append(f"{name}: only {each.as_announced:.3f} of the responses were as long as announced")
     return found
+
+
+TRIES: Final = 4
+"""Serial runs, at most."""
+DEEPEST: Final = 48
+"""Most layers of a reward model or a critic."""
+WELL_WITHIN: Final = 0.8
+"""Distance of the shares from the middle of their bounds, where 1 is a bound, that ends the search."""
+
+
+@dataclass(frozen=True, slots=True)
+class Depths:
+    """Layers of the models that are calibrated."""
+
+    reward: int
+    critic: int
+
+    @classmethod
+    def of(cls, workload: BenchWorkload) -> Depths:
+        """Return the depths of a workload's models."""
+        return cls(workload.models.reward.layers, workload.models.critic.layers)
+
+    def applied(self, workload: BenchWorkload) -> BenchWorkload:
+        """Return the workload with models of these depths."""
+        models = workload.models
+        reward, critic = replace(models.reward, layers=self.reward), replace(models.critic, layers=self.critic)
+        return replace(workload, models=replace(models, reward=reward, critic=critic))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of serial steps: decoding, each scorer, the update, and the whole with the time of no phase."""
+
+    decode: float
+    reference: float
+    reward: float
+    critic: float
+    update: float
+    whole: float
+
+    @classmethod
+    def of(cls, steps: Sequence[StepRecord]) -> Costs:
+        """Return the costs of serial steps together."""
+
+        def busy(model: str) -> float:
+            return math.fsum(step.busy.get(model, 0.0) for step in steps)
+
+        return cls(
+            decode=math.fsum(step.decode for step in steps),
+            reference=busy("reference"),
+            reward=busy("reward"),
+            critic=busy("critic"),
+            update=math.fsum(step.update for step in steps),
+            whole=math.fsum(step.seconds for step in steps),
+        )
+
+    def shares(self) -> dict[Phase, float]:
+        """Return the phases' shares of the whole."""
+        score = self.reference + self.reward + self.critic
+        return {"decode": self.decode / self.whole, "score": score / self.whole, "update": self.update / self.whole}
+
+    def at(self, new: Depths, old: Depths, actor_layers: int) -> Costs:
+        """Return the costs at other depths: in proportion to a scorer's layers, in an update to actor's plus critic's.
+
+        A layer of the critic counts as one of the actor's, which is as wide.
+        """
+        reward = self.reward * new.reward / old.reward
+        critic = self.critic * new.critic / old.critic
+        update = self.update * (actor_layers + new.critic) / (actor_layers + old.critic)
+        change = reward - self.reward + critic - self.critic + update - self.update
+        return replace(self, reward=reward, critic=critic, update=update, whole=self.whole + change)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Depths that were tried, and the measured shares."""
+
+    depths: Depths
+    shares: Mapping[Phase, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """All attempts, and the best of them."""
+
+    attempts: Sequence[Attempt]
+    chosen: Attempt
+
+    def as_json(self) -> dict[str, object]:
+        """Return the entry of a file of results."""
+        return asdict(self)
+
+    def sentence(self) -> str:
+        """Return the chosen depths and their shares in words."""
+        depths = self.chosen.depths
+        shares = ", ".join(f"{phase} {share:.3f}" for phase, share in self.chosen.shares.items())
+        return (
+            f"calibrated in {len(self.attempts)} serial run(s): a reward model of {depths.reward} layers, a critic of "
+            f"{depths.critic}; shares {shares}"
+        )
+
+
+def bounds_of(workload: BenchWorkload, layout: Layout) -> Sequence[Bound]:
+    """Return the bounds of all phases, or none if a phase has none: the workload is not calibrated then."""
+    bounds = [bound for bound in workload.shares if bound.layout == layout]
+    return bounds if {bound.phase for bound in bounds} == set(get_args(Phase)) else ()
+
+
+def distance(shares: Mapping[Phase, float], bounds: Sequence[Bound]) -> float:
+    """Return the distance of the worst share from the middle of its bounds: 0 is the middle, 1 a bound.
+
+    Example:
+        >>> distance({"score": 0.3}, [Bound("split", "score", 0.2, 0.3)])
+        1.0
+    """
+    return max(
+        round(abs(2 * shares[bound.phase] - bound.low - bound.high) / (bound.high - bound.low), 9) for bound in bounds
+    )
+
+
+def choose(costs: Costs, depths: Depths, actor_layers: int, bounds: Sequence[Bound]) -> Depths:
+    """Return the depths predicted closest to the middle of all bounds, from the costs measured at ``depths``.
+
+    Of equal ones it returns the shallowest.
+    """
+    possible = (Depths(reward, critic) for reward, critic in product(range(1, DEEPEST + 1), repeat=2))
+    return min(possible, key=lambda new: distance(costs.at(new, depths, actor_layers).shares(), bounds))
+
+
+def calibrate(
+    workload: BenchWorkload,
+    bounds: Sequence[Bound],
+    measure: Callable[[BenchWorkload], Costs],
+    tell: Callable[[str], None],
+) -> Calibration:
+    """Return the attempts, up to shares well within their bounds or until no better ones are predicted.
+
+    ``measure`` runs a workload serially; ``tell`` receives a sentence about each attempt.
+    """
+    attempts: list[Attempt] = []
+    depths = Depths.of(workload)
+    for _ in range(TRIES):
+        costs = measure(depths.applied(workload))
+        attempts.append(Attempt(depths, costs.shares()))
+        tell(Calibration(attempts, attempts[-1]).sentence())
+        if distance(attempts[-1].shares, bounds) <= WELL_WITHIN:
+            break
+        depths = choose(costs, depths, workload.models.actor.layers, bounds)
+        if depths in [attempt.depths for attempt in attempts]:
+            break
+    return Calibration(attempts, min(attempts, key=lambda attempt: distance(attempt.shares, bounds)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ladder:
+    """One workload in one layout, measured.
+
+    Attributes:
+        threads: cores and threads by contestant.
+        versions: of Python and the libraries, by contestant.
+        faults: why the run is INVALID; none: it is valid.
+        ratios: ``a/b``: the speed of a over that of b.
+        remarks: on the settings of a contestant.
+        calibration: of the models' depths; ``None``: they are those of the table.
+        records: what a simulation is calibrated on and compared with: the counted steps of each mode, round by round.
+    """
+
+    files: Files
+    layout: Layout
+    plan: Plan
+    machine: Machine
+    threads: Mapping[str, object]
+    versions: Mapping[str, object]
+    modes: Mapping[str, Figures]
+    ratios: Mapping[str, Spread]
+    faults: Sequence[str] = ()
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    calibration: Calibration | None = None
+    records: Mapping[str, Rounds] = field(default_factory=dict)
+
+    @property
+    def workload(self) -> BenchWorkload:
+        """The workload of the files."""
+        return self.files.workload
+
+    @property
+    def valid(self) -> bool:
+        """Whether the run measured what its workload states."""
+        return not self.faults
+
+    def as_json(self) -> dict[str, object]:
+        """Return the content of a file of results."""
+        facts = asdict(self.files.facts)
+        return {
+            "workload": self.workload.name,
+            "layout": self.layout,
+            "machine": asdict(self.machine),
+            "threads": dict(self.threads),
+            "valid": self.valid,
+            "faults": list(self.faults),
+            "modes": {name: figures.as_json() for name, figures in self.modes.items()},
+            "ratios": {name: ratio.median for name, ratio in self.ratios.items()},
+            "ratio_ranges": {name: [ratio.low, ratio.high] for name, ratio in self.ratios.items()},
+            "plan": asdict(self.plan),
+            "remarks": dict(self.remarks),
+            "versions": dict(self.versions),
+            "lengths": {"by": "script" if self.workload.models.scripted else "a trained actor", **facts},
+            "recipe": asdict(self.workload),
+            "calibration": None if self.calibration is None else self.calibration.as_json(),
+            "records": {
+                name: [[step.for_simulation() for step in steps] for steps in rounds]
+                for name, rounds in self.records.items()
+            },
+        }

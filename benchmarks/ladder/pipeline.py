@@ -1,38 +1,201 @@
-"""From a workload's files, a mode and a layout to the graph of a PPO step and the places of its models."""
+"""From a workload's files, a mode and a layout to the graph of a PPO step and the places of its models.
+
+``split`` is the paper's layout: each side has a device of its own in every mode, the serial one too. Here a device is a
+core. The update is made on the actor's, which is free then, or, where it may run beside decoding, on the scorers'.
+``shared`` is one device: the running side has all cores, and what runs beside decoding has the cores that decoding
+leaves. Decoding has one thread in every mode: the matrix products of a decode step of these small models are so small
+that two threads mostly wait for each other, and took twice as long on two cores. With more threads the serial modes
+would look worse than they are.
+
+The policy is on transformers, or on vLLM; nothing else of the ladder asks which.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from benchmarks.ladder.acting import ENGINES, Acting, Part
-from benchmarks.ladder.countdown import EOS, PAD, language_of
-from benchmarks.ladder.directory import Files
-from benchmarks.ladder.layout import Seats
-from benchmarks.ladder.modes import Mode
-from benchmarks.ladder.teach import config_of
-from benchmarks.ladder.workloads import BenchWorkload, Phase, Scorers, Shape
+from benchmarks.ladder.directory import EOS, PAD, Files, config_of, language_of
+from benchmarks.ladder.workloads import BenchWorkload, Layout, Mode, Phase, Scorers, Shape
 from oppo.algorithms.ppo import ppo
-from oppo.demo.assets import alone
+from oppo.demo.assets import alone, made_once
 from oppo.events import Drop, Prompt, StepReport
 from oppo.graph import Graph
-from oppo.hf.devices import DeviceThread, ModelPlace
+from oppo.hf.devices import DeviceThread, ModelPlace, use_cores
 from oppo.hf.loading import load_causal, load_scalar
+from oppo.hf.memory import at_rest
+from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer
-from oppo.models import Sampling, Scorer
+from oppo.models import Policy, Sampling, Scorer
 from oppo.observe import SpanListener
 from oppo.placement import Place, Process
 from oppo.rewards import FunctionReward
 from oppo.stages import GAE
 from oppo.stages.hold import held
 from oppo.training import TrainerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The cores of a thread, and its intra-op threads of torch."""
+
+    cores: tuple[int, ...]
+    threads: int
+
+    def take(self) -> None:
+        """Bind the calling thread and its intra-op threads."""
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, self.cores)
+        use_cores(self.threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """The seats of a contestant; its event loop shares the actor's."""
+
+    actor: Seat
+    scorers: Seat
+    trainer: Seat
+
+    def table(self) -> dict[str, dict[str, object]]:
+        """Return the seats as JSON values."""
+        named = {"decode": self.actor, "score": self.scorers, "update": self.trainer}
+        return {name: {"cores": list(seat.cores), "threads": seat.threads} for name, seat in named.items()}
+
+
+def seats(layout: Layout, cores: Sequence[int], *, held: bool, apart: bool = False) -> Seats:
+    """Return the seats of a layout.
+
+    Args:
+        held: scoring never runs beside decoding.
+        apart: the update may run beside decoding.
+
+    Example:
+        >>> seats("shared", (0, 1), held=False).scorers.threads, seats("shared", (0, 1), held=True).scorers.threads
+        (1, 2)
+    """
+    every = tuple(cores)
+    if layout == "split":
+        ours, theirs = every[:1], every[1:2] or every[:1]
+        return Seats(Seat(ours, 1), Seat(theirs, 1), Seat(theirs if apart else ours, 1))
+    whole, decoding = Seat(every, len(every)), Seat(every, 1)
+    rest = Seat(every, max(1, len(every) - 1))
+    return Seats(decoding, whole if held else rest, rest if apart else whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Counts of an engine since its start.
+
+    Attributes:
+        decode_steps: 0 if it does not count them.
+        tokens: decoded.
+    """
+
+    decode_steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Acting:
+    """A policy at work.
+
+    Attributes:
+        progress: returns its counts.
+        close: ends its engine; idempotent.
+    """
+
+    policy: Policy
+    progress: Callable[[], Progress]
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What an engine is started for.
+
+    Attributes:
+        actor: the model that is trained.
+        limit: the length of a response; ``None``: it ends by itself.
+        listener: receives the spans of decoding, of track ``actor`` and label ``decode``.
+    """
+
+    files: Files
+    actor: PreTrainedModel
+    sampling: Sampling
+    limit: Callable[[Prompt], int] | None
+    seat: Seat
+    device: str
+    listener: SpanListener
+
+
+ERRORS: Final = Path("/dev/stderr")
+"""A contestant's standard error, which the ruler keeps in a file."""
+
+Act: TypeAlias = Callable[[Part], Acting]
+
+
+def on_transformers(part: Part) -> Acting:
+    """Decode with the model that is trained, in a thread."""
+    thread = DeviceThread("actor", part.device, listener=part.listener, setup=part.seat.take)
+    policy = HfPolicy(part.actor, sampling=part.sampling, thread=thread, limit=part.limit)
+    counters = policy.counters
+    return Acting(policy, lambda: Progress(counters.decode_steps, counters.tokens), thread.close)
+
+
+def on_vllm(part: Part) -> Acting:
+    """Decode with a copy of the weights in processes of an engine's own, on as many cores as the seat has threads."""
+    from oppo.vllm import VllmEngine, VllmPolicy  # noqa: PLC0415 - an extra
+
+    workload = part.files.workload
+    engine = VllmEngine.start(
+        _directory(part),
+        arguments={
+            "dtype": workload.models.dtype,
+            "max_model_len": workload.positions,
+            "max_num_seqs": 2 * workload.batch,  # as many may be carried as a batch holds
+            **_share(part),
+        },
+        cores=part.seat.threads,
+        log=ERRORS,
+    )
+    policy = VllmPolicy(engine, sampling=part.sampling, limit=part.limit)
+    policy.reporter.listener = lambda span: part.listener(replace(span, track="actor"))
+    return Acting(policy, lambda: Progress(0, policy.progress), engine.close)
+
+
+def _share(part: Part) -> dict[str, object]:
+    """Return vLLM's share of a GPU: half of what is left when actor and critic have what training keeps."""
+    if part.device == "cpu":
+        return {}
+    free, total = torch.cuda.mem_get_info(part.device)
+    kept = at_rest(lambda: part.actor)
+    left = free - 2 * (kept.optimizer + kept.gradients)
+    return {"gpu_memory_utilization": max(0.05, round(left / 2 / total, 2))}
+
+
+def _directory(part: Part) -> Path:
+    """Return the directory of the actor; one of random weights, whose lengths are scripted, is saved first."""
+    files = part.files
+    if not files.workload.models.scripted:
+        return files.model("actor")
+    saved = files.directory.with_name(f"{files.directory.name}-actor")
+    return made_once(saved, part.actor.save_pretrained)
+
+
+ENGINES: Final[Mapping[str, Act]] = MappingProxyType({"transformers": on_transformers, "vllm": on_vllm})
+"""By name."""
+
 
 WORK: Final[dict[tuple[str, str], Phase]] = {
     ("actor", "decode"): "decode",

@@ -1,132 +1,60 @@
-"""Runs the contestants in interleaved rounds, and collects their figures.
+"""Runs what a request asks for: workloads, made and calibrated, whose contestants take turns in interleaved rounds.
 
-All contestants are loaded first and warmed up, which is not counted. Then each round runs a few steps of each in turn;
-every second round goes the other way, so that none always follows the same neighbour. On a device that cannot hold all
-of them they run one after the other instead, which the result says.
+All contestants are loaded first and warmed up, which is not counted. Then each round runs a few steps of each in turn
+(:func:`benchmarks.harness.turns`). On a device that cannot hold all of them they run one after the other instead, which
+the result says. A commit's contestants run its own workers from a checkout, in the same rounds as today's. They read a
+copy of the workload's directory, whose recipe has no field that the commit does not know.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
+from rich.console import Console
+
 from benchmarks import CHECKOUT
-from benchmarks.ladder.calibration import Calibration, Costs
-from benchmarks.ladder.contestant import Contestant
-from benchmarks.ladder.directory import Files
-from benchmarks.ladder.layout import seats
-from benchmarks.ladder.measures import Baseline, DecodeCost, Figures, Rounds, Spread, faults, speedup
-from benchmarks.ladder.modes import MODES, SERIAL
-from benchmarks.ladder.record import StepRecord
-from benchmarks.ladder.workloads import BenchWorkload, Layout, Scorers
-from benchmarks.machine import Machine, cores_here
+from benchmarks.harness import Machine, checkout, cores_here, keep, turns
+from benchmarks.ladder.contestant import EARLIER, Entry, StepRecord, start
+from benchmarks.ladder.directory import Files, cache_directory, files_of
+from benchmarks.ladder.measures import (
+    Baseline,
+    Calibration,
+    Costs,
+    DecodeCost,
+    Figures,
+    Ladder,
+    Rounds,
+    bounds_of,
+    calibrate,
+    faults,
+    ratios,
+)
+from benchmarks.ladder.pipeline import seats
+from benchmarks.ladder.show import plot, render, require_svg
+from benchmarks.ladder.workloads import (
+    MODES,
+    SERIAL,
+    BenchWorkload,
+    Layout,
+    Plan,
+    Request,
+    chosen,
+    layouts_of,
+    plan_of,
+    workloads_of,
+)
+from benchmarks.peer.sweep import SWEEP, Sweep, choose, command_line, interpreter
+from oppo.demo.models import Progress
+from oppo.errors import ConfigError
 
 Tell = Callable[[str], None]
-
-EARLIER: Final = "@"
-"""Between a mode and the commit that ran it, in the name of a contestant that is not of this checkout."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A contestant to run: its name, its command, a remark on its settings, and the checkout that it runs."""
-
-    name: str
-    command: tuple[str, ...]
-    remark: str = ""
-    source: Path = CHECKOUT
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The size of a run.
-
-    Attributes:
-        steps: of each contestant in a round.
-        rounds: counted ones.
-        warm_up: steps of each contestant before the first round.
-        device: of the models.
-        scorers: the place of the scorers: a thread, or a process of their own.
-        together: all contestants are loaded at once, and interleaved.
-        engine: serves the policy: transformers or vllm.
-    """
-
-    steps: int = 3
-    rounds: int = 5
-    warm_up: int = 8
-    device: str = "cpu"
-    scorers: Scorers = "process"
-    together: bool = True
-    engine: str = "transformers"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ladder:
-    """One workload in one layout, measured.
-
-    Attributes:
-        threads: cores and threads by contestant.
-        versions: of Python and the libraries, by contestant.
-        faults: why the run is INVALID; none: it is valid.
-        ratios: ``a/b``: the speed of a over that of b.
-        remarks: on the settings of a contestant.
-        calibration: of the models' depths; ``None``: they are those of the table.
-        records: what a simulation is calibrated on and compared with: the counted steps of each mode, round by round.
-    """
-
-    files: Files
-    layout: Layout
-    plan: Plan
-    machine: Machine
-    threads: Mapping[str, object]
-    versions: Mapping[str, object]
-    modes: Mapping[str, Figures]
-    ratios: Mapping[str, Spread]
-    faults: Sequence[str] = ()
-    remarks: Mapping[str, str] = field(default_factory=dict)
-    calibration: Calibration | None = None
-    records: Mapping[str, Rounds] = field(default_factory=dict)
-
-    @property
-    def workload(self) -> BenchWorkload:
-        """The workload of the files."""
-        return self.files.workload
-
-    @property
-    def valid(self) -> bool:
-        """Whether the run measured what its workload states."""
-        return not self.faults
-
-    def as_json(self) -> dict[str, object]:
-        """Return the content of a file of results."""
-        facts = asdict(self.files.facts)
-        return {
-            "workload": self.workload.name,
-            "layout": self.layout,
-            "machine": asdict(self.machine),
-            "threads": dict(self.threads),
-            "valid": self.valid,
-            "faults": list(self.faults),
-            "modes": {name: figures.as_json() for name, figures in self.modes.items()},
-            "ratios": {name: ratio.median for name, ratio in self.ratios.items()},
-            "ratio_ranges": {name: [ratio.low, ratio.high] for name, ratio in self.ratios.items()},
-            "plan": asdict(self.plan),
-            "remarks": dict(self.remarks),
-            "versions": dict(self.versions),
-            "lengths": {"by": "script" if self.workload.models.scripted else "a trained actor", **facts},
-            "recipe": asdict(self.workload),
-            "calibration": None if self.calibration is None else self.calibration.as_json(),
-            "records": {
-                name: [[step.for_simulation() for step in steps] for steps in rounds]
-                for name, rounds in self.records.items()
-            },
-        }
 
 
 def entries(files: Files, modes: Sequence[str], layout: Layout, plan: Plan) -> list[Entry]:
@@ -174,11 +102,10 @@ def run(
                 tell(f"loading {', '.join(entry.name for entry in group)}")
                 running = [stack.enter_context(start(entry, Path(logs))) for entry in group]
                 started |= {each.name: each.ready() for each in running}
-                for number in range(plan.rounds + 1):
-                    for each in running if number % 2 else reversed(running):
-                        tell(f"{'warm-up' if not number else f'round {number}/{plan.rounds}'}: {each.name}")
-                        records[each.name].append(each.run(plan.steps if number else plan.warm_up))
-                        peaks[each.name] = each.peak_rss_mb
+                for number, each in turns(running, plan.rounds):
+                    tell(f"{'warm-up' if not number else f'round {number}/{plan.rounds}'}: {each.name}")
+                    records[each.name].append(each.run(plan.steps if number else plan.warm_up))
+                    peaks[each.name] = each.peak_rss_mb
     counted = {name: rounds[1:] for name, rounds in records.items()}
     figures = _figures(counted, peaks)
     return Ladder(
@@ -197,15 +124,6 @@ def run(
     )
 
 
-def start(entry: Entry, logs: Path) -> Contestant:
-    """Start a contestant without the environment's limits on threads."""
-    limits = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
-    environment = {name: value for name, value in os.environ.items() if name not in limits}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(entry.source), environment.get("PYTHONPATH"))))
-    log = logs / f"{entry.name}.log"
-    return Contestant(entry.name, entry.command, log=log, environment=environment, directory=entry.source)
-
-
 def _figures(counted: Mapping[str, Rounds], peaks: Mapping[str, float]) -> dict[str, Figures]:
     alone = [
         step
@@ -219,24 +137,6 @@ def _figures(counted: Mapping[str, Rounds], peaks: Mapping[str, float]) -> dict[
     return {name: Figures.of(rounds, baseline, peaks[name]) for name, rounds in counted.items()}
 
 
-def ratios(counted: Mapping[str, Rounds]) -> dict[str, Spread]:
-    """Return the ratios of all contestants to the serial mode, and of each mode to the one it extends and to peers."""
-    return {
-        f"{name}/{other}": speedup(rounds, counted[other])
-        for other in counted
-        for name, rounds in counted.items()
-        if name != other and _compared(name, other)
-    }
-
-
-def _compared(name: str, other: str) -> bool:
-    if EARLIER in other:
-        return other.partition(EARLIER)[0] == name
-    if other == "serial":
-        return EARLIER not in name
-    return name in MODES and (other not in MODES or other == MODES[name].over)
-
-
 def seating(workload: BenchWorkload, layout: Layout, modes: Sequence[str]) -> list[str]:
     """Return the seats in words, a line for the modes with the same ones, and a warning on a single core."""
     cores = cores_here()
@@ -248,3 +148,156 @@ def seating(workload: BenchWorkload, layout: Layout, modes: Sequence[str]) -> li
         lines.setdefault(line, []).append(mode)
     warning = ["one core only: all sides share it, and overlap cannot gain anything"] if len(cores) == 1 else []
     return [f"{', '.join(named)}: {line}" for line, named in lines.items()] + warning
+
+
+WORKERS: Final = (("benchmarks", "ladder"), ("oppo", "bench"))
+"""Packages that have held the workers and the workloads; today's is the first one."""
+
+
+@contextmanager
+def earlier(
+    revision: str | None, files: Files, modes: Sequence[str], layout: Layout, plan: Plan
+) -> Iterator[list[Entry]]:
+    """Yield the contestants ``mode@revision`` of a commit, whose checkout is removed afterwards; none without one.
+
+    Raises:
+        ConfigError: there is no such commit, or it cannot run the ladder, a mode or an option.
+    """
+    if revision is None:
+        yield []
+        return
+    with TemporaryDirectory(prefix="oppo-against-") as folder, checkout(revision, Path(folder) / "source") as source:
+        package = _package(source, revision)
+        code = {file.stem: file.read_text(encoding="utf-8") for file in source.joinpath(*package).glob("*.py")}
+        table = code.get("modes", code["workloads"])  # a module of their own once
+        if missing := [mode for mode in modes if f'"{mode}"' not in table]:
+            raise ConfigError(f"commit {revision} has no mode {missing[0]}; choose --modes that both have")
+        options = ["--layout", layout, "--device", plan.device, "--scorers", plan.scorers]
+        if "--engine" in code["worker"]:
+            options += ["--engine", plan.engine]
+        elif plan.engine != "transformers":
+            raise ConfigError(f"commit {revision} runs the ladder on transformers only, not on {plan.engine}")
+        directory = _understood(files, code["workloads"], Path(folder) / "files", revision)
+        program = (sys.executable, "-m", ".".join((*package, "worker")), str(directory), *options)
+        yield [Entry(f"{mode}{EARLIER}{revision}", (*program, "--mode", mode), source=source) for mode in modes]
+
+
+def _package(source: Path, revision: str) -> tuple[str, ...]:
+    for package in WORKERS:
+        if source.joinpath(*package, "worker.py").exists():
+            return package
+    raise ConfigError(f"commit {revision} has no ladder: {' or '.join('/'.join(each) for each in WORKERS)}")
+
+
+def _understood(files: Files, workloads: str, directory: Path, revision: str) -> Path:
+    """Return a directory with the models and prompts of ``files``, and the fields of its recipe that are known."""
+    directory.mkdir()
+    for path in files.directory.iterdir():
+        (directory / path.name).symlink_to(path.resolve())
+    spec = json.loads((files.directory / "spec.json").read_text(encoding="utf-8"))
+    for name in [name for name in spec["recipe"] if f"    {name}: " not in workloads]:
+        if spec["recipe"].pop(name):
+            raise ConfigError(f"commit {revision} cannot run workload {files.workload.name}: it knows no {name}")
+    (directory / "spec.json").unlink()
+    (directory / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
+    return directory
+
+
+PEER = "trl"
+
+
+def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
+    """Run every workload in every layout, show each ladder when it is done, and write the requested files.
+
+    Raises:
+        ConfigError: a name is unknown, or the peer is not installed.
+        ModelLost: a contestant ended.
+    """
+    modes = chosen("mode", request.modes, MODES, tuple(MODES))
+    layouts = layouts_of(request)
+    plan = plan_of(request)
+    workloads = workloads_of(request)
+    if request.peer is not None:
+        require_peer(request)
+    if request.plot is not None:
+        require_svg(request.plot)
+    ladders: list[Ladder] = []
+    for workload in workloads:
+        for layout in layouts:
+            files, calibration = made(workload, layout, request, plan, tell)
+            for line in seating(workload, layout, modes):
+                tell(f"{workload.name}, {layout}: {line}")
+            contestants = entries(files, modes, layout, plan)
+            contestants += [peer(files)] if request.peer is not None else []
+            with earlier(request.against, files, modes, layout, plan) as others:
+                ladder = run(files, layout, [*contestants, *others], plan, tell, calibration=calibration)
+            console.print(render(ladder), highlight=False)
+            ladders.append(ladder)
+            write(ladders, request)  # after each, in case the next one fails
+    return ladders
+
+
+def made(
+    workload: BenchWorkload, layout: Layout, request: Request, plan: Plan, tell: Tell
+) -> tuple[Files, Calibration | None]:
+    """Return the files of a workload; if it states all shares of a step, its models are calibrated.
+
+    Raises:
+        ModelError: the actor did not learn to write responses of the announced lengths.
+        ModelLost: the serial contestant ended.
+    """
+    cache, progress = request.cache or cache_directory(), _progress(tell)
+    bounds = bounds_of(workload, layout)
+    if not bounds:
+        return files_of(workload, cache, progress), None
+    calibration = calibrate(
+        workload,
+        bounds,
+        lambda candidate: serial_costs(files_of(candidate, cache, progress), layout, plan),
+        lambda sentence: tell(f"{workload.name}, {layout}: {sentence}"),
+    )
+    return files_of(calibration.chosen.depths.applied(workload), cache, progress), calibration
+
+
+def write(ladders: Sequence[Ladder], request: Request) -> None:
+    """Write the results so far: an object for one run, a list of them for several."""
+    results = [ladder.as_json() for ladder in ladders]
+    keep(request.json, results[0] if len(results) == 1 else results)
+    if request.plot is not None:
+        plot(results, request.plot)
+
+
+def require_peer(request: Request) -> None:
+    """Check that the peer is known and installed, and can run the request.
+
+    Raises:
+        ConfigError: it is not, or cannot.
+    """
+    if request.peer != PEER:
+        raise ConfigError(f"there is no peer {request.peer!r}; expected {PEER!r}")
+    if request.device != "cpu":
+        raise ConfigError("on a GPU lengths are scripted, and the peer cannot be told how long its responses are")
+    interpreter(CHECKOUT)
+
+
+def peer(files: Files) -> Entry:
+    """Return the peer as a contestant, at the fastest settings of its sweep.
+
+    Raises:
+        ConfigError: its environment is missing.
+    """
+    choice = choose(Sweep.read(CHECKOUT / SWEEP), files.directory, len(cores_here()))
+    return Entry(PEER, tuple(command_line(files.directory, choice.cell)), f"{choice.cell}, {choice.origin}")
+
+
+def _progress(tell: Tell, part: float = 0.1) -> Progress:
+    """Return a progress that reports each activity at its beginning and after each tenth."""
+    due: dict[str, float] = {}
+
+    def progress(words: str, done: float) -> None:
+        activity = words.partition(",")[0]
+        if done >= due.get(activity, 0.0):
+            due[activity] = done + part
+            tell(f"{words} ({done:.0%})")
+
+    return progress

@@ -27,18 +27,13 @@ from typing import TextIO
 import anyio
 import anyio.to_thread
 import numpy as np
-import torch
-import transformers
 
-from benchmarks.ladder.acting import ENGINES
+from benchmarks.harness import cores_here, versions
+from benchmarks.ladder.contestant import StepRecord
 from benchmarks.ladder.directory import open_files, workload_in
-from benchmarks.ladder.layout import Seats, seats
-from benchmarks.ladder.modes import MODES
-from benchmarks.ladder.pipeline import WORK, Pipeline, pipeline
-from benchmarks.ladder.record import StepRecord
-from benchmarks.ladder.workloads import BenchWorkload
-from benchmarks.machine import cores_here
-from benchmarks.memory import peak_rss_mb
+from benchmarks.ladder.pipeline import ENGINES, WORK, Pipeline, Seats, pipeline, seats
+from benchmarks.ladder.workloads import MODES, BenchWorkload
+from benchmarks.peer.service import peak_rss_mb
 from oppo import observe
 from oppo.admission import Observation
 from oppo.admission.bottleneck import PREFIX
@@ -168,12 +163,8 @@ def answers_only() -> TextIO:
 
 
 def ready_line(places: Seats) -> dict[str, object]:
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    return {"versions": versions, "threads": places.table()}
+    made_with = {"python": platform.python_version(), **versions("torch", "transformers")}
+    return {"versions": made_with, "threads": places.table()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,18 +1,27 @@
-"""Every number of every workload, in one table.
+"""Every number of every workload and every schedule of the ladder, in tables, and the options that choose among them.
 
 A workload may state the shares of the phases in a serial step; a run outside of them is INVALID. A workload that states
-all of them is calibrated first (:mod:`benchmarks.ladder.calibration`), from the depths of reward model and critic here.
+all of them is calibrated first (:func:`benchmarks.ladder.measures.calibrate`), from the depths of reward model and
+critic here. Each mode adds one overlap. A new controller of chunks or of admission is one more row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias, cast, get_args
+
+from cyclopts import Parameter
+
+from oppo.admission import Admission, Overcommit, Synchronous, TailAdaptive
+from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
+from oppo.errors import ConfigError
 
 Layout: TypeAlias = Literal["split", "shared"]
 Scorers: TypeAlias = Literal["thread", "process"]
+Engine: TypeAlias = Literal["transformers", "vllm"]
 Phase: TypeAlias = Literal["decode", "score", "update"]
 Range: TypeAlias = tuple[float, float]
 
@@ -251,3 +260,203 @@ def on_gpu(workload: BenchWorkload, actor: str) -> BenchWorkload:
         shares=(),
         prompt_tokens=(64, 256),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """The schedule of a contestant; models, engine and data are the same for all.
+
+    Attributes:
+        held: scoring waits until decoding has ended.
+        chunks, admission: made anew for each contestant.
+        over: the mode it extends, with which it is compared besides the serial one.
+        lookahead: steps that begin before the current one has ended.
+    """
+
+    name: str
+    about: str
+    held: bool
+    chunks: Callable[[BenchWorkload], ChunkSize]
+    admission: Callable[[BenchWorkload], Admission]
+    over: str = "serial"
+    lookahead: int = 0
+
+    def trains_apart(self, workload: BenchWorkload) -> bool:
+        """Return whether updates are made in a process, and on weights, of their own."""
+        return workload.trains_apart or self.lookahead > 0
+
+
+def _whole(_: BenchWorkload) -> ChunkSize:
+    return WholeRollout()
+
+
+def _fixed(workload: BenchWorkload) -> ChunkSize:
+    return Fixed(workload.chunk)
+
+
+def _synchronous(workload: BenchWorkload) -> Admission:
+    return Synchronous(workload.batch)
+
+
+def _overcommitted(workload: BenchWorkload) -> Admission:
+    return Overcommit(batch=workload.batch, extra=workload.extra)
+
+
+def _adaptive(workload: BenchWorkload) -> Admission:
+    return TailAdaptive(batch=workload.batch)
+
+
+SERIAL: Final = Mode("serial", "decode, then score, then train", True, _whole, _synchronous)
+
+MODES: Final = MappingProxyType(
+    {
+        mode.name: mode
+        for mode in (
+            SERIAL,
+            Mode("rollout", "each response is scored when it ends", False, _whole, _synchronous),
+            Mode("chunk", "responses are scored while they are written", False, _fixed, _synchronous),
+            Mode("overcommit", "serial, stragglers carried over", True, _whole, _overcommitted),
+            Mode("fixed", "chunk, stragglers carried over", False, _fixed, _overcommitted, over="chunk"),
+            Mode("adaptive", "chunk, as many stragglers carried over as pay", False, _fixed, _adaptive, over="chunk"),
+            Mode("lookahead", "chunk, the next step decoded meanwhile", False, _fixed, _synchronous, "chunk", 1),
+            Mode("lookahead+adaptive", "both of these", False, _fixed, _adaptive, "adaptive", 1),
+        )
+    }
+)
+"""By name, in the order of the ladder."""
+
+
+Flag: TypeAlias = Annotated[bool, Parameter(negative=(), show_default=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The options of ``python -m benchmarks`` as they were written.
+
+    Attributes:
+        workload: paper, train-bound, rule-reward, balanced, capped, several with commas between them, or all; smoke
+            measures nothing and shows that everything runs.
+        layout: split (each side on a core of its own), shared (all cores for the running side), or all;
+            a GPU is always shared.
+        modes: serial, rollout, chunk, overcommit, fixed, adaptive, lookahead, lookahead+adaptive, several with commas
+            between them, or all.
+        against: run every mode as this commit does, too, in the same rounds.
+        peer: compare with another program too: trl (make bench-peer installs it).
+        steps: PPO steps of each mode in a round.
+        rounds: rounds that count, after the warm-up.
+        warm_up: PPO steps of each mode before the first round; an adaptive controller needs 8.
+        json: write the results to this file.
+        plot: write a picture of the ladder to this file.
+        engine: measure what a chunk costs the engine instead.
+        decoding: measure our decoder beside generate instead.
+        scorers: the place of reward, reference and critic: a thread beside the actor's, or a process of their own.
+        device: of the models; on a GPU they are large and have random weights, and lengths are scripted.
+        actor: on a GPU, the size of the actor: 0.5b or 1.5b.
+        policy: the engine that serves the actor: transformers, or vllm where that is installed.
+        cache: the folder of workloads, which are made once.
+    """
+
+    workload: str = "paper"
+    layout: str = "all"
+    modes: str = "serial,rollout,chunk,fixed,adaptive"
+    against: str | None = None
+    peer: str | None = None
+    steps: int = 3
+    rounds: int = 5
+    warm_up: int = 8
+    json: Path | None = None
+    plot: Path | None = None
+    engine: Flag = False
+    decoding: Flag = False
+    scorers: Scorers = "process"
+    device: str = "cpu"
+    actor: str = "0.5b"
+    policy: Engine = "transformers"
+    cache: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The size of a run.
+
+    Attributes:
+        steps: of each contestant in a round.
+        rounds: counted ones.
+        warm_up: steps of each contestant before the first round.
+        device: of the models.
+        scorers: the place of the scorers: a thread, or a process of their own.
+        together: all contestants are loaded at once, and interleaved.
+        engine: serves the policy.
+    """
+
+    steps: int = 3
+    rounds: int = 5
+    warm_up: int = 8
+    device: str = "cpu"
+    scorers: Scorers = "process"
+    together: bool = True
+    engine: Engine = "transformers"
+
+
+def plan_of(request: Request) -> Plan:
+    """Return the plan of a request; a GPU does not hold several contestants at once.
+
+    Raises:
+        ConfigError: a number of steps or rounds is below 1.
+    """
+    if request.steps < 1 or request.rounds < 1:
+        raise ConfigError(f"at least one step and one round are needed, not {request.steps} x {request.rounds}")
+    if request.warm_up < 1:
+        raise ConfigError(f"at least one step of warm-up is needed, not {request.warm_up}: a first step is slower")
+    device = request.device
+    scorers = request.scorers if device == "cpu" else "thread"  # a process cannot receive models on a GPU
+    return Plan(
+        steps=request.steps,
+        rounds=request.rounds,
+        warm_up=request.warm_up,
+        device=device,
+        scorers=scorers,
+        together=device == "cpu",
+        engine=request.policy,
+    )
+
+
+def layouts_of(request: Request) -> list[Layout]:
+    """Return the requested layouts; a GPU is always shared.
+
+    Raises:
+        ConfigError: a layout is unknown.
+    """
+    names = chosen("layout", request.layout, get_args(Layout), get_args(Layout))
+    return [cast("Layout", name) for name in names] if request.device == "cpu" else ["shared"]
+
+
+def workloads_of(request: Request) -> list[BenchWorkload]:
+    """Return the requested workloads.
+
+    Raises:
+        ConfigError: a workload or the size of the actor is unknown.
+    """
+    standard = [name for name in WORKLOADS if name != SMOKE.name]
+    workloads = [WORKLOADS[name] for name in chosen("workload", request.workload, WORKLOADS, standard)]
+    if request.device == "cpu":
+        return workloads
+    if request.actor not in ACTORS_ON_A_GPU:
+        raise ConfigError(f"there is no actor {request.actor!r} for a GPU; expected {' or '.join(ACTORS_ON_A_GPU)}")
+    return [on_gpu(each, request.actor) for each in workloads]
+
+
+def chosen(what: str, listed: str, known: Collection[str], everything: Sequence[str]) -> list[str]:
+    """Return the names in ``listed``, in order.
+
+    Raises:
+        ConfigError: a name is unknown, or there is none.
+    """
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if names == ["all"]:
+        return list(everything)
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"there is no {what} {unknown[0]!r}; expected all, or some of {', '.join(known)}")
+    if not names:
+        raise ConfigError(f"no {what} is named; expected all, or some of {', '.join(known)}")
+    return list(dict.fromkeys(names))

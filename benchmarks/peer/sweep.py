@@ -1,26 +1,168 @@
-"""Finds the settings under which the peer is fastest: ``python -m benchmarks.peer.sweep WORKLOAD_DIR...``.
+"""The settings under which the peer is fastest, found and chosen: ``python -m benchmarks.peer.sweep WORKLOAD_DIR...``.
 
 For each number of threads: first the rollout batch, at one pass per optimizer step; then, at the best of those, the
 number of passes. Rollouts do not depend on the passes, nor the update on the rollout batch, so this finds the optimum
 of the whole grid. Every cell is a process of its own and makes the same first steps of the workload, without warm-up: a
-first step costs extra in every cell alike.
+first step costs extra in every cell alike. A comparison against any cell but the peer's best would flatter us.
+
+The peer's environment is ``.venv-peer`` of the checkout.
 """
 
 from __future__ import annotations
 
-import argparse
+import hashlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, TypeAlias
+from tempfile import TemporaryDirectory
+from typing import Annotated, Final, TypeAlias, cast
+
+from cyclopts import Parameter
+from pydantic import TypeAdapter, ValidationError
 
 from benchmarks import CHECKOUT
-from benchmarks.machine import cores_here, processor
-from benchmarks.peer.cells import SWEEP, Cell, CellTimes, Sweep, Swept, command, fingerprint
-from benchmarks.peer.workload import Spec, read_spec
+from benchmarks.harness import command, cores_here, processor
+from benchmarks.ladder.contestant import Contestant
+from benchmarks.peer.service import Spec, read_spec
+from oppo.errors import ConfigError
+
+PYTHON: Final = Path(".venv-peer/bin/python")
+PROGRAM: Final = Path("benchmarks/peer/trl_ppo.py")
+SWEEP: Final = Path("benchmarks/peer/sweep.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One setting of the peer.
+
+    Attributes:
+        rollout_batch: rows that generate and are scored at a time (TRL's ``local_rollout_forward_batch_size``).
+        minibatches: forward and backward passes an epoch; the optimizer steps as often as the workload says.
+        threads: intra-op threads.
+    """
+
+    rollout_batch: int
+    minibatches: int
+    threads: int
+
+    def arguments(self) -> list[str]:
+        """Return the program's arguments for the cell."""
+        return [
+            *("--rollout-batch", str(self.rollout_batch)),
+            *("--minibatches", str(self.minibatches)),
+            *("--threads", str(self.threads)),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class CellTimes:
+    """Wall-clock seconds of each step in a cell; step k has the same prompts in every cell."""
+
+    cell: Cell
+    seconds_per_step: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Their sum."""
+        return sum(self.seconds_per_step)
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """Every cell that was measured for one version of a workload, and the fastest."""
+
+    fingerprint: str
+    machine: str
+    cores: int
+    versions: Mapping[str, str]
+    cells: tuple[CellTimes, ...]
+    best: Cell
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The committed sweep, by workload."""
+
+    workloads: dict[str, Swept] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Sweep:
+        """Return the sweep in a file; an empty one without the file.
+
+        Raises:
+            ConfigError: the file holds no sweep.
+        """
+        if not path.exists():
+            return cls()
+        try:
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise ConfigError(f"{path} is no sweep of a peer; delete it, and sweep again: {error}") from error
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        path.write_bytes(TypeAdapter(Sweep).dump_json(self, indent=2) + b"\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The cell to run the peer with, and its origin in a sentence."""
+
+    cell: Cell
+    origin: str
+
+
+def fingerprint(directory: Path) -> str:
+    """Return 12 hexadecimal digits that change with the peer's work: models, prompts, its keys of ``spec.json``.
+
+    They do not change with settings of ours alone, such as the chunk size, nor with measurements of the models.
+    """
+    spec = json.loads((directory / "spec.json").read_text(encoding="utf-8"))
+    models = spec.pop("recipe", {}).get("models")
+    spec.pop("measured", None)
+    digest = hashlib.sha256(json.dumps([spec, models], sort_keys=True).encode())
+    digest.update((directory / "prompts.jsonl").read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def choose(sweep: Sweep, directory: Path, cores: int) -> Choice:
+    """Return the fastest cell for the workload in ``directory``, on at most ``cores`` threads."""
+    spec = json.loads((directory / "spec.json").read_text(encoding="utf-8"))
+    name = spec["workload"]
+    swept = sweep.workloads.get(name)
+    if swept is None:
+        untried = Cell(rollout_batch=spec["batch"], minibatches=spec["minibatches"], threads=cores)
+        return Choice(untried, f"workload {name} was never swept for the peer: the whole batch at once, all cores")
+    origin = f"the fastest of {len(swept.cells)} cells on {swept.machine} with {swept.cores} cores"
+    if swept.fingerprint != fingerprint(directory):
+        origin += f"; workload {name} has changed since: sweep again"
+    if swept.best.threads > cores:
+        origin += f"; with {cores} threads instead of {swept.best.threads}"
+    return Choice(replace(swept.best, threads=min(swept.best.threads, cores)), origin)
+
+
+def command_line(directory: Path, cell: Cell, checkout: Path = CHECKOUT) -> list[str]:
+    """Return the command line that starts the peer on the workload in ``directory``.
+
+    Raises:
+        ConfigError: its environment is missing.
+    """
+    return [str(interpreter(checkout)), str(checkout / PROGRAM), str(directory), *cell.arguments()]
+
+
+def interpreter(checkout: Path = CHECKOUT) -> Path:
+    """Return the Python of the peer's environment.
+
+    Raises:
+        ConfigError: it is missing.
+    """
+    python = checkout / PYTHON
+    if not python.exists():
+        raise ConfigError(f"the peer has no environment at {python}: `make bench-peer` makes it")
+    return python
+
 
 SMALLEST_SHARE: Final = 8
 """The smallest rollout batch tried, and the smallest batch of a pass, is the whole divided by this."""
@@ -78,18 +220,12 @@ def run(program: Sequence[str], steps: int) -> Report:
     """Return a contestant's report on one request for ``steps`` steps.
 
     Raises:
-        RuntimeError: it died, or its work is not the workload's.
+        ModelLost: it died, or its work is not the workload's.
+        ProtocolError: it answered otherwise.
     """
-    request = json.dumps({"run": steps}) + "\n"
-    done = subprocess.run(program, input=request, capture_output=True, text=True, check=False)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    if done.returncode or len(lines) != 2:
-        tail = "\n".join(done.stderr.splitlines()[-20:])
-        raise RuntimeError(f"{' '.join(program)} ended with {done.returncode} after {len(lines)} of 2 lines:\n{tail}")
-    ready, answer = lines
-    if "error" in answer:
-        raise RuntimeError(f"{' '.join(program)} {answer['error']}")
-    return Report(ready["ready"]["versions"], tuple(step["seconds"] for step in answer["steps"]))
+    with TemporaryDirectory(prefix="oppo-sweep-") as logs, Contestant("peer", program, log=Path(logs) / "log") as peer:
+        versions = cast("Mapping[str, str]", peer.ready()["versions"])
+        return Report(versions, tuple(step.seconds for step in peer.run(steps)))
 
 
 def swept(directory: Path, steps: int, checkout: Path = CHECKOUT) -> Swept:
@@ -97,7 +233,7 @@ def swept(directory: Path, steps: int, checkout: Path = CHECKOUT) -> Swept:
     spec, cores = read_spec(directory), len(cores_here())
 
     def measure(cell: Cell) -> Report:
-        report = run(command(directory, cell, checkout), steps)
+        report = run(command_line(directory, cell, checkout), steps)
         seconds = "  ".join(f"{each:.2f}" for each in report.seconds_per_step)
         print(f"{spec.workload}  {cell}: {seconds} s", file=sys.stderr, flush=True)
         return report
@@ -108,18 +244,26 @@ def swept(directory: Path, steps: int, checkout: Path = CHECKOUT) -> Swept:
     return Swept(fingerprint(directory), processor(), cores, versions, tuple(cells), best)
 
 
-def main() -> None:
-    """Sweep the named workloads, and replace their entries in the file."""
-    parser = argparse.ArgumentParser(description="Finds the settings under which the peer is fastest")
-    parser.add_argument("workloads", type=Path, nargs="+", help="directories of workloads")
-    parser.add_argument("--steps", type=int, default=2, help="PPO steps in each cell")
-    parser.add_argument("--json", type=Path, default=CHECKOUT / SWEEP, help="the file to bring up to date")
-    given = parser.parse_args()
-    for directory in given.workloads:
-        found = Sweep.read(given.json)
-        found.workloads[read_spec(directory).workload] = swept(directory, given.steps)
-        found.write(given.json)
+def sweep_all(
+    workloads: Annotated[list[Path], Parameter(negative=())], /, *, steps: int = 2, json: Path = CHECKOUT / SWEEP
+) -> None:
+    """Sweep the named workloads, and replace their entries in the file.
+
+    Args:
+        workloads: directories of workloads.
+        steps: PPO steps in each cell.
+        json: the file to bring up to date.
+    """
+    for directory in workloads:
+        found = Sweep.read(json)
+        found.workloads[read_spec(directory).workload] = swept(directory, steps)
+        found.write(json)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    about = "Finds the settings under which the peer is fastest."
+    return command("benchmarks.peer.sweep", about, sweep_all, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -37,8 +37,7 @@ from transformers import (
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # of a checkout: nothing is installed in the peer's environment
-from benchmarks.peer.service import InputEnded, Service
-from benchmarks.peer.workload import Prompt, Spec, batches, read_prompts, read_spec
+from benchmarks.peer.service import InputEnded, Prompt, Service, Spec, batches, read_prompts, read_spec
 
 STEPS_WITHOUT_END = 10**9
 """TRL requires a number of steps, which the ruler decides while it runs."""

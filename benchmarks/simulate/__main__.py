@@ -6,22 +6,23 @@ in ``paper.json`` and writes the tables of ``docs/simulate.md``.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import CHECKOUT
+from benchmarks.harness import keep, require_writable
 from benchmarks.simulate import paper
 from benchmarks.simulate.check import CheckedResult, LadderResult, check
-from oppo.cli import DONE, FAILED, call, program
+from oppo.cli import DONE, FAILED, call, note, program
 from oppo.durable import put
 
-PAGE = Path("docs/simulate.md")
+PAGE: Final = CHECKOUT / "docs" / "simulate.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,10 +50,10 @@ def check_results(
     out
         Write the comparison to this file too.
     """
+    require_writable({"--json": out})
     checked = list(check([result for path in results for result in LadderResult.read(path)], on))
     Console(width=110).print(table(checked))
-    if out is not None:
-        put(out, [json.dumps({"on": on, "results": [each.as_json() for each in checked]}, indent=2) + "\n"])
+    keep(out, {"on": on, "results": [each.as_json() for each in checked]})
     return DONE if all(each.right for each in checked) else FAILED
 
 
@@ -67,8 +68,8 @@ def simulate_paper(*, anew: bool = False) -> int:
     if anew:
         paper.RESULTS.unlink(missing_ok=True)
     results = paper.Results()
-    paper.simulate(results, lambda sentence: print(sentence, file=sys.stderr, flush=True))
-    put(PAGE, [paper.in_page(PAGE.read_text(encoding="utf-8"), paper.page(results))])
+    paper.simulate(results, note)
+    put(PAGE, [paper.in_page(PAGE.read_text(encoding="utf-8"), results)])
     return DONE
 
 
@@ -84,7 +85,7 @@ def table(checked: Sequence[CheckedResult]) -> Table:
                 f"{each.workload}, {each.layout}",
                 ratio.mode,
                 each.over,
-                f"{ratio.measured.median:.2f} ({ratio.measured.low:.2f} - {ratio.measured.high:.2f})",
+                str(ratio.measured),
                 f"{ratio.simulated:.2f}",
                 f"{ratio.error:+.0%}".replace("%", " %"),
                 ", ".join(wrong) or "right",

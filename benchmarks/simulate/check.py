@@ -20,10 +20,9 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.ladder.layout import seats
-from benchmarks.ladder.measures import Spread
-from benchmarks.ladder.modes import MODES, Mode
-from benchmarks.ladder.workloads import WORKLOADS, BenchWorkload, Layout
+from benchmarks.harness import Spread
+from benchmarks.ladder.pipeline import seats
+from benchmarks.ladder.workloads import MODES, WORKLOADS, BenchWorkload, Layout, Mode
 from oppo.admission import Observation
 from oppo.admission.chunking import Fixed
 from oppo.errors import DataError
@@ -64,7 +63,7 @@ THREE_ON_TWO: Final = 0.25
 
 
 def cores_of(layout: Layout, mode: Mode, *, apart: bool) -> Cores:
-    """Return what the seats of a mode (:func:`benchmarks.ladder.layout.seats`) make of work; ``apart`` as there."""
+    """Return what the seats of a mode (:func:`benchmarks.ladder.pipeline.seats`) make of work; ``apart`` as there."""
     place = seats(layout, (0, 1), held=mode.held, apart=apart)
     contention = LAYOUTS[layout]
     if apart and layout == "split":
@@ -148,11 +147,7 @@ class LadderResult:
 
     def measured(self, mode: str, over: str) -> Spread:
         """Return the speed of a mode over that of another, by pairs of rounds."""
-        return _speed(self.per_token(mode), self.per_token(over))
-
-
-def _speed(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    return Spread.of(their / our for our, their in zip(ours, theirs, strict=True))
+        return Spread.of_ratios(self.per_token(over), self.per_token(mode))
 
 
 def _step(record: Mapping[str, Any]) -> tuple[MeasuredStep, float]:
@@ -368,7 +363,9 @@ def check(results: Sequence[LadderResult], on: str) -> Iterator[CheckedResult]:
         if not result.fits(source) or over not in result.rounds or not modes:
             continue
         took = {mode: simulated(adapted(system, source, result, mode), result, mode) for mode in result.rounds}
-        ratios = [Ratio(mode, result.measured(mode, over), _speed(took[mode], took[over]).median) for mode in modes]
+        ratios = [
+            Ratio(mode, result.measured(mode, over), Spread.of_ratios(took[over], took[mode]).median) for mode in modes
+        ]
         yield CheckedResult(result.workload.name, result.layout, over, ratios, wrong_order(ratios))
 
 

@@ -7,18 +7,17 @@ the others train, and reference and critic read along on the reward model's devi
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
+from benchmarks.harness import markdown, placed
+from benchmarks.simulate.outcomes import Outcomes
 from oppo.admission import Admission, Continuous, Overcommit, Synchronous, TailAdaptive
 from oppo.app.profile import load_profile
 from oppo.simulate.profile import EngineSection, Profile
@@ -171,33 +170,11 @@ def bound(setting: str, engine: Engine, decode: int = 0) -> float:
     return profile.bound(lengths.reshape(batches, profile.workload.batch)) * batches / float(lengths.sum())
 
 
-class Results:
-    """The outcomes that are known.
-
-    Args:
-        path: of the file that holds them.
-    """
+class Results(Outcomes[Cell]):
+    """The outcomes that are known, by cell."""
 
     def __init__(self, path: Path = RESULTS) -> None:
-        self._path = path
-        written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        self._outcomes = {Cell(**each["cell"]): _outcome(each["outcome"]) for each in written}
-
-    def __len__(self) -> int:
-        return len(self._outcomes)
-
-    def __getitem__(self, cell: Cell) -> ScheduleOutcome:
-        return self._outcomes[cell]
-
-    def simulate(self, cells: Iterable[Cell], tell: Callable[[str], None]) -> None:
-        """Make the runs that are missing, as many at a time as there are cores; each is kept when it is over."""
-        missing = [cell for cell in dict.fromkeys(cells) if cell not in self._outcomes]
-        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-            runs = {pool.submit(cell.run): cell for cell in missing}
-            for number, run in enumerate(as_completed(runs), 1):
-                self._outcomes[runs[run]] = run.result()
-                tell(f"{number} of {len(missing)}: {runs[run]}")
-                self._save()
+        super().__init__(path, Cell)
 
     def outcomes(
         self, setting: str, engine: Engine, row: Row, *, decode: int | None = None, max_deferrals: int = FORESEEN
@@ -210,11 +187,6 @@ class Results:
     def decoding(self, setting: str, engine: Engine, row: Row) -> int:
         """Return the number of decoding devices with which a row is fastest, with the first seed; 0 without a split."""
         return min(splits(setting, engine, row), key=lambda cell: self[cell].seconds).decode
-
-    def _save(self) -> None:
-        ordered = sorted(self._outcomes.items(), key=lambda each: str(each[0]))
-        records = [{"cell": asdict(cell), "outcome": asdict(outcome)} for cell, outcome in ordered]
-        self._path.write_text("[\n" + ",\n".join(json.dumps(each) for each in records) + "\n]\n", encoding="utf-8")
 
 
 def splits(setting: str, engine: Engine, row: Row) -> list[Cell]:
@@ -247,34 +219,21 @@ def shown(setting: str, engine: Engine) -> list[Row]:
     return [row for row in ROWS if ablated or not row.name.startswith("inter")]
 
 
-def _outcome(record: Mapping[str, object]) -> ScheduleOutcome:
-    return ScheduleOutcome(**{**record, "extras": tuple(record["extras"])})  # type: ignore[arg-type]  # written by asdict
+BEGIN: Final = "<!-- python -m benchmarks.simulate paper -->\n"
 
 
-BEGIN: Final = "<!-- tables of benchmarks/simulate/paper.py -->\n"
-END: Final = "<!-- end of tables -->"
-
-
-def in_page(text: str, tables: str) -> str:
-    """Return the text of a page with these tables between its marks.
+def in_page(text: str, results: Results) -> str:
+    """Return the text of ``docs/simulate.md`` with the tables of the results.
 
     Raises:
         ValueError: it lacks the marks.
     """
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page lacks the marks {BEGIN.strip()} and {END}")
-    return f"{before}{BEGIN}\n{tables.strip()}\n\n{END}{after}"
-
-
-def page(results: Results) -> str:
-    """Return the tables of ``docs/simulate.md``."""
     lines = [*ablation(results)]
     for engine in ENGINES:
         for setting in SETTINGS:
             lines += settings_table(results, setting, engine)
-    return "\n".join([*lines, *split_table(results)])
+    tables = "\n".join([*lines, *split_table(results)])
+    return placed(text, BEGIN, f"\n{tables.strip()}\n\n")
 
 
 PAPER: Final = {"intra: chunk": "1.2", "inter: serial, Delta 8": "1.6", "both: chunk, Delta 8": "1.83"}
@@ -284,25 +243,24 @@ PAPER: Final = {"intra: chunk": "1.2", "inter: serial, Delta 8": "1.6", "both: c
 def ablation(results: Results) -> Iterator[str]:
     """Yield the ablation of the 7B setting."""
     yield "### The ablation of the 7B setting\n"
-    yield "| | serial, s a step | speed | the paper reports |\n|---|---|---|---|"
-    base = results.outcomes("se-7b", "like TRL's", ROWS[0])
+    base, rows = results.outcomes("se-7b", "like TRL's", ROWS[0]), []
     for row in ROWS[1:4]:
         speed = speeds(base, results.outcomes("se-7b", "like TRL's", row))
-        yield f"| {row.name} | {mean(base):.0f} | {ranged(speed)} | {PAPER[row.name]} |"
+        rows.append([row.name, f"{mean(base):.0f}", ranged(speed), PAPER[row.name]])
+    yield markdown(["", "serial, s a step", "speed", "the paper reports"], rows)
     yield ""
 
 
 def settings_table(results: Results, setting: str, engine: Engine) -> Iterator[str]:
     """Yield the schedules of a setting."""
     yield f"### {setting}, engine {engine}\n"
-    yield "| schedule | devices | s a step | speed | mean lag | largest | idle | of the bound |"
-    yield "|---|---|---|---|---|---|---|---|"
-    base = results.outcomes(setting, engine, ROWS[0])
+    base, rows = results.outcomes(setting, engine, ROWS[0]), []
     for row in shown(setting, engine):
         decode = results.decoding(setting, engine, row)
         devices = f"{decode} decode, {DEVICES - decode} train" if decode else f"{DEVICES} in turn"
         found = results.outcomes(setting, engine, row)
-        yield line(row.name, devices, base, found, bound(setting, engine, decode))
+        rows.append([row.name, devices, *figures(base, found, bound(setting, engine, decode))])
+    yield markdown(["schedule", "devices", *FIGURES], rows)
     yield ""
 
 
@@ -319,28 +277,32 @@ SPLIT_CELLS: Final = tuple(
 def split_table(results: Results) -> Iterator[str]:
     """Yield what the split of the devices makes of the 7B setting on the serving engine, and bounded deferral."""
     yield "### se-7b on the serving engine: which devices decode, and how often a rollout may be carried\n"
-    yield "| schedule | devices | deferrals | s a step | speed | mean lag | largest | idle | of the bound |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    base = results.outcomes("se-7b", "serving", ROWS[0])
+    base, rows = results.outcomes("se-7b", "serving", ROWS[0]), []
     words = dict(DEFERRALS)
     for cells in SPLIT_CELLS:
         cell = cells[0]
-        devices = f"{cell.decode} decode, {DEVICES - cell.decode} train | {words[cell.max_deferrals]}"
+        devices = f"{cell.decode} decode, {DEVICES - cell.decode} train"
         found = [results[each] for each in cells]
-        yield line(cell.row, devices, base, found, bound("se-7b", "serving", cell.decode))
+        told = figures(base, found, bound("se-7b", "serving", cell.decode))
+        rows.append([cell.row, devices, words[cell.max_deferrals], *told])
+    yield markdown(["schedule", "devices", "deferrals", *FIGURES], rows)
     yield ""
 
 
-def line(
-    name: str, devices: str, base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome], least: float
-) -> str:
-    """Return a line of a table."""
-    speed, lag = speeds(base, found), np.mean([each.lag for each in found])
-    longest, idle = max(each.longest_lag for each in found), np.mean([each.idle for each in found])
-    figures = (
-        f"{mean(found):.1f} | {ranged(speed)} | {lag:.2f} | {longest} | {idle:.0%} | {least / per_token(found):.0%}"
-    )
-    return f"| {name} | {devices} | {figures} |".replace("%", " %")
+FIGURES: Final = ("s a step", "speed", "mean lag", "largest", "idle", "of the bound")
+
+
+def figures(base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome], least: float) -> list[str]:
+    """Return a row of :data:`FIGURES`; ``least`` is the bound in seconds for each token."""
+    lag, idle = np.mean([each.lag for each in found]), np.mean([each.idle for each in found])
+    return [
+        f"{mean(found):.1f}",
+        ranged(speeds(base, found)),
+        f"{lag:.2f}",
+        f"{max(each.longest_lag for each in found)}",
+        f"{100 * idle:.0f} %",
+        f"{100 * least / per_token(found):.0f} %",
+    ]
 
 
 def mean(outcomes: Sequence[ScheduleOutcome]) -> float:

@@ -1,4 +1,4 @@
-"""oppo's policy on vLLM beside vLLM alone: ``decoding`` and ``publishing`` measure, ``models`` has the sizes.
+"""oppo's policy on vLLM beside vLLM alone: ``compare`` measures, ``cases`` has the sizes and shows them.
 
-``offline`` is the program that measures vLLM's ``LLM`` in a process of its own.
+``learning`` is what the demo's models learn on vLLM.
 """

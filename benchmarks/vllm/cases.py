@@ -1,4 +1,9 @@
-"""The comparisons of one model, shown and written."""
+"""The comparisons of one model, shown and written; the models are Llamas of random weights that are made once.
+
+``python -m benchmarks.vllm.cases DIRECTORY LENGTHS ROUNDS`` is vLLM's offline ``LLM`` on a batch, tokens a second. All
+requests are given to one call of ``LLM.generate``, which returns when the last has ended. ``LENGTHS`` is a JSON list;
+the answer is one on standard output. Everything else goes to standard error.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +13,93 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, Final, cast
 
 import anyio
+from transformers import LlamaForCausalLM
 
 from benchmarks import CHECKOUT
-from benchmarks.machine import Machine
-from benchmarks.vllm.decoding import DecodingComparison, Recorded, compare_decoding, length_of
-from benchmarks.vllm.models import ARGUMENTS, LENGTHS, Size
-from benchmarks.vllm.publishing import PublishComparison, compare_publishing
-from benchmarks.vllm.versions import versions
+from benchmarks.decoding import lognormal_lengths
+from benchmarks.harness import aligned, on_this_machine, versions
+from benchmarks.ladder.directory import cache_directory, config_of
+from benchmarks.ladder.workloads import Shape
+from benchmarks.vllm.compare import (
+    DecodingComparison,
+    PublishComparison,
+    Recorded,
+    compare_decoding,
+    compare_publishing,
+    length_of,
+    prompts_of,
+)
+from oppo import observe
+from oppo.demo.assets import alone, made_once
 from oppo.errors import ModelLost
 from oppo.models import Sampling
 from oppo.vllm import VllmEngine, VllmPolicy
+from oppo.vllm.arguments import ALWAYS, ON_CPU
+
+POSITIONS: Final = 512
+
+LENGTHS: Final = lognormal_lengths(32)
+"""Tokens of the responses of a batch."""
+
+ARGUMENTS: Final[Mapping[str, object]] = MappingProxyType(
+    {"dtype": "float32", "max_model_len": POSITIONS, "max_num_seqs": 64}
+)
+"""Of every engine, beside those that oppo sets and its defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model.
+
+    Attributes:
+        tied: whether the output layer is the embedding.
+    """
+
+    name: str
+    shape: Shape
+    vocabulary: int
+    tied: bool = False
+
+    def model(self) -> LlamaForCausalLM:
+        """Return the model in float32, its weights always the same."""
+        config = config_of(self.shape, self.vocabulary, POSITIONS)
+        config.tie_word_embeddings = self.tied
+        with alone(0):
+            return LlamaForCausalLM(config)
+
+    def directory(self, cache: Path | None = None) -> Path:
+        """Return the directory that the model is saved in; it is made once, in ``cache``."""
+        return made_once((cache or cache_directory()) / f"vllm-{self.name}", self._save)
+
+    def _save(self, directory: Path) -> None:
+        self.model().save_pretrained(directory)
+
+
+SIZES: Final[Mapping[str, Size]] = MappingProxyType(
+    {
+        "5m": Size("5m", Shape(hidden=256, intermediate=704, layers=6, heads=4), vocabulary=640),
+        "135m": Size(
+            "135m",
+            Shape(hidden=576, intermediate=1536, layers=30, heads=9, kv_heads=3),
+            vocabulary=49_152,
+            tied=True,
+        ),
+    }
+)
+"""By name; the larger has the shape of SmolLM2-135M."""
+
+
+def made_with() -> Mapping[str, str]:
+    """Return the versions of torch, transformers and vLLM, whatever distribution vLLM came in."""
+    (vllm, *_) = packages_distributions().get("vllm", ["vllm"])
+    return versions("torch", "transformers", vllm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +157,7 @@ def offline(directory: Path, rounds: int) -> tuple[float, ...]:
     Raises:
         ModelLost: the process failed.
     """
-    command = [sys.executable, "-m", "benchmarks.vllm.offline", str(directory), json.dumps(LENGTHS), str(rounds)]
+    command = [sys.executable, "-m", "benchmarks.vllm.cases", str(directory), json.dumps(LENGTHS), str(rounds)]
     done = subprocess.run(command, cwd=CHECKOUT, env=dict(os.environ), capture_output=True, text=True, check=False)
     if done.returncode:
         raise ModelLost(f"vLLM's LLM ended with exit code {done.returncode}; it said last:\n{done.stderr[-1500:]}")
@@ -89,24 +166,57 @@ def offline(directory: Path, rounds: int) -> tuple[float, ...]:
 
 def show(cases: Sequence[Case]) -> str:
     """Return a table of the cases."""
-    head = f"{'model':<6} {'ours':>7} {'bare':>7} {'ratio':>6} {'offline':>8}   {'publish':>8} {'copy':>8} {'times':>6}"
-    rows = [
-        f"{case.model:<6} {median(case.decoding.ours):>7,.0f} {median(case.decoding.bare):>7,.0f} "
-        f"{case.decoding.ratio:>6.2f} {median(case.offline):>8,.0f}   {median(case.publishing.publishing):>7.3f}s "
-        f"{median(case.publishing.copying):>7.3f}s {case.publishing.ratio:>6.1f}"
-        for case in cases
-    ]
+    rows = [["model", "ours", "bare", "ratio", "offline", "publish", "copy", "times"]]
+    for case in cases:
+        decoding, publishing = case.decoding, case.publishing
+        ours, bare, offline = (f"{median(speeds):,.0f}" for speeds in (decoding.ours, decoding.bare, case.offline))
+        seconds = [f"{median(each):.3f}s" for each in (publishing.publishing, publishing.copying)]
+        rows.append([case.model, ours, bare, f"{decoding.ratio:.2f}", offline, *seconds, f"{publishing.ratio:.1f}"])
     foot = "ours, bare, offline: tokens a second, medians over the rounds; publish, copy: seconds, likewise"
-    return "\n".join([head, "-" * len(head), *rows, foot])
+    return "\n".join([aligned(rows), foot])
 
 
 def as_json(cases: Sequence[Case], rounds: int) -> Mapping[str, object]:
     """Return the file of results."""
-    return {
-        "machine": asdict(Machine.here("cpu")),
-        "versions": versions(),
-        "arguments": dict(ARGUMENTS),
-        "lengths": LENGTHS,
-        "rounds": rounds,
-        "cases": [case.as_json() for case in cases],
-    }
+    return on_this_machine(
+        {
+            "versions": made_with(),
+            "arguments": dict(ARGUMENTS),
+            "lengths": LENGTHS,
+            "rounds": rounds,
+            "cases": [case.as_json() for case in cases],
+        }
+    )
+
+
+def main(directory: str, lengths: str, rounds: str) -> None:
+    """Print the speed of each round after the first."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams  # noqa: PLC0415 - it logs to standard output when imported
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    wanted: list[int] = json.loads(lengths)
+    vocabulary = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    prompts = [prompt for prompt, _ in zip(prompts_of(wanted, vocabulary), wanted, strict=False)]
+    llm = LLM(model=directory, **ALWAYS, **(ON_CPU if current_platform.is_cpu() else {}), **ARGUMENTS)
+    speeds = []
+    for _ in range(int(rounds) + 1):
+        start = observe.now()
+        made = llm.generate(
+            [{"prompt_token_ids": prompt.tokens.tolist()} for prompt in prompts],
+            [
+                SamplingParams(
+                    max_tokens=length_of(prompt), seed=prompt.admission, logprobs=0, ignore_eos=True, detokenize=False
+                )
+                for prompt in prompts
+            ],
+            use_tqdm=False,
+        )
+        speeds.append(sum(len(each.outputs[0].token_ids) for each in made) / (observe.now() - start))
+    answers.write(json.dumps(speeds[1:]) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from json import dumps
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -19,12 +18,12 @@ from rich.console import Console
 
 from benchmarks import CHECKOUT
 from benchmarks.convergence.results import Plan, Results
-from benchmarks.convergence.schedules import CHUNK, SCHEDULES
-from benchmarks.convergence.training import answers, assets_of, demo_of
-from benchmarks.machine import Machine
-from benchmarks.vllm.versions import versions
+from benchmarks.convergence.runs import answers, assets_of, demo_of
+from benchmarks.convergence.studies import CHUNK, SCHEDULES
+from benchmarks.harness import command, keep, on_this_machine, require_writable
+from benchmarks.vllm.cases import made_with
 from oppo.app.train import FINAL, prepare, run
-from oppo.cli import DONE, call, note, program
+from oppo.cli import note
 from oppo.demo.run import settings_of
 from oppo.errors import DataError
 from oppo.observe import silent
@@ -90,29 +89,26 @@ def measure(folder: Path, seeds: int = SEEDS, tell: Callable[[str], None] = sile
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    app = program("python -m benchmarks.vllm.learning", "What the demo's models learn on vLLM.")
-    app.default(study)
-    return call(app, arguments)
+    return command("benchmarks.vllm.learning", "What the demo's models learn on vLLM.", study, arguments)
 
 
-def study(*, seeds: int = SEEDS, json: Path | None = None) -> int:
+def study(*, seeds: int = SEEDS, json: Path | None = None) -> None:
     """Train the demo's policy on vLLM, and show what it gained.
 
     Args:
         seeds: how many runs.
         json: write the results to this file.
     """
+    require_writable({"--json": json})
     with TemporaryDirectory(prefix="oppo-vllm-learning-") as folder:
         found = measure(Path(folder), seeds, note)
-    if json is not None:
-        facts = {"machine": asdict(Machine.here("cpu")), "versions": versions(), "steps": STEPS, "examined": EXAMINED}
-        json.write_text(dumps(facts | asdict(found) | {"gains": found.gains}, indent=2) + "\n", encoding="utf-8")
+    facts = {"versions": made_with(), "steps": STEPS, "examined": EXAMINED}
+    keep(json, on_this_machine({**facts, **asdict(found), "gains": found.gains}))
     gains = ", ".join(f"{gain:+.2f}" for gain in found.gains)
     print(
         f"gained in {STEPS} steps on vLLM: {gains}; on transformers, in all steps of the study: "
         f"{found.transformers:+.2f} in the mean of {found.seeds} seeds"
     )
-    return DONE
 
 
 if __name__ == "__main__":

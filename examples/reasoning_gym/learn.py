@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import oppo
-from benchmarks.machine import processor
+from benchmarks.harness import processor
 from examples.reasoning_gym import make_model
 from examples.reasoning_gym.make_model import CONFIG, ROWS, TASK
 from oppo.errors import OppoError

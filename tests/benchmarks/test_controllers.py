@@ -9,8 +9,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from benchmarks.controllers.compare import (
+from benchmarks.controllers import (
+    DOCS,
+    ENGINES,
     FRONTIER,
+    REGIMES,
     SEEDS,
     Cell,
     Results,
@@ -19,13 +22,12 @@ from benchmarks.controllers.compare import (
     mean_lag,
     mean_speed,
     mean_worth,
+    page,
+    system,
 )
-from benchmarks.controllers.page import DOCS, page
-from benchmarks.controllers.regimes import ENGINES, REGIMES, system
 from oppo.admission import Admission, Overcommit, TailAdaptive
-from oppo.simulate.costs import System, Workload
+from oppo.simulate.costs import Decoder, Lognormal, Passes, Reader, System, Updater, Workload
 from oppo.simulate.run import Schedule, SimulatedRun
-from tests.benchmarks.desk import desk, desk_workload
 
 IN_VAIN = {"capped", "train-bound", "score-bound"}
 """Regimes in which deferring saves next to nothing."""
@@ -33,7 +35,7 @@ IN_VAIN = {"capped", "train-bound", "score-bound"}
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return Results.load()
+    return Results()
 
 
 each_seed = pytest.mark.parametrize("seed", SEEDS)
@@ -98,7 +100,7 @@ def test_the_page_shows_the_results(results: Results) -> None:
 
 def assert_comes_out_again(results: Results, cell: Cell) -> None:
     """Simulate a cell; sums are rounded otherwise on another processor, and decisions are the same."""
-    ours, theirs = asdict(cell.run()), asdict(results.outcomes[cell])
+    ours, theirs = asdict(cell.run()), asdict(results[cell])
     inexact = {name for name, value in theirs.items() if isinstance(value, float)}
     assert {name: ours[name] for name in ours.keys() - inexact} == {
         name: theirs[name] for name in ours.keys() - inexact
@@ -134,9 +136,29 @@ def test_a_small_run_gains_time_from_deferring_and_foretells_it() -> None:
     assert adaptive.extras[0] == 0, "it only watches at first"
 
 
+def desk(row: float) -> System:
+    """Return the costs of models of some millions of parameters, as measured: in proportion to the tokens of responses.
+
+    One core decodes and trains, the other one scores.
+
+    Args:
+        row: seconds of a decode step for each live row.
+    """
+    return System(
+        decoder=Decoder(step=5.6e-3, row=row),
+        readers={"reward": Reader(passes=Passes(token=0.75e-3))},  # reference and critic included
+        updater=Updater(passes=Passes(token=0.54e-3)),
+    )
+
+
+def desk_workload(batch: int, sigma: float = 1.0, cap: int = 384) -> Workload:
+    """Return the workload of a batch of that size."""
+    return Workload(batch=batch, lengths=Lognormal(median=(40, 40), sigma=sigma, cap=cap), cap=cap, prompt=0)
+
+
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(0.375e-3, id="cheap rows"), pytest.param(0.75e-3, id="dear rows", marks=pytest.mark.deep)],
+    [pytest.param(0.375e-3, id="cheap rows"), pytest.param(0.75e-3, id="expensive rows", marks=pytest.mark.deep)],
 )
 def test_a_short_run_of_small_batches_is_nearly_as_good_as_the_best_delta_for_it(row: float) -> None:
     """After its first step, at the price it is asked for; nobody knows the best Delta beforehand."""

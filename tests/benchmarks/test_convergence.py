@@ -1,12 +1,10 @@
-"""The studies of convergence: their statistics, that they go on where they were stopped, and what they write."""
+"""The studies of convergence: their statistics, that they go on where they were stopped, and what the page shows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, replace
-from functools import partial
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import anyio
 import numpy as np
@@ -26,15 +24,10 @@ from benchmarks.convergence.comparison import (
     pace,
     reached,
 )
-from benchmarks.convergence.figure import figure
-from benchmarks.convergence.lookahead import ARMS as DEEP, LOOKAHEAD, listed
-from benchmarks.convergence.missing import cells, complete
-from benchmarks.convergence.page import END, placed
 from benchmarks.convergence.results import Answers, Cell, Estimate, OffPolicy, Outcome, Plan, Results
-from benchmarks.convergence.schedules import ADAPTIVE, ARMS, SCHEDULES, SERIAL, STALE, findings, section, table
-from benchmarks.convergence.studies import STUDIES
-from benchmarks.convergence.study import Study
-from benchmarks.machine import cores_here
+from benchmarks.convergence.runs import cells, complete
+from benchmarks.convergence.studies import ADAPTIVE, LOOKAHEAD, SCHEDULES, SERIAL, STALE, STUDIES, Study, figure
+from benchmarks.harness import cores_here, placed
 from oppo.config.sections import StepSection
 from oppo.config.settings import Settings
 from oppo.demo.assets import Assets, Facts
@@ -44,6 +37,7 @@ from oppo.testing import run_virtual
 
 START = Answers(Estimate(0.1, 0.05), Estimate(0.0, 0.0), Estimate(34.0, 2.0))
 PLAN = Plan(steps=3, batch=8, examined=16)
+ARMS, DEEP = SCHEDULES.arms, LOOKAHEAD.arms
 
 
 def outcome(score: float, kl: float = 6.0) -> Outcome:
@@ -91,9 +85,10 @@ def deep(seeds: int, changed: Mapping[str, Outcome]) -> Results:
     )
 
 
-def test_the_interval_of_two_values_is_bounded_by_them() -> None:
+def test_the_interval_of_two_values_is_bounded_by_them_and_the_same_twice() -> None:
     found = bootstrap([0.0, 1.0])
     assert (found.low, found.mean, found.high) == (0.0, 0.5, 1.0)
+    assert bootstrap([0.3, 0.1, 0.8, 0.2]) == bootstrap([0.3, 0.1, 0.8, 0.2])
 
 
 def test_the_interval_of_many_values_is_that_of_the_normal_approximation() -> None:
@@ -102,10 +97,6 @@ def test_the_interval_of_many_values_is_that_of_the_normal_approximation() -> No
     half = 1.645 * float(values.std()) / 20
     assert found.mean == pytest.approx(float(values.mean()))
     assert (found.mean - found.low, found.high - found.mean) == pytest.approx((half, half), rel=0.05)
-
-
-def test_intervals_are_the_same_twice() -> None:
-    assert bootstrap([0.3, 0.1, 0.8, 0.2]) == bootstrap([0.3, 0.1, 0.8, 0.2])
 
 
 def test_pairs_remove_what_seeds_have_in_common() -> None:
@@ -135,22 +126,11 @@ def test_it_holds_where_all_of_the_interval_is_within_ten_percent(
 ) -> None:
     made = results(seeds, {ADAPTIVE.name: shift})
     assert difference(made, ADAPTIVE.name, SERIAL.name, SCORE).conclusion == conclusion
-    assert f"**{conclusion}**" in findings(made).splitlines()[0]
 
 
 def test_what_gains_nothing_decides_nothing() -> None:
     made = results(8, {arm: lambda _seed: -1.1 for arm in ARMS})
     assert difference(made, ADAPTIVE.name, SERIAL.name, SCORE).holds is None
-
-
-def test_harm_is_a_score_that_is_lower_beyond_chance() -> None:
-    def judged(made: Results) -> str:
-        return next(line for line in findings(made).splitlines() if line.startswith(f"- `{STALE.name}`"))
-
-    assert "does harm" in judged(results(8, {STALE.name: lambda seed: -0.3 + 0.05 * seed}))
-    assert "shows no harm" in judged(results(8, {STALE.name: lambda seed: 0.3 * (-1) ** seed}))
-    assert "is not judged" in judged(results(LEAST - 1, {STALE.name: lambda _seed: -0.3}))
-    assert "shows no harm" in judged(results(8, {}))
 
 
 @pytest.mark.parametrize(
@@ -177,12 +157,14 @@ def test_two_arms_are_compared_in_parts_of_what_a_third_gained() -> None:
 
 
 def test_nothing_is_compared_without_a_whole_seed_or_the_base_policy() -> None:
-    for made, sentence in (
-        (replace(results(5, {}), start=None), "base policy has not been examined"),
-        (replace(results(5, {}), outcomes={}), "before all arms of one seed"),
+    for made, named in (
+        (replace(results(5, {}), start=None), "base policy"),
+        (replace(results(5, {}), outcomes={}), "all arms"),
     ):
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=named):
             difference(made, ADAPTIVE.name, SERIAL.name, SCORE)
+    with pytest.raises(ValueError, match="lags"):
+        by_updates(outcome(1.0))
 
 
 def test_the_noise_of_examining_falls_with_the_seeds() -> None:
@@ -220,7 +202,7 @@ def test_a_run_that_is_too_short_for_its_lookahead_has_no_first_half() -> None:
     cut = lagging(4)
     assert cut.off_policy is not None
     short = replace(cut, scores=cut.scores[:8], off_policy=replace(cut.off_policy, lags=cut.off_policy.lags[:8]))
-    with pytest.raises(ValueError, match="make more --steps"):
+    with pytest.raises(ValueError, match="--steps"):
         early(short)
 
 
@@ -261,47 +243,8 @@ def test_the_interval_of_a_pace_is_that_of_the_seeds() -> None:
     assert found.mean == pytest.approx(1.0)
 
 
-def test_lags_that_were_not_kept_are_asked_for() -> None:
-    with pytest.raises(ValueError, match="make the run again"):
-        by_updates(outcome(1.0))
-
-
 class StoppedError(Exception):
     """The study was stopped."""
-
-
-def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
-    asked: list[Cell] = []
-    started: list[Plan] = []
-    file = tmp_path / "made" / "results.json"
-
-    async def start(plan: Plan) -> Answers:
-        started.append(plan)
-        return START
-
-    async def run(plan: Plan, cell: Cell) -> Outcome:
-        assert plan == PLAN
-        if len(asked) == 7:
-            raise StoppedError
-        asked.append(cell)
-        return outcome(1.0 + cell.seed)
-
-    def go_on(seeds: int) -> Results:
-        found = Results.go_on(file, tuple(ARMS), PLAN)
-        anyio.run(partial(complete, found, file, seeds, start=start, outcome=run, tell=lambda _line: None))
-        return found
-
-    with pytest.raises(StoppedError):
-        go_on(2)
-    assert len(Results.load(file, ARMS).outcomes) == 7
-    assert Results.load(file, ARMS).whole() == [0]
-    first, asked[:] = list(asked), []
-    assert go_on(2).whole() == [0, 1]
-    assert [*first, *asked] == list(cells(tuple(ARMS), 2))
-    assert started == [PLAN]
-    asked.clear()
-    go_on(1)
-    assert not asked, "everything is there"
 
 
 class Runs:
@@ -311,6 +254,7 @@ class Runs:
         self.fails = fails
         self.now: set[Cell] = set()
         self.most = 0
+        self.made: list[Cell] = []
         self.cancelled: list[Cell] = []
 
     async def start(self, _plan: Plan) -> Answers:
@@ -318,6 +262,7 @@ class Runs:
 
     async def outcome(self, _plan: Plan, cell: Cell) -> Outcome:
         self.now.add(cell)
+        self.made.append(cell)
         self.most = max(self.most, len(self.now))
         try:
             await anyio.sleep(0.5 if cell == self.fails else 1.0)
@@ -349,6 +294,7 @@ def test_so_many_runs_are_made_at_a_time_and_each_is_saved(tmp_path: Path, jobs:
     assert runs.most == jobs
     assert set(found.outcomes) == set(cells(tuple(ARMS), 2))
     assert Results.load(file, ARMS) == found
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_a_run_that_fails_ends_the_others_and_what_was_done_is_kept(tmp_path: Path) -> None:
@@ -364,6 +310,11 @@ def test_a_run_that_fails_ends_the_others_and_what_was_done_is_kept(tmp_path: Pa
     assert set(Results.load(file, ARMS).outcomes) == {first, second}
     assert len(runs.cancelled) == 1
     assert not runs.now
+    runs.fails, found = None, Results.go_on(file, tuple(ARMS), found.plan)
+    runs.made.clear()
+    run_virtual(make)
+    assert set(runs.made) == set(cells(tuple(ARMS), 1)) - {first, second}, "what was stopped goes on where it was"
+    assert found.whole() == [0]
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
@@ -375,17 +326,10 @@ def test_arms_take_turns_within_a_seed_and_none_is_always_first(study: Study) ->
     assert {every[count * seed].arm for seed in range(count)} == set(study.arms)
 
 
-@pytest.mark.parametrize("saved", [results(2, {ADAPTIVE.name: lambda seed: 0.1 * seed}), deep(2, {})], ids=STUDIES)
-def test_the_file_gives_back_what_was_saved(saved: Results, tmp_path: Path) -> None:
-    saved.save(tmp_path / "made.json")
-    assert Results.load(tmp_path / "made.json", saved.arms) == saved
-    assert [path.name for path in tmp_path.iterdir()] == ["made.json"]
-
-
 @pytest.mark.parametrize("other", [replace(PLAN, steps=4), replace(PLAN, jobs=2)], ids=["steps", "jobs"])
 def test_runs_of_two_plans_are_not_put_together(other: Plan, tmp_path: Path) -> None:
     results(1, {}).save(tmp_path / "made.json")
-    with pytest.raises(ConfigError, match="choose another --out"):
+    with pytest.raises(ConfigError, match="--out"):
         Results.go_on(tmp_path / "made.json", ARMS, other)
 
 
@@ -431,87 +375,13 @@ def test_arms_of_lookahead_carry_nothing_and_begin_as_many_steps_as_their_name_s
         assert step.publish == ("in-flight" if name.endswith("-flight") else "cut")
 
 
-def test_the_table_has_a_row_for_every_arm() -> None:
-    rows = table(results(8, {ADAPTIVE.name: lambda _seed: -0.2})).splitlines()
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == list(ARMS)
-    assert "| 0.90 | -20.0% (-20.0% to -20.0%) |" in rows[2 + list(ARMS).index("adaptive")]
-    assert "| 4.5 | 0.25 | 20% |" in rows[2]
-
-
-def test_the_table_of_lookahead_has_a_row_for_every_arm_in_parts_of_what_n0_gained() -> None:
-    slower = lagging(4, 0.9, 4.5, rise=lambda k: 0.08 * k)
-    rows = LOOKAHEAD.table(deep(8, {"n4": slower})).splitlines()
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == list(DEEP)
-    by_arm = {row.split(" | ")[0].removeprefix("| "): row for row in rows[2:]}
-    assert "| 1.10 | - | - | 8.5 | 8.5 | 12.0 | 6.0 (6.0) | - | 30 | 0.00 (0) | 0.0000 | 1.000 | 10" in by_arm["n0"]
-    score, first_half, kl = (f"{part:+.1%} ({part:+.1%} to {part:+.1%})" for part in (-0.2, -0.2, -0.25))
-    assert (
-        f"| 0.90 | {score} | {first_half} | over 7.0 | over 7.0 | 12.0 | 4.5 (4.5) | {kl} | 30 | 3.17 (4) | 0.0040 | "
-        in by_arm["n4"]
-    )
-
-
-def test_findings_of_lookahead_name_the_arms_that_differ_and_what_the_one_difference_of_a_pair_changes() -> None:
-    lines = LOOKAHEAD.findings(deep(8, {"n4": lagging(4, 0.9), "n2-tis": lagging(2, 1.13)})).splitlines()
-    final, first_half, *_ = lines
-    equal = "`n1`, `n2`, `n1-tis`, `n2-tis`, `n4-tis`, `n4-tis-b` and `n2-flight`"
-    assert f"within 10% of `n0`'s gain for {equal}; not shown to be within 10% of `n0`'s gain for `n4`." in final
-    assert final.endswith("Beyond chance it is lower for `n4` and higher for `n2-tis`.")
-    assert first_half.endswith("Beyond chance it is no different for any.")
-    weights = {line.split(":")[0]: line for line in lines if line.startswith("- The weights")}
-    assert "the final score is higher, +20.0% (+20.0% to +20.0%)" in weights["- The weights at lookahead 4"]
-    assert "the final score is no different beyond chance, +0.0%" in weights["- The weights at lookahead 1"]
-
-
-def test_findings_of_lookahead_count_the_runs_whose_kl_ran_away() -> None:
-    made = deep(6, {"n2": lagging(2, kl=11.9)})
-    assert "of `n0`: none of any arm." in LOOKAHEAD.findings(made)
-    made.outcomes |= {Cell(seed, "n4"): lagging(4, kl=13.0) for seed in (1, 3)}
-    assert "Of 6 runs so many ended with more than 2 times the largest KL of `n0`: `n4` 2." in LOOKAHEAD.findings(made)
-
-
 def test_few_seeds_judge_no_arm() -> None:
     found = LOOKAHEAD.findings(deep(LEAST - 1, {"n4": lagging(4, 0.5)}))
     assert "Beyond chance" not in found
-    assert "not judged to be within 10% of `n0`'s gain for `n1`, `n2`, `n4`" in found
-    assert "is not judged by fewer than" in found
     assert "higher" not in found
     assert "lower" not in found
-
-
-def test_names_are_listed_as_a_sentence_has_them() -> None:
-    assert [listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])] == ["`a`", "`a` and `b`", "`a`, `b` and `c`"]
-
-
-@pytest.mark.parametrize(
-    ("study", "made", "labels"),
-    [
-        (SCHEDULES, results(3, {STALE.name: lambda seed: -0.1 * seed}), {"steps", "seconds"}),
-        (LOOKAHEAD, deep(3, {}), {"with truncated weights", "published in flight, or not"}),
-    ],
-    ids=STUDIES,
-)
-def test_the_figure_has_a_line_and_a_band_for_every_arm_of_a_panel(
-    study: Study, made: Results, labels: set[str]
-) -> None:
-    drawn = ET.fromstring(figure(study, made))
-    said = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert {*labels, *study.arms} <= set(said)
-    lines = sum(len(panel.arms) for panel in study.panels)
-    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) == 2 * lines
-    assert {arm for panel in study.panels for arm in panel.arms} == set(study.arms)
-
-
-def test_sections_are_put_between_their_own_markers_and_take_the_place_of_older_ones() -> None:
-    one, other = SCHEDULES.begin, LOOKAHEAD.begin
-    page = f"# oppo\n\n{one}{END}\n\nmore\n\n{other}{END}\n"
-    made = section(results(8, {}))
-    once = placed(page, one, made)
-    assert once == f"# oppo\n\n{one}{made}{END}\n\nmore\n\n{other}{END}\n"
-    assert placed(placed(page, one, "old\n"), one, made) == once
-    assert placed(once, other, "new\n") == f"# oppo\n\n{one}{made}{END}\n\nmore\n\n{other}new\n{END}\n"
-    with pytest.raises(ValueError, match="no place"):
-        placed("# oppo\n", one, made)
+    assert "does harm" not in SCHEDULES.findings(results(LEAST - 1, {STALE.name: lambda _seed: -0.3}))
+    assert "does harm" in SCHEDULES.findings(results(LEAST, {STALE.name: lambda _seed: -0.3}))
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
@@ -521,30 +391,6 @@ def test_the_page_and_its_figure_show_what_was_measured(study: Study) -> None:
     assert placed(page, study.begin, study.section(measured)) == page, again
     assert (PAGE.parent / study.picture).read_text(encoding="utf-8") == figure(study, measured), again
     assert f"]({study.picture})" in page
-
-
-def test_a_section_says_how_its_runs_shared_the_cores() -> None:
-    assert "a processor, 2 cores, all of them for one run at a time" in section(results(5, {}))
-    assert "a processor, 2 cores, 2 runs at a time" in LOOKAHEAD.section(deep(5, {}))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--study", "momentum"], "choose from schedules, lookahead"),
-        (["--jobs", "0"], "--jobs: expected 1 to"),
-        (["--jobs", str(len(cores_here()) + 1)], f"got {len(cores_here()) + 1}"),
-        (["--study", "lookahead", "--table"], "lookahead.json has no seed of which every arm has been run"),
-    ],
-    ids=["study", "no job", "jobs", "nothing"],
-)
-def test_what_cannot_be_done_is_refused(
-    arguments: Sequence[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main([*arguments, "--out", str(tmp_path)])
-    assert sentence in capsys.readouterr().err.replace("'", "")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_study_of_which_some_arms_are_missing_shows_the_whole_seeds(

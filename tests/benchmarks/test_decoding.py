@@ -7,20 +7,22 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.decoding.compare import compare_decoding, lognormal_lengths
+from benchmarks.decoding import as_json, compare_decoding, measure, show
+from benchmarks.harness import Spread
+from benchmarks.ladder.workloads import SMOKE
 from tests.hf import tiny
 
 
 @tiny.apart
 def test_both_are_timed_in_turns_and_their_figures_belong_together() -> None:
-    clock = itertools.accumulate(itertools.cycle([1.0, 2.0, 1.0, 4.0])).__next__
+    # generate, ours; ours, generate; ...: with a second between two of them
+    clock = itertools.accumulate(itertools.cycle([1.0, 4.0, 1.0, 2.0, 1.0, 2.0, 1.0, 4.0])).__next__
     before = torch.get_num_threads()
     found = compare_decoding(tiny.causal(), lengths=[9, 3, 20], prompts=[4, 17, 8], rounds=3, clock=clock)
     assert torch.get_num_threads() == before
     assert (found.batch, found.tokens) == (3, 32)
-    assert found.ours == (16.0,) * 3
-    assert found.generate == (8.0,) * 3
-    assert found.ratio == (2.0, 2.0, 2.0)
+    assert (found.ours, found.generate) == ((16.0,) * 3, (8.0,) * 3)
+    assert found.ratio == Spread(2.0, 2.0, 2.0)
 
 
 @tiny.apart
@@ -35,12 +37,14 @@ def test_the_cache_is_reported_at_its_worst() -> None:
 @tiny.apart
 def test_a_prompt_for_each_length() -> None:
     for lengths, prompts in (([3, 4], [5]), ([3, 0], [5, 5]), ([], [])):
-        with pytest.raises(ValueError, match="as many prompts as lengths"):
+        with pytest.raises(ValueError, match="prompts"):
             compare_decoding(tiny.causal(), lengths=lengths, prompts=prompts)
 
 
-def test_lengths_are_within_the_cap_and_the_same_every_time() -> None:
-    lengths = lognormal_lengths(200, cap=300)
-    assert lengths == lognormal_lengths(200, cap=300)
-    assert 1 <= min(lengths) < 20
-    assert max(lengths) == 300
+def test_every_case_is_compared_shown_and_written_as_files_of_record_are() -> None:
+    found = tiny.apart(measure)(1, {"tiny": SMOKE.models.actor}, {"3 ragged": [5, 2, 9], "1": [6]})
+    cases = as_json(found, 1)["cases"]
+    assert isinstance(cases, list)
+    assert [case["batch"] for case in cases] == ["3 ragged", "1"]
+    assert all(len(case["found"]["ours"]) == 1 and case["ratio"][0] > 0 for case in cases)
+    assert show(found).count("tiny") == 2

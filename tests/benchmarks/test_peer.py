@@ -14,11 +14,33 @@ from pathlib import Path
 import pytest
 
 from benchmarks import CHECKOUT
-from benchmarks.peer.cells import SWEEP, Cell, CellTimes, Sweep, Swept, choose, command, fingerprint
-from benchmarks.peer.service import InputEnded, Service
-from benchmarks.peer.sweep import Report, halves, run, sweep, swept, thread_counts
-from benchmarks.peer.workload import Prompt, Spec, announced_tokens, batches, complaint, read_prompts, read_spec
-from oppo.errors import ConfigError
+from benchmarks.peer.service import (
+    InputEnded,
+    Prompt,
+    Service,
+    Spec,
+    announced_tokens,
+    batches,
+    complaint,
+    read_prompts,
+    read_spec,
+)
+from benchmarks.peer.sweep import (
+    SWEEP,
+    Cell,
+    CellTimes,
+    Report,
+    Sweep,
+    Swept,
+    choose,
+    command_line,
+    fingerprint,
+    halves,
+    sweep,
+    swept,
+    thread_counts,
+)
+from oppo.errors import ConfigError, ModelLost
 
 SPEC = Spec(
     workload="counted",
@@ -44,8 +66,7 @@ import argparse, sys
 from itertools import islice
 from pathlib import Path
 sys.path.insert(0, {str(CHECKOUT)!r})
-from benchmarks.peer.service import InputEnded, Service
-from benchmarks.peer.workload import batches, read_prompts, read_spec
+from benchmarks.peer.service import InputEnded, Service, batches, read_prompts, read_spec
 parser = argparse.ArgumentParser()
 parser.add_argument("workload", type=Path)
 for name in ("--rollout-batch", "--minibatches", "--threads"):
@@ -124,17 +145,12 @@ def test_a_service_answers_each_request_with_as_many_steps() -> None:
 
 def test_other_tokens_than_announced_are_an_error() -> None:
     _, answer = served('{"run": 1}\n', [3, 8, 6], updates=2)
-    assert "trained on 17 response tokens where the prompts announce 16" in str(answer["error"])
+    assert "17 response tokens" in str(answer["error"])
 
 
 def test_other_optimizer_steps_than_asked_for_are_an_error() -> None:
     _, answer = served('{"run": 1}\n', [3, 8, 5], updates=1)
-    assert "took 1 optimizer steps where the workload asks for 2" in str(answer["error"])
-
-
-def test_no_steps_cannot_be_asked_for() -> None:
-    with pytest.raises(ValueError, match="expected one or more"):
-        Service(SPEC, io.StringIO('{"run": 0}\n'), io.StringIO()).wait()
+    assert "took 1 optimizer steps" in str(answer["error"])
 
 
 def test_tokens_may_differ_by_two_in_a_hundred() -> None:
@@ -150,24 +166,13 @@ def test_prompts_are_taken_in_order_and_again_from_the_first() -> None:
     assert announced_tokens(PROMPTS, cap=8) == 16
 
 
-def test_a_workload_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert read_spec(workload(tmp_path)) == SPEC
-    assert read_prompts(tmp_path) == PROMPTS
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"), [({"reward": "oracle"}, "'model' or 'rule'"), ({"lengths": "scripted"}, "scripts")]
-)
-def test_a_workload_that_the_peer_cannot_run_is_refused(
-    tmp_path: Path, changes: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("changes", "named"), [({"reward": "oracle"}, "oracle"), ({"lengths": "scripted"}, "scripts")])
+def test_a_workload_that_the_peer_cannot_run_is_refused(tmp_path: Path, changes: dict[str, object], named: str) -> None:
+    assert (read_spec(workload(tmp_path)), read_prompts(tmp_path)) == (SPEC, PROMPTS)
+    with pytest.raises(ValueError, match=named):
         read_spec(workload(tmp_path, **changes))
-
-
-def test_a_workload_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "spec.json").write_text('{"workload": "counted"}')
-    with pytest.raises(ValueError, match=r"has no batch, .* another version"):
+    with pytest.raises(ValueError, match="batch"):
         read_spec(tmp_path)
 
 
@@ -200,17 +205,12 @@ def test_a_sweep_finds_the_fastest_cell_of_a_program(tmp_path: Path) -> None:
     assert found.best == Cell(rollout_batch=2, minibatches=4, threads=1)
     assert found.versions == {"stand-in": "1"}
     assert min(each.seconds for each in found.cells) == 4.0
-
-
-def test_a_program_that_dies_is_quoted(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"ended with 3 after 0 of 2 lines:\nout of memory"):
-        run([sys.executable, "-c", "import sys; print('out of memory', file=sys.stderr); sys.exit(3)"], steps=1)
-
-
-def test_a_program_that_did_other_work_stops_the_sweep() -> None:
-    program = """print('{"ready": {"versions": {}}}'); print('{"steps": [], "error": "trained on too little"}')"""
-    with pytest.raises(RuntimeError, match="trained on too little"):
-        run([sys.executable, "-c", program], steps=1)
+    (root / "benchmarks/peer/trl_ppo.py").write_text("raise SystemExit('out of memory')")
+    with pytest.raises(ModelLost, match="out of memory"):
+        swept(files, 2, checkout=root)
+    (root / ".venv-peer/bin/python").unlink()
+    with pytest.raises(ConfigError, match="make bench-peer"):
+        command_line(files, found.best, checkout=root)
 
 
 def sweep_of(directory: Path) -> Sweep:
@@ -223,22 +223,18 @@ def test_a_sweep_is_read_as_it_was_written(tmp_path: Path) -> None:
     found.write(tmp_path / "sweep.json")
     assert Sweep.read(tmp_path / "sweep.json") == found
     assert Sweep.read(tmp_path / "none.json") == Sweep()
-
-
-def test_a_file_that_is_no_sweep_is_named(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text('{"workloads": {"counted": 1}}')
-    with pytest.raises(ConfigError, match=r"sweep\.json is no sweep of a peer"):
+    with pytest.raises(ConfigError, match=r"sweep\.json"):
         Sweep.read(tmp_path / "sweep.json")
-
-
-def test_the_fastest_cell_is_chosen(tmp_path: Path) -> None:
-    choice = choose(sweep_of(workload(tmp_path)), tmp_path, cores=2)
-    assert choice.cell == Cell(2, 2, 2)
-    assert choice.origin == "the fastest of 2 cells on a machine with 2 cores"
+    for committed in Sweep.read(CHECKOUT / SWEEP).workloads.values():
+        assert committed.best in {each.cell for each in committed.cells}
 
 
 def test_a_choice_says_when_it_is_not_what_was_swept(tmp_path: Path) -> None:
     found = sweep_of(workload(tmp_path))
+    best = choose(found, tmp_path, cores=2)
+    assert best.cell == Cell(2, 2, 2)
+    assert "since" not in best.origin
     fewer = choose(found, tmp_path, cores=1)
     assert fewer.cell.threads == 1
     assert "with 1 threads instead of 2" in fewer.origin
@@ -254,31 +250,6 @@ def test_a_workload_is_another_when_the_work_of_a_peer_is(tmp_path: Path) -> Non
     assert fingerprint(workload(tmp_path, recipe={"models": {"taught": 9}, "chunk": 64})) == before
     assert fingerprint(workload(tmp_path, recipe={"models": {"taught": 7}, "chunk": 32})) != before
     assert fingerprint(workload(tmp_path, epochs=4)) != before
-
-
-def test_a_workload_that_says_what_a_peer_needs_and_no_more_can_be_swept(tmp_path: Path) -> None:
-    bare = workload(tmp_path)
-    said = json.loads((bare / "spec.json").read_text())
-    (bare / "spec.json").write_text(json.dumps({name: said[name] for name in Spec.__dataclass_fields__}))
-    assert choose(sweep_of(bare), bare, cores=2).origin == "the fastest of 2 cells on a machine with 2 cores"
-
-
-def test_the_command_says_when_the_environment_is_missing(tmp_path: Path) -> None:
-    root = checkout(tmp_path / "checkout", "")
-    whole = command(tmp_path, Cell(4, 2, 1), checkout=root)
-    assert whole[1:] == [
-        str(root / "benchmarks/peer/trl_ppo.py"),
-        str(tmp_path),
-        *("--rollout-batch", "4", "--minibatches", "2", "--threads", "1"),
-    ]
-    (root / ".venv-peer/bin/python").unlink()
-    with pytest.raises(ConfigError, match="make bench-peer"):
-        command(tmp_path, Cell(4, 1, 1), checkout=root)
-
-
-def test_the_committed_sweep_can_be_read() -> None:
-    for found in Sweep.read(CHECKOUT / SWEEP).workloads.values():
-        assert found.best in {each.cell for each in found.cells}
 
 
 @pytest.mark.parametrize(

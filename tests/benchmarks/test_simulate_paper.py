@@ -31,7 +31,7 @@ def written(outcome: ScheduleOutcome) -> str:
 
 def test_the_page_has_the_tables_of_the_committed_outcomes() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert paper.in_page(text, paper.page(RESULTS)) == text
+    assert paper.in_page(text, RESULTS) == text
 
 
 def test_the_7b_ablation_comes_out_of_constants_that_are_not_fitted_to_it() -> None:
@@ -69,8 +69,3 @@ def test_no_schedule_is_faster_than_the_work_on_its_devices() -> None:
             for row in paper.shown(setting, engine):
                 least = paper.bound(setting, engine, RESULTS.decoding(setting, engine, row))
                 assert least <= 1.02 * paper.per_token(RESULTS.outcomes(setting, engine, row)), row.name
-
-
-def test_a_page_without_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="lacks the marks"):
-        paper.in_page("# A page\n", "| a |")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.turns.measure import Course, Pauses, measure
+from benchmarks.turns import Course, Pauses, measure
 from oppo.placement import Thread
 from tests.hf import tiny
 
@@ -15,6 +15,7 @@ def test_a_gap_between_two_calls_is_compared_with_those_on_either_side_of_it() -
     assert list(course.borders(joined=True)) == [(1.5, 1.5)]
     found = Pauses.of([course])
     assert (found.interrupted, found.answered, found.interruptions, found.answers) == (2, 0, 1, 1)
+    assert math.isnan(Pauses.of([Course(ends=[0, 1, 2, 5, 6], calls=[1, 1, 1, 2, 2])]).answered), "of none, no figure"
 
 
 @tiny.apart
@@ -23,10 +24,3 @@ def test_answers_and_interruptions_are_both_met() -> None:
         found = measure(tiny.causal(), place, rounds=2, rows=6, length=60)
     assert found.answers > 0
     assert found.step > 0
-    assert not math.isnan(found.answered)
-
-
-def test_without_a_case_there_is_no_figure() -> None:
-    found = Pauses.of([Course(ends=[0, 1, 2, 5, 6], calls=[1, 1, 1, 2, 2])])
-    assert (found.interrupted, found.answers) == (2.0, 0)
-    assert math.isnan(found.answered)

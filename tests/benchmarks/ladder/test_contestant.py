@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import CHECKOUT
-from benchmarks.ladder.contestant import Contestant
-from benchmarks.ladder.rounds import Entry, start
+from benchmarks.ladder.contestant import Contestant, Entry, StepRecord, start
 from oppo.errors import ModelLost, ProtocolError
 
 HONEST = """
@@ -20,10 +19,19 @@ for line in sys.stdin:
     step = {"seconds": 0.5, "tokens": 10, "samples": 2, "mean_length": 5}
     print(json.dumps({"steps": [step] * n, "peak_rss_mb": 12.5}), flush=True)
 """
+DYING = 'print(\'{"ready": {}}\', flush=True); input(); raise SystemExit("no such kernel")'
+FAILING = 'print(\'{"error": "too many tokens"}\', flush=True); input()'
 
 
 def started(program: str, folder: Path, patience: float = 60.0) -> Contestant:
     return Contestant("peer", [sys.executable, "-c", program], log=folder / "peer.log", patience=patience)
+
+
+def asked(program: str, folder: Path, patience: float = 60.0) -> None:
+    """Ask for two steps, once it is ready."""
+    with started(program, folder, patience) as contestant:
+        contestant.ready()
+        contestant.run(2)
 
 
 def test_a_contestant_runs_steps_when_asked_and_ends_with_its_input(tmp_path: Path) -> None:
@@ -34,44 +42,25 @@ def test_a_contestant_runs_steps_when_asked_and_ends_with_its_input(tmp_path: Pa
         assert contestant.peak_rss_mb == 12.5
 
 
-def test_a_contestant_that_dies_is_an_error_with_what_it_said_last(tmp_path: Path) -> None:
-    program = 'print(\'{"ready": {}}\', flush=True); input(); raise SystemExit("no such kernel")'
-    with started(program, tmp_path) as dying:
-        dying.ready()
-        with pytest.raises(
-            ModelLost, match=r"'peer' was to run 1 steps and ended with exit code 1.*\n.*no such kernel"
-        ):
-            dying.run(1)
+@pytest.mark.parametrize(
+    ("program", "patience", "named"),
+    [(DYING, 60.0, "no such kernel"), (FAILING, 60.0, "too many tokens"), ("input()", 0.05, "answered")],
+    ids=["dead", "failed", "silent"],
+)
+def test_a_contestant_that_gives_no_answer_is_lost(tmp_path: Path, program: str, patience: float, named: str) -> None:
+    with pytest.raises(ModelLost, match=f"(?s)'peer'.*{named}"):
+        asked(program, tmp_path, patience)
 
 
-def test_a_contestant_that_says_it_failed_is_believed(tmp_path: Path) -> None:
-    with (
-        started('print(\'{"error": "too many tokens"}\', flush=True); input()', tmp_path) as failing,
-        pytest.raises(ModelLost, match="could not get ready: too many tokens"),
-    ):
-        failing.ready()
-
-
-@pytest.mark.parametrize("said", ["loading...", "[1]", '{"steps": []}'])
-def test_anything_else_on_its_output_breaks_the_protocol(tmp_path: Path, said: str) -> None:
-    with started(f"print({said!r}, flush=True); input()", tmp_path) as chatty, pytest.raises(ProtocolError):
-        chatty.ready()
-
-
-def test_fewer_steps_than_asked_for_break_the_protocol(tmp_path: Path) -> None:
-    lazy = HONEST.replace("[step] * n", "[step]")
-    with started(lazy, tmp_path) as contestant:
-        contestant.ready()
-        with pytest.raises(ProtocolError, match="asked for 2 steps"):
-            contestant.run(2)
-
-
-def test_a_contestant_that_never_answers_is_not_waited_for(tmp_path: Path) -> None:
-    with (
-        started("import sys; sys.stdin.read()", tmp_path, patience=0.05) as silent,
-        pytest.raises(ModelLost, match="has not answered"),
-    ):
-        silent.ready()
+@pytest.mark.parametrize(
+    "program",
+    [*(f"print({said!r}, flush=True); input()" for said in ("loading...", "[1]", '{"steps": []}')),
+     HONEST.replace("[step] * n", "[step]"), HONEST.replace('"tokens": 10', '"tokens": 0')],
+    ids=["text", "list", "not ready", "too few steps", "nothing trained"],
+)  # fmt: skip
+def test_any_other_answer_breaks_the_protocol(tmp_path: Path, program: str) -> None:
+    with pytest.raises(ProtocolError):
+        asked(program, tmp_path)
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -87,3 +76,14 @@ def test_a_contestant_is_of_this_checkout_wherever_it_is_called(
     program = "import benchmarks, json; print(json.dumps({'ready': {'root': str(benchmarks.CHECKOUT)}}), flush=True)"
     with start(Entry("worker", (sys.executable, "-c", program)), tmp_path) as contestant:
         assert contestant.ready() == {"root": str(CHECKOUT)}
+
+
+@pytest.mark.parametrize("told", ["fast", {"seconds": 1}, {"seconds": 0, "tokens": 5, "samples": 1}])
+def test_a_record_that_is_none_is_refused(told: object) -> None:
+    with pytest.raises(ProtocolError):
+        StepRecord.of(told)
+
+
+def test_a_record_survives_the_pipe() -> None:
+    record = StepRecord(4.0, 100, 10, capped=1, busy={"actor": 2.0}, bottleneck={"bottleneck/train": 0.5})
+    assert StepRecord.of({**record.as_json(), "mean_length": 10}) == record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -11,18 +12,16 @@ import anyio
 import pytest
 import torch
 
+from benchmarks.harness import cores_here
 from benchmarks.ladder import worker
-from benchmarks.ladder.directory import Files, files_of, workload_in
-from benchmarks.ladder.layout import Seat, Seats
-from benchmarks.ladder.modes import MODES
-from benchmarks.ladder.pipeline import pipeline
-from benchmarks.ladder.record import StepRecord
-from benchmarks.ladder.workloads import SMOKE, BenchWorkload, Scorers, on_gpu
-from benchmarks.machine import cores_here
-from oppo.errors import ConfigError
+from benchmarks.ladder.contestant import StepRecord
+from benchmarks.ladder.directory import Files, files_of
+from benchmarks.ladder.pipeline import Seat, Seats, pipeline, seats
+from benchmarks.ladder.workloads import MODES, SMOKE, Layout, Scorers
 from oppo.observe import Span
 from tests.loop_guard import forwards_off_the_loop
 
+LAYOUTS: tuple[Layout, ...] = ("split", "shared")
 SCRIPTED = replace(SMOKE, name="smoke-scripted", models=replace(SMOKE.models, taught=0))
 
 
@@ -83,6 +82,9 @@ def test_nothing_is_scored_while_something_is_decoded_where_scoring_is_held_back
     for span in spans:
         if span.label in {"extend", "finish"}:
             assert all(span.end <= start or span.start >= end for start, end in decodes)
+    if mode == "serial":
+        calls = [span for span in spans if (span.track, span.label) == ("reward", "finish")]
+        assert len(calls) == len(records), "one for the whole batch"
     # What was parked is read beside the update, which is the scorers' business and not decoding's.
     assert all(record.exposed == pytest.approx(record.score) for record in records if mode == "serial")
 
@@ -94,31 +96,11 @@ def test_scorers_in_a_process_of_their_own_are_recorded_like_those_in_a_thread(f
     assert min(record.busy.values()) > 0
 
 
-def test_a_held_step_scores_the_whole_batch_in_one_call(files: Files) -> None:
-    _, spans = run(files, "serial", 1)
-    assert [span.label for span in spans if span.track == "reward"].count("finish") == 1
-
-
 def test_a_rule_needs_no_reward_model(tmp_path: Path) -> None:
     ruled = files_of(replace(SCRIPTED, reward="rule"), tmp_path)
     (record,), _ = run(ruled, "chunk", 1)
     assert record.busy["reward"] == 0.0
     assert record.busy["critic"] > 0.0
-
-
-def test_a_workload_is_read_back_from_its_directory(files: Files, tmp_path: Path) -> None:
-    assert workload_in(files.directory) == files.workload
-    with pytest.raises(ConfigError, match="holds no workload"):
-        workload_in(tmp_path)
-
-
-@pytest.mark.parametrize("size", ["0.5b", "1.5b"])
-def test_the_workloads_of_a_gpu_are_scripted_and_large(size: str) -> None:
-    workload: BenchWorkload = on_gpu(SMOKE, size)
-    assert workload.models.scripted
-    assert workload.models.dtype == "bfloat16"
-    assert workload.batch == 64
-    assert workload.models.reward.hidden > workload.models.actor.hidden
 
 
 def test_where_a_mode_looks_ahead_steps_overlap_and_none_is_in_flight_between_requests(files: Files) -> None:
@@ -140,3 +122,43 @@ def test_where_a_mode_looks_ahead_steps_overlap_and_none_is_in_flight_between_re
     assert alive == [0, 0]
     assert [record.samples for record in records] == [SMOKE.batch] * 4
     assert all(record.update > 0 for record in records)
+
+
+def test_split_gives_each_side_its_own_core_in_every_mode() -> None:
+    for held in (False, True):
+        split = seats("split", (4, 5, 6, 7), held=held)
+        assert (split.actor, split.scorers, split.trainer) == (Seat((4,), 1), Seat((5,), 1), Seat((4,), 1))
+
+
+def test_an_update_beside_decoding_is_on_the_scorers_core_or_has_what_decoding_leaves() -> None:
+    split, shared = (seats(layout, (4, 5), held=False, apart=True) for layout in LAYOUTS)
+    assert (split.actor, split.scorers, split.trainer) == (Seat((4,), 1), Seat((5,), 1), Seat((5,), 1))
+    assert [seat.threads for seat in (shared.actor, shared.scorers, shared.trainer)] == [1, 1, 1]
+
+
+def test_shared_gives_scoring_what_decoding_leaves_and_the_update_all_cores() -> None:
+    held, overlapped = seats("shared", (0, 1), held=True), seats("shared", (0, 1), held=False)
+    assert [seat.threads for seat in (held.actor, held.scorers, held.trainer)] == [1, 2, 2]
+    assert [seat.threads for seat in (overlapped.actor, overlapped.scorers, overlapped.trainer)] == [1, 1, 2]
+    assert {seat.cores for seat in (held.actor, overlapped.scorers, overlapped.trainer)} == {(0, 1)}
+
+
+def test_with_one_core_everybody_shares_it() -> None:
+    for layout in LAYOUTS:
+        alone = seats(layout, (3,), held=False)
+        assert {seat.cores for seat in (alone.actor, alone.scorers, alone.trainer)} == {(3,)}
+        assert {seat.threads for seat in (alone.actor, alone.scorers, alone.trainer)} == {1}
+
+
+def test_a_seat_binds_the_thread_that_takes_it_and_no_other() -> None:
+    before, found = cores_here(), list[tuple[tuple[int, ...], int]]()
+
+    def work() -> None:
+        Seat(before[:1], 1).take()
+        found.append((cores_here(), torch.get_num_threads()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(before[:1], 1)]
+    assert cores_here() == before

@@ -9,14 +9,12 @@ from pathlib import Path
 import anyio
 import pytest
 
+from benchmarks.harness import cores_here
 from benchmarks.ladder import worker
+from benchmarks.ladder.contestant import StepRecord
 from benchmarks.ladder.directory import files_of
-from benchmarks.ladder.layout import Seat, Seats
-from benchmarks.ladder.modes import MODES
-from benchmarks.ladder.pipeline import pipeline
-from benchmarks.ladder.record import StepRecord
-from benchmarks.ladder.workloads import SMOKE
-from benchmarks.machine import cores_here
+from benchmarks.ladder.pipeline import Seat, Seats, pipeline
+from benchmarks.ladder.workloads import MODES, SMOKE
 
 pytestmark = pytest.mark.vllm
 

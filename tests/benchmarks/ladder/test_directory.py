@@ -1,4 +1,4 @@
-"""The language in which a response is as long as its prompt says."""
+"""A workload as files: a response is as long as its prompt says."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.ladder.countdown import BEYOND, EOS, FILLERS, Countdown, announced, language_of, lessons, write_prompts
-from benchmarks.ladder.workloads import CAPPED, PAPER, SMOKE, WORKLOADS, BenchWorkload, Lengths
+from benchmarks.ladder.directory import (
+    BEYOND,
+    EOS,
+    FILLERS,
+    Countdown,
+    announced,
+    files_of,
+    language_of,
+    lessons,
+    workload_in,
+    write_prompts,
+)
+from benchmarks.ladder.workloads import CAPPED, SMOKE, WORKLOADS, BenchWorkload, Lengths
+from oppo.errors import ConfigError
 
 
 def test_a_response_has_as_many_tokens_as_its_prompt_announces() -> None:
@@ -18,15 +30,8 @@ def test_a_response_has_as_many_tokens_as_its_prompt_announces() -> None:
     assert [len(language.response(number)) for number in (1, 2, 20)] == [1, 2, 20]
     assert language.response(1) == [EOS]
     assert max(language.response(20)) < language.number(20) == language.vocabulary - 1
-
-
-def test_the_tokenizer_writes_the_words_of_the_language() -> None:
-    language = Countdown(9)
-    tokenizer = language.tokenizer(64)
     ids = [2, language.number(3), *language.response(3)]
-    assert tokenizer.decode(ids) == "f0 3 2 1 <eos>"
-    assert tokenizer("f0 3 2 1 <eos>")["input_ids"] == ids
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, EOS)
+    assert language.tokenizer(64)("f0 3 2 1 <eos>")["input_ids"] == ids
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=lambda each: each.name)
@@ -42,11 +47,6 @@ def test_announced_lengths_are_those_of_the_table(workload: BenchWorkload) -> No
 def test_one_in_eight_is_cut_off_in_every_eight_prompts_of_the_capped_workload() -> None:
     lengths = np.array(announced(CAPPED.lengths, 64, seed=3)).reshape(8, 8)
     assert ((lengths > CAPPED.lengths.cap).sum(1) == 1).all()
-
-
-def test_the_same_seed_announces_the_same_lengths() -> None:
-    lengths = Lengths(median=10, sigma=1.0, cap=50)
-    assert announced(lengths, 20, 1) == announced(lengths, 20, 1) != announced(lengths, 20, 2)
 
 
 def test_prompts_say_how_long_the_response_is_that_is_trained(tmp_path: Path) -> None:
@@ -73,6 +73,11 @@ def test_a_lesson_is_a_prompt_with_its_response_cut_off_where_the_row_ends() -> 
         assert list(lesson[first + 1 :]) == language.response(number)[: len(lesson) - first - 1]
 
 
-def test_the_paper_s_workload_has_a_reward_model_seven_times_the_actor() -> None:
-    assert PAPER.shares
-    assert PAPER.positions >= PAPER.prompt_tokens[1] + PAPER.lengths.cap
+def test_a_workload_is_read_back_from_its_directory_and_another_recipe_has_another(tmp_path: Path) -> None:
+    scripted = replace(SMOKE, models=replace(SMOKE.models, taught=0))
+    files = files_of(scripted, tmp_path)
+    assert workload_in(files.directory) == scripted
+    assert files_of(scripted, tmp_path).directory == files.directory
+    assert files_of(replace(scripted, chunk=9), tmp_path).directory != files.directory
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        workload_in(tmp_path)

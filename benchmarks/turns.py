@@ -1,17 +1,18 @@
-"""How long rollouts pause when another one's tool answers: the call that decodes returns, and another begins.
+"""How long rollouts pause when another one's tool answers: ``python -m benchmarks.turns``.
 
-Rows decode together; now and then one draws a stop token and waits, its answer comes at once, and it joins again. A
-*gap* is the time from one decode step to the next. That in which an answer joined also reads the answer. Other gaps
-have a call that is only interrupted: it returns, and the next has the same rows. Each is compared with the gaps within
-calls on either side of it.
+The call that decodes returns, and another begins. Rows decode together; now and then one draws a stop token and waits,
+its answer comes at once, and it joins again. A *gap* is the time from one decode step to the next. That in which an
+answer joined also reads the answer. Other gaps have a call that is only interrupted: it returns, and the next has the
+same rows. Each is compared with the gaps within calls on either side of it.
 """
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Final
 from unittest.mock import patch
@@ -20,8 +21,9 @@ import anyio
 import numpy as np
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from benchmarks.decoding.cases import POSITIONS, PROMPT, SHAPES, VOCABULARY
-from benchmarks.ladder.teach import config_of
+from benchmarks.decoding import POSITIONS, PROMPT, SHAPES, VOCABULARY
+from benchmarks.harness import aligned, command
+from benchmarks.ladder.directory import config_of
 from oppo import observe
 from oppo.demo.assets import alone
 from oppo.events import Prompt
@@ -163,24 +165,33 @@ def measure(model: PreTrainedModel, place: Place, *, rounds: int, rows: int = RO
     return Pauses.of(anyio.run(main)[1:])
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.turns", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=12)
-    rounds = parser.parse_args().rounds
-    print(f"{'model':<14} {'place':<8} {'step':>8} {'interrupted':>20} {'answered':>20}  (answers)")
+def compare(*, rounds: int = 12) -> None:
+    """Print what an answer costs the others, with the model in a thread or a process.
+
+    Args:
+        rounds: that count, after one that does not.
+    """
+    rows = [["model", "place", "step", "interrupted", "in steps", "answered", "in steps", "answers"]]
     for name, shape in SHAPES.items():
         for kind in ("thread", "process"):
             with alone(0), ExitStack() as stack:
                 model = LlamaForCausalLM(config_of(shape, VOCABULARY, POSITIONS))
                 make = Process if kind == "process" else Thread
-                place = stack.enter_context(make("actor", setup=one_core))
+                place = stack.enter_context(make("actor", setup=partial(use_cores, 1)))
                 found = measure(model, place, rounds=rounds)
-            cells = [f"{1e3 * each:6.2f} ms = {each / found.step:5.2f}" for each in (found.interrupted, found.answered)]
-            print(f"{name:<14} {kind:<8} {1e3 * found.step:5.2f} ms {cells[0]:>20} {cells[1]:>20}  ({found.answers})")
-    print(f"{ROWS} rows, answers of {ANSWER} tokens, one core; medians, and the same in decode steps")
+            cells = [
+                cell
+                for each in (found.interrupted, found.answered)
+                for cell in (f"{1e3 * each:.2f} ms", f"{each / found.step:.2f}")
+            ]
+            rows.append([name, kind, f"{1e3 * found.step:.2f} ms", *cells, f"{found.answers}"])
+    print(aligned(rows))
+    print(f"{ROWS} rows, answers of {ANSWER} tokens, one core; medians")
 
 
-def one_core() -> None:
-    """Let the calling thread compute on one core."""
-    use_cores(1)
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command("benchmarks.turns", "What a tool's answer costs the others.", compare, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,7 @@ from statistics import fmean, median
 
 import anyio
 
+from benchmarks.harness import Spread, aligned, command
 from oppo.app.train import PreparedRun, prepare
 from oppo.config.load import load
 from oppo.errors import ConfigError
@@ -69,25 +70,33 @@ async def alternate(sessions: Sequence[PreparedRun], steps: int) -> list[StepSer
     return measured
 
 
-def main(path: Path, steps: int, overrides: Sequence[str]) -> None:
+def compare(config: Path, /, *given: str) -> None:
+    """Print seconds a step, tokens prefilled and mismatch of both ways.
+
+    Args:
+        config: a configuration of `oppo train`.
+        given: the number of steps, and changes to the configuration as section.key=value.
+    """
+    overrides = [each for each in given if "=" in each]
+    steps = next((int(each) for each in given if "=" not in each), 20)
     with ExitStack() as stack:
         sessions = [
             stack.enter_context(
-                prepare(load(path, [*overrides, f"step.on_publish={way}", f"run.name=on-publish-{way}"]))
+                prepare(load(config, [*overrides, f"step.on_publish={way}", f"run.name=on-publish-{way}"]))
             )
             for way in WAYS
         ]
         measured = anyio.run(alternate, sessions, steps)
         heads = ["on_publish", "s/step", "s decoding and scoring", "tokens prefilled", "KL stale", "KL current", "ESS"]
         rows = [[*heads, "stale"], *([way, *one.row()] for way, one in zip(WAYS, measured, strict=True))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    ratio = median(b / a for a, b in zip(measured[0].seconds, measured[1].seconds, strict=True))
-    print(f"a step with keys and values kept takes {ratio:.3f} of one that computes them again (median of ratios)")
+    print(aligned(rows))
+    ratio = Spread.of_ratios(measured[1].seconds, measured[0].seconds).median
+    print(f"a step that keeps the KV cache takes {ratio:.3f} of one that recomputes it (median of ratios)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command("benchmarks.on_publish", "The KV cache after an update: recomputed or kept.", compare, arguments)
 
 
 if __name__ == "__main__":
-    given = [argument for argument in sys.argv[2:] if "=" in argument]
-    count = [int(argument) for argument in sys.argv[2:] if "=" not in argument]
-    main(Path(sys.argv[1]), count[0] if count else 20, given)
+    sys.exit(main())

@@ -7,16 +7,21 @@ equal lengths compare decode steps, and ragged ones whole batches of rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from statistics import median
-from typing import cast
+from types import MappingProxyType
+from typing import Final, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.harness import Spread, aligned, on_this_machine, turns
+from benchmarks.ladder.directory import config_of
+from benchmarks.ladder.workloads import PAPER, Shape
 from oppo import observe
+from oppo.demo.assets import alone
 from oppo.events import Prompt
 from oppo.hf.devices import use_cores
 from oppo.hf.serve.decoder import Decoder, DecodeRow, Signals
@@ -29,7 +34,7 @@ class Occupancy:
     """Memory of the cache over a run, sampled after each decode step.
 
     Attributes:
-        allocated: peak bytes of keys and values.
+        allocated: peak bytes of the KV cache.
         needed: peak bytes that the tokens read by then need.
         worst: the largest ratio of the two while at least half of the peak is needed.
     """
@@ -58,14 +63,9 @@ class DecodingComparison:
     cache: Occupancy
 
     @property
-    def ratios(self) -> tuple[float, ...]:
-        """The decoder's speed over that of ``generate``, by round."""
-        return tuple(a / b for a, b in zip(self.ours, self.generate, strict=True))
-
-    @property
-    def ratio(self) -> tuple[float, float, float]:
-        """Median, least and greatest of the ratios."""
-        return median(self.ratios), min(self.ratios), max(self.ratios)
+    def ratio(self) -> Spread:
+        """The decoder's speed over that of ``generate``, by pairs of rounds."""
+        return Spread.of_ratios(self.ours, self.generate)
 
 
 def lognormal_lengths(count: int, *, middle: int = 48, sigma: float = 1.0, cap: int = 384, seed: int = 0) -> list[int]:
@@ -105,19 +105,15 @@ def compare_decoding(
     use_cores(threads)
     try:
         contest = _Contest(model, lengths, prompts)
-        contest.ours()
-        contest.generate()
-        ours, generate = list[float](), list[float]()
-        for _ in range(rounds):
-            for run, seconds in ((contest.ours, ours), (contest.generate, generate)):
-                start = clock()
-                run()
-                seconds.append(clock() - start)
+        ours, generate, total = list[float](), list[float](), sum(lengths)
+        for _, (run, speeds) in turns([(contest.ours, ours), (contest.generate, generate)], rounds):
+            start = clock()
+            run()
+            took = clock() - start
+            speeds.append(total / took)
     finally:
         use_cores(before)
-    total = sum(lengths)
-    speeds = [tuple(total / second for second in seconds) for seconds in (ours, generate)]
-    return DecodingComparison(len(lengths), total, speeds[0], speeds[1], contest.occupancy())
+    return DecodingComparison(len(lengths), total, tuple(ours[1:]), tuple(generate[1:]), contest.occupancy())
 
 
 class _Contest:
@@ -169,3 +165,66 @@ class _Contest:
         peak = max(needed for _, needed in seen)
         worst = max(allocated / needed for allocated, needed in seen if 2 * needed >= peak)
         return Occupancy(max(allocated for allocated, _ in seen), peak, worst)
+
+
+VOCABULARY: Final = 640
+POSITIONS: Final = 512
+PROMPT: Final = 16
+SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
+    {
+        "deep and thin": PAPER.models.actor,
+        "5M": Shape(hidden=256, intermediate=704, layers=6, heads=4),
+    }
+)
+LENGTHS: Final[Mapping[str, Sequence[int]]] = MappingProxyType(
+    {"32 ragged": lognormal_lengths(32), "32 equal": [96] * 32, "1": [192]}
+)
+"""Batches: lengths as of responses, equal lengths, with which ``generate`` wastes nothing, and one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model and one batch, compared."""
+
+    model: str
+    batch: str
+    parameters: int
+    found: DecodingComparison
+
+    def row(self) -> list[str]:
+        """Return the case as a row of the table."""
+        speeds = [f"{median(speeds):,.0f}" for speeds in (self.found.ours, self.found.generate)]
+        size, ratio = f"{self.parameters / 1e6:.1f}M", str(self.found.ratio)
+        return [self.model, size, self.batch, *speeds, ratio, f"{self.found.cache.worst:.2f}"]
+
+
+def measure(
+    rounds: int, shapes: Mapping[str, Shape] = SHAPES, batches: Mapping[str, Sequence[int]] = LENGTHS
+) -> Sequence[Case]:
+    """Return every case, compared over ``rounds`` rounds."""
+    return [
+        Case(name, batch, *_compared(shape, lengths, rounds))
+        for name, shape in shapes.items()
+        for batch, lengths in batches.items()
+    ]
+
+
+def show(cases: Sequence[Case]) -> str:
+    head = ["model", "size", "batch", "ours", "generate", "ratio (min - max)", "cache"]
+    foot = (
+        "tokens a second on one thread; ratio above 1: ours is faster; cache: bytes taken over bytes needed, at worst"
+    )
+    return "\n".join([aligned([head, *(case.row() for case in cases)]), foot])
+
+
+def as_json(cases: Sequence[Case], rounds: int) -> Mapping[str, object]:
+    entries = [{**asdict(case), "ratio": astuple(case.found.ratio)} for case in cases]
+    return on_this_machine({"threads": 1, "rounds": rounds, "cases": entries})
+
+
+def _compared(shape: Shape, lengths: Sequence[int], rounds: int) -> tuple[int, DecodingComparison]:
+    with alone(0):
+        model = LlamaForCausalLM(config_of(shape, VOCABULARY, POSITIONS))
+    model.train(mode=False)
+    found = compare_decoding(model, lengths=lengths, prompts=[PROMPT] * len(lengths), rounds=rounds)
+    return model.num_parameters(), found

@@ -1,4 +1,4 @@
-"""The decode phase of a synchronous step beside bare ``AsyncLLM``, in turns, in one engine.
+"""oppo's policy on vLLM beside vLLM alone, in turns, in one engine: decoding, and publishing beside a copy.
 
 Ours is a step of a graph with one stage, ``Generate`` under ``Synchronous``, without scorers and trainer. Bare is
 what a program without oppo would write: a task for each request that iterates over ``AsyncLLM.generate``. It is given
@@ -8,7 +8,7 @@ the very requests that the last step of ours has sent: the same prompts, setting
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -18,14 +18,17 @@ from uuid import uuid4
 
 import anyio
 import numpy as np
+import torch
+from torch import Tensor
 
+from benchmarks.harness import turns
 from oppo import observe
 from oppo.admission import Synchronous
 from oppo.admission.chunking import Fixed
 from oppo.errors import DataError
 from oppo.events import Chunk, Finish, Prompt, RolloutEvent, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step
-from oppo.models import Policy
+from oppo.models import Policy, Weights
 from oppo.stages import Generate
 
 PROMPT: Final = 16
@@ -178,13 +181,11 @@ async def compare_decoding(
             await engine.llm.pause_generation(mode="keep", clear_cache=False)
             return speed
 
-        for number in range(rounds + 1):
-            first, second = (step, alone) if number % 2 == 0 else (alone, step)
-            speeds = {first: await first(), second: await second()}
-            if number:
-                ours.append(speeds[step])
-                bare.append(speeds[alone])
-    return DecodingComparison(len(lengths), expected, tuple(ours), tuple(bare))
+        for _, (decode, speeds) in turns(
+            [(alone, bare), (step, ours)], rounds
+        ):  # first ours, whose requests bare makes
+            speeds.append(await decode())
+    return DecodingComparison(len(lengths), expected, tuple(ours[1:]), tuple(bare[1:]))
 
 
 async def stepped(run: Run[StepReport]) -> int:
@@ -205,3 +206,50 @@ async def generated(llm: Bare, requests: Sequence[tuple[object, object]]) -> int
         for at, (prompt, params) in enumerate(requests):
             readers.start_soon(read, at, prompt, params)
     return sum(made)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishComparison:
+    """The result of :func:`compare_publishing`, by round.
+
+    Attributes:
+        bytes: of the weights.
+        publishing: seconds until the engine serves new weights.
+        copying: seconds of copying as many bytes once.
+    """
+
+    bytes: int
+    publishing: tuple[float, ...]
+    copying: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """The median seconds of publishing over those of copying."""
+        return median(self.publishing) / median(self.copying)
+
+
+async def compare_publishing(
+    policy: Policy, tensors: Mapping[str, Tensor], *, rounds: int = 5, clock: Callable[[], float] = observe.now
+) -> PublishComparison:
+    """Return the seconds of both over ``rounds`` rounds in which they take turns; a round before these is not counted.
+
+    Args:
+        policy: decodes nothing meanwhile.
+        tensors: its weights by ``state_dict`` name, each storage once.
+        clock: seconds.
+    """
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    publishing, copying = list[float](), list[float]()
+
+    async def publish() -> None:
+        await policy.load(Weights(policy.version + 1, tensors))
+
+    async def copy() -> None:
+        target.copy_(source)
+
+    for _, (work, seconds) in turns([(publish, publishing), (copy, copying)], rounds):
+        start = clock()
+        await work()
+        seconds.append(clock() - start)
+    return PublishComparison(size, tuple(publishing[1:]), tuple(copying[1:]))

@@ -1,23 +1,28 @@
 """A decode step, and a callback to the parent, in a thread, in a process and, with ``--ray``, on another raylet.
 
-A small model of random weights decodes the same rows in all places, in turn, with one core each: alone, and beside a
-Python thread that is always busy. Then each place makes callbacks only. Prints medians over the rounds.
+``python -m benchmarks.policy_place [--ray]``: a small model of random weights decodes the same rows in all places, in
+turn, with one core each: alone, and beside a Python thread that is always busy. Then each place makes callbacks only.
+Prints medians over the rounds.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import statistics
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import Annotated, Final
 
 import anyio
 import numpy as np
+from cyclopts import Parameter
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.harness import Spread, command, turns
 from oppo.events import Prompt
 from oppo.hf.devices import use_cores
 from oppo.hf.recipe import ModelRecipe
@@ -26,6 +31,7 @@ from oppo.models import Sampling
 from oppo.observe import now
 from oppo.placement import Callback, Place, Process, Thread
 
+PROGRAM: Final = "benchmarks.policy_place"
 ROWS, TOKENS, ROUNDS, QUESTIONS = 8, 120, 9, 2000
 
 
@@ -84,23 +90,16 @@ def busy_thread() -> Iterator[None]:
 
 async def measure(places: Sequence[Place], model: ModelRecipe) -> None:
     policies = [HfPolicy(model, sampling=Sampling(max_new_tokens=TOKENS), thread=place) for place in places]
-    for policy in policies:
-        await step_seconds(policy)
-    for what in ("alone", "beside a busy Python thread"):
-        times: list[list[float]] = [[] for _ in places]
-        for _ in range(ROUNDS):
-            for policy, taken in zip(policies, times, strict=True):
-                if what == "alone":
-                    taken.append(await step_seconds(policy))
-                else:
-                    with busy_thread():
-                        taken.append(await step_seconds(policy))
-        medians = [statistics.median(taken) for taken in times]
-        print(f"decode step {what}: {places[0].name} {1e3 * medians[0]:.2f} ms")
-        for place, taken, median in zip(places[1:], times[1:], medians[1:], strict=True):
-            ratios = [own / first for first, own in zip(times[0], taken, strict=True)]
-            spread = f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-            print(f"decode step {what}: {place.name} {1e3 * median:.2f} ms; {spread}")
+    for what, beside in (("alone", nullcontext), ("beside a busy Python thread", busy_thread)):
+        times = [list[float]() for _ in places]
+        for number, at in turns(range(len(places)), ROUNDS):
+            with beside():
+                took = await step_seconds(policies[at])
+            if number:
+                times[at].append(took)
+        for place, taken in zip(places, times, strict=True):
+            ratio = "" if taken is times[0] else f"; ratio {Spread.of_ratios(taken, times[0])}"
+            print(f"decode step {what}: {place.name} {1e3 * statistics.median(taken):.2f} ms{ratio}")
     for place in places:
         hosted, answer = place.host(Questioner), Callback(never)
         await hosted.call("ask", Questioner.ask, answer, 1)
@@ -108,20 +107,31 @@ async def measure(places: Sequence[Place], model: ModelRecipe) -> None:
         print(f"question and answer: {place.name} {1e6 * statistics.median(costs):.1f} us")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ray", action="store_true", help="in an actor on another raylet too")
+def compare(*, ray: Annotated[bool, Parameter(negative=())] = False) -> None:
+    """Print what decoding costs in a thread and in a process.
+
+    Args:
+        ray: in an actor on another raylet too.
+    """
     one = partial(use_cores, 1)
     with ExitStack() as stack:
         places: list[Place] = [
             stack.enter_context(Thread("thread", setup=one)),
             stack.enter_context(Process("process", setup=one)),
         ]
-        if parser.parse_args().ray:
-            from benchmarks.raylets import two_raylets  # noqa: PLC0415 - Ray is an extra
+        if ray:
+            from benchmarks.remote_call import two_raylets  # noqa: PLC0415 - Ray is an extra
             from oppo.placement.ray import RayPlace  # noqa: PLC0415
 
             cluster, other = stack.enter_context(two_raylets())
             places.append(stack.enter_context(RayPlace("actor", cluster, setup=one, strategy=other, restarts=0)))
         model = saved(stack.enter_context(tempfile.TemporaryDirectory()))
         anyio.run(measure, places, model)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command(PROGRAM, "What decoding costs in each place.", compare, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(importlib.import_module(PROGRAM).main())  # what is called in a place is not of the program itself

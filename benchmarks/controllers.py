@@ -1,0 +1,510 @@
+"""Controllers of overcommit in eight regimes: the real graph of stages, models of cost, virtual time.
+
+``python -m benchmarks.controllers [ENGINE ...]`` makes the runs that ``results/controllers.json`` lacks, then writes
+``docs/controllers.md`` and its figure. Nothing here was measured on a device.
+
+Seven devices hold actor, critic and reference, and decode side by side; one holds the reward model. The reference and
+the critic read a step's rollouts after the cut, on the actor's devices. FLOPs are 2 N a token and 4 L d a token and
+token of context, at the stated part of a peak of 989 TFLOP/s; training is four forward passes an epoch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import CHECKOUT
+from benchmarks.harness import command, markdown
+from benchmarks.simulate.outcomes import Outcomes
+from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
+from oppo.cli import note
+from oppo.errors import ConfigError
+from oppo.report.charts import Axes, picture, placed
+from oppo.simulate.costs import (
+    GPUS,
+    MODELS,
+    TRAINED_PASSES,
+    Decoder,
+    Lognormal,
+    Reader,
+    ScorerName,
+    System,
+    Updater,
+    Workload,
+)
+from oppo.simulate.run import Schedule, ScheduleOutcome, SimulatedRun
+
+PEAK = GPUS["h200"].flops
+DEVICES = 7
+
+SIZES = {"3B": MODELS["qwen2.5-3b"], "7B": MODELS["qwen2.5-7b"], "70B": MODELS["llama-3.1-70b"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How fast models run.
+
+    Attributes:
+        launch: seconds below which no decode step falls, by actor.
+        weights: seconds a decode step needs to read the weights, by actor.
+        row: seconds for each live row.
+        context: seconds for each token of context of the live rows.
+        padded: whether forward passes are padded to the longest row.
+        reading, forward, training: reached fraction of the peak.
+        call: seconds of one call of the reward model.
+        overhead, publish: seconds a step.
+    """
+
+    launch: dict[str, float]
+    weights: dict[str, float]
+    row: dict[str, float]
+    context: dict[str, float]
+    padded: bool
+    reading: float
+    forward: float
+    training: float
+    call: float
+    overhead: float
+    publish: float
+
+
+ENGINES = {
+    "modern": Engine(
+        launch={"3B": 0.0, "7B": 0.0},
+        weights={"3B": 4.0e-3, "7B": 5.8e-3},
+        row={"3B": 3.5e-5, "7B": 5e-5},
+        context={"3B": 2.2e-8, "7B": 3.3e-8},
+        padded=False,
+        reading=0.40,
+        forward=0.40,
+        training=0.45,
+        call=0.012,
+        overhead=2.0,
+        publish=0.5,
+    ),
+    "plain": Engine(
+        launch={"3B": 0.070, "7B": 0.056},
+        weights={"3B": 2.5e-3, "7B": 4.5e-3},
+        row={"3B": 1e-4, "7B": 1e-4},
+        context={"3B": 3.7e-7, "7B": 5.8e-7},
+        padded=True,
+        reading=0.12,
+        forward=0.25,
+        training=0.30,
+        call=0.03,
+        overhead=10.0,
+        publish=2.0,
+    ),
+}
+"""``modern``: a serving engine that decodes; ``plain``: ``generate`` in a loop bound by launches, padded passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """A workload.
+
+    Attributes:
+        reward: size of the reward model; ``None``: a rule that costs nothing.
+        median: of the lengths, at the beginning and at the end of the run; they are lognormal.
+        sigma: spread of their logarithm.
+        cap: the longest response.
+        runaways: fraction of the responses that run to the cap regardless of the lognormal.
+    """
+
+    name: str
+    actor: str
+    reward: str | None
+    batch: int
+    prompt: int
+    median: tuple[float, float]
+    sigma: float
+    cap: int
+    epochs: int = 2
+    runaways: float = 0.0
+
+    @property
+    def workload(self) -> Workload:
+        """What is trained."""
+        lengths = Lognormal(median=self.median, sigma=self.sigma, cap=self.cap, runaways=self.runaways)
+        return Workload(batch=self.batch, lengths=lengths, cap=self.cap, prompt=self.prompt)
+
+
+REGIMES = (
+    Regime("SE-7B", "7B", "7B", 112, 250, (300, 450), 0.80, 4096),
+    Regime("SE-3B", "3B", "7B", 112, 250, (350, 600), 0.85, 4096),
+    Regime("GSM8K-7B", "7B", None, 112, 120, (250, 200), 0.45, 2048, runaways=0.004),
+    Regime("code-3B", "3B", "7B", 112, 200, (350, 500), 0.75, 2048),
+    Regime("capped", "7B", None, 112, 200, (1600, 1600), 0.80, 4096),
+    Regime("long-16k", "7B", "7B", 32, 300, (4500, 6500), 0.70, 16384),
+    Regime("train-bound", "7B", "7B", 112, 500, (150, 150), 0.40, 512, epochs=4),
+    Regime("score-bound", "7B", "70B", 112, 250, (300, 450), 0.80, 4096),
+)
+
+
+def system(regime: Regime, engine: Engine) -> System:
+    """Return the costs of a regime on an engine; the seven replicas of the actor decode equal shares of every row."""
+    size, actor = SIZES[regime.actor], regime.actor
+    readers: dict[ScorerName, Reader] = {
+        name: Reader(
+            passes=size.passes(DEVICES * PEAK * engine.forward),
+            streams=False,
+            padded=engine.padded,
+            device="actor",
+            place="forward",
+        )
+        for name in ("reference", "critic")
+    }
+    if regime.reward is not None:
+        reading = SIZES[regime.reward].passes(PEAK * engine.reading)
+        readers["reward"] = Reader(passes=reading, call=engine.call)
+    return System(
+        decoder=Decoder(
+            floor=engine.launch[actor],
+            step=engine.weights[actor],
+            row=engine.row[actor] / DEVICES,
+            context=engine.context[actor] / DEVICES,
+        ),
+        readers=readers,
+        updater=Updater(
+            passes=size.passes(DEVICES * PEAK * engine.training, 2 * TRAINED_PASSES * regime.epochs),
+            fixed=engine.overhead,
+            padded=engine.padded,
+            publish=engine.publish,
+        ),
+    )
+
+
+RESULTS = CHECKOUT / "benchmarks" / "results" / "controllers.json"
+
+FIXED = (0, 4, 8, 16)
+"""Values of Delta on the frontier."""
+
+STEPS, SKIPPED = 80, 15
+
+GRAIN, CHUNK = 8, 256
+"""Tokens for which a fake token stands, and tokens of a chunk."""
+
+SEEDS = (0, 1, 2)
+"""Seeds of the lengths; the first is for all controllers, the others show the spread."""
+
+FULL = "modern"
+"""The engine on which all controllers are compared."""
+
+CONTROLLERS: dict[str, Callable[[int], Admission]] = {
+    "tail": TailAdaptive,
+    "text": lambda batch: SlopeAdaptive(batch, rule="text"),
+    "tail batched": TailBatched,
+    "algorithm 1": lambda batch: SlopeAdaptive(batch, rule="algorithm1"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run.
+
+    Attributes:
+        controller: a name of :data:`CONTROLLERS`, or ``fixed N``.
+        seed: of the lengths.
+    """
+
+    engine: str
+    regime: str
+    controller: str
+    seed: int = 0
+
+    def admission(self, batch: int) -> Admission:
+        """Return a new controller."""
+        if self.controller.startswith("fixed "):
+            return Overcommit(batch, int(self.controller.removeprefix("fixed ")))
+        return CONTROLLERS[self.controller](batch)
+
+    def run(self) -> ScheduleOutcome:
+        """Make the run."""
+        regime = next(regime for regime in REGIMES if regime.name == self.regime)
+        costs = system(regime, ENGINES[self.engine])
+        return SimulatedRun(costs, regime.workload, self.schedule(regime.batch), STEPS, SKIPPED, self.seed, GRAIN).run()
+
+    def schedule(self, batch: int) -> Schedule:
+        """Return the schedule: the reward model reads along."""
+        return Schedule(name=self.controller, about="", admission=partial(self.admission, batch), chunk=CHUNK)
+
+
+FRONTIER = tuple(f"fixed {extra}" for extra in FIXED)
+
+
+def cells(engine: str) -> Iterator[Cell]:
+    """Yield the runs of an engine: every controller with the first seed, the default one with all."""
+    for seed in SEEDS:
+        others = CONTROLLERS if engine == FULL and seed == SEEDS[0] else ("tail",)
+        for controller in (*FRONTIER, *others):
+            for regime in REGIMES:
+                yield Cell(engine, regime.name, controller, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A controller in one regime, against fixed Delta.
+
+    Attributes:
+        speed: seconds of a step with Delta = 0, over its own.
+        frontier: the speed of a fixed Delta of the same lag, interpolated.
+    """
+
+    regime: str
+    speed: float
+    lag: float
+    frontier: float
+    outcome: ScheduleOutcome
+
+
+class Results(Outcomes[Cell]):
+    """All outcomes so far, by cell."""
+
+    def __init__(self, path: Path = RESULTS) -> None:
+        super().__init__(path, Cell)
+
+    def frontier(self, engine: str, regime: str, seed: int = 0) -> list[tuple[float, float]]:
+        """Return lag and speed of each fixed Delta, by rising lag."""
+        fixed = [self[Cell(engine, regime, name, seed)] for name in FRONTIER]
+        return sorted((outcome.lag, fixed[0].seconds / outcome.seconds) for outcome in fixed)
+
+    def standings(self, engine: str, controller: str, seed: int = 0) -> list[Standing]:
+        """Return the standing of a controller in every regime it was run in."""
+        found = []
+        for regime in REGIMES:
+            cell = Cell(engine, regime.name, controller, seed)
+            if cell not in self:
+                continue
+            outcome = self[cell]
+            lags, speeds = np.array(self.frontier(engine, regime.name, seed)).T
+            speed = self[replace(cell, controller="fixed 0")].seconds / outcome.seconds
+            at_its_lag = float(np.interp(outcome.lag, lags, speeds))
+            found.append(Standing(regime.name, speed, outcome.lag, at_its_lag, outcome))
+        return found
+
+
+def mean_speed(standings: Sequence[Standing]) -> float:
+    return float(np.exp(np.mean([np.log(each.speed) for each in standings])))
+
+
+def mean_lag(standings: Sequence[Standing]) -> float:
+    """Return the arithmetic mean of the lags; the geometric one is 0 if any of them is."""
+    return float(np.mean([each.lag for each in standings]))
+
+
+def mean_worth(standings: Sequence[Standing]) -> float:
+    """Return the geometric mean of speed / (1 + lag): the speed at a price of 1 for a step of lag."""
+    return float(np.exp(np.mean([np.log(each.speed / (1 + each.lag)) for each in standings])))
+
+
+DOCS = CHECKOUT / "docs"
+
+COLOURS = {"tail": "#dc2626", "text": "#2563eb", "algorithm 1": "#7c3aed", "tail batched": "#059669"}
+_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 190, 130, 44, 40, 62
+
+PREFACE = """\
+# Controllers of overcommit, compared
+
+Made by `python -m benchmarks.controllers` from `benchmarks/results/controllers.json`: do not edit. Every figure comes
+from the real graph of stages (`Generate`, `Score`, `GAE`, `Update`) with models of cost in virtual time. **Nothing was
+measured on a device**; the costs are in `benchmarks/controllers.py`, and the lengths are assumptions. Ratios within one
+engine are meant, not seconds.
+
+*Speed* is against the same run with nothing deferred, which streams already. *Lag* is the mean number of versions
+between a rollout's first token and its update; it comes out as Delta / B (Little's law). Deferrals are bounded by 2 for
+all. *Frontier* is the speed over that of a fixed Delta with the same lag, interpolated: more than 1 means that no fixed
+Delta in between does as well.
+
+![speed against lag](controllers.svg)
+"""
+
+AFTERWORD = """\
+## How `TailAdaptive` decides
+
+It estimates the survival function S of the lengths from the last 8 steps (Kaplan and Meier; what is parked is
+censored), and the seconds for each decode step and token, each scorer's work, and the rest. For each Delta from 0 to
+B / 4 the decode steps N between two cuts solve
+
+    N(Delta) = integral over x >= 0 of  1 - P[Poisson(parked(x)) <= Delta] * P[Poisson(overdue(x)) = 0]
+    parked(x) = B * sum over k < max_deferrals of S(k N + x),    overdue(x) = B * S(max_deferrals * N + x)
+
+and the predicted step is `max(decode + tail, busy)` of the slowest scorer, plus the rest. The least Delta is taken
+whose `seconds * (1 + price * Delta / B)` is within 1.15 % of the lowest. It does so from the second step on: what one
+step has shown decides it, with a prior of how decoding is paid for.
+
+## How `SlopeAdaptive` decides
+
+As the OPPO paper writes it, once in its text and once, differently, in its Algorithm 1: by the sign of the score's
+slope over 10 steps. The sum of the differences telescopes, so that two noisy scores decide. On a plateau `extra`
+wanders around the middle of its range and does not decay; where scoring, the update or the cap takes the time it pays
+lag for nothing.
+
+## Where `TailAdaptive` does not win
+
+"""
+
+ALWAYS = """\
+- Where scoring is the bottleneck, a reward model reads parked rollouts while the update runs. That is what fixed 8
+  gains there, at a lag; the law does not count on it, since it depends on the order in which the reward model works.
+- In one stationary regime with a tuned Delta it ties: no rule that varies Delta beats the best constant.
+- The window is 8 steps: lengths that change faster are met too late. Small batches (B = 32) make single predictions
+  noisy.
+"""
+
+
+def write(results: Results) -> None:
+    (DOCS / "controllers.svg").write_text(figure(results, FULL), encoding="utf-8")
+    (DOCS / "controllers.md").write_text(page(results), encoding="utf-8")
+
+
+def page(results: Results) -> str:
+    return "\n".join([PREFACE, *tables(results, FULL), *seeds(results), AFTERWORD + losses(results, FULL)])
+
+
+def seeds(results: Results) -> Iterator[str]:
+    """Yield the table of all engines and seeds, a line for each pair."""
+    yield (
+        "## `TailAdaptive` with other lengths, and on both engines\n\n"
+        "Geometric means of speeds and arithmetic ones of lags over the eight regimes; *frontier* and *predicted /\n"
+        "realised* are the least and the greatest of them. *Worth* is the geometric mean of speed / (1 + lag): what\n"
+        "the price of 1 leaves of it; the best fixed Delta is that of the greatest worth. Seed 0 is that of the\n"
+        "tables above. Where more is carried than with fixed 16, that is what the frontier is.\n"
+    )
+    head = ["engine", "seed", "speed, fixed 8", "lag, fixed 8", "speed", "lag", "worth, best fixed Delta", "worth"]
+    rows = []
+    for engine in ENGINES:
+        for seed in SEEDS:
+            fixed, tail = (results.standings(engine, name, seed) for name in ("fixed 8", "tail"))
+            ahead = [each.speed / each.frontier for each in tail]
+            predicted = [each.outcome.predicted for each in tail]
+            best = max(mean_worth(results.standings(engine, name, seed)) for name in FRONTIER)
+            figures = [mean_speed(fixed), mean_lag(fixed), mean_speed(tail), mean_lag(tail), best, mean_worth(tail)]
+            ranges = [f"{min(each):.3f} - {max(each):.3f}" for each in (ahead, predicted)]
+            rows.append([engine, str(seed), *(f"{each:.3f}" for each in figures), *ranges])
+    yield markdown([*head, "frontier", "predicted / realised"], rows)
+    yield ""
+
+
+def tables(results: Results, engine: str) -> Iterator[str]:
+    names = [*(f"fixed {extra}" for extra in FIXED), *CONTROLLERS]
+    standings = {name: results.standings(engine, name) for name in names}
+    yield f"## In the mean of the eight regimes, engine `{engine}`\n"
+    yield markdown(
+        ["controller", "speed (geometric mean)", "lag (mean)", "largest lag"],
+        [
+            [name, f"{mean_speed(of):.3f}", f"{mean_lag(of):.3f}", f"{max(one.outcome.longest_lag for one in of)}"]
+            for name, of in standings.items()
+        ],
+    )
+    yield f"\n## `TailAdaptive` by regime, engine `{engine}`\n"
+    head = [
+        "regime",
+        "speed, fixed 8",
+        "lag, fixed 8",
+        "speed",
+        "lag",
+        "mean Delta",
+        "frontier",
+        "predicted / realised",
+    ]
+    rows = []
+    for fixed, tail in zip(standings["fixed 8"], standings["tail"], strict=True):
+        out = tail.outcome
+        figures = [f"{each:.3f}" for each in (fixed.speed, fixed.lag, tail.speed, tail.lag)]
+        told = [f"{tail.speed / tail.frontier:.3f}", f"{out.predicted:.3f}", f"{out.spread:.0%}"]
+        rows.append([tail.regime, *figures, f"{out.extra:.1f}", *told])
+    yield markdown([*head, "error of one prediction"], rows)
+    yield f"\n## `TailBatched` by regime, engine `{engine}`\n"
+    yield markdown(
+        ["regime", "speed", "lag", "tokens given up, for each trained", "swing of the batches' mean length"],
+        [
+            [one.regime, f"{one.speed:.3f}", f"{one.lag:.3f}", f"{cost.waste:.0%}", f"{cost.swing:.0%}"]
+            for one in standings["tail batched"]
+            if (cost := one.outcome.restarts) is not None
+        ],
+    )
+    yield ""
+
+
+def losses(results: Results, engine: str) -> str:
+    """Return a line for each regime in which it is slower than a fixed Delta of 8 or behind the frontier."""
+    lines = []
+    for fixed, tail in zip(results.standings(engine, "fixed 8"), results.standings(engine, "tail"), strict=True):
+        lines += list(_lost(fixed, tail))
+    return "\n".join([*lines, ALWAYS])
+
+
+def _lost(fixed: Standing, tail: Standing) -> Iterator[str]:
+    if tail.speed < 0.995 * fixed.speed:
+        yield (
+            f"- {tail.regime}: {1 - tail.speed / fixed.speed:.1%} slower than fixed 8, at lag {tail.lag:.3f} instead "
+            f"of {fixed.lag:.3f}."
+        )
+    if tail.speed < 0.995 * tail.frontier:
+        yield f"- {tail.regime}: {1 - tail.speed / tail.frontier:.1%} behind a fixed Delta of the same lag."
+
+
+def figure(results: Results, engine: str) -> str:
+    """Return a panel for each regime as SVG: the frontier of fixed Delta, and the controllers."""
+    panels = [
+        placed(_LEFT + k % 4 * (_WIDTH + _GAP), _TOP + k // 4 * (_HEIGHT + _GAP), panel(results, engine, regime.name))
+        for k, regime in enumerate(REGIMES)
+    ]
+    width, height = 4 * (_WIDTH + _GAP), 2 * (_HEIGHT + _GAP) + _TOP
+    legend = [f'<text x="{_LEFT}" y="14" fill="#555">-- fixed Delta {", ".join(map(str, FIXED))}</text>']
+    for k, name in enumerate(CONTROLLERS):
+        x = _LEFT + 190 + 110 * k
+        legend.append(f'<circle cx="{x}" cy="10" r="4" fill="{COLOURS[name]}"/><text x="{x + 9}" y="14">{name}</text>')
+    return picture(width, height, "".join([*legend, *panels]), size=11)
+
+
+def panel(results: Results, engine: str, regime: str) -> str:
+    """Return one panel: lag to the right, speed upwards."""
+    fixed = results.frontier(engine, regime)
+    points = {
+        name: (each.lag, each.speed)
+        for name in CONTROLLERS
+        for each in results.standings(engine, name)
+        if each.regime == regime
+    }
+    right = max(lag for lag, _ in [*fixed, *points.values()]) * 1.05
+    top = max(1.1, *(speed for _, speed in [*fixed, *points.values()]))
+    axes = Axes(_WIDTH, _HEIGHT, right, 0.95, top)
+    line = "L".join(axes.at(*point) for point in fixed)
+    marks = "".join(_dot(axes.at(*point), "#555", 2.5) for point in fixed)
+    marks += "".join(_dot(axes.at(*point), COLOURS[name], 4) for name, point in points.items())
+    drawn = f'<path d="M{line}" fill="none" stroke="#555" stroke-dasharray="4 3"/>{marks}'
+    heading = f'<text y="-8" font-weight="600">{escape(regime)}</text>'
+    return heading + axes.framed(drawn, label="mean lag", end=f"{right:.2f}", y=".2f")
+
+
+def _dot(place: str, colour: str, radius: float) -> str:
+    x, y = place.split()
+    return f'<circle cx="{x}" cy="{y}" r="{radius}" fill="{colour}"/>'
+
+
+def make(*engines: str) -> None:
+    """Make every run that has no outcome yet; each takes some seconds of one core. Then write the page.
+
+    Args:
+        engines: modern, plain, or both if none is named.
+    """
+    if unknown := [engine for engine in engines if engine not in ENGINES]:
+        raise ConfigError(f"there is no engine {unknown[0]!r}; expected some of {', '.join(ENGINES)}")
+    results = Results()
+    results.simulate([cell for engine in engines or ENGINES for cell in cells(engine)], note)
+    write(results)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command("benchmarks.controllers", "Controllers of overcommit, compared.", make, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""What a chunk costs the engine: ``cost`` measures ``loads``, whose models are fakes."""

@@ -1,1 +1,0 @@
-"""The cost of decoding in a process instead of a thread."""

@@ -1,1 +1,0 @@
-"""What a tool's answer costs the rollouts that are decoded meanwhile."""
