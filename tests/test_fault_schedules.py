@@ -40,7 +40,7 @@ from tests.pipelines import Setting, paces, same_batches
 
 pytestmark = pytest.mark.schedules
 
-SCHEDULES = int(os.environ.get("OPPO_SCHEDULES", "200"))
+SCHEDULES = int(os.environ["OPPO_SCHEDULES"])
 """As many as are asked for, not a share of them, of all lookaheads together: six parts with anything in the script,
 three slow, one of a reward server that flaps."""
 

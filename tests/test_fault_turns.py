@@ -39,7 +39,7 @@ from tests.stages.test_conversations import Tool, some_turns
 
 pytestmark = pytest.mark.schedules
 
-SCHEDULES = max(1, int(os.environ.get("OPPO_SCHEDULES", "200")) // 4)
+SCHEDULES = max(1, int(os.environ["OPPO_SCHEDULES"]) // 4)
 ERRORS = st.sampled_from([ModelError, ModelLost, RuntimeError, TimeoutError, MemoryError])
 SLOW = st.builds(Slow, st.sampled_from([1 / 1024, 1 / 64, 1.0, 64.0]))
 

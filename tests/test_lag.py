@@ -18,7 +18,7 @@ from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting, motions
 from tests.stages.test_selection import CARRIED, Selected
 
-SCHEDULES = int(os.environ.get("OPPO_SCHEDULES", "200"))
+SCHEDULES = int(os.environ["OPPO_SCHEDULES"])
 """As many as are asked for, not a share of them."""
 
 ALL = replace(CARRIED, lookahead=2, refill=True, in_flight=True, extra=4, update=0.5)

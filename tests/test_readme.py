@@ -35,7 +35,7 @@ from tests.forked import Program
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import spot
 from tests.hf.test_whole import classifier, sentence_encoder
-from tests.workplace import furnish, oppo as oppo_train, records, tokenizer
+from tests.workplace import furnish, oppo as oppo_train, records, run as oppo_run, tokenizer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -243,10 +243,8 @@ def test_the_algorithm_that_the_page_adds_passes_the_test_that_it_shows() -> Non
 
 def test_the_algorithm_that_the_page_adds_trains_by_its_file(algorithm: Path) -> None:
     furnish(algorithm)
-    chosen = ["--set", "step.algorithm=reinforce.py:Reinforce", "--set", "algorithm.kl=0.1"]
-    command = [sys.executable, "-m", "oppo", "train", str(algorithm / "config.toml"), *chosen]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert ran.returncode == 0, ran.stderr
+    code, _, said = oppo_run(algorithm, "step.algorithm=reinforce.py:Reinforce", "algorithm.kl=0.1")
+    assert code == 0, said
     steps = records(algorithm, "first", "metrics.jsonl")
     assert [(step["trained"], step["objective/kl_coef"]) for step in steps] == [(4, 0.1), (4, 0.1)]
     assert all(step["loss/policy_avg"] for step in steps)

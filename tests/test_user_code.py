@@ -378,12 +378,12 @@ async def test_a_function_in_a_process_of_its_own_may_do_the_same(tmp_path: Path
             assert sentence in str(caught.value)
 
 
-SLOW_TO_START = "import time\ntime.sleep(6)\n" + APART
+SLOW_TO_START = "import time\ntime.sleep(2.5)\n" + APART
 
 
 async def test_the_timeout_of_a_call_in_a_process_leaves_its_start_out(tmp_path: Path) -> None:
     spec = f"{module(tmp_path, SLOW_TO_START)}:pid"
-    with FunctionReward(spec, decode, process=True, timeout=5.0) as reward:
+    with FunctionReward(spec, decode, process=True, timeout=2.0) as reward:
         assert len(await reward.finish(TWO)) == 2
 
 

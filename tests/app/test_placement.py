@@ -50,7 +50,7 @@ def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     return float(np.sqrt(sum(float(np.square(one[name] - other[name]).sum()) for name in one)))
 
 
-@pytest.mark.parametrize("shard", ["true", "false"])
+@pytest.mark.parametrize("shard", ["true", pytest.param("false", marks=pytest.mark.deep)])
 def test_two_ranks_learn_what_one_process_learns_and_either_goes_on_with_the_other_s_checkpoint(
     folder: Path, shard: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from safetensors.numpy import load_file
 from oppo.app.resume import CHECKPOINTS
 from oppo.app.train import FINAL
 from oppo.cli import DONE, UNUSABLE
-from tests.workplace import furnish, oppo, records, run, start
+from tests.workplace import furnish, oppo, records, resume, run, start
 
 TOOLS = """
 import time
@@ -36,7 +34,6 @@ def broken(turn):
 def hangs(turn):
     time.sleep(3600)
 """
-ROOT = Path(__file__).parents[2]
 TURNS = (
     "models.environment=tools.py:tool",
     'sampling.stop=["w5", "w9", "w13", "w21", "w33", "w40", "w44", "w52", "w60", "w77"]',
@@ -88,8 +85,7 @@ def test_a_killed_run_that_is_resumed_is_the_one_that_was_not_killed(folder: Pat
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    resume = [sys.executable, "-m", "oppo", "resume", str(folder / "runs" / "parts")]
-    assert subprocess.run(resume, check=False, cwd=ROOT).returncode == DONE
+    assert resume(folder, "parts") == DONE
     assert weights(folder, "parts") == weights(folder, "whole")
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forked import Program
+
 Found = Mapping[str, Mapping[str, Any]]
-ROOT = Path(__file__).parents[2]
 
 BUDGET: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "decode": {
@@ -50,16 +47,10 @@ layers, and but for what a row is sent when it is read, none with the rows of a 
 @pytest.fixture(scope="module")
 def found() -> Found:
     """Return what each work did; in a process of its own, which the device changes for good."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.hf.on_fake_device"],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-    )
-    assert done.returncode == 0, done.stderr
-    loaded: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    with Program("from tests.hf.on_fake_device import main\nmain()") as program:
+        out, said = program.communicate()
+    assert program.returncode == 0, said
+    loaded: dict[str, dict[str, Any]] = json.loads(out)
     assert loaded.keys() == {*BUDGET, "the harness"}
     return loaded
 

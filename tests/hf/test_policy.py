@@ -90,7 +90,7 @@ async def test_fifty_rollouts_of_all_lengths_end_with_a_reason_and_free_their_me
 
 
 async def test_tokens_do_not_depend_on_the_neighbours(serving: Serving) -> None:
-    asked = prompts(12)
+    asked = prompts(6)
     with serving() as policy:
         together = (await told(policy, asked)).tokens()
         backwards = (await told(policy, asked[::-1])).tokens()

@@ -75,7 +75,8 @@ def streamed(
     return model
 
 
-@settings(deadline=None, max_examples=150)
+@pytest.mark.schedules
+@settings(max_examples=4 * settings().max_examples)
 @given(
     text=TEXTS,
     sizes=st.lists(st.integers(1, 9), max_size=30),
@@ -95,7 +96,8 @@ def test_in_the_end_the_model_has_read_the_tokens_of_the_whole_text(
     assert model.ids == to_text.features(whole)["input_ids"]
 
 
-@settings(deadline=None, max_examples=60)
+@pytest.mark.schedules
+@settings(max_examples=2 * settings().max_examples)
 @given(
     tokens=st.lists(st.integers(0, 219), max_size=80),
     sizes=st.lists(st.integers(1, 9), max_size=30),

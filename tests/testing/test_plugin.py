@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import Program
 
 pytest_plugins = ["pytester"]
 
@@ -55,30 +56,29 @@ async def test_of_the_module():
 """
 
 
-@pytest.fixture(autouse=True)
-def _of_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-
-
 def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     """Run the tests of the project with the plugin, whether or not the package is installed; warnings are errors."""
-    unset = (
-        "ignore:The configuration option:pytest.PytestDeprecationWarning"  # pytest-asyncio wants a choice to be made
+    expected = (
+        "ignore:The configuration option:pytest.PytestDeprecationWarning",  # pytest-asyncio wants a choice to be made
+        "ignore:Module already imported:pytest.PytestAssertRewriteWarning",  # by the server that forks
     )
-    ours = ("-p", "pytest_oppo", "-p", "no:cacheprovider", "--strict-markers", "-Werror", "-W", unset)
-    return pytester.runpytest_subprocess(*ours, *arguments)
+    ours = ["-p", "pytest_oppo", "-p", "no:cacheprovider", "--strict-markers", "-Werror"]
+    ours += [part for each in expected for part in ("-W", each)]
+    code = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))"
+    with Program(code, [*ours, *arguments], folder=pytester.path) as program:
+        out, said = program.communicate(timeout=120)
+    return pytest.RunResult(program.returncode or 0, out.splitlines(), said.splitlines(), 0.0)
 
 
 @pytest.mark.parametrize(
     "others",
     [
-        ["-p", "no:asyncio", "-p", "no:anyio"],
-        ["--asyncio-mode=strict"],
-        ["--asyncio-mode=auto"],
-        ["-p", "no:asyncio", "--anyio-mode=auto"],
-        ["--asyncio-mode=auto", "--anyio-mode=auto", "-W", "ignore:AnyIO auto mode"],
+        pytest.param(["-p", "no:asyncio", "-p", "no:anyio"], id="alone"),
+        pytest.param(["--asyncio-mode=strict"], id="asyncio", marks=pytest.mark.deep),
+        pytest.param(["--asyncio-mode=auto"], id="asyncio auto", marks=pytest.mark.deep),
+        pytest.param(["-p", "no:asyncio", "--anyio-mode=auto"], id="anyio auto", marks=pytest.mark.deep),
+        pytest.param(["--asyncio-mode=auto", "--anyio-mode=auto", "-W", "ignore:AnyIO auto mode"], id="both auto"),
     ],
-    ids=["alone", "asyncio", "asyncio auto", "anyio auto", "both auto"],
 )
 def test_virtual_tests_run_once_and_in_virtual_time_beside_any_other_plugin(
     pytester: pytest.Pytester, others: list[str]

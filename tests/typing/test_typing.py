@@ -15,10 +15,9 @@ FILES = sorted([*(HERE / "accept").glob("*.py"), *(HERE / "reject").glob("*.py")
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, int]]:
-    """The file and line of every error, from one run of the type checker."""
-    cache = tmp_path_factory.mktemp("mypy")
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(cache)]
+def errors() -> set[tuple[str, int]]:
+    """The file and line of every error, from one run of the type checker, in the cache that `make types` has filled."""
+    command = [sys.executable, "-m", "mypy", "--no-error-summary"]
     checked = subprocess.run([*command, *map(str, FILES)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert checked.returncode == 1, checked.stdout + checked.stderr
     found = re.findall(r"^(?:.*/)?(\w+\.py):(\d+): error: ", checked.stdout, re.MULTILINE)

@@ -146,7 +146,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
+@pytest.mark.parametrize("shard", [True, pytest.param(False, marks=pytest.mark.deep)], ids=["sharded", "whole"])
 @pytest.mark.parametrize("name", [*MARKED, *(name for name in CASES if name not in KINDS)])
 async def test_two_ranks_learn_what_one_process_learns(
     name: str, shard: bool, ranks: Ranks, thread: Thread, batch: Batch
@@ -214,7 +214,7 @@ async def test_a_checkpoint_is_gathered_one_tensor_at_a_time_and_kept_by_rank_0(
     assert first < kept + 4 * largest
 
 
-@pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
+@pytest.mark.parametrize("shard", [pytest.param(True, marks=pytest.mark.deep), False], ids=["sharded", "whole"])
 @pytest.mark.parametrize("kind", MARKED)
 async def test_a_checkpoint_opens_in_any_number_of_ranks(  # noqa: PLR0917 - fixtures, passed by name
     kind: str, shard: bool, ranks: Ranks, thread: Thread, batch: Batch, tmp_path: Path
@@ -244,7 +244,7 @@ async def test_a_checkpoint_opens_in_any_number_of_ranks(  # noqa: PLR0917 - fix
     assert norm(difference(weights_of(models[0]), weights_of(models[2]))) < 0.01 * moved
 
 
-@pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
+@pytest.mark.parametrize("shard", [True, pytest.param(False, marks=pytest.mark.deep)], ids=["sharded", "whole"])
 async def test_only_rank_0_reads_a_checkpoint(shard: bool, thread: Thread, batch: Batch, tmp_path: Path) -> None:
     models = [tiny.apart(plain)() for _ in range(2)]
     alone = trainer_of(models[0], thread)
