@@ -78,7 +78,7 @@ def main() -> None:
     """Print the score of each step, which groups were carried, and how far vLLM's log-probs are from the trainer's."""
     with TemporaryDirectory() as folder:
         model().save_pretrained(folder)
-        with VllmEngine.start(Path(folder), tell=print) as engine:
+        with VllmEngine.start(Path(folder)) as engine:
             steps = anyio.run(train, engine)
     for step in steps:
         carried = sorted({event.rollout // SAMPLES for event in step.deferred})

@@ -88,9 +88,7 @@ async def train(url: str, steps: int = 3) -> list[StepReport]:
     with Thread("actor") as acting, Thread("trainer") as training:
         graph = grpo(
             policy=HfPolicy(actor, sampling=sampling, thread=acting),
-            reward=FunctionReward(
-                HttpReward(url, tell=print), decode=lambda tokens: " ".join(map(str, tokens)), timeout=60
-            ),
+            reward=FunctionReward(HttpReward(url), decode=lambda tokens: " ".join(map(str, tokens)), timeout=60),
             trainer=HfTrainer(actor, sampling=sampling, thread=training, loss=ClippedLoss()),
             admission=Overcommit(batch=4, extra=1),
             samples=4,

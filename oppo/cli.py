@@ -24,6 +24,7 @@ from rich.console import Console
 from oppo.declared import require_real, require_whole
 from oppo.durable import put
 from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError, RunComplete
+from oppo.log import routed
 from oppo.redact import harmless
 from oppo.report.panel import displays
 from oppo.report.records import ended
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app.command(doctor)
     app.command(simulate)
     app.command(demo)
-    return call(app, arguments)
+    with routed(note):
+        return call(app, arguments)
 
 
 def program(name: str, about: str) -> App:
@@ -146,7 +148,7 @@ def carry_out(
     from oppo.app.train import FINAL, prepare, run  # noqa: PLC0415 - likewise
 
     try:
-        session = prepare(settings, note, resume=resume, dry_run=dry_run, accept_changed_code=accept_changed_code)
+        session = prepare(settings, resume=resume, dry_run=dry_run, accept_changed_code=accept_changed_code)
     except RunComplete as error:
         note(str(error))
         return DONE
@@ -221,12 +223,12 @@ def doctor(
         require_installed(settings)
     else:
         require_engine(settings, assumed)
-    found = examine(settings, assumed, note)
+    found = examine(settings, assumed)
     console.out(*map(harmless, found.lines()), sep="\n", highlight=False)
     if found.faults:
         return UNUSABLE
     if trial:
-        console.out("", *map(harmless, attempt(settings, note)), sep="\n", highlight=False)
+        console.out("", *map(harmless, attempt(settings)), sep="\n", highlight=False)
     return DONE
 
 
@@ -274,7 +276,7 @@ def simulate(
     from oppo.simulate.study import WIDTH, advice, as_json, legend, table  # noqa: PLC0415 - likewise
 
     simulation = of_run(run, layout) if run is not None else of_profile(profile or Path(), override)
-    found = simulation.run(steps=steps, seeds=seeds, tell=note)
+    found = simulation.run(steps=steps, seeds=seeds)
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
@@ -335,9 +337,9 @@ def complain(text: str, code: int) -> int:
     return code
 
 
-def note(sentence: str) -> None:
-    """Write a notice to standard error."""
-    Console(stderr=True).out(harmless(sentence), style="dim", highlight=False)
+def note(message: str) -> None:
+    """Write a message to standard error."""
+    Console(stderr=True).out(harmless(message), style="dim", highlight=False)
 
 
 def leave(error: HangError) -> NoReturn:

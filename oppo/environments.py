@@ -14,7 +14,6 @@ import numpy as np
 
 from oppo.errors import OppoError, one_line, shown
 from oppo.events import Drop, IntArray, Response
-from oppo.observe import Telling, silent
 from oppo.turns import Answer, Environment, EnvironmentState, Turn
 from oppo.user_code import CONCURRENCY, CheckedFunction, UserCalls, UserFunction
 
@@ -107,8 +106,6 @@ class FunctionEnvironment:
         concurrency: how many calls may overlap; by default 64, or 4 in processes.
         process: call a sync function in processes of its own: it may then hold the interpreter lock or crash.
         prompt_column: the column that is given as ``prompt``.
-        tell: called with a sentence about a call that blocks the event loop, and with the news of a function that is
-            :class:`~oppo.observe.Telling`.
 
     Raises:
         ConfigError: ``timeout`` or ``concurrency`` is out of range.
@@ -136,7 +133,6 @@ class FunctionEnvironment:
         concurrency: int | None = None,
         process: bool = False,
         prompt_column: str = "prompt",
-        tell: Callable[[str], None] = silent,
     ) -> None:
         user = UserFunction.of(function, None, EnvironmentFailure)
         self.name = user.name
@@ -147,10 +143,7 @@ class FunctionEnvironment:
             concurrency=default if concurrency is None else concurrency,
             timeout=timeout,
             process=process,
-            tell=tell,
         )
-        if tell is not silent and isinstance(user.function, Telling):
-            user.function.tell = tell
         self._decode = decode
         self._encode = encode
         self._drops = on_failure == "drop"

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Final, Literal, Protocol, TypeAlias
+
+from oppo.log import logger
 
 now: Callable[[], float] = time.monotonic
 """Seconds on the clock used off the event loop: monotonic, shared by all processes of a machine."""
@@ -132,42 +134,6 @@ class Reporter:
             self.listener(work_context().span(self._track, label, start, now()))
 
 
-class Notices:
-    """Progress notices, passed to the listeners of the moment.
-
-    Attributes:
-        listeners: called with each sentence, from any thread.
-    """
-
-    def __init__(self, *listeners: Callable[[str], None]) -> None:
-        self.listeners = list(listeners)
-
-    def __call__(self, sentence: str) -> None:
-        """Pass a sentence on."""
-        for listener in self.listeners:
-            listener(sentence)
-
-    @contextmanager
-    def passed_to(self, *listeners: Callable[[str], None]) -> Iterator[None]:
-        """Let these be the listeners while the context is open."""
-        before, self.listeners = self.listeners, list(listeners)
-        try:
-            yield
-        finally:
-            self.listeners = before
-
-
-@runtime_checkable
-class Telling(Protocol):
-    """Something with news of itself, such as a service that is left alone for a while.
-
-    Attributes:
-        tell: called with each sentence; its user may assign another function.
-    """
-
-    tell: Callable[[str], None]
-
-
 class Observer(Protocol):
     """Receives the events of a run, on its event loop; must not block and must not raise."""
 
@@ -186,12 +152,10 @@ class Expendable(Observer):
 
     Args:
         observer: may raise.
-        tell: called with a sentence about the error.
     """
 
-    def __init__(self, observer: Observer, tell: Callable[[str], None]) -> None:
+    def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        self._tell = tell
         self._works = True
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
@@ -213,7 +177,9 @@ class Expendable(Observer):
             notify()
         except Exception as error:  # noqa: BLE001 - the boundary around what a run does not need
             self._works = False
-            self._tell(f"{type(self._observer).__name__} has failed and is left out: {type(error).__name__}: {error}")
+            logger.warning(
+                f"{type(self._observer).__name__} has failed and is left out: {type(error).__name__}: {error}"
+            )
 
 
 Interval: TypeAlias = tuple[float, float]

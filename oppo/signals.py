@@ -35,13 +35,13 @@ class Interrupt:
 
 
 @asynccontextmanager
-async def interruptible(*tell: Callable[[signal.Signals], None]) -> AsyncIterator[Interrupt]:
+async def interruptible(*listeners: Callable[[signal.Signals], None]) -> AsyncIterator[Interrupt]:
     """Yield the interrupt that records the first signal while the context is open; a second one ends the context.
 
     Off the main thread no signal arrives. Signals that the process ignores, as SIGHUP under ``nohup``, stay ignored.
 
     Args:
-        tell: each is called on the event loop with the first signal.
+        listeners: each is called on the event loop with the first signal.
 
     Raises:
         Stopped: a second signal came. It is raised in the code that blocks the event loop, if any does.
@@ -51,7 +51,7 @@ async def interruptible(*tell: Callable[[signal.Signals], None]) -> AsyncIterato
 
     def notify(number: signal.Signals) -> None:
         loop_ran.set()
-        for listener in tell:
+        for listener in listeners:
             listener(number)
 
     def on_signal(number: int, frame: FrameType | None) -> None:

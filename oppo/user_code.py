@@ -26,7 +26,7 @@ import anyio
 
 from oppo.declared import require_real, require_whole
 from oppo.errors import ConfigError, ModelError, OppoError, awaited, contained, running_loop, shown
-from oppo.observe import silent
+from oppo.log import carried, logger
 from oppo.placement.detached import DisposableProcess, run_detached
 
 SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")
@@ -254,7 +254,6 @@ class UserCalls(Generic[G, W, R]):
         timeout: seconds after which a call has failed; ``None``: never.
         process: call a sync function in processes, as many as calls overlap: it may then hold the interpreter lock or
             crash.
-        tell: called with a message about a call that blocks the event loop, from another thread.
 
     Attributes:
         at_work: names the function during a call, for a watchdog; empty otherwise.
@@ -272,7 +271,6 @@ class UserCalls(Generic[G, W, R]):
         concurrency: int,
         timeout: float | None = None,
         process: bool = False,
-        tell: Callable[[str], None] = silent,
     ) -> None:
         if timeout is not None:
             require_real("timeout", timeout, 0, error=ConfigError)
@@ -285,7 +283,6 @@ class UserCalls(Generic[G, W, R]):
         self._checked = checked
         self._concurrency = concurrency
         self._timeout = math.inf if timeout is None else timeout
-        self._tell = tell
         self._limiter: anyio.CapacityLimiter | None = None
         self._calls = 0
         self._users = 0
@@ -355,7 +352,7 @@ class UserCalls(Generic[G, W, R]):
             f"{self._title} has not ended {BLOCKED_SECONDS:g} s after its timeout of {self._timeout:g} s: it blocks "
             "the event loop, so make it sync, or let it await what takes long"
         )
-        alarm = Timer(self._timeout + BLOCKED_SECONDS, self._tell, [message])
+        alarm = Timer(self._timeout + BLOCKED_SECONDS, carried(logger.warning), [message])
         alarm.daemon = True
         alarm.start()
         try:

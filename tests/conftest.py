@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from oppo.log import routed
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores
 os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a shell that runs the tests in the background
@@ -41,6 +43,14 @@ def _forwards_off_the_loop() -> Iterator[None]:
 
     with forwards_off_the_loop():
         yield
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What the test's code logs, each as it comes."""
+    said: list[str] = []
+    with routed(said.append):
+        yield said
 
 
 @pytest.fixture(autouse=True)

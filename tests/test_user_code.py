@@ -19,6 +19,7 @@ import pytest
 
 from oppo.errors import ConfigError, RewardError, worded
 from oppo.events import Drop, Finish
+from oppo.log import routed
 from oppo.rewards import FunctionReward, load_function as load_reward_function
 from oppo.simulate.engine import run_virtual
 from oppo.user_code import load_function, load_object, spec_of
@@ -167,15 +168,16 @@ async def test_whatever_a_function_does_is_its_failure(function: Callable[..., o
 
 
 @pytest.mark.parametrize(("function", "sentence"), MISBEHAVIOUR)
-async def test_every_failure_can_be_dropped_and_tried_again(function: Callable[..., object], sentence: str) -> None:
+async def test_every_failure_can_be_dropped_and_tried_again(
+    function: Callable[..., object], sentence: str, messages: list[str]
+) -> None:
     dropped = await FunctionReward(function, decode, on_failure="drop").finish(TWO)
     assert [type(each) for each in dropped] == [Drop, Drop]
-    notices: list[str] = []
     with pytest.raises(RewardError):
-        await FunctionReward(function, decode, on_failure="retry", pauses=(0.0,), tell=notices.append).finish(TWO)
-    assert len(notices) == 1
-    assert sentence in notices[0]
-    assert notices[0].endswith("; attempt 2 of 2 follows in 0 s")
+        await FunctionReward(function, decode, on_failure="retry", pauses=(0.0,)).finish(TWO)
+    assert len(messages) == 1
+    assert sentence in messages[0]
+    assert messages[0].endswith("; attempt 2 of 2 follows in 0 s")
 
 
 async def test_the_place_of_an_error_is_a_line_of_the_users_file(tmp_path: Path) -> None:
@@ -285,16 +287,16 @@ async def test_an_async_function_that_catches_its_cancellation_has_failed_at_its
 async def test_an_async_function_that_blocks_the_loop_is_reported_and_has_failed() -> None:
     told, sentences = threading.Event(), list[str]()
 
-    def tell(sentence: str) -> None:
-        sentences.append(sentence)
+    def sink(message: str) -> None:
+        sentences.append(message)
         told.set()
 
     async def blocking(prompts: list[str], completions: list[str]) -> list[float]:
         assert told.wait(60), "it is told of while it blocks the loop"
         return [1.0 for _ in completions]
 
-    with pytest.raises(RewardError, match=r"reward function 'blocking' took longer than 0\.01 s"):
-        await FunctionReward(blocking, decode, timeout=0.01, tell=tell).finish(TWO)
+    with routed(sink), pytest.raises(RewardError, match=r"reward function 'blocking' took longer than 0\.01 s"):
+        await FunctionReward(blocking, decode, timeout=0.01).finish(TWO)
     assert "'blocking'" in sentences[0]
     assert "event loop" in sentences[0]
 

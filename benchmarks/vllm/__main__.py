@@ -13,6 +13,7 @@ from benchmarks.harness import command, keep, require_writable
 from benchmarks.ladder.workloads import chosen
 from oppo.cli import note
 from oppo.errors import ConfigError
+from oppo.log import routed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +43,8 @@ def bench(
     require_writable({"--json": json})
     if rounds < 1:
         raise ConfigError(f"at least one round is needed, not {rounds}")
-    compared = [cases.measure(cases.SIZES[name], rounds=rounds, cache=cache, log=log, tell=note) for name in names]
+    with routed(note):
+        compared = [cases.measure(cases.SIZES[name], rounds=rounds, cache=cache, log=log) for name in names]
     keep(json, cases.as_json(compared, rounds))
     print(cases.show(compared))
 

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -39,6 +39,7 @@ from benchmarks.vllm.compare import (
 from oppo import observe
 from oppo.demo.assets import alone, made_once
 from oppo.errors import ModelLost
+from oppo.log import logger
 from oppo.models import Sampling
 from oppo.vllm import VllmEngine, VllmPolicy
 from oppo.vllm.arguments import ALWAYS, ON_CPU
@@ -125,14 +126,14 @@ class Case:
         }
 
 
-def measure(size: Size, *, rounds: int, cache: Path | None, log: Path | None, tell: Callable[[str], None]) -> Case:
+def measure(size: Size, *, rounds: int, cache: Path | None, log: Path | None) -> Case:
     """Return the case of a model: first in one engine, then in one of ``LLM``'s own.
 
     Raises:
         ModelLost: an engine died.
     """
     directory, model = size.directory(cache), size.model()
-    with VllmEngine.start(directory, arguments=ARGUMENTS, log=log, tell=tell) as engine:
+    with VllmEngine.start(directory, arguments=ARGUMENTS, log=log) as engine:
         alone, recorded = engine.llm, Recorded(engine.llm)
         engine.llm = cast("Any", recorded)
         policy = VllmPolicy(engine, sampling=Sampling(max_new_tokens=max(LENGTHS)), limit=length_of)
@@ -144,10 +145,10 @@ def measure(size: Size, *, rounds: int, cache: Path | None, log: Path | None, te
             tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
             return decoded, await compare_publishing(policy, tensors, rounds=rounds)
 
-        tell(f"{size.name}: {rounds} rounds of decoding and of publishing")
+        logger.info(f"{size.name}: {rounds} rounds of decoding and of publishing")
         decoded, published = anyio.run(compare)
         engine.llm = alone
-    tell(f"{size.name}: the same batch by LLM")
+    logger.info(f"{size.name}: the same batch by LLM")
     return Case(size.name, model.num_parameters(), decoded, published, offline(directory, rounds))
 
 

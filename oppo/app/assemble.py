@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from oppo.hf.serve.scorers import ProximalLogprobs, RecomputedLogprobs, Referenc
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe
 from oppo.hf.train.trainer import HfTrainer
+from oppo.log import logger
 from oppo.models import Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting
@@ -120,8 +121,8 @@ class Assembly:
                 stack.callback(self.environment.close)
 
 
-def policy_tokenizer(models: ModelsSection, tell: Callable[[str], None]) -> HfTokenizer:
-    """Return the policy's tokenizer; ``tell`` receives a sentence before a hub is contacted.
+def policy_tokenizer(models: ModelsSection) -> HfTokenizer:
+    """Return the policy's tokenizer.
 
     Raises:
         ConfigError: the tokenizer is missing or damaged, or needs code that is not trusted; or the policy is an
@@ -129,9 +130,9 @@ def policy_tokenizer(models: ModelsSection, tell: Callable[[str], None]) -> HfTo
     """
     path, trusted = models.policy, models.trust_remote_code
     try:
-        directory = located(path, weights=False, trust_remote_code=trusted, tell=tell)
+        directory = located(path, weights=False, trust_remote_code=trusted)
         if (directory / CONFIG).exists() or not (directory / ADAPTER).is_file():
-            return HfTokenizer(load_tokenizer(path, trust_remote_code=trusted, tell=tell))
+            return HfTokenizer(load_tokenizer(path, trust_remote_code=trusted))
         base = read_object(directory / ADAPTER).get("base_model_name_or_path")
     except ConfigError as error:
         raise ConfigError(f"models.policy: {error}") from error
@@ -146,7 +147,6 @@ def policy_tokenizer(models: ModelsSection, tell: Callable[[str], None]) -> HfTo
 def assemble(
     settings: Settings,
     tokenizer: HfTokenizer,
-    tell: Callable[[str], None],
     *,
     columns: Iterable[Collection[str]] = (),
     engine_log: Path | None = None,
@@ -155,8 +155,7 @@ def assemble(
 
     Actor and critic are each served and trained as one module, unless ``share_weights`` is off or another engine serves
     the actor. The critic may be a head on the actor's trunk. The reference, if there is one, is a module of its own;
-    with adapters it shares the actor's base weights. ``tell`` receives a sentence about each model that is loaded,
-    about weights left out or new, and about an engine that starts.
+    with adapters it shares the actor's base weights.
 
     Args:
         columns: of the data, of each kind of prompts; they are checked before a model is loaded.
@@ -171,20 +170,20 @@ def assemble(
     devices = devices_of(settings)
     require_memory(settings, devices)
     share = share_beside(settings, devices)
-    places = layout_of(settings, devices, tell)
+    places = layout_of(settings, devices)
     with ExitStack() as stack:
         stack.callback(places.close)
-        code = UserCode.of(settings.models, settings.data, tokenizer, tell, _here(places))
+        code = UserCode.of(settings.models, settings.data, tokenizer, _here(places))
         for names in columns:
             code.check_columns(names)
 
         def started(request: ServeRequest) -> Serving:
-            serving = serve(replace(request, share=share, log=engine_log, tell=tell))
+            serving = serve(replace(request, share=share, log=engine_log))
             stack.callback(serving.close)
             return serving
 
-        load = RoleLoader(settings.models, tokenizer, devices, tell)
-        assembly = _assembled(settings, tokenizer, places, code, devices=devices, load=load, serve=started, tell=tell)
+        load = RoleLoader(settings.models, tokenizer, devices)
+        assembly = _assembled(settings, tokenizer, places, code, devices=devices, load=load, serve=started)
         places.wait_until_ready()
         stack.pop_all()
     return assembly
@@ -199,18 +198,17 @@ def _assembled(
     devices: Devices,
     load: RoleLoader,
     serve: Serve,
-    tell: Callable[[str], None],
 ) -> Assembly:
     exact = settings.run.exact
     apart = devices.reference != devices.actor or "reference" in devices.elsewhere
     actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=settings.trainer.seed)
-    judges = _judges(settings, tokenizer, places, load, tell)
-    critic = load_critic(settings, actor, [*judges.values()], load, devices=devices, tell=tell)
+    judges = _judges(settings, tokenizer, places, load)
+    critic = load_critic(settings, actor, [*judges.values()], load, devices=devices)
     read = [positions_of(model) for model in (actor, reference, critic.trained) if model is not None]
     read += [judge.positions for judge in judges.values() if judge.positions is not None]
-    sampling = _sampling(settings.sampling, tokenizer, actor, tell)
+    sampling = _sampling(settings.sampling, tokenizer, actor)
     if settings.step.most_extra and not sampling.varies:
-        tell(
+        logger.warning(
             f"every response has sampling.max_new_tokens = {sampling.max_new_tokens} tokens, so none is late, and "
             "rollouts in flight beyond the batch gain nothing: set step.admission = 'overcommit', step.extra = 0"
         )
@@ -271,11 +269,9 @@ def _actor_and_reference(
     return actor, reference
 
 
-def _judges(
-    settings: Settings, tokenizer: HfTokenizer, places: DeviceLayout, load: RoleLoader, tell: Callable[[str], None]
-) -> dict[str, Judge]:
+def _judges(settings: Settings, tokenizer: HfTokenizer, places: DeviceLayout, load: RoleLoader) -> dict[str, Judge]:
     """Return the rewards that are models, each served, by the keys of their sources."""
-    factory = JudgeFactory(tokenizer, load, settings.data.column, settings.run.exact, tell)
+    factory = JudgeFactory(tokenizer, load, settings.data.column, settings.run.exact)
     judges = {}
     for key, part in settings.models.rewards.items():
         if not part.is_function:
@@ -337,11 +333,9 @@ def _proximal(
     return ProximalLogprobs(actor, sampling=sampling, thread=thread, exact=exact, on_publish=settings.step.on_publish)
 
 
-def _sampling(
-    section: SamplingSection, tokenizer: HfTokenizer, actor: PreTrainedModel, tell: Callable[[str], None]
-) -> Sampling:
+def _sampling(section: SamplingSection, tokenizer: HfTokenizer, actor: PreTrainedModel) -> Sampling:
     settings = {name: getattr(section, name) for name in declared(SamplingSettings)}
     settings["stop_strings"] = tokenizer.stop_strings(section.stop_strings)
-    stop = tokenizer.stop(section.stop, end_ids(actor), eos=section.eos, tell=tell)
+    stop = tokenizer.stop(section.stop, end_ids(actor), eos=section.eos)
     padded = tokenizer.size < vocabulary(actor)
     return Sampling(**settings, stop=stop, vocabulary=tokenizer.size if padded else 0)

@@ -22,7 +22,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from safetensors.numpy import load_file, save_file
 
 from oppo.durable import whole, writing
 from oppo.errors import CheckpointError, OppoError, one_line
-from oppo.observe import silent
+from oppo.log import logger
 
 Array: TypeAlias = NDArray[Any]
 State: TypeAlias = Mapping[str, Any]
@@ -79,7 +79,6 @@ class Checkpoints:
         directory: holds them; made with the first.
         keep_last: how many of the newest are kept; older ones are deleted once a new one is whole.
         keep_best: keep the one of the highest score too, among those of what the newest is a score of.
-        tell: called with a sentence about each checkpoint that cannot be used.
 
     Raises:
         CheckpointError: ``keep_last`` is less than 1.
@@ -91,14 +90,12 @@ class Checkpoints:
         *,
         keep_last: int = 2,
         keep_best: bool = False,
-        tell: Callable[[str], None] = silent,
     ) -> None:
         if keep_last < 1:
             raise CheckpointError(f"keep_last must be at least 1, not {keep_last}: a run without one cannot be resumed")
         self._directory = directory
         self._keep_last = keep_last
         self._keep_best = keep_best
-        self._tell = tell
         self._unusable: set[Path] = set()
 
     @contextmanager
@@ -127,14 +124,14 @@ class Checkpoints:
         self._prune(path)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole and can be read; report each newer one to ``tell``."""
+        """Return the newest checkpoint that is whole and can be read; log each newer one."""
         for path in reversed(self._paths()):
             try:
                 found = verified(path)
                 found.state()
             except CheckpointError as error:
                 self._unusable.add(path)
-                self._tell(f"{error}; the one before it is tried")
+                logger.warning(f"{error}; the one before it is tried")
             else:
                 return found
         return None

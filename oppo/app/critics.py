@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -14,6 +14,7 @@ from oppo.config.settings import Settings
 from oppo.hf.devices import Devices
 from oppo.hf.recipe import Loadable
 from oppo.hf.train.actor_critic import value_model_on
+from oppo.log import logger
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,12 +44,8 @@ def load_critic(
     load: RoleLoader,
     *,
     devices: Devices,
-    tell: Callable[[str], None],
 ) -> Critic:
-    """Return the critic of an algorithm with one.
-
-    ``tell`` receives a sentence if it cannot start from the reward model.
-    """
+    """Return the critic of an algorithm with one."""
     models = settings.models
     if not settings.algorithm.has_critic:
         return Critic()
@@ -57,7 +54,7 @@ def load_critic(
         return Critic(trunk, trunk)
     source = critic_source(models, [judge.source for judge in judges if judge.may_be_critic])
     if source != models.critic:
-        tell(
+        logger.info(
             f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "
             f"which starts from {'the policy' if source == models.policy else source} instead"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -18,7 +18,7 @@ from oppo.app.supply import supplied
 from oppo.config.settings import Settings
 from oppo.hf.devices import available_cores
 from oppo.hf.memory import Bytes, Hardware, Load, memory_of
-from oppo.observe import silent
+from oppo.log import logger, routed
 
 PACKAGES: Final = ("oppo", "torch", "transformers", "accelerate", "peft", "vllm", "ray", "anyio", "numpy")
 
@@ -61,22 +61,22 @@ class Diagnosis:
         yield from (f"too little memory: {fault}" for fault in self.faults)
 
 
-def examine(settings: Settings, assumed: Hardware | None = None, tell: Callable[[str], None] = silent) -> Diagnosis:
+def examine(settings: Settings, assumed: Hardware | None = None) -> Diagnosis:
     """Return the diagnosis of a run; prompts and tokenizer are read, weights are not.
 
     Args:
         assumed: the hardware that is meant; ``None``: this machine.
-        tell: receives a sentence before each model is counted, which takes seconds for a large one.
 
     Raises:
         OppoError: a setting, the data or a model cannot be used.
     """
     if assumed is not None and assumed.machines > 1 and not settings.placement.cluster:
-        tell("the run is on one machine: --ray, or placement.cluster, places models on others")
+        logger.info("the run is on one machine: --ray, or placement.cluster, places models on others")
     devices = devices_of(settings, assumed)
-    tokenizer = policy_tokenizer(settings.models, silent)
-    load = load_of(settings, supplied(settings, tokenizer, silent, Provenance.of(settings)).longest)
-    needs = expected(settings, devices, load, assumed, lambda model: tell(f"counting the memory of the {model}"))
+    with routed():
+        tokenizer = policy_tokenizer(settings.models)
+        load = load_of(settings, supplied(settings, tokenizer, Provenance.of(settings)).longest)
+    needs = expected(settings, devices, load, assumed)
     found = crowded(needs, assumed, spread=settings.placement.spread)
     return Diagnosis(needs, load, [*found, advice(settings, devices, load, assumed)] if found else (), assumed)
 

@@ -25,7 +25,7 @@ from oppo.hf.recipe import Loadable
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Policy, Sampling
-from oppo.observe import SpanListener, silent
+from oppo.observe import SpanListener
 
 SERVING: Final = "lower step.batch, step.extra or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
 """Advice to a served model that runs out of memory."""
@@ -73,7 +73,6 @@ class ServeRequest:
         served: the same; or, of a policy on another machine, how it is loaded there.
         share: of the memory of each of the engine's GPUs that it may take; ``None``: as it chooses.
         log: the file for what the engine's processes write; ``None``: nowhere.
-        tell: receives a sentence about each thing that is done.
     """
 
     settings: Settings
@@ -85,7 +84,6 @@ class ServeRequest:
     devices: Devices
     share: float | None = None
     log: Path | None = None
-    tell: Callable[[str], None] = silent
 
 
 Serve: TypeAlias = Callable[[ServeRequest], Serving]
@@ -157,7 +155,7 @@ def _on_vllm(request: ServeRequest) -> Serving:
     from oppo.vllm.sync import placed  # noqa: PLC0415
 
     settings, models, data = request.settings, request.settings.models, request.settings.data
-    directory = located(models.policy, weights=True, allow_pickle=models.allow_pickle, tell=request.tell)
+    directory = located(models.policy, weights=True, allow_pickle=models.allow_pickle)
     if request.log is not None:
         make(request.log.parent)
     reach = min(longest(request.actor), data.max_prompt_tokens + request.sampling.max_new_tokens)
@@ -173,7 +171,6 @@ def _on_vllm(request: ServeRequest) -> Serving:
         trainer=request.devices.weights,
         cores=acting_share(settings.run.cores or available_cores()),
         log=request.log,
-        tell=request.tell,
     )
     try:
         policy = VllmPolicy(

@@ -38,8 +38,8 @@ from oppo.hf.memory import (
 from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind, RewardKind, located, reward_kind
 from oppo.hf.serve.policy import PREFILL_TOKENS
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
+from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
-from oppo.observe import silent
 from oppo.vllm.arguments import GIB
 from oppo.vllm.sync import gpus_of, placed, workers_of
 
@@ -139,7 +139,8 @@ class Outlines:
 
     def _located(self, path: str) -> Path:
         trusted = self.settings.models.trust_remote_code
-        return located(path, weights=False, trust_remote_code=trusted, tell=silent)
+        with routed():
+            return located(path, weights=False, trust_remote_code=trusted)
 
     def critic(self) -> PreTrainedModel:
         """Return the critic, on a trunk of its own."""
@@ -178,7 +179,6 @@ def expected(
     devices: Devices,
     load: Load | None,
     assumed: Hardware | None = None,
-    tell: Callable[[str], None] = silent,
 ) -> list[Expected]:
     """Return what each model of a run needs.
 
@@ -186,7 +186,6 @@ def expected(
         devices: of the models.
         load: the most that is asked of them; ``None``: nothing, so that they hold weights, and what training keeps.
         assumed: the hardware that is meant; ``None``: this machine.
-        tell: receives the name of each model before it is counted.
 
     Raises:
         ConfigError: there is no such model.
@@ -196,13 +195,13 @@ def expected(
     own_engine = settings.models.engine != "transformers"
     needs, uncounted = list[Expected](), own_engine and not settings.shares_weights
     if not own_engine:
-        tell("policy")
+        _counting("policy")
         policy = _policy(settings, made, load)
         needs.append(Expected("policy", devices.policy, policy, "policy" in devices.elsewhere))
     for model in sorted(scored(settings), key=lambda model: model != "proximal"):
         device, elsewhere = devices.scoring()[model], model in devices.elsewhere
         if model != "reward":
-            tell(model)
+            _counting(model)
             make = made.critic if model == "critic" else made.actor if model == "proximal" else made.reference
             served = _served(make, _SERVED[model], load)
             shares = _shares_the_policy_s(settings, devices, model)
@@ -211,16 +210,20 @@ def expected(
             needs.append(Expected(model, device, replace(served, weights=0) if shares else served, elsewhere))
         for key, part in settings.models.rewards.items() if model == "reward" else ():
             if not part.is_function:
-                tell(key)
+                _counting(key)
                 needs.append(Expected(key, device, made.reward(key, load), elsewhere))
     unshared = None
     if settings.shares_weights:
         apart = {"policy": made.actor, "critic": made.critic}
         there = devices.elsewhere | ({"policy"} if own_engine else set())
         unshared = sum(at_rest(make).weights for model, make in apart.items() if model in there)
-    tell("trainer")
+    _counting("trainer")
     needs += _training(settings, devices, _trainer(settings, made, load), unshared)
     return [*_engine(settings, devices, made, needs, assumed), *needs] if own_engine else needs
+
+
+def _counting(model: str) -> None:
+    logger.info(f"counting the memory of the {model}")
 
 
 def _engine(
@@ -392,7 +395,8 @@ def share_beside(settings: Settings, devices: Devices) -> float | None:
     gpus = gpus_of(placed(settings.vllm, devices.policy))
     if not any(device.type == "cuda" and device.index in gpus for device in devices.distinct()):
         return None
-    needs = expected(settings, devices, load_of(settings, settings.data.max_prompt_tokens))
+    with routed():
+        needs = expected(settings, devices, load_of(settings, settings.data.max_prompt_tokens))
     if found := crowded([each for each in needs if each.device.type == "cuda" and each.device.index in gpus]):
         raise ConfigError(
             f"{'; '.join(found)}: give the policy a GPU of its own (placement.policy), or choose vllm.{SHARE} yourself"
@@ -409,7 +413,8 @@ def require_memory(settings: Settings, devices: Devices) -> None:
         ConfigError: they do not; it says what each model needs, and what would fit.
     """
     try:
-        found = crowded(expected(settings, devices, None))
+        with routed():
+            found = crowded(expected(settings, devices, None))
     except (ConfigError, ModelRefused):
         return
     if found:
@@ -421,7 +426,8 @@ def advice(settings: Settings, devices: Devices, load: Load | None, assumed: Har
     fitting = []
     for name, changes in _SMALLER:
         try:
-            needs = expected(settings.changed(changes), devices, load, assumed)
+            with routed():
+                needs = expected(settings.changed(changes), devices, load, assumed)
         except (ConfigError, ModelRefused, ValueError):
             continue
         if not crowded(needs, assumed, spread=settings.placement.spread):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -16,7 +16,7 @@ from oppo.config.load import load, overridden, resolve
 from oppo.config.own import with_name
 from oppo.config.sections import ROWS
 from oppo.config.settings import Settings
-from oppo.observe import Observer, silent
+from oppo.observe import Observer
 from oppo.report import RunDirectory
 
 
@@ -28,7 +28,6 @@ def train(
     eval_prompts: Iterable[Mapping[str, object]] | None = None,
     graph: MakeGraph | None = None,
     observers: Sequence[Observer] = (),
-    tell: Callable[[str], None] = silent,
 ) -> RunDirectory:
     """Train as settings say, with run directory, checkpoints, panel and watchdog; return the run directory.
 
@@ -48,7 +47,6 @@ def train(
             trainer of its own is a :class:`oppo.models.ResumableTrainer`; the run saves and restores it. A resumed run
             is given the same function again: unlike files, it is not compared.
         observers: see every item and step, beside those of the run.
-        tell: receives a sentence about each thing that is done.
 
     Raises:
         OppoError: settings, data or models cannot be used, or the run failed.
@@ -63,7 +61,7 @@ def train(
     given = {"data.prompts": prompts, "eval.prompts": held_out}
     named = [f"{key}={ROWS}" for key, rows in given.items() if rows is not None]
     settings, rows = _settings(config, [*overrides, *named]), ProgramRows(prompts, held_out)
-    with prepare(settings, tell, resume=resume, graph=graph, rows=rows) as session:
+    with prepare(settings, resume=resume, graph=graph, rows=rows) as session:
         return anyio.run(run, session, Console(), observers)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -16,6 +16,7 @@ from typing import Self
 from oppo.app.checkpoint import State
 from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, DataError
+from oppo.log import logger
 from oppo.report.log import installed
 
 CODE = ("models.reward", "models.environment", "step.algorithm", "step.admission", "step.loss")
@@ -73,14 +74,11 @@ class Provenance:
         return [file for name, file in settings.files.items() if digest(file) != self.files.get(name)]
 
 
-def require_continued(
-    before: Provenance, now: Provenance, settings: Settings, tell: Callable[[str], None], *, accept_changed_code: bool
-) -> None:
+def require_continued(before: Provenance, now: Provenance, settings: Settings, *, accept_changed_code: bool) -> None:
     """Check that a resumed run has the files it began with; report the differences that are accepted.
 
     Args:
         before: recorded in the checkpoint.
-        tell: receives a sentence about each accepted difference.
         accept_changed_code: accept another content of a file of code.
 
     Raises:
@@ -91,7 +89,9 @@ def require_continued(
             continue
         file: object = settings.files.get(name, f"what {name} names")
         if name.startswith(HELD_OUT):
-            tell(f"{file} is not what it was when the run began: held-out scores from now on are of other prompts")
+            logger.warning(
+                f"{file} is not what it was when the run began: held-out scores from now on are of other prompts"
+            )
             continue
         if not name.startswith(CODE) or not accept_changed_code:
             advice = ", or go on with it as it is now (--accept-changed-code)" if name.startswith(CODE) else ""
@@ -99,10 +99,10 @@ def require_continued(
                 f"{file} is not what it was when the run began, and a run goes on with the prompts and the code "
                 f"that it had: put it back as it was{advice}, or start a new run"
             )
-        tell(f"{file} is not what it was when the run began; the run goes on with it as it is now")
+        logger.warning(f"{file} is not what it was when the run began; the run goes on with it as it is now")
     for name, was in before.libraries.items():
         if (version := now.libraries.get(name, "none")) != was:
-            tell(f"the run was made with {name} {was} so far, and goes on with {name} {version}")
+            logger.warning(f"the run was made with {name} {was} so far, and goes on with {name} {version}")
 
 
 def fingerprints(settings: Settings) -> dict[str, str]:

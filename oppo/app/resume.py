@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from oppo.app.checkpoint import Checkpoint, Checkpoints
@@ -145,7 +145,6 @@ def require_same_run(
     checkpoint: Checkpoint,
     settings: Settings,
     now: Provenance,
-    tell: Callable[[str], None],
     *,
     accept_changed_code: bool,
 ) -> None:
@@ -158,7 +157,7 @@ def require_same_run(
     """
     before = Provenance.restored(checkpoint.state())
     require_same(before.settings, settings, of="its checkpoint")
-    require_continued(before, now, settings, tell, accept_changed_code=accept_changed_code)
+    require_continued(before, now, settings, accept_changed_code=accept_changed_code)
 
 
 def locked(settings: Settings) -> Lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from oppo.app.roles import RoleLoader
@@ -16,6 +15,7 @@ from oppo.hf.model_files import RewardKind
 from oppo.hf.recipe import ModelRecipe, positions_of
 from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.log import logger
 from oppo.models import Scorer
 from oppo.placement import Hosting
 
@@ -97,14 +97,12 @@ class JudgeFactory:
     Attributes:
         tokenizer: the policy's.
         prompt_column: the column of the data with the prompt.
-        tell: receives a sentence about each model that does not read the policy's tokens.
     """
 
     tokenizer: HfTokenizer
     load: RoleLoader
     prompt_column: str
     exact: bool
-    tell: Callable[[str], None]
 
     def judge(self, reading: ModelReading, place: Hosting) -> Judge:
         """Return a reward model, loaded and served in ``place``.
@@ -203,4 +201,4 @@ class JudgeFactory:
         return Judge(reading.source, scorer)
 
     def _say(self, reading: ModelReading, words: str) -> None:
-        self.tell(f"models.{reading.key}: {reading.source} {words}")
+        logger.info(f"models.{reading.key}: {reading.source} {words}")

@@ -11,12 +11,12 @@ from oppo.config.sections import DataSection, ModelsSection, RewardPart
 from oppo.environments import FunctionEnvironment
 from oppo.errors import ConfigError
 from oppo.events import Drop
-from oppo.gym import LIBRARY, verify
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.libraries import require
 from oppo.models import Scorer
 from oppo.placement import Hosting
 from oppo.rewards import FunctionReward, Rewards, load_reward
+from oppo.rewards.gym import LIBRARY, verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,6 @@ class UserCode:
 
     models: ModelsSection
     tokenizer: HfTokenizer
-    tell: Callable[[str], None]
     environment: FunctionEnvironment | None = None
     rewards: Mapping[str, Scorer[float | Drop]] = field(default_factory=dict)
 
@@ -40,7 +39,6 @@ class UserCode:
         models: ModelsSection,
         data: DataSection,
         tokenizer: HfTokenizer,
-        tell: Callable[[str], None],
         place: Hosting,
     ) -> UserCode:
         """Return the code that the settings name; scorers that a file makes work in ``place``.
@@ -53,13 +51,13 @@ class UserCode:
         def loaded(key: str, part: RewardPart) -> Scorer[float | Drop]:
             keeps = models.of_reward(part, "keep_special_tokens")
             decode = tokenizer.decode_whole if keeps else tokenizer.decode
-            options = {"prompt_column": data.column, "tell": tell, **_options(models, part)}
+            options = {"prompt_column": data.column, **_options(models, part)}
             if part.source == LIBRARY:
                 return _of_tasks(key, decode, options)
             return load_reward(part.source, decode, place=place, on_drop=models.reward_drop, **options)
 
         rewards = {key: loaded(key, part) for key, part in models.rewards.items() if part.is_function}
-        return cls(models, tokenizer, tell, _environment(models, data, tokenizer, tell), rewards)
+        return cls(models, tokenizer, _environment(models, data, tokenizer), rewards)
 
     def check_columns(self, names: Collection[str]) -> None:
         """Check that the data has the columns that the rewards need.
@@ -90,7 +88,7 @@ class UserCode:
         if isinstance(self.models.reward, str):
             return scorers["reward"]
         parts = {name: (part.weight, scorers[f"reward.{name}"]) for name, part in self.models.reward.items()}
-        return Rewards(parts, on_drop=self.models.reward_drop, tell=self.tell)
+        return Rewards(parts, on_drop=self.models.reward_drop)
 
 
 def leave_retries_to_notices() -> None:
@@ -125,9 +123,7 @@ def _of_tasks(key: str, decode: Callable[[Sequence[int]], str], options: Mapping
     return FunctionReward(verify, decode, name=LIBRARY, **{**options, "process": bool(options["process"])})
 
 
-def _environment(
-    models: ModelsSection, data: DataSection, tokenizer: HfTokenizer, tell: Callable[[str], None]
-) -> FunctionEnvironment | None:
+def _environment(models: ModelsSection, data: DataSection, tokenizer: HfTokenizer) -> FunctionEnvironment | None:
     if not models.environment:
         return None
     keeps = models.environment_keep_special_tokens
@@ -140,5 +136,4 @@ def _environment(
         concurrency=models.environment_concurrency,
         process=models.environment_process,
         prompt_column=data.column,
-        tell=tell,
     )

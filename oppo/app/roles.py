@@ -18,6 +18,7 @@ from oppo.hf.loading import LoadOptions, load_causal, load_encoder, load_scalar,
 from oppo.hf.model_files import RewardKind, holds_tokenizer, located, reward_kind
 from oppo.hf.recipe import LOADERS, Loadable, ModelKind, ModelRecipe, vocabulary_of
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.log import logger
 
 _LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
 
@@ -30,13 +31,10 @@ _AS_FUNCTION = (
 class RoleLoader:
     """Loads the models of a run; errors name the setting of the model and the remedy."""
 
-    def __init__(
-        self, models: ModelsSection, tokenizer: HfTokenizer, devices: Devices, tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, models: ModelsSection, tokenizer: HfTokenizer, devices: Devices) -> None:
         self._models = models
         self._tokenizer = tokenizer
         self._devices = devices
-        self._tell = tell
 
     def policy(self) -> PreTrainedModel:
         """Return the causal language model that is trained."""
@@ -88,12 +86,12 @@ class RoleLoader:
         """
         if key.partition(".")[0] in self._devices.elsewhere:
             raise self.not_here(key, path)
-        self._tell(f"loading the {key} {path}")
+        logger.info(f"loading the {key} {path}")
         return load_encoder(path, **self._options(key))
 
     def tokenizer(self, path: str) -> HfTokenizer:
         """Return the tokenizer that comes with a model."""
-        return HfTokenizer(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code, tell=self._tell))
+        return HfTokenizer(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code))
 
     def recipe(self, name: str, kind: ModelKind, path: str, device: torch.device) -> ModelRecipe:
         """Return how the model of ``models.<name>`` is loaded on another machine, on such a device."""
@@ -126,7 +124,7 @@ class RoleLoader:
         return recipe
 
     def _loaded(self, name: str, load: Callable[..., PreTrainedModel], path: str) -> PreTrainedModel:
-        self._tell(f"loading the {name} {path}")
+        logger.info(f"loading the {name} {path}")
         model = load(path, **self._options(name))
         require_supported(model.dtype, model.device)
         return model
@@ -158,7 +156,6 @@ class RoleLoader:
             "allow_pickle": models.allow_pickle,
             "ignore_unused": models.ignore_unused_weights,
             "attention": models.attention,
-            "tell": self._tell,
         }
 
     def _device(self, model: str) -> torch.device:
@@ -166,7 +163,7 @@ class RoleLoader:
         return self._devices.trainer[0] if model in self._devices.elsewhere - {"policy"} else found
 
     def _located(self, path: str) -> Path:
-        return located(path, weights=False, trust_remote_code=self._models.trust_remote_code, tell=self._tell)
+        return located(path, weights=False, trust_remote_code=self._models.trust_remote_code)
 
     def _difference(self, path: str, model: Loadable) -> str | None:
         policy = self._models.policy

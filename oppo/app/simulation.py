@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ class Simulation:
     measured: float | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
 
-    def run(self, *, steps: int | None, seeds: int, tell: Callable[[str], None]) -> Study:
+    def run(self, *, steps: int | None, seeds: int) -> Study:
         """Simulate every schedule; ``None``: as many steps as hold about ``ROLLOUTS``, within ``STEPS``."""
         if steps is None:
             least, most = STEPS
@@ -64,7 +64,6 @@ class Simulation:
             baseline=self.baseline,
             steps=steps,
             seeds=range(seeds),
-            tell=tell,
         )
         return replace(found, refused=self.refused)
 

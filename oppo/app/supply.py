@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast
@@ -16,6 +16,7 @@ from oppo.config.settings import Settings
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.errors import ConfigError, DataError, RunComplete
 from oppo.events import Prompt
+from oppo.log import logger
 from oppo.report.records import ended
 
 Rows: TypeAlias = Iterable[Mapping[str, object]] | AsyncIterable[Mapping[str, object]]
@@ -68,11 +69,10 @@ class Supplied:
 def supplied(
     settings: Settings,
     tokenizer: Tokenizer,
-    tell: Callable[[str], None],
     provenance: Provenance,
     rows: ProgramRows = NOTHING,
 ) -> Supplied:
-    """Return the prompts of a run, tokenized; ``tell`` receives a sentence about what is left out, and their end.
+    """Return the prompts of a run, tokenized.
 
     Args:
         provenance: from before any file was read.
@@ -89,21 +89,21 @@ def supplied(
                 f"prompts of the run are rows of a program: go on with it there, oppo.train(directory, {argument}=rows)"
             )
     as_they_come = prompts is not None and not isinstance(prompts, Sized)
-    trained = {} if as_they_come else _pools("data.prompts", settings, tokenizer, tell, prompts)
-    apart = _pools("eval.prompts", settings, tokenizer, tell, held_out)
+    trained = {} if as_they_come else _pools("data.prompts", settings, tokenizer, prompts)
+    apart = _pools("eval.prompts", settings, tokenizer, held_out)
     for file in provenance.changed(settings):
         raise DataError(f"{file} changed while it was read: start again when its writer is done")
     pools = trained | apart
     unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
     stream = (
-        RowStream(cast("Rows", prompts), tokenizer, tell=tell, **_encoding(data))
+        RowStream(cast("Rows", prompts), tokenizer, **_encoding(data))
         if as_they_come
         else _stream(data, list(trained.values()))
     )
     every = [prompt for pool in apart.values() for prompt in pool]
     wanted = settings.run.steps
     if (steps := steps_of(wanted, data, settings.step.batch, stream)) < wanted:
-        tell(short_of(wanted, steps, data))
+        logger.info(short_of(wanted, steps, data))
     return Supplied(
         stream=stream,
         held_out=every[: settings.eval.count or len(every)],
@@ -121,11 +121,10 @@ def _pools(
     key: Literal["data.prompts", "eval.prompts"],
     settings: Settings,
     tokenizer: Tokenizer,
-    tell: Callable[[str], None],
     rows: Rows | None,
 ) -> dict[str, list[Prompt]]:
     found = named(key, settings.data.prompts if key == "data.prompts" else settings.eval.prompts)
-    return {name: read(each, settings.data, tokenizer, tell, rows) for name, each in found.items()}
+    return {name: read(each, settings.data, tokenizer, rows) for name, each in found.items()}
 
 
 def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStream:
@@ -135,19 +134,17 @@ def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStrea
     return PromptStream([prompt for pool in pools for prompt in pool], seed=data.seed, epochs=data.epochs)
 
 
-def read(
-    source: PromptSource, data: DataSection, tokenizer: Tokenizer, tell: Callable[[str], None], rows: Rows | None = None
-) -> list[Prompt]:
+def read(source: PromptSource, data: DataSection, tokenizer: Tokenizer, rows: Rows | None = None) -> list[Prompt]:
     """Return the prompts of a source, or of a program's rows.
 
     Raises:
         DataError: it cannot be used.
     """
     if rows is None:
-        tell(f"reading {source.path}")
+        logger.info(f"reading {source.path}")
     found = source.file or source.path if rows is None else cast("Iterable[Mapping[str, object]]", rows)
     encoding = _encoding(data) | ({} if source.column is None else {"column": source.column})
-    return read_prompts(found, tokenizer, split=source.split, subset=source.subset, tell=tell, **encoding)
+    return read_prompts(found, tokenizer, split=source.split, subset=source.subset, **encoding)
 
 
 def _encoding(data: DataSection) -> dict[str, Any]:

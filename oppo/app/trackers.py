@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, Protocol
@@ -10,6 +10,7 @@ from typing import Final, Protocol
 from oppo.config.sections import Tracker
 from oppo.config.settings import Settings
 from oppo.libraries import require
+from oppo.log import logger
 from oppo.observe import Expendable, Observer
 
 EVENTS: Final = "tensorboard"
@@ -34,25 +35,24 @@ def require_trackers(names: Sequence[Tracker]) -> None:
 
 
 @contextmanager
-def tracking(settings: Settings, first: int, tell: Callable[[str], None]) -> Iterator[Sequence[Observer]]:
+def tracking(settings: Settings, first: int) -> Iterator[Sequence[Observer]]:
     """Give the trackers of a run, and complete them.
 
     Args:
         first: the step with which the run begins or goes on.
-        tell: called with a sentence where a run is shown, and about what a tracker could not do.
 
     Raises:
         ConfigError: a tracker cannot begin.
     """
     with ExitStack() as stack:
         names = dict.fromkeys(settings.run.track)
-        trackers = [stack.enter_context(_completed(name, settings, first, tell)) for name in names]
-        yield [Expendable(tracker, tell) for tracker in trackers]
+        trackers = [stack.enter_context(_completed(name, settings, first)) for name in names]
+        yield [Expendable(tracker) for tracker in trackers]
 
 
 @contextmanager
-def _completed(name: Tracker, settings: Settings, first: int, tell: Callable[[str], None]) -> Iterator[Closing]:
-    tracker, failed = _begun(name, settings, first, tell), True
+def _completed(name: Tracker, settings: Settings, first: int) -> Iterator[Closing]:
+    tracker, failed = _begun(name, settings, first), True
     try:
         yield tracker
         failed = False
@@ -60,10 +60,10 @@ def _completed(name: Tracker, settings: Settings, first: int, tell: Callable[[st
         try:
             tracker.close(failed=failed)
         except Exception as error:  # noqa: BLE001 - the boundary around what a run does not need
-            tell(f"{type(tracker).__name__} could not be completed: {type(error).__name__}: {error}")
+            logger.warning(f"{type(tracker).__name__} could not be completed: {type(error).__name__}: {error}")
 
 
-def _begun(name: Tracker, settings: Settings, first: int, tell: Callable[[str], None]) -> Closing:
+def _begun(name: Tracker, settings: Settings, first: int) -> Closing:
     path: Path = settings.run_directory
     if name == "tensorboard":
         from oppo.report.tensorboard import TensorBoard  # noqa: PLC0415 - an extra
@@ -73,5 +73,5 @@ def _begun(name: Tracker, settings: Settings, first: int, tell: Callable[[str], 
 
     tracker = WeightsAndBiases(path, name=settings.run.name, config=settings.tables())
     if tracker.url:
-        tell(f"the run is at {tracker.url}")
+        logger.info(f"the run is at {tracker.url}")
     return tracker

@@ -29,7 +29,8 @@ from oppo.events import StepReport
 from oppo.graph import Graph, Run
 from oppo.liveness import Heartbeat
 from oppo.liveness.watchdog import GAP
-from oppo.observe import Notices, Observer, silent
+from oppo.log import logger
+from oppo.observe import Observer
 from oppo.report import RunDirectory, RunLog
 from oppo.report.records import JOURNAL, Lock, Replay, read_replay, require_unused
 from oppo.signals import Interrupt, Stopped, interruptible
@@ -51,7 +52,6 @@ class PreparedRun:
 
     Attributes:
         provenance: what the run is made of, its files as they were read.
-        notices: receives every sentence about the run, while it is prepared too.
         checkpoint: where the run is resumed; ``None`` for a new run.
         lock: of the run directory of a resumed run.
         replay: the decisions that a resumed run repeats.
@@ -63,7 +63,6 @@ class PreparedRun:
     prompts: Supply
     provenance: Provenance
     checkpoints: Checkpoints
-    notices: Notices
     checkpoint: Checkpoint | None = None
     lock: Lock | None = None
     replay: Replay = field(default_factory=Replay)
@@ -136,7 +135,6 @@ class PreparedRun:
 
 def prepare(
     settings: Settings,
-    tell: Callable[[str], None] = silent,
     *,
     resume: bool = False,
     dry_run: bool = False,
@@ -147,7 +145,6 @@ def prepare(
     """Return a run with everything loaded and checked; writes nothing but the log of an engine with one.
 
     Args:
-        tell: receives a sentence about each thing that is done.
         resume: lock the run directory and go on from its newest checkpoint, or from the beginning if the run was killed
             before its first. Otherwise the directory must be unused.
         dry_run: prepare only, so the run directory may be in use.
@@ -158,28 +155,27 @@ def prepare(
     Raises:
         OppoError: a setting, the data, the reward or a model cannot be used, or another run writes the run directory.
     """
-    chosen, tell = settings.run, Notices(tell)
+    chosen = settings.run
     checkpoints = Checkpoints(
-        settings.run_directory / CHECKPOINTS, keep_last=chosen.keep_last, keep_best=chosen.keep_best, tell=tell
+        settings.run_directory / CHECKPOINTS, keep_last=chosen.keep_last, keep_best=chosen.keep_best
     )
     with ExitStack() as stack:
-        lock, checkpoint = _resumed(settings, checkpoints, stack, tell) if resume else (None, None)
+        lock, checkpoint = _resumed(settings, checkpoints, stack) if resume else (None, None)
         if not resume and not dry_run:
             require_unused(settings.run_directory)
         from oppo.app.assemble import assemble, policy_tokenizer  # noqa: PLC0415 - torch takes seconds to import
 
         require_installed(settings)
-        tokenizer = policy_tokenizer(settings.models, tell)
-        supply = supplied(settings, tokenizer, tell, Provenance.of(settings), rows)
+        tokenizer = policy_tokenizer(settings.models)
+        supply = supplied(settings, tokenizer, Provenance.of(settings), rows)
         stream, provenance = supply.stream, supply.provenance
         if checkpoint is not None:
-            require_same_run(checkpoint, settings, provenance, tell, accept_changed_code=accept_changed_code)
+            require_same_run(checkpoint, settings, provenance, accept_changed_code=accept_changed_code)
             require_unfinished(settings.run_directory, supply.steps)
         done = 0 if checkpoint is None else checkpoint.step
         assembly = assemble(
             settings.spanning(supply.steps),
             tokenizer,
-            tell,
             columns=supply.columns,
             engine_log=None if dry_run else settings.run_directory / ENGINE_LOG,
         )
@@ -191,17 +187,15 @@ def prepare(
         due = partial(evaluates, settings, supply.steps)
         composed = with_evaluations(composed, settings, assembly, supply.held_out, due)
         stack.pop_all()
-    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, tell, checkpoint, lock, replay)
+    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, checkpoint, lock, replay)
 
 
-def _resumed(
-    settings: Settings, checkpoints: Checkpoints, stack: ExitStack, tell: Callable[[str], None]
-) -> tuple[Lock, Checkpoint | None]:
+def _resumed(settings: Settings, checkpoints: Checkpoints, stack: ExitStack) -> tuple[Lock, Checkpoint | None]:
     lock = locked(settings)
     stack.callback(lock.release)
     checkpoint = newest(settings, checkpoints)
     if checkpoint is None:
-        tell(f"the run in {settings.run_directory} ended before its first checkpoint, so it begins anew")
+        logger.info(f"the run in {settings.run_directory} ended before its first checkpoint, so it begins anew")
     return lock, checkpoint
 
 
@@ -244,9 +238,7 @@ async def run(
     directory = directory_of(session)
     with (
         directory,
-        watching(
-            settings, assembly, directory, session.notices, console, first=session.done, last_resort=last_resort
-        ) as watch,
+        watching(settings, assembly, directory, console, first=session.done, last_resort=last_resort) as watch,
     ):
         show_progress(session.graph, watch.panel.on_evaluation)
         async with (

@@ -5,7 +5,7 @@ Nothing is saved. Every rollout has the longest prompt of the data, and a respon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from oppo.app.train import PreparedRun, prepare
 from oppo.config.settings import Settings
 from oppo.data import PromptStream
 from oppo.hf.memory import Peak
+from oppo.log import logger
 
 if TYPE_CHECKING:
     from oppo.events import Prompt
@@ -32,15 +33,15 @@ def longest_of(settings: Settings) -> Settings:
     )
 
 
-def attempt(settings: Settings, tell: Callable[[str], None]) -> Iterator[str]:
+def attempt(settings: Settings) -> Iterator[str]:
     """Yield the outcome of a longest step, in lines for people.
 
     Raises:
         OppoError: the run cannot be prepared, or memory ran out; it names the model and what needs less.
     """
-    with Peak() as peak, prepare(longest_of(settings), tell, dry_run=True) as session:
+    with Peak() as peak, prepare(longest_of(settings), dry_run=True) as session:
         loaded = peak.by_device()
-        tell("making one step as long as the settings allow")
+        logger.info("making one step as long as the settings allow")
         seconds = anyio.run(_step, session)
         most = peak.by_device()
     yield f"the longest step took {seconds:.1f} s; memory in use, at most:"

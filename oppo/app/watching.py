@@ -16,8 +16,9 @@ from oppo.config.settings import Settings
 from oppo.errors import HangError
 from oppo.graph import Run
 from oppo.liveness import Stall, StallLimits, Vitals, Watchdog
+from oppo.log import logger, routed
 from oppo.models import Detokenize
-from oppo.observe import Expendable, Notices, Observer
+from oppo.observe import Expendable, Observer
 from oppo.report import Panel, RunDirectory, RunLog
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ def watching(
     settings: Settings,
     assembly: Assembly,
     directory: RunDirectory,
-    notices: Notices,
     console: Console,
     *,
     first: int,
@@ -72,8 +72,7 @@ def watching(
     """Open the observers of a run, which listen to its models too, and close them at its end.
 
     Args:
-        directory: of the run; the first notices name its damaged records.
-        notices: sentences about the run; those that come while it goes on are logged too.
+        directory: of the run; the first messages name its damaged records.
         console: shows the panel.
         first: the step with which the run begins or goes on.
         last_resort: as of :class:`oppo.liveness.Watchdog`.
@@ -85,17 +84,17 @@ def watching(
     with ExitStack() as stack:
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
         panel = panel_of(chosen, console, assembly.tokenizer.decode)
-        # A live panel would be drawn over what is written to the terminal beside it, so it shows the notices itself.
-        shown = (panel.on_notice,) if panel.is_live else notices.listeners
-        stack.enter_context(notices.passed_to(log.notice, *shown))
-        trackers = stack.enter_context(tracking(settings, first, notices))
+        # A live panel would be drawn over what is written to the terminal beside it, so it shows the messages itself.
+        shown = (panel.on_notice,) if panel.is_live else ()
+        stack.enter_context(routed(log.notice, *shown, onward=not panel.is_live))
+        trackers = stack.enter_context(tracking(settings, first))
         for fault in directory.faults:
-            notices(fault)
+            logger.warning(fault)
         stack.enter_context(panel)
         watchdog = watchdog_of(chosen, assembly, directory, [log.on_stall, panel.on_stall], last_resort)
         stack.enter_context(watchdog)
         assembly.listen(directory.model_span, watchdog.on_span)
-        observers = [directory, log, Expendable(panel, notices), watchdog, *trackers]
+        observers = [directory, log, Expendable(panel), watchdog, *trackers]
         yield RunObservers(console, log, panel, watchdog, observers)
 
 

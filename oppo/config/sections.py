@@ -33,9 +33,9 @@ from oppo.declared import (
     setting,
 )
 from oppo.errors import ConfigError, DataError, did_you_mean, shortened
-from oppo.gym import LIBRARY
 from oppo.models import SamplingSettings
 from oppo.rewards import OnFailure
+from oppo.rewards.gym import LIBRARY
 from oppo.user_code import SPEC
 
 

@@ -6,7 +6,7 @@ It needs the extra ``datasets``: ``pip install 'oppo[datasets]'``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,7 @@ from typing import Any, Final
 from oppo.data.rows import READERS, Located
 from oppo.errors import DataError, one_line
 from oppo.libraries import require
-from oppo.observe import silent
+from oppo.log import logger
 
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """A dataset's name at a hub: owner and name."""
@@ -52,7 +52,7 @@ def rows_of_directory(path: Path, split: str) -> Iterator[Located]:
     return _rows(dataset, str(path))
 
 
-def rows_of_hub(name: str, split: str, subset: str = "", tell: Callable[[str], None] = silent) -> Iterator[Located]:
+def rows_of_hub(name: str, split: str, subset: str = "") -> Iterator[Located]:
     """Yield the rows of a dataset at a hub.
 
     The hub is asked once, with a short timeout, whether it has the dataset; what this machine has of it already is
@@ -67,7 +67,7 @@ def rows_of_hub(name: str, split: str, subset: str = "", tell: Callable[[str], N
     cached = Path(library.config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()
     try:
         if not is_offline_mode():
-            tell(f"{name} is no file or directory here: asking {constants.ENDPOINT} for the dataset")
+            logger.info(f"{name} is no file or directory here: asking {constants.ENDPOINT} for the dataset")
         HfApi().dataset_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # any kind: proxies, certificates, servers and their answers
         if not cached:

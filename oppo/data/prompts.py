@@ -15,7 +15,7 @@ from oppo.data.rows import Located, Row, rows_of_file, rows_of_program
 from oppo.declared import require_whole
 from oppo.errors import DataError, one_line, shown
 from oppo.events import IntArray, Prompt
-from oppo.observe import silent
+from oppo.log import logger
 
 T = TypeVar("T")
 
@@ -101,7 +101,6 @@ def read_prompts(
     over_long: OverLongPrompt = "filter",
     split: str = "train",
     subset: str = "",
-    tell: Callable[[str], None] = silent,
 ) -> list[Prompt]:
     """Return every usable prompt of a source, in its order, numbered from 0.
 
@@ -116,13 +115,12 @@ def read_prompts(
         over_long: leave such prompts out, keep their last ``max_prompt_tokens`` tokens, or refuse the source.
         split: of a dataset with several.
         subset: of a dataset at a hub: the name of one of its configurations.
-        tell: called with a sentence about the over-long prompts, if any, and before a hub is asked.
 
     Raises:
         DataError: the source cannot be read, a row is malformed, a prompt is empty, or no prompt is left.
     """
     encoding = Encoding(tokenizer=tokenizer, column=column, max_prompt_tokens=max_prompt_tokens, over_long=over_long)
-    name, rows = rows_of(source, split=split, subset=subset, tell=tell)
+    name, rows = rows_of(source, split=split, subset=subset)
     prompts: list[Prompt] = []
     long: list[str] = []
     total = 0
@@ -139,7 +137,7 @@ def read_prompts(
         sentence = f"{len(long)} of {total} prompts of {name} are longer than {max_prompt_tokens} tokens"
         if over_long == "error":
             raise DataError(f"{sentence}, the first at {long[0]}; filter or truncate them, or raise max_prompt_tokens")
-        tell(f"{sentence}: {'left out' if over_long == 'filter' else 'their beginnings are cut off'}")
+        logger.info(f"{sentence}: {'left out' if over_long == 'filter' else 'their beginnings are cut off'}")
     if not prompts:
         raise DataError(f"{name} holds no prompt" if not total else f"no prompt of {name} is left: all are over-long")
     return prompts
@@ -150,7 +148,6 @@ def rows_of(
     *,
     split: str = "train",
     subset: str = "",
-    tell: Callable[[str], None] = silent,
 ) -> tuple[str, Iterable[Located]]:
     """Return the name of a source and its rows; see :func:`read_prompts`.
 
@@ -167,7 +164,7 @@ def rows_of(
     if is_directory:
         return str(path), rows_of_directory(path, split)
     if not exists and is_hub_name(str(source)):
-        return str(source), rows_of_hub(str(source), split, subset, tell)
+        return str(source), rows_of_hub(str(source), split, subset)
     return str(path), rows_of_file(path)
 
 

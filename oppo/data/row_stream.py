@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any, Final, Self
 
 import anyio.to_thread
@@ -13,7 +13,7 @@ from oppo.data.prompts import Encoding, OverLongPrompt, Tokenizer
 from oppo.data.rows import located
 from oppo.errors import DataError, running_loop
 from oppo.events import IntArray, Prompt
-from oppo.observe import silent
+from oppo.log import logger
 
 _END: Final = object()
 
@@ -28,7 +28,6 @@ class RowStream(AsyncIterator[Prompt]):
         rows: a mapping of columns each.
         tokenizer, column, max_prompt_tokens, over_long: as of :func:`oppo.read_prompts`; ``over_long`` of ``error``
             raises at the first.
-        tell: called with a sentence about the first over-long prompt.
 
     Attributes:
         ended: whether the end of the rows was found.
@@ -45,7 +44,6 @@ class RowStream(AsyncIterator[Prompt]):
         column: str = "prompt",
         max_prompt_tokens: int = 512,
         over_long: OverLongPrompt = "filter",
-        tell: Callable[[str], None] = silent,
     ) -> None:
         self._rows: Iterator[object] | AsyncIterator[object] = (
             aiter(rows) if isinstance(rows, AsyncIterable) else iter(rows)
@@ -53,7 +51,6 @@ class RowStream(AsyncIterator[Prompt]):
         self._encoding = Encoding(
             tokenizer=tokenizer, column=column, max_prompt_tokens=max_prompt_tokens, over_long=over_long
         )
-        self._tell = tell
         self._noted = False
         self._taken = 0  # rows
         self._served = 0  # prompts
@@ -139,4 +136,4 @@ class RowStream(AsyncIterator[Prompt]):
         if not self._noted:
             self._noted = True
             done = "is left out" if self._encoding.over_long == "filter" else "loses its beginning"
-            self._tell(f"{sentence}, {done}, as are all others" if done == "is left out" else f"{sentence}, {done}")
+            logger.info(f"{sentence}, {done}, as are all others" if done == "is left out" else f"{sentence}, {done}")

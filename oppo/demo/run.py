@@ -32,6 +32,7 @@ from oppo.hf.loading import load_causal, load_scalar, load_tokenizer
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.log import routed
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.redact import harmless
@@ -233,6 +234,7 @@ SHORT = DemoPlan(
 )
 
 
+@routed()  # the narrator says what there is to say
 def demo(
     directory: Path,
     *,
@@ -264,9 +266,9 @@ def demo(
     settings = settings_of(plan, assets, target, seed, engine)
     sampling = train(settings, console, narrator)
     trained = settings.run_directory / FINAL / "actor"
-    narrator.tell(f"examining both policies on {plan.examined} held-out prompts")
+    narrator.say(f"examining both policies on {plan.examined} held-out prompts")
     before, after = (examined(actor, assets, sampling, plan.examined) for actor in (assets.actor, trained))
-    narrator.tell("running two steps serially and streamed, in exact mode, on transformers")
+    narrator.say("running two steps serially and streamed, in exact mode, on transformers")
     digests = compare_schedules(settings)
     gains = None if plan.effort is None else compare_seconds(settings, plan.effort, narrator)
     deferred_fraction, deferral_steps = deferrals(settings.run_directory)
@@ -294,7 +296,7 @@ def demo(
 
 def train(settings: Settings, console: Console, narrator: Narrator) -> Sampling:
     """Make the run, and return how its policy sampled."""
-    with prepare(settings, starting(settings, narrator.tell)) as session:
+    with routed(narrator.say), starting(settings), prepare(settings) as session:
         anyio.run(run, session, console)
         return session.assembly.sampling
 
@@ -314,7 +316,8 @@ def note(summary: Path, facts: Mapping[str, object]) -> None:
 
 def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> Gains:
     """Return the speedup by overlap; put the median round of each schedule into the timeline of the run's page."""
-    rounds = measure(settings, effort, narrator.tell)
+    with routed(narrator.say):
+        rounds = measure(settings, effort)
     write_page(settings.run_directory, [excerpt(name, made) for name, made in rounds.items()])
     return Gains.of(effort, rounds)
 
@@ -366,14 +369,14 @@ class Narrator:
         """Seconds since the start."""
         return observe.now() - self._began
 
-    def tell(self, words: str) -> None:
+    def say(self, words: str) -> None:
         """Write a sentence."""
         self._console.out(f"{self.seconds:4.0f} s  {words}", highlight=False)
 
     def progress(self, words: str, done: float) -> None:
         """Write a sentence and the fraction done, unless a line is too recent."""
         if self.seconds >= self._quiet_until:
-            self.tell(f"{done:4.0%}  {words}")
+            self.say(f"{done:4.0%}  {words}")
             self._quiet_until = self.seconds + SECONDS_BETWEEN_LINES
 
 

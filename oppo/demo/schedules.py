@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +30,8 @@ from oppo.evaluation import respond_serially, score_serially
 from oppo.events import Batch, Drop
 from oppo.hf.loading import load_scalar, load_tokenizer
 from oppo.hf.model_files import quiet
-from oppo.observe import Role, Span, busy, seconds, silent
+from oppo.log import logger, routed
+from oppo.observe import Role, Span, busy, seconds
 from oppo.report.charts import Excerpt
 from oppo.report.trace import TimedStep, Timekeeper
 from oppo.stages.batch import ScoredRollout
@@ -172,8 +174,8 @@ def schedules(effort: Effort) -> list[DemoSchedule]:
     ]
 
 
-def measure(settings: Settings, effort: Effort, tell: Callable[[str], None]) -> dict[str, list[TimedRound]]:
-    """Return the rounds of each schedule, by name; ``tell`` receives a sentence about each round; writes nothing.
+def measure(settings: Settings, effort: Effort) -> dict[str, list[TimedRound]]:
+    """Return the rounds of each schedule, by name; writes nothing.
 
     Raises:
         OppoError: a model cannot be used.
@@ -181,19 +183,21 @@ def measure(settings: Settings, effort: Effort, tell: Callable[[str], None]) -> 
     with TemporaryDirectory(prefix="oppo-demo-") as folder:
         write_deeper(Path(settings.models.reward_models[0]), Path(folder), effort.deeper)
         variants = [(schedule, varied(settings, schedule, effort, Path(folder))) for schedule in schedules(effort)]
-        with prepare(variants[0][1], starting(settings, tell), dry_run=True) as session:
-            return anyio.run(make_rounds, session, variants, effort, tell)
+        with starting(settings):
+            session = prepare(variants[0][1], dry_run=True)
+        with session:
+            return anyio.run(make_rounds, session, variants, effort)
 
 
 async def make_rounds(
-    session: PreparedRun, variants: Sequence[tuple[DemoSchedule, Settings]], effort: Effort, tell: Callable[[str], None]
+    session: PreparedRun, variants: Sequence[tuple[DemoSchedule, Settings]], effort: Effort
 ) -> dict[str, list[TimedRound]]:
     """Return the rounds of each schedule; one event loop makes them all, as an engine knows no other."""
     beginning = session.prompts.state_dict()
     rounds: dict[str, list[TimedRound]] = {schedule.name: [] for schedule, _ in variants}
     for number in range(effort.rounds + 1):
         steps = effort.steps if number else 1  # the first round is slower, and not counted
-        tell(f"round {number} of {effort.rounds}, every schedule in turn" if number else "warming up")
+        logger.info(f"round {number} of {effort.rounds}, every schedule in turn" if number else "warming up")
         for schedule, chosen in variants if number % 2 else reversed(variants):
             session.prompts.load_state_dict(beginning)
             made = await make_round(session, schedule, chosen, steps)
@@ -202,9 +206,9 @@ async def make_rounds(
     return rounds
 
 
-def starting(settings: Settings, tell: Callable[[str], None]) -> Callable[[str], None]:
-    """Return what to tell while models are loaded: nothing, unless an engine starts, which takes many seconds."""
-    return silent if settings.models.engine == "transformers" else tell
+def starting(settings: Settings) -> AbstractContextManager[None]:
+    """Say nothing while models are loaded, unless an engine starts, which takes many seconds."""
+    return routed() if settings.models.engine == "transformers" else nullcontext()
 
 
 def varied(settings: Settings, schedule: DemoSchedule, effort: Effort, reward: Path) -> Settings:

@@ -139,12 +139,12 @@ class WorkLog:
     """The latest work of a run's stages, and its listener."""
 
     spans: list[Span] = field(default_factory=list)
-    tell: SpanListener = silent
+    listener: SpanListener = silent
 
     def add(self, span: Span) -> None:
-        """Keep a piece of work, and tell of it."""
+        """Keep a piece of work, and report it."""
         self.spans.append(span)
-        self.tell(span)
+        self.listener(span)
 
 
 def _nobody(stage: str, item: object) -> None:

@@ -19,6 +19,7 @@ from typing import Concatenate, Final, Generic, Literal, ParamSpec, TypeAlias, T
 import torch
 
 from oppo.errors import ConfigError, ModelError
+from oppo.log import logger
 from oppo.observe import SpanListener, silent
 from oppo.placement import Hosted, Hosting, Make, Place, Process, Ranks, Thread
 from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
@@ -284,7 +285,6 @@ class DeviceLayout:
         cores: int,
         devices: Devices,
         scorers: Scorers,
-        tell: Callable[[str], None],
         *,
         scored: Sequence[str] = SCORED,
         policy: Home = "thread",
@@ -300,7 +300,6 @@ class DeviceLayout:
             scorers: place of the scorers. ``auto`` is a process on a CPU with two cores or more, where scorers can
                 compute beside the actor: both spend much of their time in Python, which threads of one interpreter
                 cannot do in parallel; elsewhere it is a thread.
-            tell: receives a sentence about each process that is started.
             scored: the models that score here.
             policy: place of the actor. A dead process is not replaced: its rows, and their keys and values, are lost.
             trainer: place of the updates, unless there are several ranks; a dead process is not replaced.
@@ -319,8 +318,8 @@ class DeviceLayout:
             setup = partial(use_cores, share)
             if home == "thread":
                 return DeviceThread(name, device, setup=setup)
-            tell(f"starting the process of the {name}")
-            return Process(name, setup=setup, restarts=restarts, tell=tell)
+            logger.info(f"starting the process of the {name}")
+            return Process(name, setup=setup, restarts=restarts)
 
         def scoring(device: torch.device, name: str) -> Place:
             beside: Home = "process" if cores > 1 and device.type == "cpu" else "thread"
@@ -331,7 +330,7 @@ class DeviceLayout:
         distinct = dict.fromkeys(on.values())
         names = {device: "scorers" if len(distinct) == 1 else f"scorers on {device}" for device in distinct}
         places = {device: scoring(device, name) for device, name in names.items()}
-        ranks = elsewhere.training or _ranks(len(devices.trainer), cores, tell)
+        ranks = elsewhere.training or _ranks(len(devices.trainer), cores)
         return cls(
             elsewhere.acting or place("actor", policy, acting_share(cores), devices.actor),
             {model: places[device] for model, device in on.items()},
@@ -377,11 +376,11 @@ class DeviceLayout:
         self.elsewhere.close()
 
 
-def _ranks(count: int, cores: int, tell: Callable[[str], None]) -> Place | None:
+def _ranks(count: int, cores: int) -> Place | None:
     """Return training ranks on this machine; ``None`` for one."""
     if count == 1:
         return None
-    tell(f"starting {count} training ranks")
+    logger.info(f"starting {count} training ranks")
     return Ranks("trainer", count, setup=partial(use_cores, max(1, cores // count)))
 
 

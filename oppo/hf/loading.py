@@ -13,7 +13,7 @@ The probe finds the kind of attention (:mod:`oppo.hf.kv.attention`) that serves 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -50,7 +50,7 @@ from oppo.hf.model_files import (
 from oppo.hf.probe import probe
 from oppo.hf.shared_memory import ALIGNMENT
 from oppo.hf.tokenizer import HfTokenizer
-from oppo.observe import silent
+from oppo.log import logger, routed
 
 DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
     "float32": torch.float32,
@@ -72,8 +72,6 @@ class LoadOptions(TypedDict, total=False):
         ignore_unused: leave out weights that the model does not use.
         attention: the kind of attention; ``auto``, the default: the fastest that serves the model exactly
             (:mod:`oppo.hf.kv.attention`).
-        tell: receives a sentence when a hub is contacted, weights are left out, a head is new, or attention is of a
-            slower kind.
     """
 
     dtype: str
@@ -82,7 +80,6 @@ class LoadOptions(TypedDict, total=False):
     allow_pickle: bool
     ignore_unused: bool
     attention: Choice
-    tell: Callable[[str], None]
 
 
 def load_causal(path: str | Path, **options: Unpack[LoadOptions]) -> PreTrainedModel:
@@ -129,15 +126,13 @@ def load_process(path: str | Path, **options: Unpack[LoadOptions]) -> PreTrained
 
 
 @quiet()
-def load_tokenizer(
-    path: str | Path, *, trust_remote_code: bool = False, tell: Callable[[str], None] = silent
-) -> PreTrainedTokenizerBase:
-    """Return the tokenizer at a directory or hub name; ``tell`` receives a sentence when a hub is contacted.
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Return the tokenizer at a directory or hub name.
 
     Raises:
         ConfigError: there is no such tokenizer, a file of it is damaged, or it needs code that is not trusted.
     """
-    directory = located(path, weights=False, trust_remote_code=trust_remote_code, tell=tell)
+    directory = located(path, weights=False, trust_remote_code=trust_remote_code)
     require_no_code(directory, trusted=trust_remote_code)
     with reading(directory, f"{directory / CONFIG} cannot be used"), suppress(OSError, ValueError):  # it may lack one
         AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
@@ -189,7 +184,6 @@ def load(
     allow_pickle: bool = False,
     ignore_unused: bool = False,
     attention: Choice = "auto",
-    tell: Callable[[str], None] = silent,
     new_head: bool = False,
 ) -> PreTrainedModel:
     """Return a model of a kind; arguments and errors are those of :func:`load_causal` and :func:`load_scalar`."""
@@ -197,7 +191,7 @@ def load(
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     if attention not in CHOICES:
         raise ConfigError(f"attention must be one of {', '.join(CHOICES)}, not {attention!r}")
-    find = partial(located, weights=True, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, tell=tell)
+    find = partial(located, weights=True, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     directory = find(path)
     adapter = require_adapter(directory, allow_pickle=allow_pickle)
     if adapter is not None:
@@ -228,11 +222,11 @@ def load(
         torch.nn.Module.to(model, device=device)
         served_by = probe(model, attention=attention) if kind.streamed else "segmented"
     if served_by != "segmented" and attention == "auto":
-        tell(f"{path} is served with attention {served_by!r}: {COSTS[served_by]}")
+        logger.info(f"{path} is served with attention {served_by!r}: {COSTS[served_by]}")
     if left_out:
-        tell(f"{path} has {first_of(left_out)}, left out since {type(model).__name__} does not use that")
+        logger.info(f"{path} has {first_of(left_out)}, left out since {type(model).__name__} does not use that")
     if missing:
-        tell(f"{path} has no {first_of(missing)}: the head is new, and begins at zero")
+        logger.info(f"{path} has no {first_of(missing)}: the head is new, and begins at zero")
     return model
 
 
@@ -382,10 +376,11 @@ def outline(
             of a smaller model.
         ModelRefused: the architecture has no model of this kind.
     """
-    directory = located(path, weights=False, trust_remote_code=trust_remote_code, tell=silent)
-    adapter = require_adapter(directory, allow_pickle=True)
-    if adapter is not None:
-        directory = located(adapter.base, weights=False, trust_remote_code=trust_remote_code, tell=silent)
+    with routed():  # a model that is loaded after this says what there is to say
+        directory = located(path, weights=False, trust_remote_code=trust_remote_code)
+        adapter = require_adapter(directory, allow_pickle=True)
+        if adapter is not None:
+            directory = located(adapter.base, weights=False, trust_remote_code=trust_remote_code)
     require_no_code(directory, trusted=trust_remote_code)
     with reading(directory, f"no model can be made of {directory / 'config.json'}"):
         weights = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
@@ -456,21 +451,23 @@ def load_encoder(path: str | Path, **options: Unpack[LoadOptions]) -> Encoder:
         ConfigError: also if the directory holds no tokenizer.
         ModelRefused: a sentence encoder has other parts than a transformer, a pooling and a normalisation.
     """
-    tell, trusted = options.get("tell", silent), options.get("trust_remote_code", False)
-    directory = located(path, weights=False, trust_remote_code=trusted, tell=tell)
+    trusted = options.get("trust_remote_code", False)
+    directory = located(path, weights=False, trust_remote_code=trusted)
     transformer, pooling = _parts(directory)
     home = path if transformer == directory else transformer
     architectures = read_object(transformer / CONFIG).get("architectures") if (transformer / CONFIG).is_file() else ()
     classifies = pooling is None and str(architectures).find("ForSequenceClassification") >= 0
     if pooling is None and not classifies:
-        tell(f"{path} has no {MODULES}, which would say how a text becomes one vector: it is the mean of its states")
+        logger.info(
+            f"{path} has no {MODULES}, which would say how a text becomes one vector: it is the mean of its states"
+        )
         pooling = "mean"
     model = load(CLASSIFIER if classifies else EMBEDDER, home, **options)
-    tokenizer = HfTokenizer(load_tokenizer(home, trust_remote_code=trusted, tell=tell))
+    tokenizer = HfTokenizer(load_tokenizer(home, trust_remote_code=trusted))
     limit = min(reach(model, tokenizer), _sentence_limit(transformer))
     encoder = Encoder(model, tokenizer, limit, pooling)
     if not reads_beside(encoder):
-        tell(f"{path} reads texts one by one: padding would change its outputs")
+        logger.info(f"{path} reads texts one by one: padding would change its outputs")
         encoder = replace(encoder, beside=False)
     return encoder
 

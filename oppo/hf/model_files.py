@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
@@ -36,7 +37,7 @@ from transformers.utils import logging
 
 from oppo.errors import ConfigError, ModelRefused, OppoError, did_you_mean_path, one_line
 from oppo.hf.introspection import score_head, token_head
-from oppo.observe import silent
+from oppo.log import logger
 
 METADATA = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Files of a hub that describe a model or its tokenizer."""
@@ -48,7 +49,6 @@ def located(
     weights: bool,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
-    tell: Callable[[str], None] = silent,
 ) -> Path:
     """Return the directory of a model or tokenizer, without checking its contents.
 
@@ -57,7 +57,6 @@ def located(
         weights: fetch weights too from a hub.
         allow_pickle: fetch pickles if the hub has no other weights.
         trust_remote_code: fetch code too.
-        tell: receives a sentence when a hub is contacted, or a local copy is used instead.
 
     Raises:
         ConfigError: there is no such directory, and no hub has a model of that name or can be reached.
@@ -66,7 +65,7 @@ def located(
         directory = Path(name).expanduser()
         if directory.is_dir():
             return directory
-        if (copy := _copy_without_hub(str(name), tell)) is not None:
+        if (copy := _copy_without_hub(str(name))) is not None:
             return copy
         directory = Path(
             snapshot_download(str(name), allow_patterns=[*METADATA, *(["*.py"] if trust_remote_code else [])])
@@ -92,22 +91,33 @@ def _fetch(name: str, directory: Path, weights: tuple[str, str], adapter: str) -
     snapshot_download(name, allow_patterns=[whole, adapter, *shards(directory / index)])
 
 
-@cache
-def _copy_without_hub(name: str, tell: Callable[[str], None]) -> Path | None:
+def _copy_without_hub(name: str) -> Path | None:
     """Return this machine's copy if no hub can be asked for a model; ``None`` if a hub has the model.
-
-    The answer holds for the life of the process, so that a run waits for it once per name.
 
     Raises:
         ConfigError: no hub can be asked, and there is no copy.
         HFValidationError: the name is not a valid hub name.
     """
+    validate_repo_id(name)
+    online = not is_offline_mode()
+    if online:
+        logger.once(f"{name} is no directory here: asking {constants.ENDPOINT} for it")
+    copy, why = _copy_and_why(name)
+    if copy is not None and online:
+        logger.once(f"taking {name} as this machine's copy {copy} has it ({why})")
+    return copy
+
+
+@cache
+def _copy_and_why(name: str) -> tuple[Path | None, str]:
+    """Return the copy of :func:`_copy_without_hub`, and why no hub can be asked.
+
+    The answer holds for the life of the process, so that a run waits for it once per name.
+    """
     files = (CONFIG, ADAPTER, "tokenizer_config.json", "tokenizer.json")
     cached = [found for file in files if isinstance(found := try_to_load_from_cache(name, file), str)]
     copy = Path(cached[0]).parent if cached else None
     try:
-        if not is_offline_mode():
-            tell(f"{name} is no directory here: asking {constants.ENDPOINT} for it")
         HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # any kind: proxies, certificates, servers and their answers
         if copy is None:
@@ -115,10 +125,8 @@ def _copy_without_hub(name: str, tell: Callable[[str], None]) -> Path | None:
             raise ConfigError(
                 f"{name!r} is no directory here{guess}, and as a hub name it could not be had ({one_line(error)})"
             ) from error
-        if not is_offline_mode():
-            tell(f"taking {name} as this machine's copy {copy} has it ({one_line(error)})")
-        return copy
-    return None
+        return copy, one_line(error)
+    return None, ""
 
 
 @contextmanager

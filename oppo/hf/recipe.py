@@ -29,6 +29,7 @@ from oppo.hf.loading import load_causal, load_process, load_scalar, require_supp
 from oppo.hf.lora import add_lora
 from oppo.hf.model_files import located, require_adapter
 from oppo.hf.shared_memory import SharedModel, Source
+from oppo.log import routed
 
 T = TypeVar("T")
 
@@ -80,15 +81,16 @@ class ModelRecipe:
         load = LOADERS[self.kind]
         if self.new_head:
             load = partial(load, new_head=True)
-        model = load(
-            self.path,
-            dtype=self.dtype,
-            device=device_of(self.device),
-            trust_remote_code=self.trust_remote_code,
-            allow_pickle=self.allow_pickle,
-            ignore_unused=self.ignore_unused,
-            attention=self.attention,
-        )
+        with routed():  # each place that loads it would say the same
+            model = load(
+                self.path,
+                dtype=self.dtype,
+                device=device_of(self.device),
+                trust_remote_code=self.trust_remote_code,
+                allow_pickle=self.allow_pickle,
+                ignore_unused=self.ignore_unused,
+                attention=self.attention,
+            )
         require_supported(model.dtype, model.device)
         if self.lora_rank:
             add_lora(model, self.lora_rank, self.lora_alpha, seed=self.lora_seed)
@@ -100,9 +102,10 @@ class ModelRecipe:
         Raises:
             ConfigError: there is no such model, or its configuration cannot be read.
         """
-        directory = located(self.path, weights=False, trust_remote_code=self.trust_remote_code)
-        if (adapter := require_adapter(directory, allow_pickle=self.allow_pickle)) is not None:
-            directory = located(adapter.base, weights=False, trust_remote_code=self.trust_remote_code)
+        with routed():
+            directory = located(self.path, weights=False, trust_remote_code=self.trust_remote_code)
+            if (adapter := require_adapter(directory, allow_pickle=self.allow_pickle)) is not None:
+                directory = located(adapter.base, weights=False, trust_remote_code=self.trust_remote_code)
         try:
             found: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError) as error:

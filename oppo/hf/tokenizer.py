@@ -15,7 +15,7 @@ import psutil
 from transformers import PreTrainedTokenizerBase
 
 from oppo.errors import ConfigError
-from oppo.observe import silent
+from oppo.log import logger
 
 Span: TypeAlias = tuple[int, int]
 """The first character of a part of a text, and the one behind its last."""
@@ -227,7 +227,6 @@ class HfTokenizer:
         generation_stop: Sequence[int],
         *,
         eos: bool = True,
-        tell: Callable[[str], None] = silent,
     ) -> tuple[int, ...]:
         """Return the ids that end a response: the end-of-sequence ids, and those that are wanted besides.
 
@@ -235,7 +234,6 @@ class HfTokenizer:
             wanted: ids, and texts of one token each.
             generation_stop: the end-of-sequence ids of the model's generation config.
             eos: whether the end-of-sequence ids are among them.
-            tell: receives a message about an end-of-sequence id that no token has.
 
         Raises:
             ConfigError: a text is not one token, an id is not in the vocabulary, or ``eos`` finds no id.
@@ -243,7 +241,7 @@ class HfTokenizer:
         own = self.inner.eos_token_id
         ends = dict.fromkeys([*([own] if isinstance(own, int) else []), *generation_stop]) if eos else {}
         if beyond := [each for each in ends if not 0 <= each < self.size]:
-            tell(
+            logger.warning(
                 f"the policy's generation config has the end-of-sequence ids {', '.join(map(str, beyond))}, which no "
                 f"token has: its tokenizer's ids go up to {self.size - 1}"
             )

@@ -33,13 +33,13 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import anyio
-import structlog
 
 from oppo.declared import require_real
 from oppo.durable import opened
 from oppo.errors import HangError, as_itself, note_others, running_loop
 from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, StepReport
 from oppo.graph import Run, Snapshot
+from oppo.log import carried, logger
 from oppo.models import Scorer
 from oppo.observe import Observer, Span, now
 from oppo.redact import redacted_values
@@ -482,7 +482,6 @@ async def watched(
     call_timeout: float = CALL_TIMEOUT,
     notice: float = NOTICE_SECONDS,
     report: Path = Path("hang-report.json"),
-    tell: Callable[[str], object] | None = None,
 ) -> AsyncIterator[None]:
     """Watch a run while the context is open, and end it when nothing moves.
 
@@ -497,14 +496,13 @@ async def watched(
             do; one of their calls may last ``call_timeout``.
         seconds: without a move, after which the run is ended; 0: never.
         call_timeout: replaces ``seconds`` while a call is in progress, if it is longer; 0: no limit.
-        notice: seconds without a move before ``tell`` is called, and again whenever they have doubled.
+        notice: seconds without a move before a warning is logged, and again whenever they have doubled.
         report: the file that records what every stage, task and thread was doing when the run is ended.
-        tell: called in another thread with a sentence about each stall; by default it is a warning of structlog.
 
     Raises:
         HangError: nothing had moved for too long.
     """
-    warn = tell or structlog.get_logger("oppo").warning
+    warn = carried(logger.warning)
     watchdog = Watchdog(
         StallLimits(seconds, call_timeout=call_timeout, notice=notice, names=("seconds", "call_timeout")),
         report=report,

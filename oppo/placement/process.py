@@ -26,6 +26,7 @@ from typing import ClassVar, Concatenate, Final, Generic, ParamSpec, Self, TypeA
 from oppo import observe
 from oppo.declared import require_whole
 from oppo.errors import ModelError, ModelLost, ProtocolError, SessionsLost
+from oppo.log import logger
 from oppo.placement import worker
 from oppo.placement.place import Hosted, LocalInstance, Make, Place, Thread, maker
 from oppo.placement.shared_memory import Gauge
@@ -284,7 +285,6 @@ class Process(Place):
         setup: called once in the child before anything else, for example
             ``functools.partial(oppo.hf.devices.use_cores, 1)``; importable by name.
         restarts: how many dead children are replaced in an hour; above 0, calls with callbacks are refused.
-        tell: called with a sentence about each restart, from another thread.
         start: starts a child.
 
     Raises:
@@ -308,7 +308,6 @@ class Process(Place):
         listener: observe.SpanListener = observe.silent,
         setup: Setup = None,
         restarts: int = 0,
-        tell: Callable[[str], None] = observe.silent,
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
         start: Start = ChildProcess,
     ) -> None:
@@ -316,7 +315,6 @@ class Process(Place):
         require_whole("restarts", restarts, 0)
         self._restarts = restarts
         self._restart_times: deque[float] = deque()
-        self._tell = tell
         self._setup = setup
         self._start = start
         self._child = start(name, setup)
@@ -477,7 +475,7 @@ class Process(Place):
             raise ModelLost(death + (limit if self._restarts and not self._aborted else "")) from None
         self._restart_times.append(now)
         self._child.end()
-        self._tell(f"{death}: it is started again ({len(self._restart_times)} of {self._restarts})")
+        logger.warning(f"{death}: it is started again ({len(self._restart_times)} of {self._restarts})")
         self._bereft |= self._used
         self._used.clear()
         self._child = self._start(self.name, self._setup)

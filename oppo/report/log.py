@@ -7,6 +7,7 @@ import json
 import math
 import platform
 import signal
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -14,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Final, Self
 
 import numpy as np
 import structlog
@@ -23,7 +24,7 @@ from structlog.tracebacks import ExceptionDictTransformer
 
 from oppo.admission import Bottleneck
 from oppo.durable import opened
-from oppo.errors import behind
+from oppo.errors import behind, worded
 from oppo.evaluation import Evaluated
 from oppo.events import Batch, StepReport
 from oppo.liveness import Stall
@@ -89,7 +90,7 @@ class RunLog(Observer):
         self._log: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
             structlog.WriteLogger(self._file),
             processors=[
-                structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
+                structlog.processors.ExceptionRenderer(_rendered),
                 _bounded,
                 structlog.processors.add_log_level,
                 structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -131,9 +132,9 @@ class RunLog(Observer):
         """Log facts that qualify the run's results."""
         self._log.warning(event, **facts)
 
-    def notice(self, sentence: str) -> None:
-        """Log a sentence about the run; safe to call from any thread."""
-        self._log.warning("notice", text=sentence)
+    def notice(self, message: str) -> None:
+        """Log what code says with :data:`oppo.log.logger`; safe to call from any thread."""
+        self._log.warning("notice", text=message)
 
     def on_interrupt(self, by: signal.Signals, alive: Sequence[int]) -> None:
         """Log the signal that asked the run to end, once the steps ``alive`` have ended."""
@@ -157,6 +158,21 @@ class RunLog(Observer):
                 self._log.warning("interrupted", by=str(error) or type(error).__name__)
             else:
                 self._log.error("failed", exc_info=error, notes=getattr(error, "__notes__", []))
+
+
+_TRANSFORMED: Final = ExceptionDictTransformer(show_locals=False)
+
+
+def _rendered(exc_info: structlog.typing.ExcInfo) -> list[dict[str, Any]]:
+    try:
+        return _TRANSFORMED(exc_info)
+    except BaseException:  # noqa: BLE001 - the text of an error of user code, or of one behind it, cannot be had
+        kind, error, trace = exc_info
+        frames = [
+            {"filename": each.filename, "lineno": each.lineno, "name": each.name}
+            for each in traceback.extract_tb(trace)
+        ]
+        return [{"exc_type": kind.__name__, "exc_value": worded(error), "frames": frames}]
 
 
 def _bounded(logger: object, method: str, facts: structlog.typing.EventDict) -> structlog.typing.EventDict:

@@ -17,7 +17,6 @@ from oppo.declared import require_real
 from oppo.errors import ConfigError, RewardError, SessionsLost, as_itself, contained, shown
 from oppo.events import Chunk, Drop, Finish, Given, Prompt
 from oppo.models import RewardFunction, Scorer
-from oppo.observe import Telling, silent
 from oppo.placement import Hosted, Hosting, Make
 from oppo.returns import weighted_sum
 from oppo.rewards.function import DOES_NOT_APPLY, RESERVED, FunctionReward
@@ -47,7 +46,6 @@ class Rewards(Scorer["float | Drop"]):
         parts: weight and reward of each, by name.
         decode: token ids to text, without special tokens; needed for functions.
         on_drop: what a ``Drop`` by one part does.
-        tell: called with the news of the parts.
         options: of the :class:`FunctionReward` of each function; ``process`` is for sync functions.
 
     Raises:
@@ -69,7 +67,6 @@ class Rewards(Scorer["float | Drop"]):
         decode: Callable[[Sequence[int]], str] | None = None,
         *,
         on_drop: OnDrop = "drop",
-        tell: Callable[[str], None] = silent,
         **options: Any,
     ) -> None:
         if not parts:
@@ -82,9 +79,6 @@ class Rewards(Scorer["float | Drop"]):
         self._readers = [part for part in self._parts if not part.is_function]
         self._turn = anyio.Lock()
         self._opened: list[AsyncExitStack] = []
-        self._tell: Callable[[str], None] = silent
-        if tell is not silent:
-            self.tell = tell
         self._samples: dict[str, list[float]] = {}
         self._said_before: dict[tuple[int, ...], dict[str, Sequence[float | Drop]]] = {}
 
@@ -200,18 +194,6 @@ class Rewards(Scorer["float | Drop"]):
                 terms.append((part.weight, score))
         return weighted_sum(terms) if terms else Drop(rollout, NONE_APPLIES)
 
-    @property
-    def tell(self) -> Callable[[str], None]:
-        """Called with the news of the parts."""
-        return self._tell
-
-    @tell.setter
-    def tell(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        for part in self._parts:
-            if isinstance(part.scorer, Telling):
-                part.scorer.tell = tell
-
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             for part in self._parts:
@@ -289,14 +271,13 @@ def load_reward(
     place: Hosting | None = None,
     on_drop: OnDrop = "drop",
     process: bool | Literal["sync"] = False,
-    tell: Callable[[str], None] = silent,
     **options: Any,
 ) -> Scorer[float | Drop]:
     """Return the reward that ``file.py:name`` names, as a scorer.
 
     The name is that of a reward function, of a scorer, of a function that makes a scorer, or of a dictionary ``{name:
     (weight, one of these)}``. A function that makes a scorer has an argument ``place``, where the scorer hosts what
-    computes; it may also have ``decode`` and ``tell``. A scorer that is ready works where it wants, beside the run's
+    computes; it may also have ``decode``. A scorer that is ready works where it wants, beside the run's
     models.
 
     Args:
@@ -306,7 +287,6 @@ def load_reward(
         on_drop: of :class:`Rewards`.
         process: call functions in processes of their own, ``sync`` if they are sync; an async function alone is
             refused, and async functions of several rewards are called here.
-        tell: called with the news of the reward.
         options: of each :class:`FunctionReward`.
 
     Raises:
@@ -316,17 +296,15 @@ def load_reward(
     found = user_code.load_object(spec, RewardError)
     if place is not None:
         place = _FilePlace(place, spec.rpartition(":")[0])
-    given = {"place": place, "decode": decode, "tell": tell}
+    given = {"place": place, "decode": decode}
     if isinstance(found, Mapping):
         parts = {name: _with_scorer(part, f"{spec}[{name!r}]", given) for name, part in found.items()}
-        return Rewards(parts, decode, on_drop=on_drop, process=bool(process), tell=tell, **options)
+        return Rewards(parts, decode, on_drop=on_drop, process=bool(process), **options)
     if _makes_scorer(found):
         found = _made(found, spec, given)
     if not is_scorer(found):
         apart = not user_code.is_async(found) if process == "sync" else process
-        return FunctionReward(spec, decode, process=apart, tell=tell, **options)
-    if isinstance(found, Telling):
-        found.tell = tell
+        return FunctionReward(spec, decode, process=apart, **options)
     return cast("Scorer[float | Drop]", found)
 
 

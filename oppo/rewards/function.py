@@ -27,8 +27,8 @@ from oppo import user_code
 from oppo.declared import require_real
 from oppo.errors import RewardError, as_itself, one_line, shown
 from oppo.events import Chunk, Drop, Finish, Given, Prompt, Response
+from oppo.log import logger
 from oppo.models import RewardFunction, Scorer
-from oppo.observe import Telling, silent
 from oppo.returns import TokenRewards
 from oppo.scorers import ScorerCapabilities
 from oppo.user_code import CONCURRENCY, CheckedFunction, UserCalls, UserFunction
@@ -309,8 +309,6 @@ class FunctionReward(Scorer[float | Drop]):
         each: call the function for each rollout alone.
         optional: ``None`` as a score means that the reward does not apply: the rollout is dropped, or, as a part of
             :class:`Rewards`, scored by the other parts. Otherwise it is a failure.
-        tell: called with a message about each failure that is tried again, and with the news of a function that is
-            :class:`~oppo.observe.Telling`.
 
     Raises:
         ConfigError: ``concurrency`` or ``timeout`` is out of range.
@@ -338,7 +336,6 @@ class FunctionReward(Scorer[float | Drop]):
         timeout: float | None = None,
         each: bool = False,
         optional: bool = False,
-        tell: Callable[[str], None] = silent,
     ) -> None:
         user = UserFunction.of(function, name, RewardError)
         parameters = parameters_of(user.function, user.name)
@@ -350,7 +347,6 @@ class FunctionReward(Scorer[float | Drop]):
             concurrency=default if concurrency is None else concurrency,
             timeout=timeout,
             process=process,
-            tell=self._say,
         )
         self._decode = decode
         self._prompt_column = prompt_column
@@ -358,9 +354,6 @@ class FunctionReward(Scorer[float | Drop]):
         self._pauses = tuple(pauses) if on_failure == "retry" else ()
         for pause in self._pauses:
             require_real("a pause", pause, 0)
-        self._tell: Callable[[str], None] = silent
-        if tell is not silent:
-            self.tell = tell
         self._each = each
         kinds = inspect.Parameter
         self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
@@ -368,20 +361,6 @@ class FunctionReward(Scorer[float | Drop]):
         self._named = tuple(p.name for p in named if p.name not in {*RESERVED, COMPLETION_IDS})
         self._wants_ids = COMPLETION_IDS in parameters
         self._required = tuple(p.name for p in named if p.name in self._named and p.default is kinds.empty)
-
-    @property
-    def tell(self) -> Callable[[str], None]:
-        """Called with a message about each failure that is tried again, and with the news of the function itself."""
-        return self._tell
-
-    @tell.setter
-    def tell(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        if isinstance(self._function.user.function, Telling):
-            self._function.user.function.tell = tell
-
-    def _say(self, message: str) -> None:
-        self.tell(message)  # whoever listens now
 
     @property
     def capabilities(self) -> ScorerCapabilities:
@@ -418,7 +397,7 @@ class FunctionReward(Scorer[float | Drop]):
             try:
                 return await self._scored(finished)
             except RewardFailure as failure:
-                self.tell(f"{failure}; attempt {attempt} of {attempts} follows in {pause:g} s")
+                logger.warning(f"{failure}; attempt {attempt} of {attempts} follows in {pause:g} s")
                 with self._calls.working(f", which failed and is called again after {pause:g} s"):
                     await anyio.sleep(pause)
         try:

@@ -22,7 +22,7 @@ import stamina
 
 from oppo.declared import require_real, require_whole
 from oppo.errors import ConfigError, RewardError, one_line, shortened
-from oppo.observe import silent
+from oppo.log import logger
 from oppo.user_code import CONCURRENCY
 
 __all__ = ["JSON", "PASSING", "HttpReward", "ServiceFailure", "as_table", "from_table"]
@@ -39,14 +39,12 @@ class CircuitBreaker:
         name: of the service, in messages.
         open_after: failed calls in a row after which it is left alone; 0: never.
         rest: seconds for which it is.
-        tell: called with a message when it is left alone, and when it answers again.
     """
 
-    def __init__(self, name: str, open_after: int, rest: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, name: str, open_after: int, rest: float) -> None:
         self._name = name
         self._open_after = open_after
         self._rest = rest
-        self._tell = tell
         self._failed = 0  # calls in a row
         self._until: float | None = None  # loop time, in seconds, at which it is asked again; None: closed
         self._probe: anyio.Event | None = None  # set when the call that asks for all has come to its end
@@ -97,11 +95,11 @@ class CircuitBreaker:
         self._failed += 1
         if self._open_after and self._failed >= self._open_after:
             self._until = anyio.current_time() + self._rest
-            self._tell(f"{self._name} failed {self._failed} times in a row, and is left alone for {self._rest:g} s")
+            logger.warning(f"{self._name} failed {self._failed} times in a row, and is left alone for {self._rest:g} s")
 
     def _note_answer(self) -> None:
         if self._until is not None:
-            self._tell(f"{self._name} answers again")
+            logger.warning(f"{self._name} answers again")
         self._failed, self._until = 0, None
 
 
@@ -169,7 +167,6 @@ class HttpReward:
         rest: seconds for which it is.
         request: makes the JSON of a request of prompts, completions and columns.
         scores: takes the scores out of the JSON of an answer.
-        tell: receives a message when a request is repeated, when the service is left alone and when it answers again.
         transport: of httpx, for tests.
 
     Raises:
@@ -193,7 +190,6 @@ class HttpReward:
     rest: float = 30.0
     request: Callable[[Sequence[object], Sequence[str], Mapping[str, Sequence[object]]], object] = as_table
     scores: Callable[[JSON], object] = from_table
-    tell: Callable[[str], None] = silent
     transport: httpx.AsyncBaseTransport | None = None
     _breaker: CircuitBreaker = field(init=False, repr=False)
     _session: _Session | None = field(default=None, init=False, repr=False)
@@ -268,10 +264,7 @@ class HttpReward:
         return _Session(client, anyio.CapacityLimiter(self.concurrency))
 
     def _closed(self) -> CircuitBreaker:
-        return CircuitBreaker(self.__name__, self.open_after, self.rest, self._say)
-
-    def _say(self, message: str) -> None:
-        self.tell(message)  # whoever listens now
+        return CircuitBreaker(self.__name__, self.open_after, self.rest)
 
     @cached_property
     def _tls(self) -> ssl.SSLContext | bool:
@@ -287,7 +280,7 @@ class HttpReward:
             if made < attempts:
                 asked = failure.pause
                 pause = f"about {wait:g} s" if asked is None else f"{asked:g} s"
-                self.tell(f"{failure}; attempt {made + 1} of {attempts} follows in {pause}")
+                logger.warning(f"{failure}; attempt {made + 1} of {attempts} follows in {pause}")
             return True if failure.pause is None else failure.pause
 
         retrying = stamina.retry_context(

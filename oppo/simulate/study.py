@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -17,6 +17,7 @@ from typing import Final
 import tomli_w
 from rich.table import Table
 
+from oppo.log import logger
 from oppo.simulate.costs import System, Workload
 from oppo.simulate.run import LAST, Schedule, ScheduleOutcome, SimulatedRun
 
@@ -152,14 +153,12 @@ def study(
     baseline: str,
     steps: int,
     seeds: Sequence[int],
-    tell: Callable[[str], None] = lambda sentence: None,
 ) -> Study:
     """Simulate every schedule with every seed, in processes, one a core.
 
     Args:
         baseline: name of the schedule that the others are compared with.
         steps: of each run; a quarter of them, and the last ones, do not count.
-        tell: called with a sentence before each schedule.
     """
     outcomes: dict[str, list[ScheduleOutcome]] = {}
     with _workers(len(schedules) * len(seeds)) as pool:
@@ -168,7 +167,7 @@ def study(
             for name, each in schedules.items()
         }
         for name, futures in made.items():
-            tell(f"simulating {name}: {steps} steps, {len(seeds)} seeds")
+            logger.info(f"simulating {name}: {steps} steps, {len(seeds)} seeds")
             outcomes[name] = [future.result() for future in futures]
     base = outcomes[baseline]
     standings = {

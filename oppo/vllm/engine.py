@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 
 from oppo.errors import ConfigError, OppoError, ProtocolError, one_line, running_loop
-from oppo.observe import now, silent
+from oppo.log import carried, logger
+from oppo.observe import now
 from oppo.signals import SIGNALS
 from oppo.vllm.arguments import computes_on_cpu, engine_arguments, require_arguments
 from oppo.vllm.plugin import register, transfer_of
@@ -92,7 +93,6 @@ class VllmEngine:
         trainer: torch.device | str = "cuda",
         cores: int | None = None,
         log: Path | None = None,
-        tell: Callable[[str], None] = silent,
     ) -> Self:
         """Start an engine and wait until it is ready; blocks, so call it before the event loop or in the main thread.
 
@@ -104,7 +104,6 @@ class VllmEngine:
             trainer: the device of the weights that will be published; for an engine on a CPU it does not matter.
             cores: CPU cores that it computes on, the first ones of this process; ``None``: as vLLM chooses.
             log: the file for everything that it writes; ``None``: a temporary one, which stays if the engine fails.
-            tell: receives a sentence about what it is doing, now and every ten seconds.
 
         Raises:
             ConfigError: vLLM is not installed, an argument is unknown or refused, weights cannot go from the trainer to
@@ -113,14 +112,14 @@ class VllmEngine:
         require_arguments(arguments or {})
         on_cpu = computes_on_cpu()
         began = now()
-        tell(f"starting vLLM with {Path(model).name}")
+        logger.info(f"starting vLLM with {Path(model).name}")
         children = Children()
         with ExitStack() as stack:
             file = stack.enter_context(EngineLog(log))
             stack.callback(children.join, 0.0)
             stack.enter_context(logging_to(file.path))
             chosen = environment(file.path, cores_of(cores), on_cpu=on_cpu)
-            with _telling(began, file.path, tell), guarded(), chosen:
+            with _progress_logged(began, file.path), guarded(), chosen:
                 try:
                     with heeded():
                         llm, sender = _async_llm(str(model), arguments or {}, trainer, on_cpu=on_cpu)
@@ -130,7 +129,7 @@ class VllmEngine:
                     file.keep()
                     raise ConfigError(_failure(model, error, file.path)) from error
             children.keep()
-            tell(f"vLLM is ready after {now() - began:.0f} s")
+            logger.info(f"vLLM is ready after {now() - began:.0f} s")
             return cls(
                 llm,
                 sender,
@@ -231,15 +230,15 @@ def served_by(config: VllmConfig) -> ServedWeights | None:
 
 
 @contextmanager
-def _telling(began: float, log: Path, tell: Callable[[str], None]) -> Iterator[None]:
+def _progress_logged(began: float, log: Path) -> Iterator[None]:
     over = threading.Event()
 
     def work() -> None:
         while not over.wait(TOLD_EVERY):
             last = last_line(log)
-            tell(f"starting vLLM: {now() - began:.0f} s{f', {last}' if last else ''}")
+            logger.info(f"starting vLLM: {now() - began:.0f} s{f', {last}' if last else ''}")
 
-    thread = threading.Thread(target=work, name="vLLM's start", daemon=True)
+    thread = threading.Thread(target=carried(work), name="vLLM's start", daemon=True)
     thread.start()
     try:
         yield

@@ -94,26 +94,26 @@ def truncate(path: Path) -> None:
 @pytest.mark.parametrize("harm", [flip, truncate, Path.unlink])
 @pytest.mark.parametrize("name", ["state.json", "state.safetensors", "actor/weights", COMPLETE])
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(
-    tmp_path: Path, name: str, harm: Callable[[Path], None]
+    tmp_path: Path, name: str, harm: Callable[[Path], None], messages: list[str]
 ) -> None:
-    told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, tell=told.append)
+    checkpoints = Checkpoints(tmp_path)
     written(checkpoints, 3)
     written(checkpoints, 4)
     harm(tmp_path / "step-000004" / name)
     newest = checkpoints.newest()
     assert newest is not None
     assert newest.step == 3
-    assert len(told) == 1
-    assert "step-000004" in told[0]
+    assert len(messages) == 1
+    assert "step-000004" in messages[0]
 
 
 @pytest.mark.parametrize(
     "text", ['{"a": {"$array": "/missing"}}', '{"a": {"$array": []}}', "[1]", "[" * 100_000, "\xff"], ids=range(5)
 )
-def test_a_state_that_cannot_be_read_is_told_and_the_checkpoint_before_it_used(tmp_path: Path, text: str) -> None:
-    told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, tell=told.append)
+def test_a_state_that_cannot_be_read_is_told_and_the_checkpoint_before_it_used(
+    tmp_path: Path, text: str, messages: list[str]
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
     written(checkpoints, 3)
     with checkpoints.writing(4) as path:
         write_state(path, {"a": np.zeros(1)})
@@ -121,8 +121,8 @@ def test_a_state_that_cannot_be_read_is_told_and_the_checkpoint_before_it_used(t
     newest = checkpoints.newest()
     assert newest is not None
     assert newest.step == 3
-    assert len(told) == 1
-    assert "step-000004" in told[0]
+    assert len(messages) == 1
+    assert "step-000004" in messages[0]
 
 
 def test_a_file_too_many_is_damage(tmp_path: Path) -> None:

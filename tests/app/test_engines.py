@@ -6,7 +6,7 @@ It decodes with transformers, on weights of its own that only a publish reaches,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -21,6 +21,7 @@ from oppo.errors import ConfigError, ModelError
 from oppo.hf.loading import load_causal
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ProximalLogprobs, RecomputedLogprobs
+from oppo.log import logger
 from oppo.models import Sampling, Weights
 from oppo.observe import Reporter
 from oppo.placement import Thread
@@ -52,9 +53,8 @@ class StandIn:
         trainer: torch.device,
         cores: int | None = None,
         log: Path | None = None,
-        tell: Callable[[str], None],
     ) -> Self:
-        tell("starting vLLM")
+        logger.info("starting vLLM")
         engine = cls(Path(model), arguments, trainer, cores, log)
         StandIn.started.append(engine)
         if log is not None:

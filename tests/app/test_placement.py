@@ -17,7 +17,6 @@ from oppo.cli import DONE, FAILED, UNUSABLE
 from oppo.config.load import load
 from oppo.hf.devices import DeviceThread
 from oppo.hf.train.actor_critic import ActorCritic
-from oppo.observe import silent
 from oppo.placement import Place, Process, Ranks, Thread
 from tests.hf import tiny
 from tests.placement.instances import gone
@@ -104,7 +103,7 @@ def test_each_model_has_the_device_and_the_place_that_the_settings_name(folder: 
     ]
     assert str(devices.critic) == "cpu"
     assert not settings.shares_weights
-    places = layout_of(settings, devices, silent)
+    places = layout_of(settings, devices)
     try:
         assert places.scoring["reward"] is places.scoring["reference"]
         assert isinstance(places.scoring["reward"], DeviceThread)
@@ -119,7 +118,7 @@ def test_each_model_has_the_device_and_the_place_that_the_settings_name(folder: 
 def test_ranks_on_gpus_train_copies_whose_whole_weights_are_kept_on_the_cpu(folder: Path) -> None:
     settings = load(folder / "config.toml", ["models.device=cuda", 'placement.trainer=["cuda:1", "cuda:2"]'])
     assert not settings.shares_weights
-    places = layout_of(settings, devices_of(settings), silent)
+    places = layout_of(settings, devices_of(settings))
     try:
         assert isinstance(places.training, Ranks)
         assert places.training.count == 2

@@ -14,7 +14,6 @@ from oppo.app.resume import settings_of
 from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load
 from oppo.errors import ConfigError
-from oppo.observe import silent
 from oppo.rewards import Rewards
 from tests.hf import tiny
 from tests.workplace import furnish, oppo, records, tokenizer
@@ -87,7 +86,7 @@ def test_models_and_functions_are_one_score(folder: Path) -> None:
 
 def test_each_model_has_a_place_and_a_track_like_the_only_one(folder: Path) -> None:
     settings = load(folder / "config.toml", [*BOTH, "run.scorers=thread"])
-    assembly = assemble(settings, policy_tokenizer(settings.models, silent), silent)
+    assembly = assemble(settings, policy_tokenizer(settings.models))
     try:
         assert isinstance(assembly.reward, Rewards)
         assert assembly.reward.names == ("first", "second")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import anyio
@@ -13,6 +13,7 @@ from rich.console import Console
 
 from oppo.app.train import prepare, run
 from oppo.config.load import load
+from oppo.log import logger
 from oppo.observe import Observer, Span
 from tests.workplace import furnish, records
 
@@ -23,11 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return furnish(tmp_path_factory.mktemp("watching"))
 
 
-class Telling(Observer):
-    """Tells something after the first step."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+class Talkative(Observer):
+    """Logs something after the first step."""
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         pass
@@ -37,19 +35,18 @@ class Telling(Observer):
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         if step == 0:
-            self._tell("the judge at https://me:canary@host is called again")
+            logger.info("the judge at https://me:canary@host is called again")
 
 
 @pytest.mark.parametrize("panel", ["live", "lines"])
-def test_a_notice_is_shown_once_and_logged(folder: Path, panel: str) -> None:
-    told: list[str] = []
+def test_a_message_is_shown_once_and_logged(folder: Path, panel: str, messages: list[str]) -> None:
     out = io.StringIO()
     settings = load(folder / "config.toml", [f"run.panel={panel}", f"run.name={panel}", "run.scorers=thread"])
-    with prepare(settings, told.append) as session:
-        before = list(session.notices.listeners)
-        anyio.run(run, session, Console(file=out, force_terminal=True, width=120), [Telling(session.notices)])
-        assert session.notices.listeners == before
-    notices = [sentence for sentence in told if "the judge" in sentence]
+    with prepare(settings) as session:
+        anyio.run(run, session, Console(file=out, force_terminal=True, width=120), [Talkative()])
+        logger.info("the run is over")
+    assert messages[-1] == "the run is over"
+    notices = [message for message in messages if "the judge" in message]
     shown = "the judge at https://***@host is called again" in out.getvalue()
     assert (len(notices), shown) == ((0, True) if panel == "live" else (1, False))
     assert "canary" not in out.getvalue()

@@ -287,7 +287,7 @@ def test_what_is_no_algorithm_is_refused_before_anything_is_loaded(
     assert "loading" not in said
 
 
-def test_a_program_trains_with_a_graph_of_its_own(folder: Path) -> None:
+def test_a_program_trains_with_a_graph_of_its_own(folder: Path, messages: list[str]) -> None:
     made = list[Graph[StepReport]]()
 
     def undiscounted(roles: Roles) -> Graph[StepReport]:
@@ -306,12 +306,11 @@ def test_a_program_trains_with_a_graph_of_its_own(folder: Path) -> None:
         )
         return made[-1]
 
-    told = list[str]()
-    directory = train(folder / "config.toml", ["run.panel=off"], graph=undiscounted, tell=told.append)
+    directory = train(folder / "config.toml", ["run.panel=off"], graph=undiscounted)
     assert directory.path == folder / "runs" / "first"
     assert [step["objective/kl_coef"] for step in records(folder, "first", "metrics.jsonl")] == [0.25, 0.25]
     assert (directory.path / FINAL / "actor").is_dir()
-    assert any("loading the policy" in sentence for sentence in told)
+    assert any("loading the policy" in sentence for sentence in messages)
     train(directory.path, ["run.steps=3"], graph=undiscounted)
     assert len(records(folder, "first", "metrics.jsonl")) == 3
     assert len(made) == 2

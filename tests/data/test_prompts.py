@@ -202,14 +202,13 @@ def test_chats_of_a_dataset_go_through_the_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["someone/prompts", "some-one/prompts.v2"])
-def test_a_dataset_of_a_hub_that_cannot_be_asked_is_one_sentence(name: str) -> None:
-    told: list[str] = []
+def test_a_dataset_of_a_hub_that_cannot_be_asked_is_one_sentence(name: str, messages: list[str]) -> None:
     with pytest.raises(DataError) as caught:
-        read_prompts(name, tokenizer_of(), tell=told.append)
+        read_prompts(name, tokenizer_of())
     said = str(caught.value)
     assert said.startswith(f"{name!r} is no file or directory here, and as a dataset of a hub it could not be had (")
     assert len(said.splitlines()) == 1
-    assert told == [], "offline nothing is asked"
+    assert messages == [], "offline nothing is asked"
 
 
 def test_a_dataset_of_a_hub_is_asked_for_by_name_split_and_subset(
@@ -311,14 +310,13 @@ def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("policy", "kept"), [("filter", ["a"]), ("truncate", ["a", "c d"])])
 def test_over_long_prompts_are_left_out_or_cut_and_counted(
-    tmp_path: Path, policy: OverLongPrompt, kept: list[str]
+    tmp_path: Path, policy: OverLongPrompt, kept: list[str], messages: list[str]
 ) -> None:
     path = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "a b c d"})
-    notices: list[str] = []
-    prompts = read_prompts(path, tokenizer_of(), max_prompt_tokens=2, over_long=policy, tell=notices.append)
+    prompts = read_prompts(path, tokenizer_of(), max_prompt_tokens=2, over_long=policy)
     assert [words(prompt.tokens.tolist()) for prompt in prompts] == kept
-    assert len(notices) == 1
-    assert notices[0].startswith(f"1 of 2 prompts of {path} are longer than 2 tokens")
+    assert len(messages) == 1
+    assert messages[0].startswith(f"1 of 2 prompts of {path} are longer than 2 tokens")
 
 
 def test_over_long_prompts_can_be_refused(tmp_path: Path) -> None:

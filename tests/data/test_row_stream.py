@@ -104,16 +104,15 @@ def test_other_rows_are_not_taken_for_those_that_a_run_had(tmp_path: object) -> 
         taken(fewer)
 
 
-def test_over_long_prompts_are_left_out_or_cut_and_told_once() -> None:
-    told: list[str] = []
+def test_over_long_prompts_are_left_out_or_cut_and_told_once(messages: list[str]) -> None:
     given = rows(10)
-    left = taken(RowStream(iter(given), tokenizer_of(), max_prompt_tokens=3, tell=told.append))
+    left = taken(RowStream(iter(given), tokenizer_of(), max_prompt_tokens=3))
     assert [number for number, _, _ in left] == list(range(6)), "numbers are consecutive"
     assert [row for _, _, row in left] == [0, 1, 2, 5, 6, 7]
-    cut = taken(RowStream(iter(given), tokenizer_of(), max_prompt_tokens=3, over_long="truncate", tell=told.append))
+    cut = taken(RowStream(iter(given), tokenizer_of(), max_prompt_tokens=3, over_long="truncate"))
     assert len(cut) == 10
     assert max(len(prompt.split()) for _, prompt, _ in cut) == 3
-    assert told == [
+    assert messages == [
         "row 4: a prompt of 4 tokens, longer than 3, is left out, as are all others",
         "row 4: a prompt of 4 tokens, longer than 3, loses its beginning",
     ]

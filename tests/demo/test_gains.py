@@ -14,6 +14,7 @@ from rich.console import Console
 from oppo.config.load import load
 from oppo.demo.schedules import Effort, Gains, Standing, TimedRound, deepened, excerpt, measure
 from oppo.hf.loading import load_scalar
+from oppo.log import routed
 from oppo.observe import Role, Span
 from oppo.report.trace import TimedStep
 from tests.hf import tiny
@@ -98,7 +99,8 @@ def test_what_is_no_llama_is_not_deepened() -> None:
 def test_every_schedule_makes_the_same_steps(workplace: Path) -> None:
     settings, loops = load(workplace / "config.toml", []), list[object]()
     effort = Effort(batch=4, extra=2, steps=3, rounds=2, deeper=2)
-    rounds = measure(settings, effort, lambda _: loops.append(asyncio.get_running_loop()))
+    with routed(lambda _: loops.append(asyncio.get_running_loop())):
+        rounds = measure(settings, effort)
     assert len(loops) == 3, "a sentence for each round"
     assert len(set(loops)) == 1, "an engine works on one event loop"
     assert [name.split()[0].strip(":,") for name in rounds] == ["serial", "streamed", "streamed"]

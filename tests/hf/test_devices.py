@@ -29,7 +29,6 @@ from oppo.hf.loading import load_causal
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.ranks import Replicas
 from oppo.hf.weights import copies
-from oppo.observe import silent
 from oppo.placement import Process, Thread
 from tests.hf import tiny
 from tests.workplace import furnish, run
@@ -109,20 +108,20 @@ def test_a_loaded_model_is_on_the_device_that_was_asked_for(tmp_path: Path) -> N
 
 def test_scorers_are_beside_the_models_of_a_gpu_in_a_thread() -> None:
     """A process cannot be given what is on a GPU; whether there is one somewhere says nothing about the models."""
-    places = DeviceLayout.of(4, CUDA, "auto", silent)
+    places = DeviceLayout.of(4, CUDA, "auto")
     assert all(isinstance(place, DeviceThread) for place in (places.acting, places.scoring["reward"], places.training))
     places.close()
     with pytest.raises(ConfigError, match=r"the models are on cuda:0: expected run\.scorers = 'thread' or 'auto'"):
-        DeviceLayout.of(4, CUDA, "process", silent)
+        DeviceLayout.of(4, CUDA, "process")
     with pytest.raises(ConfigError, match=r"run\.trainer = 'process' .* on cuda:0: expected run\.trainer = 'thread'"):
-        DeviceLayout.of(4, CUDA, "auto", silent, trainer="process")
+        DeviceLayout.of(4, CUDA, "auto", trainer="process")
     with pytest.raises(ConfigError, match=r"the models are on cuda:0: expected run\.policy = 'thread'$"):
-        DeviceLayout.of(4, CUDA, "thread", silent, policy="process")
+        DeviceLayout.of(4, CUDA, "thread", policy="process")
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_scorers_on_a_cpu_have_a_process_whatever_else_the_machine_has() -> None:
-    places = DeviceLayout.of(4, Devices.all_on(CPU), "auto", silent)
+    places = DeviceLayout.of(4, Devices.all_on(CPU), "auto")
     assert isinstance(places.scoring["reward"], Process)
     assert isinstance(places.acting, Thread)
     places.close()

@@ -29,6 +29,7 @@ from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.kv.attention import attend_in_segments, attends_eagerly
 from oppo.hf.loading import load_causal, load_scalar, load_tokenizer
 from oppo.hf.lora import add_lora
+from oppo.hf.model_files import _copy_and_why
 from oppo.hf.recipe import ModelRecipe, name_of, positions_of, vocabulary_of
 from oppo.hf.shared_memory import ALIGNMENT
 from oppo.hf.weights import weights_digest
@@ -169,17 +170,18 @@ def test_an_architecture_without_a_model_of_the_kind_asked_for_is_refused_by_nam
         load_causal(tmp_path / "t5")
 
 
-def test_a_model_that_cannot_attend_in_segments_is_served_by_another_kind_and_that_is_reported(tmp_path: Path) -> None:
+def test_a_model_that_cannot_attend_in_segments_is_served_by_another_kind_and_that_is_reported(
+    tmp_path: Path, messages: list[str]
+) -> None:
     tiny.of(tiny.WHOLE["diffllama"]()).save_pretrained(tmp_path)
-    told: list[str] = []
-    assert not attend_in_segments(load_causal(tmp_path, tell=told.append))
-    assert told == [
+    assert not attend_in_segments(load_causal(tmp_path))
+    assert messages == [
         f"{tmp_path} is served with attention 'padded': each row of a batch takes the memory and time of the longest"
     ]
     with pytest.raises(ModelRefused, match="with attention 'segmented'"):
         load_causal(tmp_path, attention="segmented")
-    load_causal(tmp_path, attention="padded", tell=told.append)
-    assert len(told) == 1, "a chosen kind is not reported"
+    load_causal(tmp_path, attention="padded")
+    assert len(messages) == 1, "a chosen kind is not reported"
 
 
 def test_the_kind_of_attention_that_is_chosen_is_used(causal: Path, scalar: Path) -> None:
@@ -233,12 +235,13 @@ def reward(tmp_path: Path) -> Path:
     return tmp_path / "reward"
 
 
-def test_weights_that_a_model_does_not_use_are_refused_and_left_out_where_that_is_asked_for(reward: Path) -> None:
+def test_weights_that_a_model_does_not_use_are_refused_and_left_out_where_that_is_asked_for(
+    reward: Path, messages: list[str]
+) -> None:
     with pytest.raises(ConfigError, match=r"has score\.weight, which LlamaForCausalLM does not use.*ignore_unused_w"):
         load_causal(reward)
-    told: list[str] = []
-    assert type(load_causal(reward, ignore_unused=True, tell=told.append)).__name__ == "LlamaForCausalLM"
-    assert told == [f"{reward} has score.weight, left out since LlamaForCausalLM does not use that"]
+    assert type(load_causal(reward, ignore_unused=True)).__name__ == "LlamaForCausalLM"
+    assert messages == [f"{reward} has score.weight, left out since LlamaForCausalLM does not use that"]
 
 
 def test_a_layer_that_a_config_leaves_out_is_noticed(causal: Path, scalar: Path, tmp_path: Path) -> None:
@@ -251,20 +254,18 @@ def test_a_layer_that_a_config_leaves_out_is_noticed(causal: Path, scalar: Path,
             load(tmp_path / name)
 
 
-def test_a_head_for_logits_is_left_out_of_a_model_that_gives_one_number(reward: Path) -> None:
+def test_a_head_for_logits_is_left_out_of_a_model_that_gives_one_number(reward: Path, messages: list[str]) -> None:
     rewrite(reward, {"lm_head.weight": torch.zeros(tiny.VOCABULARY, tiny.HIDDEN)})
-    told: list[str] = []
-    load_scalar(reward, tell=told.append)
-    assert told == [f"{reward} has lm_head.weight, left out since LlamaForSequenceClassification does not use that"]
+    load_scalar(reward)
+    assert messages == [f"{reward} has lm_head.weight, left out since LlamaForSequenceClassification does not use that"]
     rewrite(reward, {"v_head.weight": torch.zeros(1, tiny.HIDDEN)})
     with pytest.raises(ConfigError, match=r"has v_head\.weight, which LlamaForSequenceClassification does not use"):
         load_scalar(reward)
 
 
-def test_a_new_head_is_told(causal: Path) -> None:
-    told: list[str] = []
-    load_scalar(causal, new_head=True, tell=told.append)
-    assert told == [f"{causal} has no score.weight: the head is new, and begins at zero"]
+def test_a_new_head_is_told(causal: Path, messages: list[str]) -> None:
+    load_scalar(causal, new_head=True)
+    assert messages == [f"{causal} has no score.weight: the head is new, and begins at zero"]
 
 
 @pytest.mark.parametrize(
@@ -280,13 +281,12 @@ def test_a_new_head_is_told(causal: Path) -> None:
     ids=str,
 )
 def test_constants_that_checkpoints_once_held_are_no_weights(
-    tmp_path: Path, name: str, constants: tuple[str, ...]
+    tmp_path: Path, name: str, constants: tuple[str, ...], messages: list[str]
 ) -> None:
     tiny.causal(name).save_pretrained(tmp_path)
     rewrite(tmp_path, {constant: torch.zeros(4) for constant in constants})
-    told: list[str] = []
-    assert weights_digest(load_causal(tmp_path, tell=told.append)) == weights_digest(tiny.causal(name))
-    assert not [sentence for sentence in told if "left out" in sentence]
+    assert weights_digest(load_causal(tmp_path)) == weights_digest(tiny.causal(name))
+    assert not [sentence for sentence in messages if "left out" in sentence]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -396,6 +396,7 @@ def hub_copy(causal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
         shutil.copy(file, repository / "blobs" / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    _copy_and_why.cache_clear()
     return snapshot
 
 
@@ -408,7 +409,9 @@ def test_what_this_machine_keeps_of_a_hub_is_read_through_its_links(hub_copy: Pa
         load_causal("owner/kept")
 
 
-def test_a_hub_is_asked_once_and_that_is_told(hub_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_is_asked_once_and_that_is_told(
+    hub_copy: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
     asked: list[tuple[str, float]] = []
 
     def refuse(_: object, name: str, *, timeout: float) -> None:
@@ -417,15 +420,13 @@ def test_a_hub_is_asked_once_and_that_is_told(hub_copy: Path, monkeypatch: pytes
 
     monkeypatch.setattr("oppo.hf.model_files.is_offline_mode", lambda: False)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
-    told: list[str] = []
-    tell = told.append
     with pytest.raises(ConfigError, match=r"^'owner/none' is no directory here, .* \(TimeoutError: no answer\)$"):
-        load_causal("owner/none", tell=tell)
+        load_causal("owner/none")
     assert asked == [("owner/none", HF_HUB_ETAG_TIMEOUT)]
-    assert told == [f"owner/none is no directory here: asking {ENDPOINT} for it"]
+    assert messages == [f"owner/none is no directory here: asking {ENDPOINT} for it"]
     for load in (load_causal, load_causal, partial(load_scalar, new_head=True)):
-        load("owner/kept", tell=tell)
+        load("owner/kept")
     assert asked[1:] == [("owner/kept", HF_HUB_ETAG_TIMEOUT)]
-    assert told[1] == f"owner/kept is no directory here: asking {ENDPOINT} for it"
-    assert told[2] == f"taking owner/kept as this machine's copy {hub_copy} has it (TimeoutError: no answer)"
-    assert told[3:] == ["owner/kept has no score.weight: the head is new, and begins at zero"]
+    assert messages[1] == f"owner/kept is no directory here: asking {ENDPOINT} for it"
+    assert messages[2] == f"taking owner/kept as this machine's copy {hub_copy} has it (TimeoutError: no answer)"
+    assert messages[3:] == ["owner/kept has no score.weight: the head is new, and begins at zero"]

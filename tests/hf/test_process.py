@@ -151,15 +151,14 @@ async def test_a_run_is_the_same_though_its_scorers_die_in_the_middle_of_a_call(
 
 @pytest.mark.deep
 async def test_a_run_is_the_same_though_its_scorers_die_in_extend_in_finish_and_between_steps(
-    thread: Thread, tmp_path: Path
+    thread: Thread, tmp_path: Path, messages: list[str]
 ) -> None:
     undisturbed = await trained(thread)
-    told: list[str] = []
-    with Process("scorers", setup=partial(deadly, tmp_path), restarts=3, tell=told.append) as process:
+    with Process("scorers", setup=partial(deadly, tmp_path), restarts=3) as process:
         assert await trained(process, kill_between_steps=True) == undisturbed
-    assert len(told) == 3, told
+    assert len(messages) == 3, messages
     assert all((tmp_path / kind).exists() for kind in AT)
-    assert [any(f"did '{kind}'" in sentence for sentence in told) for kind in AT] == [True, True]
+    assert [any(f"did '{kind}'" in sentence for sentence in messages) for kind in AT] == [True, True]
 
 
 async def test_a_run_whose_scorers_are_lost_says_which_rollouts_they_were_at(tmp_path: Path) -> None:

@@ -34,12 +34,11 @@ def test_stops_may_be_ids_and_texts_of_one_token_besides_the_end_of_sequence() -
     assert tokenizer(end=None).stop(("b",), ()) == (4,)
 
 
-def test_an_end_of_sequence_that_no_token_has_is_said_and_left_out() -> None:
-    told: list[str] = []
-    assert tokenizer().stop((), (2, 50256), tell=told.append) == (2,)
-    assert len(told) == 1
-    assert "50256" in told[0]
-    assert "go up to 4" in told[0]
+def test_an_end_of_sequence_that_no_token_has_is_said_and_left_out(messages: list[str]) -> None:
+    assert tokenizer().stop((), (2, 50256)) == (2,)
+    assert len(messages) == 1
+    assert "50256" in messages[0]
+    assert "go up to 4" in messages[0]
 
 
 @pytest.mark.parametrize(

@@ -155,12 +155,11 @@ def close(a: object, b: object) -> bool:
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 async def test_the_score_is_the_librarys_own_call_on_the_whole_text(
-    name: str, exact: bool, thread: Thread, tmp_path: Path
+    name: str, exact: bool, thread: Thread, tmp_path: Path, messages: list[str]
 ) -> None:
-    notes: list[str] = []
-    encoder = load_encoder(classifier(tmp_path, name), tell=notes.append)
+    encoder = load_encoder(classifier(tmp_path, name))
     assert encoder.beside is (name != "fnet")
-    assert any("one by one: padding would change its outputs" in note for note in notes) is (name == "fnet")
+    assert any("one by one: padding would change its outputs" in note for note in messages) is (name == "fnet")
     made = rollouts()
     form: Form = "pair" if name in {"bert", "roberta", "deberta"} else "joined"
     scorer = ClassifierReward(encoder, POLICY, thread=thread, form=form, exact=exact)
@@ -347,11 +346,11 @@ def test_what_is_no_encoder_or_of_unknown_parts_is_refused_by_name(thread: Threa
         ClassifierReward(load_encoder(sentence_encoder(tmp_path / "s", {"pooling_mode": "cls"})), POLICY, thread=thread)
 
 
-def test_without_a_word_on_pooling_it_is_the_mean_and_that_is_said(tmp_path: Path) -> None:
-    path, notes = sentence_encoder(tmp_path / "encoder", {"pooling_mode": "cls"}), list[str]()
+def test_without_a_word_on_pooling_it_is_the_mean_and_that_is_said(tmp_path: Path, messages: list[str]) -> None:
+    path = sentence_encoder(tmp_path / "encoder", {"pooling_mode": "cls"})
     (path / "modules.json").unlink()
-    assert load_encoder(path, tell=notes.append).pooling == "mean"
-    assert notes == [
+    assert load_encoder(path).pooling == "mean"
+    assert messages == [
         f"{path} has no modules.json, which would say how a text becomes one vector: it is the mean of its states"
     ]
 

@@ -48,6 +48,8 @@ from transformers import (
     YoutuConfig,
 )
 
+from oppo.log import carried
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -188,7 +190,7 @@ def apart(work: Callable[P, R]) -> Callable[P, R]:
 
     def done(*args: P.args, **kwargs: P.kwargs) -> R:
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return pool.submit(work, *args, **kwargs).result()
+            return pool.submit(carried(work), *args, **kwargs).result()
 
     return done
 

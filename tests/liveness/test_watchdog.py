@@ -365,11 +365,11 @@ def test_the_last_word_comes_from_outside_of_the_interpreter_lock(tmp_path: Path
     assert "in hold_the_lock" in done.stderr
 
 
-async def test_a_run_of_a_program_is_watched_in_one_line(tmp_path: Path) -> None:
-    trap, told = Trap(), list[str]()
+async def test_a_run_of_a_program_is_watched_in_one_line(tmp_path: Path, messages: list[str]) -> None:
+    trap = Trap()
     reward = FunctionReward(lambda prompts, completions: trap.fall(), str, name="stuck")
     graph = hanging(trap).replace(reward=Score(reward))
-    limits = {"seconds": 0.2, "call_timeout": 0.3, "notice": 0.1, "report": tmp_path / "r.json", "tell": told.append}
+    limits = {"seconds": 0.2, "call_timeout": 0.3, "notice": 0.1, "report": tmp_path / "r.json"}
 
     async def run() -> None:
         async with graph.open(prompts(10)) as run, watched(run, reward, **limits):  # type: ignore[arg-type]  # as they are named
@@ -381,6 +381,6 @@ async def test_a_run_of_a_program_is_watched_in_one_line(tmp_path: Path) -> None
             await run()
     finally:
         trap.opened.set()
-    assert told[0].startswith("nothing has moved for 0 s: ")
+    assert messages[0].startswith("nothing has moved for 0 s: ")
     (step,) = json.loads((tmp_path / "r.json").read_text())["steps"]
     assert step["at_work"] == ["reward"]

@@ -185,9 +185,10 @@ async def test_a_child_that_leaves_is_lost_with_its_exit_code() -> None:
             await total.call("extend", Total.leave, 3)
 
 
-async def test_a_child_that_dies_is_replaced_and_says_once_of_each_instance_that_it_was_lost(tmp_path: Path) -> None:
-    notices: list[str] = []
-    with Process("scorers", restarts=2, tell=notices.append) as process:
+async def test_a_child_that_dies_is_replaced_and_says_once_of_each_instance_that_it_was_lost(
+    tmp_path: Path, messages: list[str]
+) -> None:
+    with Process("scorers", restarts=2) as process:
         one, two, unused = (process.host(partial(Total, start), track=str(start)) for start in (0, 100, 5))
         assert await one.call("add", Total.add, 1) == 1
         assert await two.call("add", Total.add, 2) == 102
@@ -207,7 +208,7 @@ async def test_a_child_that_dies_is_replaced_and_says_once_of_each_instance_that
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(ModelLost, match=r"SIGKILL.*; no more than restarts=2 dead processes are replaced"):
             await one.call("add", Total.add, 1)
-    assert [sentence.rpartition("started again ")[2] for sentence in notices] == ["(1 of 2)", "(2 of 2)"]
+    assert [sentence.rpartition("started again ")[2] for sentence in messages] == ["(1 of 2)", "(2 of 2)"]
 
 
 async def test_restarts_are_counted_by_the_hour(monkeypatch: pytest.MonkeyPatch) -> None:

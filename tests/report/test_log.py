@@ -7,6 +7,7 @@ import signal
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -79,6 +80,35 @@ def test_a_run_that_an_error_of_any_kind_ends_has_failed(tmp_path: Path) -> None
         with pytest.raises(kind), RunLog(tmp_path / "log.jsonl", "trial"):
             raise kind
         assert lines(tmp_path / "log.jsonl")[-1]["event"] == "failed"
+
+
+class Unprintable(Exception):  # noqa: N818 - as user code may call it
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+def raised(kind: type[Exception]) -> Exception:
+    """An error with a traceback."""
+    with pytest.raises(kind) as caught:
+        raise kind
+    return caught.value
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_an_error_that_cannot_be_printed_is_logged(tmp_path: Path, behind: bool) -> None:
+    def fall() -> None:
+        if not behind:
+            raise Unprintable
+        raise RuntimeError("no score") from raised(Unprintable)
+
+    with pytest.raises((Unprintable, RuntimeError)), RunLog(tmp_path / "log.jsonl", "demo"):
+        fall()
+    last = lines(tmp_path / "log.jsonl")[-1]
+    (shown,) = cast("list[dict[str, Any]]", last["exception"])
+    assert last["event"] == "failed"
+    assert shown["exc_type"] == ("RuntimeError" if behind else "Unprintable")
+    assert ("no score" if behind else "SystemExit in its __str__") in shown["exc_value"]
+    assert shown["frames"][-1]["name"] == "fall"
 
 
 def test_an_interrupted_run_says_so(tmp_path: Path) -> None:

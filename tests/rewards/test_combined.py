@@ -352,6 +352,7 @@ async def test_the_sync_functions_of_several_rewards_may_be_called_in_processes(
 
 
 PLACED = """
+from oppo.log import logger
 from tests.rewards.test_combined import length
 from oppo.testing import FakeScorer
 
@@ -368,8 +369,8 @@ class Longest(FakeScorer):
         texts = [self.text(each.response.tokens.tolist()) for each in finished]
         return [await self.hosted.call("score", Core.score, text) for text in texts]
 
-def made(place, decode, tell):
-    tell("made")
+def made(place, decode):
+    logger.info("made")
     return Longest(place, decode)
 
 parts = {"placed": (2, made), "length": (1, length)}
@@ -383,14 +384,16 @@ def broken(place):
 
 
 @pytest.mark.parametrize(("name", "factor"), [("Longest", 1), ("made", 1), ("parts", 3)])
-async def test_a_file_may_make_a_scorer_in_the_place_of_the_run(tmp_path: Path, name: str, factor: int) -> None:
+async def test_a_file_may_make_a_scorer_in_the_place_of_the_run(
+    tmp_path: Path, name: str, factor: int, messages: list[str]
+) -> None:
     (tmp_path / "judges.py").write_text(PLACED)
-    told, spans = list[str](), list[Span]()
+    spans = list[Span]()
     with Thread("scorers", listener=spans.append) as place:
-        reward = load_reward(f"{tmp_path / 'judges.py'}:{name}", str, place=place, tell=told.append)
+        reward = load_reward(f"{tmp_path / 'judges.py'}:{name}", str, place=place)
         assert await reward.finish(finished()) == [factor * float(n) for n in lengths()]
     assert [span.label for span in spans] == ["score"] * 6
-    assert told == ["made"] * (name != "Longest")
+    assert messages == ["made"] * (name != "Longest")
 
 
 @pytest.mark.parametrize(

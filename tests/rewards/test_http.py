@@ -81,14 +81,15 @@ def test_a_service_is_given_prompts_completions_and_columns() -> None:
     [*(httpx.Response(status) for status in (408, 429, 500, 503)), httpx.ConnectError("no"), httpx.ReadTimeout("late")],
     ids=str,
 )
-def test_what_may_pass_is_asked_again_after_growing_pauses(failure: httpx.Response | Exception) -> None:
+def test_what_may_pass_is_asked_again_after_growing_pauses(
+    failure: httpx.Response | Exception, messages: list[str]
+) -> None:
     judge, asked = served(failure, failure, failure)
-    told = list[str]()
-    assert called(replace(judge, tell=told.append)) == [3, 5]
+    assert called(judge) == [3, 5]
     gaps = [after - before for before, after in pairwise(asked)]
     assert [1 <= gaps[0] <= 1.25, 2 <= gaps[1] <= 2.25, 4 <= gaps[2] <= 4.25] == [True] * 3, gaps
-    assert [sentence.startswith(NAMED) for sentence in told] == [True] * 3
-    assert told[-1].endswith("; attempt 4 of 4 follows in about 4 s")
+    assert [sentence.startswith(NAMED) for sentence in messages] == [True] * 3
+    assert messages[-1].endswith("; attempt 4 of 4 follows in about 4 s")
 
 
 def test_the_pause_is_what_the_service_asks_for() -> None:
@@ -127,10 +128,9 @@ def test_a_service_that_stays_away_is_named_with_what_it_said_last() -> None:
     assert len(asked) == 4
 
 
-def test_a_service_that_fails_again_and_again_is_left_alone_and_then_asked_once() -> None:
-    told = list[str]()
+def test_a_service_that_fails_again_and_again_is_left_alone_and_then_asked_once(messages: list[str]) -> None:
     judge, asked = served(*[httpx.Response(400)] * 4)
-    judge = replace(judge, open_after=3, rest=20, tell=told.append)
+    judge = replace(judge, open_after=3, rest=20)
 
     async def main() -> list[str]:
         said = list[str]()
@@ -153,7 +153,7 @@ def test_a_service_that_fails_again_and_again_is_left_alone_and_then_asked_once(
         "[4]",
     ]
     assert len(asked) == 5
-    assert told == [
+    assert messages == [
         *(f"{NAMED} failed {count} times in a row, and is left alone for 20 s" for count in (3, 4)),
         f"{NAMED} answers again",
     ]
@@ -206,10 +206,9 @@ def test_where_that_call_fails_the_others_fail_and_the_service_rests_again() -> 
     assert when == [40] * WAITING
 
 
-def test_calls_that_fail_after_the_service_was_left_alone_change_nothing() -> None:
-    told = list[str]()
+def test_calls_that_fail_after_the_service_was_left_alone_change_nothing(messages: list[str]) -> None:
     judge, asked = served(*[httpx.Response(400)] * 99, seconds=5)
-    judge = replace(judge, open_after=3, rest=20, tell=told.append)
+    judge = replace(judge, open_after=3, rest=20)
 
     async def ask() -> None:
         with pytest.raises(ServiceFailure, match="answered 400"):
@@ -222,7 +221,7 @@ def test_calls_that_fail_after_the_service_was_left_alone_change_nothing() -> No
 
     run_virtual(main)
     assert len(asked) == WAITING
-    assert told == [f"{NAMED} failed 3 times in a row, and is left alone for 20 s"]
+    assert messages == [f"{NAMED} failed 3 times in a row, and is left alone for 20 s"]
 
 
 def test_a_new_run_asks_a_service_that_the_last_one_left_alone() -> None:
@@ -246,10 +245,9 @@ def test_a_new_run_asks_a_service_that_the_last_one_left_alone() -> None:
     assert len(asked) == 4
 
 
-def test_calls_that_are_given_up_as_too_slow_are_failures_of_the_service() -> None:
-    told = list[str]()
+def test_calls_that_are_given_up_as_too_slow_are_failures_of_the_service(messages: list[str]) -> None:
     judge, asked = served(seconds=1000.0)
-    judge = replace(judge, open_after=3, rest=20, timeout=500, tell=told.append)
+    judge = replace(judge, open_after=3, rest=20, timeout=500)
     reward = FunctionReward(judge, decode=str, timeout=4)
 
     async def main() -> list[str]:
@@ -263,7 +261,7 @@ def test_calls_that_are_given_up_as_too_slow_are_failures_of_the_service() -> No
     said = run_virtual(main)
     assert ["took longer than 4 s" in each for each in said] == [True] * 3 + [False]
     assert "failed 3 times in a row, and is not asked for another 20 s" in said[3]
-    assert told == [f"{NAMED} failed 3 times in a row, and is left alone for 20 s"]
+    assert messages == [f"{NAMED} failed 3 times in a row, and is left alone for 20 s"]
     assert asked == [0, 4, 8]
 
 
@@ -483,14 +481,14 @@ async def test_a_service_that_hangs_trickles_babbles_or_pours_is_a_failure(
             await judge(["a"], ["b"])
 
 
-async def test_a_service_that_hangs_is_left_alone_until_it_answers_a_call() -> None:
-    told, awake = list[str](), False
+async def test_a_service_that_hangs_is_left_alone_until_it_answers_a_call(messages: list[str]) -> None:
+    awake = False
 
     async def wake_up(stream: anyio.abc.SocketStream) -> None:
         await (score if awake else hang)(stream)
 
     async with listening(wake_up) as url:
-        judge = HttpReward(url, open_after=2, rest=0.3, tell=told.append)
+        judge = HttpReward(url, open_after=2, rest=0.3)
         async with judge:
             for sentence in ("took longer than 0.1 s", "took longer than 0.1 s", "is not asked for another"):
                 with pytest.raises(RewardFailure, match=sentence):
@@ -498,7 +496,7 @@ async def test_a_service_that_hangs_is_left_alone_until_it_answers_a_call() -> N
             awake = True
             await anyio.sleep(0.4)
             assert await judge(["a"], ["b"]) == [0.25]
-    assert [each.partition("/score ")[2] for each in told] == [
+    assert [each.partition("/score ")[2] for each in messages] == [
         "failed 2 times in a row, and is left alone for 0.3 s",
         "answers again",
     ]

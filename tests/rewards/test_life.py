@@ -6,20 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, cast
+from typing import Self
 
 import anyio
 import anyio.lowlevel
 import pytest
 
-from oppo.environments import EnvironmentFunction, FunctionEnvironment, TextTurn
+from oppo.environments import FunctionEnvironment, TextTurn
 from oppo.errors import ModelError
 from oppo.events import Drop
+from oppo.log import logger, routed
 from oppo.models import Scorer
-from oppo.observe import silent
 from oppo.rewards import FunctionReward, Rewards, Weighted, load_reward
 from oppo.testing import Fault, FaultyScorer, Raise, run_virtual
-from oppo.user_code import load_object
 from tests.pipelines import Pipeline, Setting
 from tests.rewards.test_combined import finished
 
@@ -28,7 +27,6 @@ from tests.rewards.test_combined import finished
 class Service:
     """An async reward function that must be open when it is called."""
 
-    tell: object = silent
     opened: int = 0
     life: list[str] = field(default_factory=list)
 
@@ -112,17 +110,20 @@ def test_the_function_of_an_environment_is_open_as_long_as_the_run() -> None:
     assert service.life == ["opened", "called", "closed"]
 
 
-def test_what_a_function_has_to_say_is_told_by_its_reward() -> None:
-    told, later = list[str](), list[str]()
-    service = Service()
-    rewards = Rewards({"one": (1.0, service)}, decode=str, tell=told.append)
-    assert service.tell == told.append
-    rewards.tell = later.append
-    assert service.tell == later.append
-    FunctionReward(service, decode=str)
-    assert service.tell == later.append, "a reward that has no ear leaves it as it is"
-    FunctionEnvironment(cast("EnvironmentFunction", service), str, lambda text: [7], tell=told.append)
-    assert service.tell == told.append
+def test_what_a_function_logs_goes_where_the_messages_of_the_run_go() -> None:
+    def talkative(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        logger.info("scoring")
+        return [1.0 for _ in prompts]
+
+    async def both() -> None:
+        reward = FunctionReward(talkative, decode=str)
+        for number, said in enumerate((one, other), 1):
+            with routed(said.append):
+                await reward.finish(finished(number))
+
+    one, other = list[str](), list[str]()
+    anyio.run(both)  # in a thread of its own for each call
+    assert (one, other) == (["scoring"], ["scoring"])
 
 
 FILE = """
@@ -136,15 +137,10 @@ scorer = Rewards(several, decode=str)
 
 
 @pytest.mark.parametrize("name", ["judge", "several", "scorer"])
-def test_what_is_loaded_from_a_file_tells_the_run_that_loads_it(tmp_path: Path, name: str) -> None:
+def test_what_is_loaded_from_a_file_is_opened_for_each_run(tmp_path: Path, name: str) -> None:
     (tmp_path / "judges.py").write_text(FILE)
-    judge = load_object(f"{tmp_path / 'judges.py'}:judge", ModelError)
-    assert isinstance(judge, Service)
-    for told in (list[str](), list[str]()):
-        reward = load_reward(f"{tmp_path / 'judges.py'}:{name}", str, tell=told.append)
-        assert judge.tell == told.append
-
-        assert run_virtual(scored, reward) == [1.0, 1.0]
+    for _ in range(2):
+        assert run_virtual(scored, load_reward(f"{tmp_path / 'judges.py'}:{name}", str)) == [1.0, 1.0]
 
 
 async def scored(reward: Scorer[float | Drop]) -> list[float | Drop]:

@@ -147,14 +147,11 @@ def test_ranges_are_left_out_where_there_is_one_value() -> None:
     ]
 
 
-def test_schedules_meet_the_same_prompts_and_speeds_are_paired_by_seed() -> None:
-    told: list[str] = []
+def test_schedules_meet_the_same_prompts_and_speeds_are_paired_by_seed(messages: list[str]) -> None:
     names = ("serial", "chunk", "fixed", "lookahead 1")
     schedules = {name: each for name, each in ladder(WORKLOAD.batch, extra=3, chunk=32).items() if name in names}
-    found = study(
-        machine(LAYOUTS["split"]), WORKLOAD, schedules, baseline="serial", steps=8, seeds=(0, 1), tell=told.append
-    )
-    assert told[0] == "simulating serial: 8 steps, 2 seeds"
+    found = study(machine(LAYOUTS["split"]), WORKLOAD, schedules, baseline="serial", steps=8, seeds=(0, 1))
+    assert messages[0] == "simulating serial: 8 steps, 2 seeds"
     assert list(found.standings) == list(names)
     speeds = {name: each.speed for name, each in found.standings.items()}
     assert speeds["serial"] == Spread(1.0, 1.0, 1.0)

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from oppo import observe
 from oppo.declared import require_whole
 from oppo.errors import ModelError, one_line
+from oppo.log import logger
 from oppo.placement.place import Make
 from oppo.placement.process import Child, ChildProcess, Gone, Process, Setup, Start
 from oppo.placement.ranks import RankedChild, listen
@@ -80,14 +81,12 @@ class ActorStart:
         room: what it takes of its machine.
         strategy: where Ray puts it, one of its scheduling strategies.
         patience: seconds that it may wait for that room.
-        tell: called with a sentence about a long wait.
     """
 
     cluster: Cluster
     room: Room = ONE_CORE
     strategy: object = "SPREAD"
     patience: float = PATIENCE
-    tell: Callable[[str], None] = observe.silent
 
     def __call__(self, name: str, setup: Setup) -> RayChild:
         """Return a child that starts."""
@@ -230,7 +229,7 @@ class RayChild(Child):
             with suppress(GetTimeoutError):
                 return self._got(lambda: ray.get(coming, timeout=SILENCE))
             how = self._how
-            how.tell(
+            logger.info(
                 f"{self._name!r} waits for room in the cluster: it takes {how.room}, and free are, in all, "
                 f"{how.cluster.free()}; at most {how.patience:g} s"
             )
@@ -368,7 +367,6 @@ class RayPlace(Process):
         setup: called once in each actor before anything else; importable by name.
         strategy: where Ray puts an actor: one of its scheduling strategies.
         restarts: how many dead actors are replaced in an hour; above 0, calls with callbacks are refused.
-        tell: called with a sentence about each restart and about a long wait for room, from another thread.
         patience: seconds that an actor may wait for room on some machine.
 
     Raises:
@@ -391,14 +389,11 @@ class RayPlace(Process):
         setup: Setup = None,
         strategy: object = "SPREAD",
         restarts: int = 3,
-        tell: Callable[[str], None] = observe.silent,
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
         patience: float = PATIENCE,
     ) -> None:
-        start = ActorStart(cluster=cluster, room=room, strategy=strategy, patience=patience, tell=tell)
-        super().__init__(
-            name, listener=listener, setup=setup, restarts=restarts, tell=tell, time_slice=time_slice, start=start
-        )
+        start = ActorStart(cluster=cluster, room=room, strategy=strategy, patience=patience)
+        super().__init__(name, listener=listener, setup=setup, restarts=restarts, time_slice=time_slice, start=start)
 
 
 class RayRanks(Process):
@@ -418,7 +413,6 @@ class RayRanks(Process):
         room: what each rank but the first takes of its machine.
         spread: each on a machine of its own; otherwise all on as few as have room.
         setup: called once in each rank before anything else; importable by name.
-        tell: called with a sentence about a long wait for room.
         patience: seconds that the ranks may wait for it.
 
     Raises:
@@ -442,12 +436,11 @@ class RayRanks(Process):
         spread: bool = False,
         listener: observe.SpanListener = observe.silent,
         setup: Setup = None,
-        tell: Callable[[str], None] = observe.silent,
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
         patience: float = PATIENCE,
     ) -> None:
         require_whole("ranks", count, 2)
-        bundles = _reserved(name, cluster, count, room, spread=spread, patience=patience, tell=tell)
+        bundles = _reserved(name, cluster, count, room, spread=spread, patience=patience)
         starts: list[Start] = [ChildProcess]
         starts += [
             ActorStart(
@@ -487,7 +480,6 @@ def _reserved(
     *,
     spread: bool,
     patience: float,
-    tell: Callable[[str], None],
 ) -> PlacementGroup:
     """Return room for all ranks but the first."""
     apart = {_NODE: f"!{ray.get_runtime_context().get_node_id()}"} if spread else {}
@@ -500,7 +492,7 @@ def _reserved(
     begun = min(SILENCE, patience)
     there = reserved.wait(begun)
     if not there and patience > begun:
-        tell(
+        logger.info(
             f"the ranks of {name!r} wait for room in the cluster, {where}: each of {count - 1} takes {room}, and free "
             f"are, in all, {cluster.free()}; at most {patience:g} s"
         )

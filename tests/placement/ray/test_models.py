@@ -160,20 +160,19 @@ async def trained(folder: Path, scoring: Place, between: Callable[[int], None]) 
 
 
 async def test_a_machine_dies_and_the_run_is_the_same(
-    cluster: Cluster, two: Machines, thread: Thread, folder: Path
+    cluster: Cluster, two: Machines, thread: Thread, folder: Path, messages: list[str]
 ) -> None:
     _, other = two.all
-    told: list[str] = []
 
     def lose(step: int) -> None:
         if step == 1:
             two.lose(other)
 
     with (
-        RayPlace("scorers", cluster, setup=child.set_up, strategy=on(other), restarts=1, tell=told.append) as place,
+        RayPlace("scorers", cluster, setup=child.set_up, strategy=on(other), restarts=1) as place,
         anyio.fail_after(500),
     ):
         there = await trained(folder, place, lose)
     assert there == await trained(folder, thread, lambda step: None)
-    assert len(told) == 1, told
-    assert "it is started again (1 of 1)" in told[0]
+    assert len(messages) == 1, messages
+    assert "it is started again (1 of 1)" in messages[0]

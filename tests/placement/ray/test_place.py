@@ -58,41 +58,40 @@ async def test_a_setup_that_fails_is_the_error_of_the_first_call(cluster: Cluste
             place.wait_until_ready()
 
 
-async def test_no_room_is_said_with_what_was_asked_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_room_is_said_with_what_was_asked_for(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
     monkeypatch.setattr("oppo.placement.ray.places.SILENCE", 0.2)
-    told: list[str] = []
-    with RayPlace("total", cluster, room=Room(cpus=2, gpus=1), patience=1, tell=told.append) as place:
+    with RayPlace("total", cluster, room=Room(cpus=2, gpus=1), patience=1) as place:
         place.host(Total)
         with pytest.raises(
             ModelError, match=r"no machine .* had room for 'total', which takes 2 CPU, 1 GPU, in 1 s; free, in all: \d"
         ):
             place.wait_until_ready()
-    (waiting,) = told
+    (waiting,) = messages
     assert "'total' waits for room in the cluster: it takes 2 CPU, 1 GPU, and free are, in all, " in waiting
     assert "at most 1 s" in waiting
 
 
 async def test_actors_that_fit_one_by_one_but_not_together_say_that_they_wait(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, messages: list[str]
 ) -> None:
     monkeypatch.setattr("oppo.placement.ray.places.SILENCE", 0.2)
-    told: list[str] = []
     whole = Room(cpus=4)
     with RayPlace("one", cluster, room=whole) as one, RayPlace("two", cluster, room=whole) as two_:
         for place in (one, two_):
             place.host(Total)
             place.wait_until_ready()
-        with RayPlace("three", cluster, room=whole, patience=1, tell=told.append) as three:
+        with RayPlace("three", cluster, room=whole, patience=1) as three:
             three.host(Total)
             with pytest.raises(ModelError, match="had room for 'three'"):
                 three.wait_until_ready()
-    assert len(told) == 1
-    assert "'three' waits for room" in told[0]
+    assert len(messages) == 1
+    assert "'three' waits for room" in messages[0]
 
 
-async def test_a_dead_actor_is_replaced_and_gets_what_was_loaded(cluster: Cluster) -> None:
-    told: list[str] = []
-    with RayPlace("total", cluster, tell=told.append, restarts=1) as place, anyio.fail_after(300):
+async def test_a_dead_actor_is_replaced_and_gets_what_was_loaded(cluster: Cluster, messages: list[str]) -> None:
+    with RayPlace("total", cluster, restarts=1) as place, anyio.fail_after(300):
         total = place.host(Total)
         await total.load(Total.add, 100)
         assert await total.call("add", Total.add, 5) == 105
@@ -102,9 +101,9 @@ async def test_a_dead_actor_is_replaced_and_gets_what_was_loaded(cluster: Cluste
             await total.call("add", Total.add, 1)
         assert await total.call("add", Total.add, 1) == 101, "what was loaded, then this"
         assert place.pid != first
-        assert "it is started again (1 of 1)" in told[0]
-        assert f"(pid {first} on " in told[0]
-        assert "died, because its worker process has died" in told[0]
+        assert "it is started again (1 of 1)" in messages[0]
+        assert f"(pid {first} on " in messages[0]
+        assert "died, because its worker process has died" in messages[0]
         os.kill(place.pid, signal.SIGKILL)
         with pytest.raises(ModelLost, match="no more than restarts=1"):
             await total.call("add", Total.add, 1)

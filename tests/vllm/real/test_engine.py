@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Prompt
 from oppo.hf.lora import add_lora, merged
+from oppo.log import routed
 from oppo.models import Piece, Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
 from oppo.vllm.sync import FileSender, WeightFile
@@ -67,7 +68,7 @@ def told() -> list[str]:
 @pytest.fixture(scope="module")
 def second(folder: Path, told: list[str]) -> Iterator[VllmEngine]:
     """An engine of its own: the last test kills it."""
-    with VllmEngine.start(folder / "actor", cores=1, log=folder / "vllm.log", tell=told.append) as engine:
+    with routed(told.append), VllmEngine.start(folder / "actor", cores=1, log=folder / "vllm.log") as engine:
         yield engine
 
 

@@ -1,0 +1,115 @@
+"""Messages of library code, and where they go: to the sinks of a run or a program, or to structlog.
+
+::
+
+    from oppo.log import logger, routed
+
+    logger.warning("the service is left alone for 30 s")  # on standard error, or as structlog is configured
+    with routed(print):
+        ...  # messages of the body, of its tasks and of the threads that work for it are printed instead
+
+Routes belong to the context of a task, as context variables do: two runs in one program do not mix.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final, Literal, ParamSpec, TypeAlias, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Sink: TypeAlias = Callable[[str], None]
+"""Called with each message, from any thread."""
+
+Level: TypeAlias = Literal["info", "warning"]
+
+
+class _Route:
+    """Where messages go.
+
+    Attributes:
+        said: messages that are said once.
+    """
+
+    def __init__(self, sinks: tuple[Sink, ...] = (), onward: _Route | None = None) -> None:
+        self._sinks = sinks
+        self._onward = onward
+        self.said: set[str] = set()
+
+    def send(self, level: Level, message: str) -> None:
+        for sink in self._sinks:
+            sink(message)
+        if self._onward is not None:
+            self._onward.send(level, message)
+
+
+class _Structlog(_Route):
+    def send(self, level: Level, message: str) -> None:
+        import structlog  # noqa: PLC0415 - `import oppo` should be quick
+
+        if structlog.is_configured():
+            logger = structlog.get_logger("oppo")
+        else:  # by default it would write to standard output
+            logger = structlog.wrap_logger(structlog.PrintLogger(sys.stderr))
+        getattr(logger, level)(message)
+
+
+_ROUTE: Final[ContextVar[_Route]] = ContextVar("oppo.log.route", default=_Structlog())  # noqa: B039 - `said` is meant
+
+
+class Logger:
+    """Sends messages where :func:`routed` says; outside of it, to structlog's logger ``oppo``."""
+
+    def info(self, message: str) -> None:
+        """Say what is done, or was found."""
+        _ROUTE.get().send("info", message)
+
+    def warning(self, message: str) -> None:
+        """Say what a user may have to change."""
+        _ROUTE.get().send("warning", message)
+
+    def once(self, message: str) -> None:
+        """Say what is done, unless the same was said before on this route."""
+        route = _ROUTE.get()
+        if message not in route.said:
+            route.said.add(message)
+            route.send("info", message)
+
+
+logger: Final = Logger()
+
+
+@contextmanager
+def routed(*sinks: Sink, onward: bool = False) -> Iterator[None]:
+    """Send the messages of the body to ``sinks``, and with ``onward`` also where they went before; else nowhere else.
+
+    Example:
+        >>> messages: list[str] = []
+        >>> with routed(messages.append):
+        ...     logger.info("loading the policy")
+        >>> messages
+        ['loading the policy']
+    """
+    token = _ROUTE.set(_Route(sinks, _ROUTE.get() if onward else None))
+    try:
+        yield
+    finally:
+        _ROUTE.reset(token)
+
+
+def carried(work: Callable[P, R]) -> Callable[P, R]:
+    """Return ``work`` for another thread: its messages go where those of this code go."""
+    route = _ROUTE.get()
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        token = _ROUTE.set(route)
+        try:
+            return work(*args, **kwargs)
+        finally:
+            _ROUTE.reset(token)
+
+    return run
