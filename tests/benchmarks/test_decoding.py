@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 
 from benchmarks.decoding import as_json, compare_decoding, measure, show
@@ -32,13 +31,6 @@ def test_the_cache_is_reported_at_its_worst() -> None:
     assert needed // 2 <= cache.needed <= needed, "grouped attention needs less than all heads"
     assert cache.allocated > cache.needed
     assert 1 <= cache.worst < 3
-
-
-@tiny.apart
-def test_a_prompt_for_each_length() -> None:
-    for lengths, prompts in (([3, 4], [5]), ([3, 0], [5, 5]), ([], [])):
-        with pytest.raises(ValueError, match="prompts"):
-            compare_decoding(tiny.causal(), lengths=lengths, prompts=prompts)
 
 
 def test_every_case_is_compared_shown_and_written_as_files_of_record_are() -> None:

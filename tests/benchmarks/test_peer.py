@@ -29,16 +29,12 @@ from benchmarks.peer.sweep import (
     SWEEP,
     Cell,
     CellTimes,
-    Report,
     Sweep,
     Swept,
     choose,
     command_line,
     fingerprint,
-    halves,
-    sweep,
     swept,
-    thread_counts,
 )
 from oppo.errors import ConfigError, ModelLost
 
@@ -176,28 +172,6 @@ def test_a_workload_that_the_peer_cannot_run_is_refused(tmp_path: Path, changes:
         read_spec(tmp_path)
 
 
-def test_cells_are_tried_one_setting_at_a_time() -> None:
-    tried: list[Cell] = []
-
-    def measure(cell: Cell) -> Report:
-        tried.append(cell)
-        return Report({"trl": "1"}, (abs(cell.rollout_batch - 2) + abs(cell.minibatches - 4) + cell.threads,))
-
-    versions, cells = sweep(SPEC, 2, measure)
-    assert versions == {"trl": "1"}
-    assert [each.cell for each in cells] == tried
-    assert tried[:5] == [Cell(4, 1, 1), Cell(2, 1, 1), Cell(1, 1, 1), Cell(2, 2, 1), Cell(2, 4, 1)]
-    assert [cell.threads for cell in tried[5:]] == [2] * 5
-
-
-def test_sizes_and_threads_that_are_tried() -> None:
-    assert list(halves(32)) == [32, 16, 8, 4]
-    assert list(halves(6)) == [6, 3]
-    assert list(halves(1)) == [1]
-    assert thread_counts(1) == [1]
-    assert thread_counts(6) == [1, 2, 4, 6]
-
-
 def test_a_sweep_finds_the_fastest_cell_of_a_program(tmp_path: Path) -> None:
     files = workload(tmp_path / "files")
     root = checkout(tmp_path / "checkout", STAND_IN)
@@ -255,9 +229,7 @@ def test_a_workload_is_another_when_the_work_of_a_peer_is(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("asked", "options"),
     [
-        ("", "--layout shared --modes serial,chunk"),
         ("--workload capped", "--layout shared --modes serial,chunk --workload capped"),
-        ("--modes chunk,fixed", "--layout shared --modes chunk,fixed"),
         ("--modes=chunk --layout split", "--modes=chunk --layout split"),
     ],
 )

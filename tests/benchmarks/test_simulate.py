@@ -144,23 +144,6 @@ def test_updates_apart_are_checked_from_a_mode_that_makes_them_beside_the_actor(
     assert checked.right
 
 
-def test_steps_that_do_not_say_how_long_models_worked_are_no_calibration(file: Path) -> None:
-    (first,) = LadderResult.read(file)
-    bare = [[(replace(step, reading={}), took) for step, took in steps] for steps in first.rounds["chunk"]]
-    with pytest.raises(DataError, match="'chunk'"):
-        list(check([replace(first, rounds={**first.rounds, "chunk": bare})], "chunk"))
-
-
-def test_only_results_of_the_same_models_are_checked_and_of_a_single_mode_none(file: Path) -> None:
-    (whole,) = LadderResult.read(file)
-    first = replace(whole, rounds={mode: whole.rounds[mode] for mode in ("serial", "chunk")})
-    other = replace(first, models={})
-    bare = replace(first, rounds={"chunk": first.rounds["chunk"]})
-    assert [each.workload for each in check([first, other, bare], "chunk")] == ["paper"]
-    with pytest.raises(DataError, match="'adaptive'"):
-        list(check([first], "adaptive"))
-
-
 def test_another_layout_and_another_reward_are_what_they_are_stated_to_be(file: Path) -> None:
     (split,) = LadderResult.read(file)
     shared = replace(split, layout="shared")
@@ -190,13 +173,6 @@ def test_another_depth_of_reward_model_and_critic_is_that_much_more_work(file: P
     assert same.readers["critic"].call > 0
 
 
-def test_a_file_without_records_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "older.json"
-    path.write_text(json.dumps({"workload": "paper", "layout": "split"}))
-    assert main(["check", str(path)]) == 2
-    assert str(path) in capsys.readouterr().err
-
-
 def ratio(mode: str, low: float, high: float, simulated: float) -> Ratio:
     return Ratio(mode, Spread((low + high) / 2, low, high), simulated)
 
@@ -207,3 +183,19 @@ def test_an_order_is_wrong_only_where_measured_ranges_are_disjoint() -> None:
     assert wrong_order([replace(chunk, simulated=1.2), fixed]) == []
     assert wrong_order([chunk, near]) == []
     assert fixed.error == pytest.approx(1.45 / 1.5 - 1)
+
+
+def test_what_cannot_be_compared_is_refused_by_name(file: Path, tmp_path: Path) -> None:
+    (whole,) = LadderResult.read(file)
+    first = replace(whole, rounds={mode: whole.rounds[mode] for mode in ("serial", "chunk")})
+    other, alone = replace(first, models={}), replace(first, rounds={"chunk": first.rounds["chunk"]})
+    assert [each.workload for each in check([first, other, alone], "chunk")] == ["paper"], "the same models, two modes"
+    bare = [[(replace(step, reading={}), took) for step, took in steps] for steps in first.rounds["chunk"]]
+    unread = replace(first, rounds={**first.rounds, "chunk": bare})
+    for results, on in (([first], "adaptive"), ([unread], "chunk")):
+        with pytest.raises(DataError, match=f"'{on}'"):
+            list(check(results, on))
+    older = tmp_path / "older.json"
+    older.write_text(json.dumps({"workload": "paper", "layout": "split"}))
+    with pytest.raises(DataError, match="records"):
+        LadderResult.read(older)

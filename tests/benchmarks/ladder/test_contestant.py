@@ -63,11 +63,6 @@ def test_any_other_answer_breaks_the_protocol(tmp_path: Path, program: str) -> N
         asked(program, tmp_path)
 
 
-def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelLost, match="/nowhere/python"):
-        Contestant("peer", ["/nowhere/python"], log=tmp_path / "log")
-
-
 def test_a_contestant_is_of_this_checkout_wherever_it_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

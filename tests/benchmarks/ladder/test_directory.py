@@ -17,7 +17,6 @@ from benchmarks.ladder.directory import (
     announced,
     files_of,
     language_of,
-    lessons,
     workload_in,
     write_prompts,
 )
@@ -61,16 +60,6 @@ def test_prompts_say_how_long_the_response_is_that_is_trained(tmp_path: Path) ->
         assert workload.prompt_tokens[0] <= len(row["tokens"]) <= workload.prompt_tokens[1]
         assert row["length"] == min(number - language.number(0), workload.lengths.cap)
     assert max(row["tokens"][-1] for row in rows) == language.number(workload.lengths.cap + BEYOND // 2)
-
-
-def test_a_lesson_is_a_prompt_with_its_response_cut_off_where_the_row_ends() -> None:
-    language = Countdown(30)
-    taught = lessons(language, 16, np.random.default_rng(1))
-    for lesson in (next(taught) for _ in range(50)):
-        assert len(lesson) <= 16
-        first = next(at for at, token in enumerate(lesson) if token >= 2 + FILLERS)
-        number = lesson[first] - language.number(0)
-        assert list(lesson[first + 1 :]) == language.response(number)[: len(lesson) - first - 1]
 
 
 def test_a_workload_is_read_back_from_its_directory_and_another_recipe_has_another(tmp_path: Path) -> None:

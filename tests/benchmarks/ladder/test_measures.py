@@ -89,21 +89,6 @@ def test_a_cost_is_never_negative_and_right_in_total() -> None:
     assert sum(map(cost.seconds, alone)) == pytest.approx(3.8)
 
 
-def test_what_the_steps_are_bound_by_is_judged_over_all_of_them() -> None:
-    parts = {"decode": 0.1, "tail": 0.4, "cap": 0.0, "score": 0.3, "train": 0.2, "limit": 2.0, "scoring": 0.6}
-    parts |= {"limit_stream": 1.2, "limit_carry": 1.8, "limit_lookahead": 1.1}
-    said = {f"bottleneck/{name}": value for name, value in {**parts, "capped": 0.0, "finished": 10.0}.items()}
-    trained = {**said, "bottleneck/tail": 0.0, "bottleneck/train": 0.6, "bottleneck/limit": 1.5}
-    found = figures(replace(STEP, bottleneck=said), replace(STEP, seconds=12.0, bottleneck=trained))
-    assert found.verdict is not None
-    assert found.verdict.largest == "train"
-    assert found.verdict.shares["train"] == pytest.approx((4 * 0.2 + 12 * 0.6) / 16)
-    told = found.as_json()["verdict"]
-    assert isinstance(told, dict)
-    assert told["sentence"] == found.verdict.sentence
-    assert figures(STEP).as_json()["verdict"] is None
-
-
 def test_a_peer_that_cannot_look_inside_has_speeds_only() -> None:
     peer = figures(StepRecord(seconds=8.0, tokens=100, samples=10), score=1.2, cost=DecodeCost.fitted([STEP]))
     assert peer.tokens_per_second == 12.5
@@ -173,21 +158,6 @@ def calibrated(measure: Callable[[BenchWorkload], Costs]) -> Calibration:
     return calibrate(PAPER, BOUNDS, measure, lambda _: None)
 
 
-def test_the_distance_is_that_of_the_worst_share_and_1_at_its_bound() -> None:
-    bounds = [Bound("split", "decode", 0.5, 0.6), Bound("split", "score", 0.2, 0.4)]
-    assert distance({"decode": 0.55, "score": 0.3, "update": 0.15}, bounds) == 0.0
-    assert distance({"decode": 0.55, "score": 0.4, "update": 0.05}, bounds) == 1.0
-    assert distance({"decode": 0.65, "score": 0.3, "update": 0.05}, bounds) == 2.0
-
-
-def test_costs_are_those_of_all_steps_together() -> None:
-    busy = {"reference": 0.25, "reward": 0.5, "critic": 0.25}
-    step = StepRecord(4.0, 100, 10, decode=2.0, score=1.0, update=0.5, busy=busy)
-    costs = Costs.of([step, step])
-    assert costs == Costs(decode=4.0, reference=0.5, reward=1.0, critic=0.5, update=1.0, whole=8.0)
-    assert costs.shares() == {"decode": 0.5, "score": 0.25, "update": 0.125}
-
-
 def test_other_depths_cost_what_their_layers_cost() -> None:
     costs = Costs(decode=4.0, reference=0.5, reward=1.0, critic=0.5, update=2.2, whole=9.0)
     deeper = costs.at(Depths(20, 4), Depths(10, 2), actor_layers=20)
@@ -204,12 +174,6 @@ def test_where_costs_are_those_of_layers_one_choice_reaches_the_bounds(score: fl
     start = Depths.of(PAPER)
     chosen = choose(measure(PAPER), start, ACTOR, BOUNDS)
     assert distance(measure(chosen.applied(PAPER)).shares(), BOUNDS) < 1
-
-
-def test_a_host_whose_shares_are_well_within_their_bounds_keeps_the_depths_of_the_table() -> None:
-    found = calibrated(host(0.0475, 0.0144))
-    assert found.chosen.depths == Depths.of(PAPER)
-    assert len(found.attempts) == 1
 
 
 @pytest.mark.parametrize("fixed", [0.0, 0.05, 0.1])

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import anyio
 import pytest
@@ -94,13 +93,6 @@ def test_scorers_in_a_process_of_their_own_are_recorded_like_those_in_a_thread(f
     assert record.as_announced == 1.0
     assert {span.track for span in spans} >= {"actor", "reference", "reward", "critic", "trainer"}
     assert min(record.busy.values()) > 0
-
-
-def test_a_rule_needs_no_reward_model(tmp_path: Path) -> None:
-    ruled = files_of(replace(SCRIPTED, reward="rule"), tmp_path)
-    (record,), _ = run(ruled, "chunk", 1)
-    assert record.busy["reward"] == 0.0
-    assert record.busy["critic"] > 0.0
 
 
 def test_where_a_mode_looks_ahead_steps_overlap_and_none_is_in_flight_between_requests(files: Files) -> None:
