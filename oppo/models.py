@@ -6,12 +6,14 @@ third-party backend should pass, are in :mod:`oppo.testing`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from inspect import isroutine
 from pathlib import Path
 from typing import Annotated, Final, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+import numpy as np
 from annotated_types import Gt, Le
 
 from oppo.declared import (
@@ -26,7 +28,7 @@ from oppo.declared import (
     setting,
 )
 from oppo.errors import ProtocolError
-from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response, Support
+from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response, Support, described
 from oppo.scheduling import IN_ORDER, Priority
 
 T_co = TypeVar("T_co", covariant=True)
@@ -448,3 +450,28 @@ class ResumableTrainer(Trainer, Protocol):
 
 RewardFunction: TypeAlias = Callable[..., object]
 """``f(prompts, completions, **columns) -> sequence of float``, sync or async; lists are aligned."""
+
+
+def require_model(model: object, kind: str, members: Sequence[str]) -> None:
+    """Raise ``ProtocolError`` if ``model`` lacks one of the members of the protocol ``kind`` that the stages use."""
+    lacking = [name for name in members if not hasattr(model, name)]
+    if not lacking:
+        return
+    name = getattr(model, "__name__", None)
+    got = type(model).__name__ + (f" {name!r}" if isinstance(name, str) else "")
+    wrap = "; a reward function goes into FunctionReward(function, decode)" if isroutine(model) else ""
+    raise ProtocolError(
+        f"expected the protocol {kind}, an object with {', '.join(members)}; got {got}, which has no "
+        f"{', '.join(lacking)}{wrap}"
+    )
+
+
+def require_count(results: object, rollouts: int, what: str) -> None:
+    """Raise ``ProtocolError`` unless ``results`` is a sequence with one item for each rollout."""
+    listed = isinstance(results, np.ndarray | Sequence) and not isinstance(results, str | bytes)
+    if not isinstance(results, Sized) or not listed:
+        raise ProtocolError(
+            f"{what} must return a list, one item for each of {rollouts} rollouts; got {described(results)}"
+        )
+    if len(results) != rollouts:
+        raise ProtocolError(f"{what} was asked for {rollouts} rollouts and answered for {len(results)}")

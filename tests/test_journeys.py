@@ -7,7 +7,7 @@ import numpy as np
 from docs.make_journeys import PAGE, Journey, Tracer, written
 from oppo.events import Prompt
 from oppo.returns import whiten
-from oppo.stages.contract import require_prompt
+from oppo.stages.ledger import require_prompt
 
 
 def test_a_value_is_followed_into_functions_whose_arguments_hold_it() -> None:
@@ -16,7 +16,7 @@ def test_a_value_is_followed_into_functions_whose_arguments_hold_it() -> None:
         whiten(np.ones(3, np.float32), np.ones(3, np.bool_))
         assert not tracer.modules
         require_prompt(Prompt(0, 0, np.array([1], np.int32)))
-    assert list(tracer.modules) == ["oppo/stages/contract.py"]
+    assert list(tracer.modules) == ["oppo/stages/ledger.py"]
     assert list(tracer.containers) == ["Prompt"]
 
 

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias, cast, get_args
 
 import anyio
+import numpy as np
 
 from oppo.admission import Admission, Observation, Refilling, ReportsMetrics, Restarting
 from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted
-from oppo.events import Defer, Given, Prompt, Response, RolloutEvent, StepReport
+from oppo.events import (
+    Batch,
+    Defer,
+    Drop,
+    Finish,
+    Given,
+    Prompt,
+    Response,
+    RolloutEvent,
+    StepReport,
+    Support,
+    described,
+)
 from oppo.graph import Receiver, Sender, Stateful, Step
-from oppo.models import Decode, Decoding, Policy
-from oppo.stages.contract import Ended, require_count, require_model, require_piece, require_prompt, require_turns
+from oppo.models import Decode, Decoding, Piece, PieceState, Policy, require_count, require_model
 from oppo.stages.conversations import Conversations
-from oppo.stages.ledger import InFlightRollout, Ledger, RolloutSnapshot, Unit
+from oppo.stages.ledger import InFlightRollout, Ledger, RolloutSnapshot, Unit, require_prompt
 from oppo.stages.metrics import DecodeMeter, StepMetrics, observation
 from oppo.stages.selection import Round, Selection
-from oppo.turns import Environment
+from oppo.turns import Environment, MultiTurnPolicy
 
 Groups: TypeAlias = Sequence[tuple[Prompt, ...]]
 """The rollouts of some units, by their prompts."""
@@ -460,3 +473,113 @@ class DecodingRound:
                 return
             if not wanted:
                 await self._news.wait()
+
+
+def require_turns(policy: Policy) -> MultiTurnPolicy:
+    """Return a policy that can go on with a response after a turn; raise ``ConfigError`` for another one."""
+    if not policy.capabilities.turns:
+        raise ConfigError(
+            f"an environment answers turns, and {type(policy).__name__} cannot go on after one: expected a policy with "
+            "capabilities.turns, such as oppo.hf.HfPolicy"
+        )
+    require_model(policy, "MultiTurnPolicy", ("open_turns",))
+    return cast("MultiTurnPolicy", policy)
+
+
+def require_piece(piece: Piece, policy: Policy, rollout: int, limit: int, oldest: int, *, turns: bool = False) -> None:
+    """Raise ``ProtocolError`` unless a piece can be the next of its rollout.
+
+    Args:
+        piece: as read.
+        policy: of which it was read.
+        rollout: named in the error.
+        limit: tokens that were asked for.
+        oldest: version that made the token before it.
+        turns: whether the end may come after the last token.
+    """
+    if fault := _fault_of(piece, limit, oldest, policy.version, turns):
+        raise ProtocolError(f"rollout {rollout}: read({limit}) of {type(policy).__name__} returned {fault}")
+
+
+_ROUNDING: Final = 1e-3
+"""By which a log-prob may exceed 0."""
+
+
+def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) -> str:
+    if not isinstance(piece, Piece):
+        return f"{described(piece)}; expected a Piece"
+    if piece.state not in get_args(PieceState):
+        return f"a piece whose state is {piece.state!r}; expected one of {', '.join(get_args(PieceState))}"
+    columns = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
+    for name, kind in columns.items():
+        column: object = getattr(piece, name)
+        if not isinstance(column, np.ndarray) or column.dtype != kind or column.ndim != 1:
+            return f"a piece whose {name} are {described(column)}; expected {kind.__name__} [n]"
+    n, versions = len(piece.tokens), piece.versions
+    if n > limit:
+        return f"a piece of {n} tokens; expected at most {limit}"
+    if not n:
+        ends = piece.state == "cut" or (turns and piece.state != "live")
+        return "" if ends else f"a piece with no token that says {piece.state!r}; only 'cut' may"
+    if piece.tokens.min() < 0:
+        return f"a piece that holds the token id {piece.tokens.min()}; expected 0 or more"
+    if piece.given:
+        return ""
+    lengths = (len(piece.logprobs), len(versions))
+    support: object = piece.support
+    if not isinstance(support, Support):
+        return f"a piece whose support is {described(support)}; expected a Support"
+    if lengths != (n, n) or not support.describes(n):
+        return (
+            f"a piece of {n} tokens with {lengths[0]} log-probs, {lengths[1]} versions and a support of "
+            f"{len(support.counts)} tokens; expected one of each for each token"
+        )
+    if (piece.logprobs > _ROUNDING).any():
+        return f"a piece with a log-prob of {piece.logprobs.max()}; expected at most 0, the log of a probability"
+    if not oldest <= versions[0] <= versions[-1] <= newest or (versions[1:] < versions[:-1]).any():
+        return (
+            f"a piece whose tokens were made by versions {np.unique(versions).tolist()}, lastly {versions[-1]}, after "
+            f"{oldest}; versions never decrease, and the policy's is {newest}"
+        )
+    return ""
+
+
+@dataclass(slots=True, eq=False)
+class Ended:
+    """The rollouts that ended in a step, or were deferred; recorded by the stage that generates.
+
+    Attributes:
+        out: gets the events that it notes.
+    """
+
+    out: Sender[RolloutEvent]
+    ended: list[int] = field(default_factory=list)
+    deferred: list[int] = field(default_factory=list)
+
+    async def send(self, event: RolloutEvent, /) -> None:
+        """Note an event and send it."""
+        if isinstance(event, Finish | Drop):
+            self.ended.append(event.rollout)
+        elif isinstance(event, Defer):
+            self.deferred.append(event.rollout)
+        await self.out.send(event)
+
+    def fault_of(self, batch: Batch | None) -> str:
+        """Return the fault of a step's batch that does not have each of these rollouts once, or among its drops."""
+        trained, drops, deferred = ((), (), ()) if batch is None else (batch.rollouts, batch.dropped, batch.deferred)
+        for what, have, came in (
+            ("ended", (*trained, *(drop.rollout for drop in drops)), self.ended),
+            ("were deferred", tuple(event.rollout for event in deferred), self.deferred),
+        ):
+            held, wanted = Counter(have), Counter(came)
+            faults = {
+                "leaves out": sorted(wanted - held),
+                "repeats": sorted(rollout for rollout, count in held.items() if count > 1),
+                "holds, of another step,": sorted(held.keys() - wanted.keys()),
+            }
+            if words := [f"{fault} rollouts {rollouts}" for fault, rollouts in faults.items() if rollouts]:
+                return (
+                    f"{', and '.join(words)}: expected each of the {len(came)} rollouts that {what} in this step, "
+                    "once; a response that is not to be trained is a Drop in batch.dropped"
+                )
+        return ""

@@ -28,10 +28,9 @@ import numpy as np
 
 from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView, Restarting
 from oppo.declared import require_whole
-from oppo.errors import AdmissionError, ProtocolError, blaming, noted, shown
+from oppo.errors import AdmissionError, DataError, ProtocolError, blaming, noted, shown
 from oppo.events import Chunk, Drop, Finish, FinishReason, Given, Prompt, Response, Support
 from oppo.models import Decode
-from oppo.stages.contract import require_new
 
 
 @dataclass(slots=True, eq=False)
@@ -367,3 +366,34 @@ class RolloutSnapshot:
         support = Support(state["support"], state["support_counts"])
         response = Response(prompt, state["tokens"], state["logprobs"], state["versions"], state["sampled"], support)
         return cls(response, state["reason"], state.get("dropped", ""))
+
+
+_HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"
+
+
+def require_prompt(item: object) -> Prompt:
+    """Return ``item``, a prompt to generate for.
+
+    Raises:
+        DataError: it is something else, or its tokens are not int32 [P] with P of 1 or more.
+    """
+    if not isinstance(item, Prompt):
+        raise DataError(f"a graph reads prompts as oppo.Prompt, token ids with a number; got {item!r:.60}. {_HOW}")
+    tokens: object = item.tokens
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1 or not len(tokens):
+        got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, np.ndarray) else f"{tokens!r:.60}"
+        raise DataError(f"the tokens of prompt {item.admission} must be a NumPy array, int32 [1 or more], not {got}")
+    return item
+
+
+def require_new(prompts: Iterable[Prompt], in_flight: Iterable[int]) -> None:
+    """Raise ``DataError`` if a rollout to be opened is in flight, or is opened twice."""
+    seen = set(in_flight)
+    for prompt in prompts:
+        if prompt.rollout in seen:
+            raise DataError(
+                f"prompt {prompt.admission} came again while a rollout of that number is in flight: the number keys "
+                "its tokens and its place in the batch, so no two prompts of a run may share one, nor an epoch repeat "
+                f"those of another. {_HOW}, anew in each epoch"
+            )
+        seen.add(prompt.rollout)

@@ -17,10 +17,9 @@ from anyio.abc import TaskGroup
 from oppo.errors import SessionsLost, as_itself, awaited, noted
 from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, PrioritisedScorer, Scorer
+from oppo.models import Follower, PrioritisedScorer, Scorer, require_count, require_model
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
 from oppo.scorers import Growth, RolloutSession, capabilities_of, prioritised
-from oppo.stages.contract import require_count, require_model
 from oppo.stages.metrics import Averaged, ScorerAnswer, ScorerReading
 from oppo.stages.sync import SyncedScorer
 

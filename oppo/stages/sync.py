@@ -23,7 +23,6 @@ import anyio
 from oppo.errors import ConfigError, ProtocolError, noted
 from oppo.graph import Step
 from oppo.models import Capabilities, Follower, Trainer, TrainerCapabilities, TrainsByReference, Weights
-from oppo.stages.contract import require_synced
 from oppo.weight_sync import CopiesWeights, ServesByReference, model_behind, name_of, share_tensors
 
 
@@ -273,3 +272,10 @@ def _require_in_flight(follower: Follower) -> None:
             f"weights are published in flight, and {name} may be reading: publish to its stage, "
             "followers(policy, stage) with stage = Score(...)"
         )
+
+
+def require_synced(trainer: Trainer, followers: Sequence[Follower]) -> None:
+    """Raise ``ProtocolError`` unless every follower has the trainer's version."""
+    if any(follower.version != trainer.version for follower in followers):
+        versions = ", ".join(f"{name_of(follower)} has version {follower.version}" for follower in followers)
+        raise ProtocolError(f"version {trainer.version} was published, but {versions}: the followers disagree")

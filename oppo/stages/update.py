@@ -29,10 +29,9 @@ from oppo.declared import require_whole
 from oppo.errors import ConfigError, ModelDiverged, ProtocolError
 from oppo.events import Batch, BatchPart, Drop, StepReport, described
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Capabilities, Follower, StreamingTrainer, Trained, Trainer, TrainerCapabilities
+from oppo.models import Capabilities, Follower, StreamingTrainer, Trained, Trainer, TrainerCapabilities, require_model
 from oppo.stages.batch import NONFINITE
-from oppo.stages.contract import Ended, require_model
-from oppo.stages.generate import Generate
+from oppo.stages.generate import Ended, Generate
 from oppo.stages.metrics import ACCUMULATE, LengthBias, observation, run_metrics, step_metrics
 from oppo.stages.sync import WeightSync
 from oppo.weight_sync import name_of

@@ -30,7 +30,7 @@ from oppo.simulate.models import (
 )
 from oppo.simulate.policy import FakePolicy
 from oppo.stages import Generate
-from oppo.stages.contract import require_piece, require_turns
+from oppo.stages.generate import require_piece, require_turns
 from oppo.testing.recorder import Recorder
 from oppo.turns import TurnDecode
 from oppo.weight_sync import name_of

@@ -58,7 +58,7 @@ from oppo.models import (
     Weights,
 )
 from oppo.simulate.models import FollowingScorer
-from oppo.stages.contract import require_turns
+from oppo.stages.generate import require_turns
 from oppo.testing.script import Garbage, HalfPublished, LoseSessions, Player, Script, Spoilt
 from oppo.turns import Answer, Environment, Turn, TurnDecode
 from oppo.weight_sync import CopiesWeights, name_of
