@@ -145,11 +145,7 @@ def sweep(directory: Path) -> None:
 
 
 def _rename(aside: Path, path: Path) -> None:
-    """Rename ``aside`` to ``path``, and only then delete the directory that was there.
-
-    Raises:
-        OSError: the renaming failed; ``path`` is as it was.
-    """
+    # Only then is the directory that was there deleted; where renaming fails, ``path`` is as it was.
     before = path.with_name(f".{path.name}.before")
     try:
         if path.exists():
@@ -186,11 +182,7 @@ def temporary(purpose: str) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder of this user, which the system gives up when the process ends, however it does.
-
-    Raises:
-        OSError: another process holds it or has removed it, or it is no folder of this user.
-    """
+    # The system gives the lock up when the process ends, however it does.
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(held).st_uid != os.getuid():

@@ -22,7 +22,7 @@ METHODS: Final = ("extend", "finish", "forget")
 
 
 def _nothing() -> None:
-    """There is nothing to end."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)

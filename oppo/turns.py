@@ -169,10 +169,7 @@ class StopCriteria:
         return "length" if len(tokens) >= limit else None
 
     def _completed(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last token completes a stop string.
-
-        It compares texts rather than their lengths: an incomplete character decodes to replacement characters.
-        """
+        # Texts are compared rather than their lengths: an incomplete character decodes to replacement characters.
         tail = tokens[-self._window :]
         text = self._decode(tail)
         found = [(stop, text.rfind(stop)) for stop in self._sampling.stop_strings if stop in text]

@@ -205,7 +205,6 @@ class TailAdaptive(AdaptiveOvercommit):
         return self.batch // 4 if self.most is None else self.most
 
     def _brake(self) -> float:
-        """Return the factor by which measured staleness raises the price."""
         kl = _mean([seen.mismatch_kl for seen in self._window])
         samples = _mean([seen.effective_samples for seen in self._window])
         brake = 1.0
@@ -216,7 +215,7 @@ class TailAdaptive(AdaptiveOvercommit):
         return brake
 
     def _chosen(self, cost: FloatVector) -> int:
-        """Return the least ``extra`` of nearly lowest cost, with a bounded rise above the current one."""
+        # The least ``extra`` of nearly lowest cost, with a bounded rise above the current one.
         equal = np.flatnonzero(cost <= (1 + MARGIN) * cost.min())
         return min(int(equal[0]), self.extra + max(RISE, self.extra))
 

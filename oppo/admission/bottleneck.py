@@ -227,7 +227,7 @@ def bottleneck(seen: Observation) -> Bottleneck | None:
 
 
 def _least(seen: Observation, phases: _Phases, full: float) -> dict[str, float]:
-    """Return the least seconds of a step by kind of schedule; ``all``: by all of them together."""
+    # By kind of schedule; ``all``: by all of them together.
     decode, busy, rest, update = seen.decode_seconds, phases.busy, seen.rest_seconds, _update(seen)
     longest, least = max(decode, busy, update), max(decode * full, busy, update)
     if not seen.lookahead:
@@ -261,12 +261,11 @@ def _slowest(seen: Observation) -> Scoring:
 
 
 def _update(seen: Observation) -> float:
-    """Return the seconds for which the trainer was busy."""
     return seen.rest_seconds + seen.accumulate_seconds
 
 
 def _in_turn(seen: Observation) -> _Phases:
-    """Divide the time of a step beside which no other is alive."""
+    # A step beside which no other is alive.
     decode, rest, slowest = seen.decode_seconds, seen.rest_seconds, _slowest(seen)
     waited = max(0.0, seen.seconds - decode - rest)
     busy = min(slowest.busy, decode + waited)
@@ -275,7 +274,7 @@ def _in_turn(seen: Observation) -> _Phases:
 
 
 def _overlapping(seen: Observation) -> _Phases:
-    """Divide the time between the ends of two steps that are alive together."""
+    # The time between the ends of two steps that are alive together.
     slowest = _slowest(seen)
     whole: dict[str, float] = {"decode": seen.decode_seconds, "score": slowest.busy, "train": _update(seen)}
     longest = max(whole, key=lambda phase: whole[phase])

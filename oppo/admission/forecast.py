@@ -286,7 +286,7 @@ def decode_costs(window: Sequence[Observation], batch: int) -> tuple[float, floa
 
 
 def _shares(inputs: FloatVector, seconds: FloatVector, noise: float) -> FloatVector:
-    """Return the most likely shares of steps and of tokens, float64 [2], at that standard deviation of the noise."""
+    # The most likely ones, of steps and of tokens, float64 [2]; ``noise`` is a standard deviation.
     prior = np.array([PER_STEP, 1 - PER_STEP])
     precision = inputs.T @ inputs + (noise / SPREAD) ** 2 * np.eye(2)
     shares: FloatVector = prior + np.linalg.solve(precision, inputs.T @ (seconds - inputs @ prior))

@@ -77,11 +77,8 @@ def made_once(target: Path, build: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def _aside(parent: Path) -> Iterator[Path]:
-    """Yield a new folder in ``parent``, deleted with the context; folders of killed processes are deleted first.
-
-    Each folder is locked by its process. The parent is locked until a new folder is, so that no other process takes it
-    for that of a killed one.
-    """
+    # Folders of killed processes are deleted first. Each folder is locked by its process. The parent is locked until a
+    # new folder is, so that no other process takes it for that of a killed one.
     descriptor = os.open(parent, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -101,7 +98,7 @@ def _aside(parent: Path) -> Iterator[Path]:
 
 
 def _install(built: Path, target: Path) -> None:
-    """Rename a finished directory to ``target``, unless a complete one is there; an incomplete one is deleted."""
+    # A complete ``target`` stays; an incomplete one is deleted.
     if target.exists() and not (target / COMPLETE).exists():
         shutil.rmtree(target)
     try:
@@ -268,7 +265,6 @@ def make_assets(directory: Path, *, seed: int = 0, small: bool = False, progress
 
 
 def _part(progress: Progress, start: float, end: float) -> Progress:
-    """Return the progress of a part that spans the fractions ``start`` to ``end`` of the whole."""
     return lambda words, done: progress(words, start + done * (end - start))
 
 

@@ -280,7 +280,6 @@ def _meanings() -> Mapping[str, Clause]:
 
 
 def _fill(pattern: str) -> Iterator[tuple[str, str]]:
-    """Yield every text of a pattern, with its thing."""
     texts = [(pattern, "")]
     for name, choices in WORDS.items():
         slot = f"{{{name}}}"

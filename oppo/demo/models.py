@@ -188,7 +188,6 @@ def _differentiated(loss: Callable[[], torch.Tensor]) -> float:
 
 
 def _row_loss(model: LlamaForCausalLM, row: Row, of: int) -> torch.Tensor:
-    """Return this row's term in the mean loss of ``of`` rows."""
     tokens, positions, labels = (torch.tensor([column]) for column in row)  # [1, WIDTH]
     output = model(input_ids=tokens, position_ids=positions, labels=labels, use_cache=False)
     return cast("torch.Tensor", output.loss) / of
@@ -201,7 +200,6 @@ Row: TypeAlias = tuple[list[int], list[int], list[int]]
 
 
 def _documents(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[Document]:
-    """Yield prompts with their reviews and the end token, endlessly."""
     while True:
         asks = language.training_prompts(256, rng.getrandbits(32))
         prompts = tokenizer([ask.text for ask in asks])["input_ids"]
@@ -212,7 +210,7 @@ def _documents(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterat
 
 
 def _packed(documents: Iterator[Document], width: int) -> Iterator[Row]:
-    """Yield rows of exactly ``width`` tokens; the last document of a row is cut where the row ends."""
+    # The last document of a row is cut where the row ends.
     row: Row = ([], [], [])
     for tokens, labels in documents:
         for column, values in zip(row, (tokens, range(len(tokens)), [IGNORED, *labels[1:]]), strict=True):
@@ -348,14 +346,13 @@ def normalise(
 def _loss(
     model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, batch: Sequence[Preferences]
 ) -> torch.Tensor:
-    """Return one micro-batch's term in the mean loss over all pairs."""
     return -functional.logsigmoid(_margins(model, tokenizer, batch)).mean() / PARTS
 
 
 def _margins(
     model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, batch: Sequence[Preferences]
 ) -> torch.Tensor:
-    """Return float32 [pairs]: the score of each pair's better text minus that of the worse."""
+    # Of each pair, the score of the better text minus that of the worse, float32 [pairs].
     prompts = [each.ask.text for each in batch for _ in each.texts]
     texts = [text for each in batch for text in each.texts]
     scores = model.score(_last_states(model, tokenizer, prompts, texts)).squeeze(1)  # [texts]
@@ -375,10 +372,8 @@ def _last_states(
     prompts: Sequence[str],
     texts: Sequence[Review],
 ) -> torch.Tensor:
-    """Return float32 [texts, hidden]: the hidden state of each text's last token.
-
-    Texts are packed into rows as long as the longest; each has its own positions, so none attends to another.
-    """
+    # float32 [texts, hidden]. Texts are packed into rows as long as the longest; each has its own positions, so none
+    # attends to another.
     prompt_ids, text_ids = tokenizer(list(prompts))["input_ids"], tokenizer([text.words for text in texts])["input_ids"]
     sequences = [
         prompt + response + [tokenizer.eos_token_id] * text.ended

@@ -302,7 +302,7 @@ class GraphBuilder(Generic[S]):
         return Graph(topology)
 
     def _name_of(self, stream: object) -> str:
-        """Return the name of the node behind ``stream``; the name of no node if it belongs to another builder."""
+        # The name of no node, if the stream belongs to another builder.
         if not isinstance(stream, Stream):
             return repr(stream)
         return stream.name if stream.builder is self else f"{stream.builder.name}.{stream.name}"

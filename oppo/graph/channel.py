@@ -221,7 +221,6 @@ class Channel(Generic[T]):
             self._wake()
 
     def _absorb(self, item: T) -> bool:
-        """Merge ``item`` into the newest queued item of its key, if possible."""
         if self._merge is None or (position := self._merge_position(item)) is None:
             return False
         merged = self._merge(self._queue[position], item)
@@ -233,7 +232,6 @@ class Channel(Generic[T]):
         return True
 
     def _merge_position(self, item: T) -> int | None:
-        """Return the queue position of the one item that ``item`` may be merged with."""
         if self._key is None:
             return len(self._queue) - 1 if self._queue and not self._blocked and not self._reserved else None
         key = self._key(item)

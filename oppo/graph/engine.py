@@ -307,7 +307,7 @@ class Execution(Generic[T]):
         notify_item(self._observers, self._step, stage, item)
 
     def _require_returned(self) -> None:
-        """Raise ``ProtocolError`` if a stage neither returned nor failed: it cancelled its own task."""
+        # A stage that neither returned nor failed has cancelled its own task.
         gone = [node.name for node in self._topology.nodes if node.name not in self._returned]
         if gone:
             raise ProtocolError(

@@ -127,7 +127,7 @@ class _Join:
             self._matched.add(key)
 
     def _require_complete(self) -> None:
-        """Raise if an input has ended and can no longer match a key of the primary."""
+        # An input that has ended can no longer match a key of the primary.
         for number, lane in enumerate(self._lanes):
             if self._missing[number] and lane.ended:
                 keys = ", ".join(repr(key) for key in self._held[0] if key not in self._held[number])

@@ -183,7 +183,7 @@ class Pipeline(Generic[O]):
             alive[-1].link.followed.set()
 
     async def _run(self, begun: StepRun[O]) -> None:
-        """Run a step; when it has failed those behind it are cancelled, since nothing will come of them."""
+        # Those behind a failed step are cancelled, since nothing will come of them.
         await begun.run()
         if begun.error is not None:
             for each in self._alive:

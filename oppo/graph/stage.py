@@ -148,7 +148,6 @@ class WorkLog:
 
 
 def _nobody(stage: str, item: object) -> None:
-    """Discard the item."""
     del stage, item
 
 

@@ -90,7 +90,6 @@ class Ports:
 
 
 def _carried(run: Callable[..., object], annotation: object, port: type) -> Classes:
-    """Return the classes of the items in ``port[item]``, as far as the annotation can be resolved."""
     holder = types.SimpleNamespace(__annotations__={"port": annotation})
     # An annotation may name an import for type checkers only, or a type parameter of the class: it stays unknown.
     try:
@@ -318,7 +317,7 @@ class Topology:
 
 
 def _is_lenient(kind: type) -> bool:
-    """Return whether a type checker accepts what is no instance of a class: an int, for example, for a float."""
+    # A type checker accepts an int, for example, for a float.
     return kind in (int, float, complex, bool) or is_typeddict(kind)
 
 

@@ -377,7 +377,6 @@ class DeviceLayout:
 
 
 def _ranks(count: int, cores: int) -> Place | None:
-    """Return training ranks on this machine; ``None`` for one."""
     if count == 1:
         return None
     logger.info(f"starting {count} training ranks")

@@ -231,7 +231,6 @@ def load(
 
 
 def _options(kind: Kind, dtype: str, attention: Choice, *, trusted: bool, allow_pickle: bool) -> dict[str, object]:
-    """Return the options of ``from_pretrained``."""
     return {
         "dtype": DTYPES[dtype],
         "trust_remote_code": trusted,
@@ -246,7 +245,7 @@ def _options(kind: Kind, dtype: str, attention: Choice, *, trusted: bool, allow_
 def _adapted(
     kind: Kind, model: PreTrainedModel, directory: Path, path: str | Path, *, ignore_unused: bool
 ) -> list[str]:
-    """Load a directory's adapter into a model, frozen; return the weights that the model does not use."""
+    # The adapter is frozen. The weights that the model does not use are returned.
     with reading(directory, f"the adapter in {directory} cannot be used"):
         info = model.load_adapter(
             str(directory),
@@ -260,11 +259,8 @@ def _adapted(
 
 @torch.no_grad()
 def _align(model: PreTrainedModel) -> None:
-    """Copy tensors of the mapped file, which begin where its header ends, into aligned memory.
-
-    The bits of a product depend on the address of a matrix. Aligned, they depend neither on the length of the header
-    nor on a later move of the weights, for example into shared memory.
-    """
+    # The bits of a product depend on the address of a matrix. Aligned, they depend neither on the length of the mapped
+    # file's header nor on a later move of the weights, for example into shared memory.
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.data_ptr() % ALIGNMENT:
             tensor.data = tensor.data.clone()
@@ -483,7 +479,6 @@ def transformer_of(directory: Path) -> Path:
 
 
 def _parts(directory: Path) -> tuple[Path, Pooling | None]:
-    """Return the directory of the transformer, and the pooling of a sentence encoder."""
     file = directory / MODULES
     if not file.is_file():
         return directory, None
@@ -504,7 +499,6 @@ def _parts(directory: Path) -> tuple[Path, Pooling | None]:
 
 
 def _pooling(module: Path) -> Pooling:
-    """Return the pooling that a module's config chooses."""
     chosen = read_object(module / CONFIG)
     flags = [key for key, value in chosen.items() if value is True and key.startswith("pooling_mode")]
     modes = [str(chosen["pooling_mode"])] if "pooling_mode" in chosen else flags
@@ -514,7 +508,6 @@ def _pooling(module: Path) -> Pooling:
 
 
 def _sentence_limit(directory: Path) -> int:
-    """Return the tokens that a sentence encoder was made for."""
     file = directory / "sentence_bert_config.json"
     limit = read_object(file).get("max_seq_length") if file.is_file() else None
     return limit if isinstance(limit, int) else 1 << 30

@@ -461,7 +461,6 @@ def _chunk(rollout: int, start: int, tokens: IntArray) -> Chunk:
 
 
 def _attending(model: PreTrainedModel) -> PreTrainedModel:
-    """Let a model attend as the fastest kind of attention does, which most models pass."""
     attend(model, kinds_of(model)[0])
     return model
 
@@ -472,10 +471,8 @@ def _scoring(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _keep_one_layer(model: PreTrainedModel) -> int:
-    """Leave out all layers but the first where all are alike: return how many it stands for, so that counting is quick.
-
-    A layer's activations are gone when the next one begins, so only the cache of one is multiplied.
-    """
+    # Where all are alike, the first stands for them, so that counting is quick. A layer's activations are gone when the
+    # next one begins, so only the cache of one is multiplied.
     config = model.config.get_text_config()
     count, kinds = int(config.num_hidden_layers), set(getattr(config, "layer_types", None) or ())
     for part in model.modules():

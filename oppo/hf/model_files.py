@@ -92,12 +92,8 @@ def _fetch(name: str, directory: Path, weights: tuple[str, str], adapter: str) -
 
 
 def _copy_without_hub(name: str) -> Path | None:
-    """Return this machine's copy if no hub can be asked for a model; ``None`` if a hub has the model.
-
-    Raises:
-        ConfigError: no hub can be asked, and there is no copy.
-        HFValidationError: the name is not a valid hub name.
-    """
+    # ``None`` if a hub has the model. The answer holds for the life of the process, so that a run waits for it once per
+    # name.
     validate_repo_id(name)
     online = not is_offline_mode()
     if online:
@@ -110,10 +106,6 @@ def _copy_without_hub(name: str) -> Path | None:
 
 @cache
 def _copy_and_why(name: str) -> tuple[Path | None, str]:
-    """Return the copy of :func:`_copy_without_hub`, and why no hub can be asked.
-
-    The answer holds for the life of the process, so that a run waits for it once per name.
-    """
     files = (CONFIG, ADAPTER, "tokenizer_config.json", "tokenizer.json")
     cached = [found for file in files if isinstance(found := try_to_load_from_cache(name, file), str)]
     copy = Path(cached[0]).parent if cached else None
@@ -372,10 +364,8 @@ def _weights(directory: Path, *, allow_pickle: bool) -> list[str]:
 
 
 def _tensors(directory: Path, names: list[str], *, allow_pickle: bool) -> list[str]:
-    """Return the names of the tensors in complete files of the directory, without those in pickles.
-
-    Names must stay inside of the directory. The files may be links, as they are in the hub's cache.
-    """
+    # Tensors in pickles are left out. Names must stay inside of the directory. The files may be links, as they are in
+    # the hub's cache.
     tensors: list[str] = []
     pickles = [name for name in names if not name.endswith(".safetensors")]
     for name in names:
@@ -407,7 +397,7 @@ def _tensors(directory: Path, names: list[str], *, allow_pickle: bool) -> list[s
 
 
 def _is_quantised(name: str, dtype: str) -> bool:
-    """Return whether a tensor would be read as if its integers, or its 8 bits or fewer, were the weights."""
+    # Its integers, or its 8 bits or fewer, would be read as if they were the weights.
     if dtype in {"F64", "F32", "F16", "BF16"} or name.endswith(OBSOLETE):
         return False
     return name.endswith(".weight") or dtype.startswith(("F", "I8", "U8"))

@@ -91,11 +91,6 @@ def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: 
 
 
 def _require_agreement(model: PreTrainedModel, kind: AttentionKind, limit: float) -> None:
-    """Check that ``model`` can attend by ``kind``, and then agrees with itself.
-
-    Raises:
-        ModelRefused: it cannot, or does not.
-    """
     attend(model, kind)
     try:
         with torch.inference_mode():
@@ -112,7 +107,7 @@ def _name(model: PreTrainedModel) -> str:
 
 
 def _known_reason(model: PreTrainedModel) -> str | None:
-    """Return why a model of this kind cannot be served, or ``None`` if it is to be tried."""
+    # ``None``: the model is to be tried.
     text = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder; only decoders are served"
@@ -159,7 +154,7 @@ def _compare(model: PreTrainedModel, limit: float) -> None:
 
 
 def _require_same(model: PreTrainedModel, tokens: Tensor, read: Sequence[tuple[int, Tensor]], limit: float) -> None:
-    """Compare the outputs of one row, by the first position of each piece, with those of the one-shot pass."""
+    # ``read`` has the outputs of one row, by the first position of each piece.
     base = max(len(tokens) - TAIL - 1, 0)
     expected = _one_shot(model, tokens, len(tokens) - base)
     positions = torch.cat([torch.arange(start, start + len(outputs)) for start, outputs in read])
@@ -174,7 +169,6 @@ def _require_same(model: PreTrainedModel, tokens: Tensor, read: Sequence[tuple[i
 
 
 def _require_causal(model: PreTrainedModel, tokens: Tensor, limit: float) -> None:
-    """Check that no output depends on a later token."""
     changed = tokens.clone()
     changed[-1] = (changed[-1] + 1) % 2
     expected = _one_shot(model, tokens, len(tokens))[:-1]
@@ -188,7 +182,7 @@ def _require_causal(model: PreTrainedModel, tokens: Tensor, limit: float) -> Non
 
 
 def _difference(model: PreTrainedModel, found: Tensor, expected: Tensor) -> tuple[float, int]:
-    """Return the worst position's difference, relative to its largest output, and its index; experts': the median."""
+    # Relative to the position's largest output, and the index: of the worst position, with experts of the median one.
     scale = expected.float().abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
     relative = ((found.float() - expected.float()).abs().amax(-1) / scale).nan_to_num(nan=torch.inf)
     difference, at = relative.median(0) if routed(model) else relative.max(0)
@@ -196,7 +190,7 @@ def _difference(model: PreTrainedModel, found: Tensor, expected: Tensor) -> tupl
 
 
 def _one_shot(model: PreTrainedModel, tokens: Tensor, keep: int) -> Tensor:
-    """Return the outputs [keep, D] at the last positions of one row, in one forward pass without a cache."""
+    # [keep, D] at the last positions of one row, without a cache.
     kept = {"logits_to_keep": keep} if keeps_logits(model) else {}
     ids = tokens[None]
     output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept)
@@ -205,5 +199,5 @@ def _one_shot(model: PreTrainedModel, tokens: Tensor, keep: int) -> Tensor:
 
 
 def _tokens(model: PreTrainedModel, row: int, length: int) -> Tensor:
-    """Return int64 [length]: token ids spread over the vocabulary, the same in every run."""
+    # int64 [length], spread over the vocabulary, the same in every run.
     return (torch.arange(length, device=model.device) * 7919 + row * 104729 + 3) % vocabulary(model)

@@ -142,7 +142,7 @@ def share(tensors: Sequence[Tensor]) -> tuple[list[Block], list[TensorLayout]]:
 
 
 def _moved(storages: dict[int, torch.UntypedStorage]) -> dict[int, tuple[Block, int]]:
-    """Copy the storages outside of blocks into a new block; return it and each start in bytes, by old address."""
+    # Storages outside of blocks are copied into a new block; the starts are in bytes, by old address.
     private = {address: storage for address, storage in storages.items() if address not in _blocks}
     if not private:
         return {}

@@ -56,7 +56,7 @@ class Rendered:
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Have a template of the body fail where it would go on without end; this makes it several times slower."""
+    # A template fails where it would go on without end; this makes it several times slower.
     lines, size, tracing = 0, psutil.Process().memory_info().rss, sys.gettrace()
 
     def watch(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
@@ -197,7 +197,7 @@ class HfTokenizer:
         return {*self.inner.all_special_tokens, *(token.content for token in added if token.special)} - {""}
 
     def _marked(self, value: Any) -> Any:
-        """Return data, a copy where it spells a special token: marks enclose that."""
+        # Marks enclose data that spells a special token, in a copy.
         if isinstance(value, str):
             return self._control_tokens.sub(lambda found: f"{_OPEN}{found[0]}{_CLOSE}", value)
         if isinstance(value, Mapping):

@@ -80,7 +80,7 @@ class SentWeights(Bulk, Mapping[str, object]):
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, uint8 [n], on the CPU: its own where it is contiguous there."""
+    # uint8 [n], on the CPU: the tensor's own where it is contiguous there.
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 

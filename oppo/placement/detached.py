@@ -67,7 +67,7 @@ async def run_detached(name: str, work: Callable[[], R]) -> R:
 
 
 def _context_without_loop() -> Context:
-    """Return a copy of the caller's context in which sniffio finds no event loop."""
+    # sniffio finds no event loop in it.
     context = copy_context()
     if (sniffio := sys.modules.get("sniffio")) is not None:
         context.run(sniffio.current_async_library_cvar.set, None)
@@ -139,7 +139,7 @@ class DisposableProcess(Generic[T]):
 
     @contextmanager
     def _disposed_of(self, *errors: type[Exception]) -> Iterator[None]:
-        """Kill the child where the body is cancelled, the child is found dead, or one of ``errors`` is raised."""
+        # Kills the child where the body is cancelled, the child is found dead, or one of ``errors`` is raised.
         try:
             yield
         except Gone as gone:

@@ -167,7 +167,6 @@ class Place(Hosting):
 
     @contextmanager
     def _reported(self, track: str, label: str, context: observe.WorkContext) -> Iterator[None]:
-        """Report the body as the call in progress, and afterwards its span to the listener."""
         start = observe.now()
         self.at_work = f"{track}: {label}"
         try:
@@ -332,7 +331,7 @@ class Thread(Place):
 
 
 async def _outlasting(future: asyncio.Future[R]) -> R:
-    """Return the result of ``future``; a cancellation from outside of anyio that came meanwhile is raised then."""
+    # A cancellation from outside of anyio that came meanwhile is raised after the result.
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:

@@ -191,7 +191,7 @@ class ChildProcess(Child):
         return self._answer(callbacks or Callbacks())
 
     def _answer(self, callbacks: Callbacks) -> Outcome:
-        """Run the callbacks that are requested, then return the answer, or the error of a callback instead."""
+        # An error of a callback takes the place of the answer.
         while isinstance(message := self._receive(), Request):
             if (reply := callbacks.run(message)) is not None:
                 self._send(reply)
@@ -244,7 +244,7 @@ class ChildProcess(Child):
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block Ctrl-C in this thread; a child started meanwhile inherits that, and ignores it from its first moment."""
+    # A child started meanwhile inherits the block, and ignores Ctrl-C from its first moment.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -445,7 +445,6 @@ class Process(Place):
         return await self._thread.call_at(priority, self.name, label, work)
 
     def _created(self, instance: Instance) -> Failure | None:
-        """Make the instance in this child, and give it the last weights, unless that is done."""
         if instance.number in self._child.created:
             return None
         answer = self._child.create(instance.number, instance.orders)
@@ -457,7 +456,7 @@ class Process(Place):
         return None
 
     def _restarting(self, exchange: Callable[[], R], doing: str) -> R:
-        """Return what ``exchange`` returns, repeated with a new child whenever one dies."""
+        # ``exchange`` is repeated with a new child whenever one dies.
         while True:
             try:
                 return exchange()

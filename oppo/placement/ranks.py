@@ -142,7 +142,6 @@ class RankedChild(Child):
         return self._ask_each([packet] * len(self._ranks))
 
     def _ask_each(self, packets: Sequence[Packet]) -> Outcome:
-        """Give each rank its order; return the answer of rank 0 when all have answered."""
         with self._turn:
             if self._lost is not None:
                 raise self._lost
@@ -153,7 +152,7 @@ class RankedChild(Child):
             return self._outcome(asked)
 
     def _outcome(self, asked: Sequence[Future[Outcome]]) -> Outcome:
-        """Return the answer of rank 0, or a failure; end the ranks if some could wait for others forever."""
+        # The ranks end if some could wait for others forever.
         for rank, each in enumerate(asked):
             if each.done() and (gone := each.exception()) is not None:
                 raise self._end(asked, self._death(rank, gone)) from None
@@ -182,7 +181,6 @@ class RankedChild(Child):
         return Gone(str(gone), who=f"rank {rank} of {self._name!r} ({self._ranks[rank].whereabouts})", sequel=_ENDED)
 
     def _end(self, asked: Sequence[Future[Outcome]], why: Gone) -> Gone:
-        """Kill the ranks; return what has ended them."""
         self._lost = self._lost or why
         self.kill()
         wait(asked)
@@ -199,7 +197,7 @@ def _join(instance: object, name: str, rank: int, size: int, meeting: str) -> No
 
 
 def _wait(asked: Sequence[Future[Outcome]]) -> None:
-    """Wait for all ranks, but no longer than :data:`_GRACE` for the others once one has died or failed."""
+    # Once one has died or failed, the others are waited for no longer than ``_GRACE``.
     pending, patience = set(asked), None
     while pending:
         done, pending = wait(pending, patience, FIRST_COMPLETED)

@@ -148,10 +148,8 @@ class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
 
 
 def _training_part(batch: Batch) -> Batch:
-    """Return a batch without columns, metrics, drops and deferrals.
-
-    A trainer needs none of them, and a column may hold objects that cannot go to another process.
-    """
+    # A trainer needs none of its columns, metrics, drops and deferrals, and a column may hold objects that cannot go to
+    # another process.
     responses = tuple(
         replace(response, prompt=replace(response.prompt, columns={})) if response.prompt.columns else response
         for response in batch.responses

@@ -208,7 +208,7 @@ def _path(axes: Axes, values: Sequence[float | None], count: int, *, gaps: bool)
 
 
 def _points(values: Sequence[float | None], stride: int) -> Iterator[list[tuple[int, float]]]:
-    """Yield for each block of steps its lowest and highest value, with their steps, in order; none for a gap."""
+    # Of each block of steps the lowest and the highest, with their steps, in order; none for a gap.
     known = [(index, value) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
     within = {block: list(points) for block, points in groupby(known, key=lambda point: point[0] // stride)}
     for block in range(math.ceil(len(values) / stride)):
@@ -222,7 +222,6 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 
 
 def _chart(title: str, names: Iterable[tuple[str, str]], axes: Axes, drawn: str, count: int) -> str:
-    """Frame a chart; the legend has ``names`` and their colours, on as many lines as they need."""
     end = f"step {count}" if count > 1 else ""
     key, rows = legend(_LEFT, HEIGHT - 7, names, _ACROSS)
     head = text(_LEFT, 16, title, bold=True)
@@ -292,7 +291,6 @@ def timeline(excerpts: Sequence[Excerpt]) -> str:
 
 
 def _key(shown: Sequence[Excerpt]) -> tuple[list[tuple[str, str]], str]:
-    """Return the roles that are drawn, with their colours, and what the other marks mean."""
     steps = [step for each in shown for step in each.steps]
     roles = {span.role for each in shown for span in each.work}
     notes = {
@@ -308,7 +306,6 @@ def _height(excerpt: Excerpt) -> float:
 
 
 def _block(excerpt: Excerpt, scale: Axes) -> str:
-    """Return one run: its heading, rows, cuts and carried responses."""
     origin, bottom = excerpt.steps[0].start, _HEAD + _height(excerpt)
     count = len(excerpt.steps)
     heading = f"{excerpt.name}: {count} step{'s' if count > 1 else ''} in {excerpt.seconds:.2f} s"
@@ -338,7 +335,6 @@ def _block(excerpt: Excerpt, scale: Axes) -> str:
 
 
 def _bars(excerpt: Excerpt, track: str, spans: Sequence[Span], y: float, scale: Axes) -> Iterator[str]:
-    """Yield a bar for each busy interval of a model: of one role, for one step."""
     kinds = dict.fromkeys((span.step, span.role) for span in spans)
     for number, role in kinds:
         colour, opacity = ROLES[role or "other"], 1.0 if number in excerpt.shown else _FAINT
@@ -350,7 +346,7 @@ def _bars(excerpt: Excerpt, track: str, spans: Sequence[Span], y: float, scale: 
 
 
 def _busy(excerpt: Excerpt, spans: Iterable[Span], scale: Axes) -> Iterator[Interval]:
-    """Yield busy intervals, in seconds from the first step's start; invisible gaps are closed."""
+    # In seconds from the first step's start; invisible gaps are closed.
     origin, length = excerpt.steps[0].start, excerpt.seconds
     inside = [(max(0.0, span.start - origin), min(length, span.end - origin)) for span in spans]
     return iter(union(inside, gap=0.5 * scale.right / scale.width))
@@ -363,7 +359,6 @@ def _arrow(x: float, to: float, y: float, label: str) -> str:
 
 
 def _axis(scale: Axes, height: float) -> str:
-    """Return the axis of seconds, with faint rules up through the rows."""
     tick = _tick(scale.right / _TICKS)
     drawn = []
     for k in range(math.floor(scale.right / tick * (1 + 1e-9)) + 1):
@@ -373,6 +368,6 @@ def _axis(scale: Axes, height: float) -> str:
 
 
 def _tick(least: float) -> float:
-    """Return the smallest of 1, 2, 5, times a power of ten, that is at least ``least``."""
+    # The smallest of 1, 2, 5, times a power of ten, that is at least ``least``.
     power = 10.0 ** math.floor(math.log10(least))
     return next(each * power for each in (1, 2, 5, 10) if each * power >= least * (1 - 1e-9))

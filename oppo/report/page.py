@@ -76,21 +76,18 @@ def page(
 
 
 def _carried(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
-    """Yield the chart of what was carried, if anything was."""
     carried = _column(records, "deferred")
     if any(carried):
         yield lines("Rollouts carried into the next step", {"deferred": carried}, within=(0,))
 
 
 def _hidden(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
-    """Yield the chart of how much of the scoring was hidden, if there was scoring to hide."""
     if hidden_fraction(records) is not None:
         shares = _column(records, "overlap/hidden_fraction")
         yield lines("Scoring hidden behind decoding and training (share)", {"share": shares}, within=(0, 1))
 
 
 def _held_out(evaluations: Sequence[Record]) -> Iterator[str]:
-    """Yield the charts of evaluations over the steps made before them; none without evaluations."""
     scores = {"most likely response": "eval/score", "drawn responses": "eval/sampled_score"}
     passed = {
         name: name for each in evaluations[-1:] for name in each if name.startswith(("eval/passed", "eval/pass_at_"))
@@ -101,7 +98,6 @@ def _held_out(evaluations: Sequence[Record]) -> Iterator[str]:
 
 
 def _phases(records: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
-    """Return the phases of each step; they add up to its seconds."""
     update = _column(records, "timing_s/update")
     if not any(value is not None for value in _column(records, "timing_s/decode")):
         rollouts = _column(records, "timing_s/rollouts")
@@ -116,7 +112,6 @@ def _phases(records: Sequence[Mapping[str, float | None]]) -> dict[str, list[flo
 
 
 def _bottleneck(records: Sequence[Mapping[str, float | None]]) -> str:
-    """Return the bottlenecks of all steps and that of the latest; nothing without their metrics."""
     found = [found for each in records if (found := Bottleneck.of_metrics(each, each.get("seconds") or 0.0))]
     latest = found[-_WINDOW:]
     recent = together(latest)

@@ -248,7 +248,6 @@ class Panel(Observer):
         return Box(Group(*parts, self._sample), title="oppo", title_align="left")
 
     def _pace(self) -> Text:
-        """Return the pace of decoding in the step that is decoded."""
         decoding = self._decoding
         if decoding is None:
             return Text("nothing decoded yet")
@@ -259,7 +258,6 @@ class Panel(Observer):
         return f"step {step + 1}/{self._steps}"
 
     def _held_out(self) -> Iterator[RenderableType]:
-        """Yield a line about the evaluations so far, and a bar for the one in progress."""
         if self._evaluated:
             first, last = self._evaluated[0], self._evaluated[-1]
             began = "" if first is last else f", {_short(first.score or math.nan)} at first"
@@ -307,7 +305,7 @@ def held_out(metrics: Mapping[str, float]) -> str:
 
 
 def _responses(count: int) -> str:
-    """Return a count with its unit: with groups, settings such as ``step.extra`` count prompts."""
+    # With groups, settings such as ``step.extra`` count prompts.
     return f"{count} response{'s' * (count != 1)}"
 
 

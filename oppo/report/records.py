@@ -66,11 +66,7 @@ class Lock:
         self._file.flush()
 
     def _acquire(self) -> bool:
-        """Lock the open file; return whether it is still at its path, from where its last owner may have removed it.
-
-        Raises:
-            BlockingIOError: another run holds the lock.
-        """
+        # The file may no longer be at its path, from where its last owner may have removed it.
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
@@ -374,7 +370,7 @@ def observations(path: Path, first: int = 0) -> Mapping[int, Observation]:
 
 
 def _observation(seen: object) -> Observation | None:
-    """Return a journalled observation; ``None`` for a damaged one."""
+    # ``None`` for a damaged one.
     try:
         return Observation.from_json(cast("dict[str, Json]", seen))
     except (KeyError, TypeError, ValueError, AttributeError):

@@ -290,7 +290,6 @@ class RunDirectory(Observer):
             self.close()
 
     def _rewind(self, steps: int) -> None:
-        """Rewind the records to the first ``steps`` steps, and restore the counts from them."""
         (self.path / SUMMARY).unlink(missing_ok=True)
         for name in (*RECORDS, *filter(self._exists, [EVALUATIONS])):
             self.faults += rewind(self.path / name, steps)

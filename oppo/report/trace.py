@@ -153,7 +153,7 @@ class Trace:
             self._arrow("f", stage, item.rollout, at)
 
     def _lane(self, whole: Span) -> str:
-        """Return the track of a whole step: slices of one track may not overlap, and with lookahead steps do."""
+        # Slices of one track may not overlap, and with lookahead steps do.
         free = [lane for lane, end in enumerate(self._lanes) if end <= whole.start]
         if not free:
             free, self._lanes = [len(self._lanes)], [*self._lanes, 0.0]

@@ -123,7 +123,6 @@ class WeightsAndBiases(Observer):
 
 
 def _identity(folder: Path) -> str:
-    """Return the identity of the run that the folder is of, or a new one, which is kept there."""
     file = folder / IDENTITY
     if file.exists():
         return file.read_text(encoding="utf-8").strip()

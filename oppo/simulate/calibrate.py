@@ -71,14 +71,13 @@ def fitted(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[fl
 
 
 def _weighted_median(values: FloatArray64, weights: FloatArray64) -> float:
-    """Return the value up to which half of the weights lie."""
     order = np.argsort(values)
     reached = np.cumsum(weights[order])
     return float(values[order][np.searchsorted(reached, reached[-1] / 2)]) if reached[-1] > 0 else 1.0
 
 
 def _least_squares(inputs: FloatArray64, outputs: FloatArray64, weights: FloatArray64) -> FloatArray64:
-    """Return the best shares without a negative one: the kinds are few, so every choice of them is tried."""
+    # The kinds are few, so every choice of them is tried.
     kinds = inputs.shape[1]
     prior = 1 / kinds
     best, least = np.zeros(kinds), np.inf
@@ -209,7 +208,7 @@ def calibrated(
 def _decoder(
     steps: Sequence[MeasuredStep], contention: Contention, reading: Passes | None, *, recomputes: bool
 ) -> Decoder:
-    """Return the costs of decode steps; ``reading`` are those of prompts, which are fitted too when ``None``."""
+    # ``reading`` is that of prompts, fitted too when ``None``.
     known = 0.0 if reading is None else reading.token
     work, seconds = [], []
     for step in steps:
@@ -233,20 +232,18 @@ def _decoder(
 
 
 def _beside(step: MeasuredStep) -> tuple[float, float]:
-    """Return the seconds of decoding, and those of the update, beside which some scorer worked."""
     busy = [(_shares(each), _reading(step, each) + _answering(step, each)) for each in step.seen.scoring]
     decoding, training = (sum(shares[k] * seconds for shares, seconds in busy) for k in range(2))
     return min(decoding, step.seen.decode_seconds), min(training, step.update)
 
 
 def _shares(times: Scoring) -> tuple[float, float]:
-    """Return the shares of a scorer's work that it did beside decoding, and beside the update."""
     work = times.busy + times.spare
     return (times.before / work, times.spare / work) if work > 0 else (0.0, 0.0)
 
 
 def _alone(times: Scoring, contention: Contention) -> float:
-    """Return the share of a scorer's seconds that its work would have taken with nothing beside it."""
+    # The share that the work would have taken with nothing beside it.
     decoding, training = _shares(times)
     return decoding / (1 + contention.score) + training / (1 + contention.score_train) + 1 - decoding - training
 

@@ -390,7 +390,7 @@ class Observed:
 
 
 def _length(line: str, path: Path, number: int) -> int | None:
-    """Return the length on a line; ``None`` for a JSON object without one."""
+    # ``None`` for a JSON object without one.
     try:
         found = json.loads(line)
     except ValueError:

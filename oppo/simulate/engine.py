@@ -95,11 +95,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return lambda: self._tables.remove(describe)
 
     def _pass_time(self, timeout: float | None) -> None:
-        """Move the clock by ``timeout`` seconds, or raise a deadlock.
-
-        asyncio passes the distance to its next timer, at most a day. The time plus that distance may round to another
-        float than the timer's, so the clock is set from the timers themselves; earlier ones are cancelled and skipped.
-        """
+        # asyncio passes the distance to its next timer, at most a day. The time plus that distance may round to another
+        # float than the timer's, so the clock is set from the timers themselves; earlier ones are cancelled and
+        # skipped.
         distance = 0.0 if timeout is None else timeout
         while self._timers and (self._timers[0] <= self._clock or self._timers[0] - self._clock < distance):
             heapq.heappop(self._timers)
@@ -116,7 +114,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         )
 
     def _refuse_threads(self) -> None:
-        """Raise for a thread that works for this loop; only once, so that the loop can be shut down."""
+        # Only once, so that the loop can be shut down.
         if self._refused:
             return
         # anyio's worker threads carry their loop; others are noticed when they call in.
@@ -276,7 +274,6 @@ class Job:
                 return due
 
     def _time_of(self, position: float) -> float:
-        """Return the loop time at which a position is reached if nothing changes."""
         if self._slowdown == 1:
             return position + self._lost
         return self._since + (position - self._at) * self._slowdown
@@ -450,7 +447,7 @@ class Lane(Generic[RowT]):
                 self._change()
 
     async def _advance(self, job: Job) -> None:
-        """Pass the time until the next event, or until the rows or what they are waited for have changed."""
+        # Until the next event, or until the rows or what they are waited for have changed.
         while self._agenda[0][-1] not in self._seats:
             heappop(self._agenda)
         self.settle()
@@ -484,7 +481,6 @@ class Lane(Generic[RowT]):
         return seat.made + max(0, self._steps - seat.since)
 
     def _end(self, step: int, job: Job) -> float:
-        """Return the position at which a decode step ends."""
         if not self._ends:
             self._active = len(self._seats)
         while len(self._ends) < step - self._steps:
@@ -520,7 +516,7 @@ class Lane(Generic[RowT]):
         self._active = len(self._seats)
 
     def _replan(self) -> None:
-        """Let only the step in progress stand, since the next ones have other rows."""
+        # Only the step in progress stands, since the next ones have other rows.
         if self._job is not None and self._ends:
             del self._ends[1:]
             self._job.interrupt()

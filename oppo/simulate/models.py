@@ -326,14 +326,12 @@ class FakePlace:
         self._next()
 
     def _withdraw(self, call: _Pending) -> None:
-        """Forget a call that was cancelled."""
         if call.go.is_set() and not call.preempted:
             self._busy = False
         self._pending = sorted(each for each in self._pending if each[-1] is not call)
         self._next()
 
     def _next(self) -> None:
-        """Begin the next call if the place is free and the call may be made."""
         if self._busy:
             return
         for _, _, call in self._pending:

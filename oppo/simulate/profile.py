@@ -306,7 +306,6 @@ class Profile:
 
 
 def _slowed(corunning: float, kind: str, other: str) -> float:
-    """Return by how much work takes longer beside other work, as a share."""
     del kind, other
     return 2 / corunning - 1
 

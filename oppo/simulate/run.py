@@ -424,7 +424,6 @@ class SimulatedRun:
         )
 
     def _scorer(self, name: ScorerName, fake: FakeScorer[T]) -> PlacedScorer[T]:
-        """Give a fake scorer its costs and its place."""
         reader = self._reader(name)
         fake.device = self._device(reader.device)
         if reader.streams and not (self.schedule.held and reader.padded):
@@ -439,26 +438,25 @@ class SimulatedRun:
         return self.system.readers.get(name, Reader(place=name, device=name))
 
     def _reading(self, passes: Passes, start: int, stop: int) -> float:
-        """Return the seconds for positions of a response, those of the prompt below 0."""
+        # Positions of the prompt are below 0.
         prompt = self.workload.prompt
         return passes.reading(0 if start < 0 else prompt + self.grain * start, prompt + self.grain * stop)
 
     def _whole(self, reader: Reader, finished: Sequence[Finish]) -> float:
-        """Return the seconds for whole rows."""
         lengths = [len(event.response) for event in finished]
         if reader.padded:
             lengths = [self._longest.tokens] * len(finished)
         return reader.call + reader.passes.whole(self._rows(lengths)) + reader.answer * len(finished)
 
     def _rows(self, lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the tokens of whole rows, prompts included, float64 [n]."""
+        # Prompts included, float64 [n].
         return self.workload.prompt + self.grain * np.asarray(lengths, np.float64)
 
     def _device(self, name: str) -> Device:
         return self._devices.setdefault(name, Device(self.system.interference))
 
     def _score(self) -> float:
-        """Return a score that rises to a plateau; the noise is of the step's mean."""
+        # It rises to a plateau; the noise is of the step's mean.
         step = self.trainer.version
         return 4.1 * (1 - math.exp(-step / 100)) + float(self._noise[min(step, self.steps)])
 

@@ -134,7 +134,6 @@ class Study:
         return {name: self._fault(name, most_lag) or alike for name in faster}
 
     def _fault(self, name: str, most_lag: float) -> str:
-        """Return why a schedule is not worth a change; empty if it is."""
         each = self.standings[name]
         if name in self.refused:
             return self.refused[name]
@@ -186,7 +185,7 @@ def _outcome(system: System, workload: Workload, schedule: Schedule, steps: int,
 
 @contextmanager
 def _workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield processes for so many simulated runs; an error or a signal ends them at once."""
+    # An error or a signal ends them at once.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     others = set(active_children())
     context = get_context("spawn")
@@ -203,7 +202,6 @@ def _workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin() -> None:
-    """Prepare a process that simulates."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its children
     threading.Thread(target=_follow_parent, daemon=True).start()
     gc.freeze()
@@ -211,7 +209,7 @@ def _begin() -> None:
 
 
 def _follow_parent() -> None:
-    """End with a parent that was killed: nothing else tells a process that waits for work."""
+    # Nothing else tells a process that waits for work that its parent was killed.
     parent = parent_process()
     if parent is not None:
         parent.join()

@@ -121,10 +121,7 @@ class Ledger:
         return self._trainable("refill", asked, remaining, owned, owned)
 
     def _trainable(self, method: str, asked: object, remaining: int, in_step: int, owned: int) -> int:
-        """Return how many of the units that an admission asks for the remaining steps can train.
-
-        A batch and as many units beyond it may be in a step: whatever is deferred then fits in one batch.
-        """
+        # A batch and as many units beyond it may be in a step: whatever is deferred then fits in one batch.
         batch = self.admission.batch
         room = max(0, 2 * batch - in_step)
         if isinstance(asked, bool) or not isinstance(asked, Integral) or not 0 <= int(asked) <= room:

@@ -255,7 +255,6 @@ class WeightSync:
 
 
 def _require_in_flight(follower: Follower) -> None:
-    """Raise ``ConfigError`` unless a follower can be given weights while it works."""
     name, capabilities = name_of(follower), getattr(follower, "capabilities", None)
     if isinstance(capabilities, Capabilities) and capabilities.loads_while_decoding != "between decode steps":
         raise ConfigError(

@@ -256,7 +256,6 @@ async def _dialogue(make: Make[Policy], prompts: Sequence[Prompt]) -> Dialogue:
 
 
 def _check_answers(whole: Dialogue, plain: Trial) -> None:
-    """Check that each answer stands after its turn, once, and that the turns are what was sampled."""
     for prompt, turns, transcript, alone in zip(
         whole.prompts, whole.heard, whole.transcripts, plain.tokens, strict=True
     ):
@@ -296,7 +295,6 @@ async def _check_turn_cut(make: Make[Policy], whole: Dialogue) -> None:
 
 
 async def _check_waiting(make: Make[Policy], whole: Dialogue) -> None:
-    """Check that a turn that is unanswered when decoding stops is still there when it goes on."""
     trial = await _dialogue(make, whole.prompts)
     k = next(k for k, heard in enumerate(whole.heard) if heard)
     rollout, decode = f"rollout {whole.prompts[k].rollout}", trial.decodes[k]
@@ -325,7 +323,6 @@ async def _check_waiting(make: Make[Policy], whole: Dialogue) -> None:
 
 
 async def _check_reopening(make: Make[Policy], whole: Dialogue) -> None:
-    """Check that a response that ends with a turn is opened at that turn."""
     k = next(k for k, heard in enumerate(whole.heard) if heard)
     prompt, first, half = whole.prompts[k], whole.heard[k][0], Response.empty(whole.prompts[k])
     for piece in whole.transcripts[k].pieces:

@@ -155,7 +155,6 @@ def _versions(reports: Sequence[StepReport]) -> Iterator[str]:
 
 
 def _accounts(report: StepReport, lives: dict[int, Life]) -> Iterator[str]:
-    """Yield a sentence for each rollout that a step did not account for, once."""
     outcomes = [
         *((rollout, "trained") for rollout in report.trained),
         *((e.rollout, "dropped") for e in report.dropped),
@@ -321,7 +320,6 @@ class Recorder(Observer):
 
 
 def _event(item: object, rollout: int) -> str:
-    """Return what an item says of a rollout; empty if nothing."""
     if isinstance(item, StepReport):
         dropped = any(drop.rollout == rollout for drop in item.dropped)
         return "trained" if rollout in item.trained else "dropped" * dropped

@@ -255,7 +255,7 @@ class VllmReward:
         self._sessions.forget(rollouts)
 
     def _scored_end(self, tokens: Sequence[int]) -> int:
-        """Return the length of the sequence up to the last token that is not padding, as transformers has it."""
+        # The last token that is not padding is scored, as transformers has it.
         real = (end for end in range(len(tokens), 0, -1) if tokens[end - 1] != self._model.padding)
         return next(real, 1)
 
@@ -265,7 +265,6 @@ class VllmReward:
         return session
 
     async def _read(self, ends: Sequence[tuple[_Session, int]]) -> None:
-        """Read each rollout up to a position, so that its score is the one there."""
         unread = [(session, end) for session, end in ends if end and end != session.read]
         answers = await self._classify([session.tokens[:end] for session, end in unread])
         for (session, end), answer in zip(unread, answers, strict=True):
@@ -275,7 +274,7 @@ class VllmReward:
             session.read, (session.score,) = end, answer.outputs.data.tolist()
 
     async def _classify(self, sequences: Sequence[list[int]]) -> list[Pooled]:
-        """Return the answers to one request for each sequence; the engine batches them."""
+        # The engine batches them.
         llm, names = self._engine.llm, list(islice(self._names, len(sequences)))
         try:
             async with answered(self._engine):

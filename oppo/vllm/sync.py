@@ -237,7 +237,7 @@ def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the head of a safetensors file: the length of the entries, 8 bytes, and the entries in JSON."""
+    # The length of the entries, 8 bytes, and the entries in JSON.
     entries, end = dict[str, object](), 0
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
@@ -559,7 +559,6 @@ class DeviceSender:
                 )
 
     def _joined(self, client: BlockingClient) -> TrainerSide:
-        """Return vLLM's side of the trainer, in contact with the workers."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: PLC0415
 
         init = init_info(self._route)

@@ -91,13 +91,12 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
             head.quant_method.process_weights_after_loading(head)
 
     def _tied_heads(self) -> list[ParallelLMHead]:
-        """Return the output layers that are not in the file, since they are embeddings; a CPU's keep a packed copy."""
+        # Tied heads are not in the file, since they are embeddings; a CPU's keep a packed copy.
         tables, heads = self._tables()
         embedded = {table.weight.data_ptr() for table in tables}
         return [head for head in heads if head.weight.data_ptr() in embedded]
 
     def _tables(self) -> tuple[list[VocabParallelEmbedding], list[ParallelLMHead]]:
-        """Return the embeddings, and the output layers among the model's vocabulary layers."""
         layers = [layer for layer in self.model.modules() if isinstance(layer, VocabParallelEmbedding)]
         heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
         return [layer for layer in layers if layer not in heads], heads

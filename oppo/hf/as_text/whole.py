@@ -222,12 +222,9 @@ class WholeReader(ABC):
         return [drops.get(each.rollout) or scores[each.rollout] for each in ended]
 
     @abstractmethod
-    def _texts(self, ended: EndedRollout) -> Sequence[Rendered]:
-        """Return what the model reads of a rollout, one text or more."""
-
+    def _texts(self, ended: EndedRollout) -> Sequence[Rendered]: ...
     @abstractmethod
-    def _score(self, outputs: torch.Tensor) -> float:
-        """Return the score from the outputs for these texts, float32 [texts, D]."""
+    def _score(self, outputs: torch.Tensor) -> float: ...
 
 
 class WholeReward:

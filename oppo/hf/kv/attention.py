@@ -233,11 +233,8 @@ def _attention(
 def _attend(
     module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, **kwargs: object
 ) -> Tensor:
-    """Return SDPA's output for one rectangle.
-
-    With one query per row, the heads that share a key head become its queries. transformers' function does the same,
-    but its checks take as long as attention itself in a short pass.
-    """
+    # With one query per row, the heads that share a key head become its queries. transformers' function does the same,
+    # but its checks take as long as attention itself in a short pass.
     unusual = module.training or any(kwargs.get(name) is not None for name in UNUSUAL)
     if query.shape[2] > 1 or mask is None or mask.shape[1] > 1 or unusual:
         return _sdpa(module, query, keys, values, mask, **kwargs)[0]

@@ -231,10 +231,8 @@ class Incremental:
         return {slab: sorted(members, key=slab.slot) for slab, members in by_slab.items()}
 
     def _placed_by_segment(self, rows: Sequence[int], overhead: int | None) -> dict[Slab, list[int]]:
-        """Give each segment of ``rows`` the slab that holds most of it, with room for one more token per row.
-
-        A segment costs ``overhead`` tokens; ``None``: the cost for this model.
-        """
+        # A segment goes to the slab that holds most of it, with room for one more token per row. It costs ``overhead``
+        # tokens; ``None``: the cost for this model.
         lengths = self._lengths_after(rows, [1] * len(rows))
         segments = [list(range(len(rows)))]
         if self._segmented and rows and (per_token := self._bytes_per_token()):

@@ -158,10 +158,8 @@ class Decoder:
     def _advance(
         self, live: list[DecodeRow], tokens: Tensor, prefill: ChunkedPrefill, signals: Signals
     ) -> tuple[list[DecodeRow], Tensor | None]:
-        """Prefill a portion and read the last token of each live row; return the rows to draw for and their logits.
-
-        Both are in admission order; the logits [n, V] are ``None`` when no row is fully read.
-        """
+        # The rows to draw for and their logits are in admission order; the logits [n, V] are ``None`` when no row is
+        # fully read.
         prefilled = prefill.tokens
         joining = prefill.read(signals)
         self.counters.prefilled += prefill.tokens - prefilled

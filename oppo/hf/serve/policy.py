@@ -266,11 +266,6 @@ class HfPolicy:
             await self._forget([rollout.key])
 
     def _opened(self, rollout: Prompt | Response, *, turns: bool = False) -> HfDecode:
-        """Return the decode of a rollout, whose row has the response so far.
-
-        Raises:
-            ModelError: the model cannot read the prompt.
-        """
         response = response_to(rollout, self._name, vocabulary=self._vocabulary, longest=self._longest)
         prompt, length = response.prompt, len(response.prompt.tokens)
         limit = min(self._max_new_tokens, self._longest - length, self._limit(prompt))

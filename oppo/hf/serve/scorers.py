@@ -137,11 +137,11 @@ class ScorerWorker(ABC, Generic[T]):
 
     @abstractmethod
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
-        """Keep in the rollout's state what the result needs of ``outputs`` [k, D] at the span's last k positions."""
+        # ``outputs`` [k, D] are at the span's last k positions.
+        ...
 
     @abstractmethod
-    def _result(self, state: ReadState) -> T:
-        """Return the result of a rollout that has been read."""
+    def _result(self, state: ReadState) -> T: ...
 
 
 class ReferenceWorker(ScorerWorker[FloatArray]):

@@ -173,7 +173,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _adamw(settings: TrainerSettings, weights: Sequence[Sequence[nn.Parameter]]) -> torch.optim.AdamW:
-    """Return the optimizer of the actor's weights and the critic's, if any; only matrices decay."""
+    # Only matrices decay.
     rate, critic_rate = settings.learning_rate, settings.critic_learning_rate
     rates = rate, rate if critic_rate is None else critic_rate
     groups = [

@@ -180,7 +180,7 @@ class Ranked:
 
 
 def _meet(rank: int, size: int, meeting: str, backend: str) -> None:
-    """Join the process group of all ranks; those of one machine talk over its loopback interface alone."""
+    # Ranks of one machine talk over its loopback interface alone.
     if meeting.startswith("file:"):
         loopback = next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), None)
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

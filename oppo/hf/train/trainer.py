@@ -84,7 +84,6 @@ class PartialGradient:
 
 
 def _alike(one: Batch, row: int, other: Batch, at: int) -> bool:
-    """Return whether two rows hold the same, to the last bit."""
     here, there = one.rows()[row], other.rows()[at]
     columns: Sequence[tuple[object, object]] = [(getattr(one, name), getattr(other, name)) for name in _COMPARED]
     same_group = one.responses[row].prompt.group == other.responses[at].prompt.group
@@ -278,7 +277,7 @@ class HfTrainerCore:
             )
 
     def _accumulate(self, batch: Batch, rows: list[list[int]], partial: PartialGradient) -> None:
-        """Hold the gradient of the sum of these units' losses, if it is finite."""
+        # The gradient is that of the sum of these units' losses, if it is finite.
         self.optimisation.require_every_step()
         one = Whole(1.0, 1.0, 1.0, float(self._sampling.max_new_tokens))
         losses = [torch.zeros((), device=self._models.actor.device)]  # a rank may have no part of them
@@ -295,7 +294,6 @@ class HfTrainerCore:
         self.optimisation.clear()
 
     def _commit(self, batch: Batch, partial: PartialGradient, update: UpdateMetrics) -> None:
-        """Make the optimizer step of a batch whose gradient is held."""
         rows = list(chain.from_iterable(units(batch, self.loss.unit)))
         size, loss = Whole.of(batch, rows, self._sampling.max_new_tokens), cast("Divided", self.loss)
         self.optimisation.release(1 / getattr(size, str(loss.divisor)))
@@ -312,7 +310,6 @@ class HfTrainerCore:
         self.optimisation.forget()
 
     def _learned(self, batch: Batch, learn: Callable[[UpdateMetrics], None]) -> Trained:
-        """Return the outcome of an update whose optimizer steps ``learn`` makes."""
         require_inputs(self.loss, batch)
         factor = self.settings.learning_rate_factor(self.counts.version)
         self.optimisation.scale(factor)
@@ -354,7 +351,7 @@ class HfTrainerCore:
         self._apply(batch, rows, found, update)
 
     def _apply(self, batch: Batch, rows: list[int], found: Sums, update: UpdateMetrics) -> None:
-        """Make the optimizer step of a minibatch whose gradient was added, if all its numbers are finite."""
+        # The gradient was added; the step is made if all its numbers are finite.
         update.staleness.first_minibatch = False
         self._team.sum_gradients(chain.from_iterable(self.optimisation.weights))
         names, sums = found.over(self._team)
@@ -372,7 +369,6 @@ class HfTrainerCore:
         self.optimisation.clear()
 
     def _shared(self, batch: Batch, minibatch: list[list[int]]) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of some units."""
         device, budget = self._models.actor.device, self.settings.micro_batch_tokens
         groups = list(micro_batches(batch, minibatch, device, budget))
         for mine in self._team.share([tokens_read(batch, group) for group in groups]):
@@ -382,7 +378,7 @@ class HfTrainerCore:
                 yield pack(batch, groups[mine], device, self._inputs)
 
     def _idle(self, batch: Batch, rows: list[int]) -> None:
-        """Make the passes of a micro-batch without a gradient: those of other ranks need this one's shards."""
+        # Passes without a gradient: those of other ranks need this one's shards.
         part = pack(batch, rows, self._models.actor.device, self._inputs)
         outputs = self.outputs(part).values()
         self.optimisation.backward(torch.stack([output.sum() for output in outputs]).sum() * 0.0)
@@ -409,7 +405,7 @@ class HfTrainerCore:
 
     @torch.no_grad()
     def _keep_whole(self) -> None:
-        """Copy the trained weights to the models that are whole, in the process that keeps them."""
+        # The models that are whole are in the process that keeps them.
         if self._models is self._whole and not self._team.rank:
             return
         kept = dict(self._whole.named_parameters())

@@ -115,7 +115,6 @@ class Cluster:
 
 
 def _reached(address: str) -> str:
-    """Return the address of a cluster's head that accepts connections, as ``host:port``."""
     if "://" in address:
         raise ConfigError(
             f"expected the host:port of a cluster's head, or 'auto', got {address!r}: leave out the scheme, and run on "
@@ -135,7 +134,6 @@ def _reached(address: str) -> str:
 
 @contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Restore what handles signals, which Ray replaces."""
     on_main_thread = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in _SIGNALS if on_main_thread}
     try:

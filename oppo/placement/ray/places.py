@@ -207,10 +207,7 @@ class RayChild(Child):
         self._arrival = arrival
 
     def _first_arrival(self, deadline: float) -> Arrival:
-        """Return what the actor says when it has started, or another, if its machine dies before that.
-
-        Ray may place an actor on a dead machine until it has noticed the death.
-        """
+        # Ray may place an actor on a dead machine until it has noticed the death: then another is started.
         while True:
             coming: ray.ObjectRef[Arrival] = self._got(self._actor.arrive.remote)
             try:
@@ -223,7 +220,7 @@ class RayChild(Child):
                 self.kill()
 
     def _in_time(self, coming: ray.ObjectRef[Arrival], deadline: float) -> Arrival:
-        """Return what comes before the deadline; a long wait is told once."""
+        # A long wait is told once.
         left = max(0.0, deadline - observe.now())
         if left > SILENCE:
             with suppress(GetTimeoutError):
@@ -241,7 +238,7 @@ class RayChild(Child):
         return self._awaited(self._got(lambda: self._actor.answer.remote(packet.data, copies, *packet.bulk)), sent)
 
     def _converse(self, packet: Packet, callbacks: Callbacks) -> Outcome:
-        """Send an order, run the callbacks that it requests, and return its answer, or the error of a callback."""
+        # An error of a callback takes the place of the answer.
         sent, number = observe.now(), next(self._numbers)
         with ExitStack() as watching:
             for notice in packet.blocks:
@@ -264,10 +261,7 @@ class RayChild(Child):
         return answer if callbacks.error is None else Failure(answer.start, answer.end, callbacks.error)
 
     def _requested(self, number: int, callbacks: Callbacks) -> bool:
-        """Run the callbacks that an order requests, once there are some; return whether it goes on, as far as is known.
-
-        Nothing is known of an order that requests nothing for a while.
-        """
+        # Whether the order goes on, as far as is known: nothing is known of one that requests nothing for a while.
         fetching: ray.ObjectRef[tuple[Sequence[bytes], bool, Gauges]]
         over = False
         while not over:
@@ -283,17 +277,16 @@ class RayChild(Child):
         return False
 
     def _reply(self, number: int, data: bytes) -> None:
-        """Send the reply to a request of an order."""
         sent: ray.ObjectRef[None] = self._got(lambda: self._actor.reply.remote(number, data))
         del sent  # nothing comes back, and a dead actor is found out by the next request
 
     def _note(self, number: int, notice: int, content: bytes) -> None:
-        """Pass on what was written for an order; called by the writer."""
+        # Called by the writer.
         with suppress(RayError):  # the thread that waits for the answer finds out
             self._actor.note.remote(number, notice, content)
 
     def _copies(self, packet: Packet) -> list[Copy]:
-        """Return the blocks of an order as they are now; its gauges are read from now on."""
+        # Its gauges are read from now on.
         blocks = [block for block in packet.blocks if isinstance(block, Mirrored)]
         self._gauges |= {block.number: block for block in blocks if isinstance(block, Gauge)}
         return [Copy(block.number, block[:], gauge=isinstance(block, Gauge)) for block in blocks]
@@ -481,7 +474,6 @@ def _reserved(
     spread: bool,
     patience: float,
 ) -> PlacementGroup:
-    """Return room for all ranks but the first."""
     apart = {_NODE: f"!{ray.get_runtime_context().get_node_id()}"} if spread else {}
     reserved: PlacementGroup = placement_group(
         [room.bundle()] * (count - 1),

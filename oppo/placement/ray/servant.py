@@ -194,7 +194,7 @@ class Servant:
         self._of(number).note(notice, content)
 
     def _of(self, number: int) -> Conversation:
-        """Return the conversation of an order; what comes too late is of one that nobody reads."""
+        # What comes too late is of a conversation that nobody reads.
         with self._turn:
             if number > self._number:
                 self._number, self._conversation = number, Conversation()
