@@ -64,15 +64,12 @@ class CalledEnvironment(CheckedFunction[TextTurn, str, Said]):
     user: UserFunction
 
     def made(self, given: TextTurn) -> object:
-        """Call the function with the turn."""
         return self.user.function(given)
 
     def failure(self, what: str, where: str) -> EnvironmentFailure:
-        """Return an error that names the function and the turn."""
         return EnvironmentFailure(f"environment {self.user.name!r} {what} ({where})")
 
     def checked(self, result: object, where: str) -> Said:
-        """Return the answer."""
         if result is None or isinstance(result, Drop):
             return result
         text, state = result if isinstance(result, tuple) and len(result) == 2 else (result, None)

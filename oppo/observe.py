@@ -159,15 +159,12 @@ class Expendable(Observer):
         self._works = True
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Pass it on."""
         self._pass_on(lambda: self._observer.on_item(step, stage, item, at))
 
     def on_span(self, span: Span) -> None:
-        """Pass it on."""
         self._pass_on(lambda: self._observer.on_span(span))
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Pass it on."""
         self._pass_on(lambda: self._observer.on_step(step, result, channels))
 
     def _pass_on(self, notify: Callable[[], None]) -> None:

@@ -309,7 +309,7 @@ class TokenRewards(float):
 
     rewards: FloatArray
 
-    def __new__(cls, rewards: Iterable[SupportsFloat] | FloatArray) -> Self:  # noqa: D102 - described by its class
+    def __new__(cls, rewards: Iterable[SupportsFloat] | FloatArray) -> Self:
         given = np.asarray(rewards if isinstance(rewards, np.ndarray) else list(rewards))
         if given.ndim != 1 or (given.dtype.kind not in "fiub" and len(given)):
             raise ValueError(f"rewards of tokens are numbers in one row, one for each token; got {given!r:.200}")

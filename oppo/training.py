@@ -188,6 +188,5 @@ class FunctionTrainer(SyncsByReference):
         return await thread.call("update", self._step, batch)
 
     def weights(self) -> Weights:
-        """Return the current weights by reference."""
         critic = {} if self._critic is None else self._critic.state_dict()
         return Weights(self.version, self._actor.state_dict(), critic)

@@ -71,7 +71,7 @@ class Watch(Observer):
         """Ignore the stages; :meth:`on_work` receives the models' spans."""
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Ignore the channels."""
+        pass
 
     def on_work(self, span: Span) -> None:
         """Keep a model's span of a phase; called in the models' threads."""

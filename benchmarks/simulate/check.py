@@ -190,13 +190,12 @@ class Ends(Observer):
         self.tokens: list[float] = []
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Ignore what stages yield."""
+        pass
 
     def on_span(self, span: Span) -> None:
-        """Ignore the stages."""
+        pass
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Note the end of a step."""
         del step, channels
         if isinstance(result, StepReport):
             self.at.append(anyio.current_time())

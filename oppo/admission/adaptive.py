@@ -89,7 +89,6 @@ class SlopeAdaptive(AdaptiveOvercommit):
         return {"extra": self.extra, "scores": list(self._scores)}
 
     def load_state_dict(self, state: Mapping[str, Json]) -> None:
-        """Restore what :meth:`state_dict` returned."""
         self._current = replace(self._current, extra=cast("int", state["extra"]))
         self._scores = list(cast("list[float]", state["scores"]))
 
@@ -195,7 +194,6 @@ class TailAdaptive(AdaptiveOvercommit):
         return {"extra": self.extra, "predicted_seconds": self._predicted, "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Json]) -> None:
-        """Restore what :meth:`state_dict` returned."""
         self._current = replace(self._current, extra=cast("int", state["extra"]))
         self._predicted = cast("float | None", state["predicted_seconds"])
         self._window = [Observation.from_json(each) for each in cast("list[dict[str, Json]]", state["seen"])]

@@ -37,7 +37,6 @@ class Fixed(ChunkSize):
             raise ValueError(f"a chunk holds at least 1 token, not {self.tokens}")
 
     def size(self) -> int:
-        """Return the fixed size."""
         return self.tokens
 
 
@@ -121,7 +120,6 @@ class Tuned(ChunkSize):
             self._seconds, self._tokens = {}, {}
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the size in the current step."""
         return {"overlap/chunk": float(self.size())}
 
     def state_dict(self) -> dict[str, Json]:
@@ -131,7 +129,6 @@ class Tuned(ChunkSize):
         return {"size": self._size, "step": self._step, "seconds": seconds, "tokens": tokens}
 
     def load_state_dict(self, state: Mapping[str, Json]) -> None:
-        """Restore what :meth:`state_dict` returned."""
         self._size, self._step = cast("int", state["size"]), cast("int", state["step"])
         self._seconds = {int(size): value for size, value in cast("dict[str, float]", state["seconds"]).items()}
         self._tokens = {int(size): value for size, value in cast("dict[str, int]", state["tokens"]).items()}

@@ -51,10 +51,9 @@ class Overcommit:
         return view.placed >= self.batch and not view.overdue
 
     def observe(self, seen: Observation) -> None:
-        """Learn nothing."""
+        pass
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the extra units of the coming step."""
         return {"deferral/extra": float(self.extra)}
 
 
@@ -69,7 +68,6 @@ class AdaptiveOvercommit:
         return self._current.extra
 
     def admit(self, view: AdmitView) -> int:
-        """Fill up to ``batch + extra``."""
         return self._current.admit(view)
 
     def cut(self, view: CutView) -> bool:
@@ -77,7 +75,6 @@ class AdaptiveOvercommit:
         return self._current.cut(view)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the extra units of the coming step."""
         return self._current.metrics()
 
 
@@ -137,7 +134,7 @@ class TailBatched:
         return view.placed >= self.batch
 
     def observe(self, seen: Observation) -> None:
-        """Learn nothing."""
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +183,7 @@ class Continuous:
         return view.placed >= self.batch and not view.overdue
 
     def observe(self, seen: Observation) -> None:
-        """Learn nothing."""
+        pass
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the units that are decoded at a time."""
         return {"deferral/extra": float(self.extra)}

@@ -175,7 +175,6 @@ class ClippedAlgorithm:
         return self.kl if self.kl_in == "reward" else 0.0
 
     def loss(self) -> Loss:
-        """Return the loss of the policy."""
         from oppo.losses import ClippedLoss  # noqa: PLC0415 - torch takes seconds to import
 
         loss = ClippedLoss(

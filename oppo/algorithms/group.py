@@ -95,7 +95,6 @@ class GroupAlgorithm(ClippedAlgorithm):
 
     @property
     def responses(self) -> int:
-        """Responses to each prompt."""
         return self.samples
 
     def selection(self) -> Selection | None:
@@ -108,7 +107,6 @@ class GroupAlgorithm(ClippedAlgorithm):
         return self.shaping
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
-        """Return the graph of a step."""
         return grpo(
             policy=roles.policy,
             reward=roles.reward,
@@ -234,7 +232,6 @@ class GSPO(GRPO):
         return replace(super().correction, level="sequence")
 
     def loss(self) -> SequenceLoss:
-        """Return the loss of the policy."""
         from oppo.losses import SequenceLoss  # noqa: PLC0415 - torch takes seconds to import
 
         return SequenceLoss(**vars(super().loss()))
@@ -256,7 +253,6 @@ class OnlineDPO:
 
     @property
     def responses(self) -> int:
-        """A pair."""
         return 2
 
     @property
@@ -270,7 +266,6 @@ class OnlineDPO:
         return False
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
-        """Return the graph of a step."""
         return grpo(
             policy=roles.policy,
             reference=roles.reference,
@@ -283,7 +278,6 @@ class OnlineDPO:
         )
 
     def loss(self) -> Loss:
-        """Return the loss of the policy."""
         from oppo.losses import PairwiseLoss  # noqa: PLC0415 - torch takes seconds to import
 
         return PairwiseLoss(beta=self.beta)

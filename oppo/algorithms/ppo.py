@@ -92,7 +92,6 @@ class PPO(ClippedAlgorithm):
 
     @property
     def responses(self) -> int:
-        """One response to each prompt."""
         return 1
 
     def advantage(self) -> GAE:
@@ -129,7 +128,6 @@ class PPO(ClippedAlgorithm):
         )
 
     def loss(self) -> PPOLoss:
-        """Return the loss of policy and critic."""
         from oppo.losses import PPOLoss  # noqa: PLC0415 - torch takes seconds to import
 
         return PPOLoss(
@@ -147,11 +145,9 @@ class ReinforcePP(ClippedAlgorithm):
 
     @property
     def responses(self) -> int:
-        """One response to each prompt."""
         return 1
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
-        """Return the graph of a step."""
         return ppo(
             policy=roles.policy,
             reference=roles.reference,

@@ -114,7 +114,6 @@ class PromptStream(Iterator[Prompt]):
         return self.at(number).columns
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position."""
         return {"position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -282,7 +282,6 @@ class Channel(Generic[T]):
             )
 
     def drain_nowait(self) -> Sequence[T]:
-        """Return everything queued, possibly nothing."""
         if not self._queue:
             return []
         items = list(self._queue)
@@ -343,7 +342,6 @@ class Channel(Generic[T]):
             event.set()
 
     def statistics(self) -> ChannelStatistics:
-        """Return the current counters."""
         return ChannelStatistics(
             sent=self._sent,
             received=self._received,

@@ -92,7 +92,6 @@ class Source:
         self._ended = False
 
     async def drain(self) -> Sequence[object]:
-        """Return one item; empty only at the end."""
         if self._ended:
             return []
         self._waiting += 1
@@ -120,14 +119,13 @@ class Source:
 
     @property
     def ended(self) -> bool:
-        """Whether a read has found the end of the items."""
         return self._ended
 
     def watch(self, event: anyio.Event) -> None:
         """Do nothing: an iterable does not announce its items."""
 
     def unwatch(self, event: anyio.Event) -> None:
-        """Do nothing."""
+        pass
 
     def abandon(self) -> None:
         """Do nothing: the reader continues in its next step."""
@@ -207,7 +205,6 @@ class ResultSlot(Generic[T]):
         return True
 
     async def send(self, item: T, /) -> None:
-        """Keep ``item``."""
         self.offer(item)
 
 

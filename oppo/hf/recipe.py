@@ -149,7 +149,6 @@ class ResidentRecipe(ModelRecipe):
         return cls(**{each.name: getattr(model, each.name) for each in fields(model)})
 
     def load(self) -> PreTrainedModel:
-        """Return the model; see :meth:`ModelRecipe.load`."""
         with _loading:
             model = _resident.get(self.key)
             if model is None:

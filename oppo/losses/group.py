@@ -45,7 +45,6 @@ class SequenceLoss(ClippedLoss):
 
     @property
     def unit(self) -> Unit:
-        """A row."""
         return "row"
 
     def policy_term(self, inputs: Inputs, weights: Tensor | None) -> tuple[PolicyTerm, Tensor]:
@@ -91,12 +90,10 @@ class PairwiseLoss:
 
     @property
     def unit(self) -> Unit:
-        """A group."""
         return "group"
 
     @property
     def divisor(self) -> Divisor:
-        """The number of pairs."""
         return "groups"
 
     @property
@@ -106,7 +103,6 @@ class PairwiseLoss:
 
     @property
     def measures(self) -> frozenset[Input]:
-        """Nothing else."""
         return frozenset()
 
     def __call__(self, inputs: Inputs) -> LossValue:
@@ -132,5 +128,4 @@ class PairwiseLoss:
             )
 
     def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return the means over minibatches."""
         return means(minibatches)

@@ -148,7 +148,6 @@ class Place(Hosting):
         """
 
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
-        """Make an instance in this process and return the handle to it; see :meth:`Hosting.host`."""
         return LocalInstance(self, maker(make)(), track or self.name)
 
     def close(self) -> None:
@@ -201,22 +200,17 @@ class LocalInstance(Generic[T]):
 
     @property
     def time_slice(self) -> TimeSlice:
-        """How long a call in the place should last that nothing waits for."""
         return self.place.time_slice
 
     def at(self, priority: Priority) -> Self:
-        """Return a handle whose calls have this priority."""
         return replace(self, priority=priority)
 
     async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return ``work(instance, *args, **kwargs)``."""
         return await self.place.call_at(self.priority, self.track, label, work, self.here, *args, **kwargs)
 
     async def load(
         self, work: Callable[[T, W], object], weights: W, loaded: Callable[[], object] | None = None
     ) -> None:
-        """Run ``work`` in this process."""
-
         def load() -> None:
             work(self.here, weights)
             if loaded is not None:

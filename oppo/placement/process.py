@@ -177,11 +177,9 @@ class ChildProcess(Child):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The number of the process."""
         return (self._process.pid,)
 
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
-        """Send an order and return its answer; see :meth:`Child.ask`."""
         while self._unanswered:
             answer = self._answer(Callbacks())
             self._unanswered -= 1
@@ -205,7 +203,6 @@ class ChildProcess(Child):
         self._reap()
 
     def kill(self) -> None:
-        """Kill the child; see :meth:`Child.kill`."""
         self._process.kill()
         self._process.wait()
 
@@ -333,7 +330,6 @@ class Process(Place):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The numbers of the child processes, by rank."""
         return self._child.pids
 
     @property
@@ -504,7 +500,6 @@ class ChildInstance(Generic[T]):
 
     @property
     def time_slice(self) -> TimeSlice:
-        """How long a call in the place should last that nothing waits for."""
         return self.place.time_slice
 
     @property
@@ -515,11 +510,9 @@ class ChildInstance(Generic[T]):
         return self.shared
 
     def at(self, priority: Priority) -> Self:
-        """Return a handle whose calls have this priority."""
         return replace(self, priority=priority)
 
     async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return ``work(instance, *args, **kwargs)``."""
         call = Call(self.instance.number, work, args, kwargs)
         return cast("R", await self.place.call_in_child(self.priority, self.instance, label, call))
 

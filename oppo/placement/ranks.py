@@ -72,7 +72,6 @@ class FileMeeting:
         return (self._folder / str(number)).as_uri()
 
     def close(self) -> None:
-        """Remove the files."""
         self._stack.close()
 
 
@@ -113,11 +112,9 @@ class RankedChild(Child):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The numbers of the processes, by rank."""
         return tuple(pid for rank in self._ranks for pid in rank.pids)
 
     def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
-        """Return the order for each rank."""
         packed = {type(rank): rank.orders(number, make) for rank in {type(rank): rank for rank in self._ranks}.values()}
         return [packet for rank in self._ranks for packet in packed[type(rank)]]
 
@@ -136,7 +133,6 @@ class RankedChild(Child):
             return self._ask_each(joins)
 
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
-        """Give each rank the order; return the answer of rank 0."""
         if callbacks:
             raise ProtocolError(f"the ranks of {self._name!r} cannot call back: expected a Process or a Thread")
         return self._ask_each([packet] * len(self._ranks))
@@ -165,14 +161,12 @@ class RankedChild(Child):
         return asked[0].result()
 
     def end(self) -> None:
-        """Let the ranks exit."""
         for rank in self._ranks:
             rank.end()
         self._pool.shutdown()
         self._meeting.close()
 
     def kill(self) -> None:
-        """Kill the ranks for good."""
         self._lost = self._lost or Gone("were killed", who=f"the ranks of {self._name!r}")
         for rank in self._ranks:
             rank.kill()

@@ -93,7 +93,6 @@ class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
 
     @property
     def version(self) -> int:
-        """The number of updates made so far."""
         return self.core.counts.version
 
     @property
@@ -116,7 +115,6 @@ class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
             return await self._hosted.call(label, work, _training_part(batch))
 
     def weights(self) -> Weights:
-        """Return the current weights by reference."""
         return self.core.weights()
 
     async def write(self, directory: Path) -> None:

@@ -108,7 +108,7 @@ class RunLog(Observer):
             self._log.info("evaluated", step=item.step + 1, version=item.version, **measured)
 
     def on_span(self, span: Span) -> None:
-        """Leave spans to the trace."""
+        pass
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """Log a step, and each rollout that was dropped in it."""

@@ -191,13 +191,11 @@ class Panel(Observer):
             self._sample = Text(f"{float(item.scores[best]):+.3f}  {on_one_line(excerpt(text, _SAMPLE))}")
 
     def on_span(self, span: Span) -> None:
-        """Show that a stage is done with the step."""
         stage = self._stages.get(span.track)
         if span.kind == "execution" and stage is not None and stage.step == span.step:
             stage.seconds = span.end - span.start
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Show the step's report."""
         del channels
         self._done = step + 1
         if isinstance(result, StepReport):

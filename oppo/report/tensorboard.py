@@ -56,10 +56,9 @@ class TensorBoard(Observer):
             self._write(step, item.metrics)
 
     def on_span(self, span: Span) -> None:
-        """Leave spans to the trace."""
+        pass
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Write the metrics of a step."""
         del channels
         if isinstance(result, StepReport):
             self._write(step + 1, scalars(result))

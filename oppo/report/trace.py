@@ -84,12 +84,10 @@ class Timekeeper(Observer):
             cut.carried += isinstance(item, Defer)
 
     def on_span(self, span: Span) -> None:
-        """Keep the span of the whole step."""
         if span.kind == "step":
             self._whole = span
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Complete a step."""
         del result, channels
         self.complete(step)
 

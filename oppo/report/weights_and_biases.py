@@ -95,10 +95,9 @@ class WeightsAndBiases(Observer):
             self._writer.submit(partial(self._run.log, dict(item.metrics), step=step))
 
     def on_span(self, span: Span) -> None:
-        """Leave spans to the trace."""
+        pass
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Log the metrics of a step."""
         del channels
         if isinstance(result, StepReport):
             self._writer.submit(partial(self._run.log, scalars(result), step=step + 1))

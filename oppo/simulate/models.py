@@ -358,7 +358,6 @@ class PlacedScorer(Generic[T]):
         return self._scorer.version
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
-        """Read more of some rollouts."""
         async with self._place.reserved(priority, self._track, "extend"):
             await self._scorer.extend(events)
 

@@ -287,7 +287,7 @@ class Longest(Observer):
             self._step = step
 
     def on_span(self, span: Span) -> None:
-        """Ignore the stages."""
+        pass
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """Ignore the end of a step."""

@@ -156,7 +156,6 @@ class Conversations:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
         self._memories = {int(rollout): _Memory(each["answered"], each["state"]) for rollout, each in state.items()}
 
 

@@ -76,7 +76,6 @@ class SyncedScorer:
         return isinstance(self.scorer, ServesByReference) and self.scorer.serves(weights)
 
     def tensors(self) -> frozenset[int]:
-        """Return the addresses of the tensors that new weights change."""
         return self.scorer.tensors() if isinstance(self.scorer, ServesByReference) else frozenset()
 
     # For the stage that trains.

@@ -202,7 +202,6 @@ class FaultyScorer(Generic[T]):
         return self.inner.version
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
-        """Read more of some rollouts."""
         if await self.player.play("extend") == LoseSessions():
             await self._lose()
         await self.inner.extend(events)

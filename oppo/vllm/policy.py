@@ -430,7 +430,6 @@ class VllmSampling:
 
     @property
     def version(self) -> int:
-        """Version of the weights in use."""
         return self._policy.version
 
     @property

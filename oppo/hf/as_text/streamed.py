@@ -298,7 +298,6 @@ class BridgeWorker:
         return found
 
     def forget(self, rollouts: Iterable[int]) -> None:
-        """Drop sessions; unknown rollouts are ignored."""
         rollouts = list(rollouts)
         self._sessions.forget(rollouts)
         self._prefill.forget(rollouts)
@@ -387,7 +386,6 @@ class BridgedReward:
         return samples
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
-        """Read more of some rollouts."""
         inputs = ScorerInput(events, columns=self._columns)
         await self._worker.at(priority).call("extend", BridgeWorker.extend, inputs)
 
@@ -407,6 +405,5 @@ class BridgedReward:
         ]
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        """Drop sessions; unknown rollouts are ignored."""
         with suppress(ModelLost):  # sessions are lost with the place they were in
             await self._worker.at(priority).call("forget", BridgeWorker.forget, list(rollouts))

@@ -276,7 +276,6 @@ class WholeReward:
         return await self._worker.at(priority).call("finish", WholeReader.finish, ended)
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        """Drop sessions; unknown rollouts are ignored."""
         del priority
         self._sessions.forget(rollouts)
 

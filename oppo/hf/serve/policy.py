@@ -128,7 +128,6 @@ class HfPolicy:
 
     @property
     def version(self) -> int:
-        """Version of the weights in use."""
         return self.counters.version
 
     @property
@@ -175,11 +174,9 @@ class HfPolicy:
             await self._core.call("refresh", PolicyCore.refresh)
 
     def serves(self, weights: Weights) -> bool:
-        """Return whether it decodes with the very tensors of ``weights``."""
         return not isinstance(self._model, ModelRecipe) and share_storage(self._model, weights.actor)
 
     def tensors(self) -> frozenset[int]:
-        """Return the addresses of the tensors that new weights change."""
         return frozenset() if isinstance(self._model, ModelRecipe) else addresses(self._model)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[HfDecode]:

@@ -254,17 +254,14 @@ class StreamedScorer(Generic[T]):
         await self._worker.load(_load, SentWeights(weights), served)
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
-        """Read more of some rollouts."""
         inputs = ScorerInput(events, supports=self._supports)
         await self._worker.at(priority).call("extend", ScorerWorker.extend, inputs)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
-        """Return each rollout's result, and forget it."""
         lengths = {event.rollout: len(event.response) for event in finished}
         return await self._worker.at(priority).call("finish", ScorerWorker[T].finish, lengths)
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        """Drop sessions; unknown rollouts are ignored."""
         with suppress(ModelLost):  # sessions are lost with the place they were in
             await self._worker.at(priority).call("forget", ScorerWorker.forget, list(rollouts))
 
@@ -340,7 +337,6 @@ class ValueModel(StreamedScorer[FloatArray]):
         self._model = model
 
     def serves(self, weights: Weights) -> bool:
-        """Return whether it scores with the very tensors of ``weights``."""
         return not isinstance(self._model, ModelRecipe) and share_storage(self._model, weights.critic)
 
     def tensors(self) -> frozenset[int]:

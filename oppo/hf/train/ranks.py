@@ -77,26 +77,21 @@ class Alone:
     size = 1
 
     def share(self, costs: Sequence[float]) -> Sequence[int | None]:
-        """Return all parts."""
         return range(len(costs))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the values."""
         return values
 
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
-        """Leave the gradients alone."""
+        pass
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Return the tensor."""
         return tensor
 
     def first(self, value: T) -> T:
-        """Return the value."""
         return value
 
     def once(self, work: Callable[[], None]) -> None:
-        """Do it."""
         work()
 
 
@@ -123,11 +118,9 @@ class Ranked:
         self.mesh: DeviceMesh = init_device_mesh(device.type, (size,))
 
     def share(self, costs: Sequence[float]) -> Sequence[int | None]:
-        """Return this rank's parts."""
         return deal(costs, self._had, self.rank)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors."""
         total = values.to(self.device, copy=True)
         dist.all_reduce(total)
         return total
@@ -143,7 +136,6 @@ class Ranked:
                 dist.all_reduce(weight.grad)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's tensor."""
         given = tensor.detach().to(self.device, copy=bool(self.rank)).contiguous()
         dist.broadcast(given, src=0)
         return given

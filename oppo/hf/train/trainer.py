@@ -162,7 +162,6 @@ class HfTrainerCore:
         return Optimisation(self._models, self.settings)
 
     def weights(self) -> Weights:
-        """Return the current weights, by reference."""
         critic = {} if self.critic is None else self.critic.state_dict()
         merge = partial(merged, self.actor, torch.float32) if has_adapters(self.actor) else None
         return Weights(self.counts.version, actor=self.actor.state_dict(), critic=critic, merge=merge)
@@ -528,5 +527,4 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         await self.given("accumulate", HfTrainerCore.accumulate, part)
 
     async def commit(self, batch: Batch) -> Trained:
-        """Train on a batch, some rows of which were accumulated."""
         return await self.given("commit", HfTrainerCore.commit, batch)

@@ -141,7 +141,6 @@ class RayChild(Child):
 
     @property
     def whereabouts(self) -> str:
-        """Process and machine."""
         return "not started yet" if self._arrival is None else f"pid {self._arrival.pid} on {self.address}"
 
     def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
@@ -178,7 +177,6 @@ class RayChild(Child):
         return self._converse(packet, callbacks) if callbacks else self._answer(packet)
 
     def end(self) -> None:
-        """End the actor."""
         self.kill()
 
     def kill(self) -> None:
@@ -461,7 +459,6 @@ class _PortMeeting:
         return cast("str", first.ask(pack(Call(None, listen, (self._cluster.driver_address(),)))).result("rank 0"))
 
     def close(self) -> None:
-        """Give the room back."""
         remove_placement_group(self._bundles)
 
 

@@ -79,14 +79,12 @@ class Conversation:
         self._waits = False
 
     def send(self, request: Packet) -> None:
-        """Keep a request for the driver."""
         with self._news:
             self._requests.append(request.data)
             if len(self._requests) == 1:  # others are fetched with it
                 self._news.notify_all()
 
     def receive(self) -> Packet:
-        """Return the next reply; wait for it."""
         with self._news:
             self._waits = True
             self._news.notify_all()
@@ -95,7 +93,6 @@ class Conversation:
             return Packet(self._replies.popleft())
 
     def has_come(self) -> bool:
-        """Return whether a reply is there."""
         return bool(self._replies)
 
     def end(self) -> None:
