@@ -12,8 +12,8 @@ from oppo.app.expected import expected, load_of
 from oppo.app.layout import devices_of
 from oppo.config.load import load
 from tests.hf import tiny
+from tests.hf.as_text.test_whole import classifier, sentence_encoder
 from tests.hf.spot_tokenizers import TEMPLATE, spot
-from tests.hf.test_whole import classifier, sentence_encoder
 from tests.workplace import furnish, oppo, records, tokenizer
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hf.test_whole import sentence_encoder
+from tests.hf.as_text.test_whole import sentence_encoder
 
 main: Callable[[Sequence[str]], int] = import_module("examples.10_similarity").main
 

@@ -20,9 +20,9 @@ from oppo.hf.weights import weights_digest
 from oppo.models import Weights
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
-from tests import test_equivalence as equivalence
 from tests.hf import tiny
 from tests.hf.train.test_trainer import SAMPLING, rollouts
+from tests.invariants import test_equivalence as equivalence
 
 pytestmark = pytest.mark.adapters
 

@@ -18,8 +18,8 @@ from oppo.graph import Graph
 from oppo.stages import Generate, GroupRelative, Selection, Update
 from oppo.stages.selection import REJECTED, Round, Rounds, differ
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, noise, run_virtual
+from tests.invariants.test_groups import Grouped, groups
 from tests.pipelines import Setting, motions, on_policy, same_batches
-from tests.test_grpo_graph import Grouped, groups
 
 CARRIED = Setting(lengths=(5, 9, 3, 30, 21, 7, 8, 60), extra=2, steps=4, samples=2, reward=0.03)
 

@@ -33,9 +33,9 @@ from oppo.hf.weights import weights_digest
 from oppo.losses import PPOLoss, Whole, policy_loss, token_logprobs, value_loss
 from oppo.placement import Thread
 from oppo.testing import check_trainer
-from tests import test_equivalence as equivalence
 from tests.hf import tiny
 from tests.hf.train.test_trainer import SAMPLING, Served, rollouts, trainer_of
+from tests.invariants import test_equivalence as equivalence
 
 SCALAR = [name for name in tiny.CONFIGS if name not in tiny.WITHOUT_SCALAR]
 ADAPTED = [pytest.param(name, True, marks=pytest.mark.adapters) for name in ("llama", "gpt2")]

@@ -25,8 +25,8 @@ from oppo.observe import now
 from oppo.placement import Process, Thread
 from oppo.placement.ray import Cluster, RayPlace
 from tests.hf import child, tiny
+from tests.hf.serve.test_policy_process import RUNS, unreadable
 from tests.hf.stories import SAMPLING, Story, prompts, serving, told
-from tests.hf.test_policy_process import RUNS, unreadable
 from tests.placement.ray.machines import Machine, Machines
 from tests.workplace import tokenizer
 

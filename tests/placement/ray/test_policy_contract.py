@@ -15,7 +15,8 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.weights import weights_digest
 from oppo.models import Sampling
 from oppo.placement.ray import Cluster, RayPlace
-from tests.hf import child, test_decoding, test_policy, test_publish_in_flight, test_turns, test_with_sampling, tiny
+from tests.hf import child, tiny
+from tests.hf.serve import test_decoding, test_policy, test_publish_in_flight, test_turns, test_with_sampling
 from tests.hf.stories import SAMPLING, Serving
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

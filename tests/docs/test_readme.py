@@ -33,11 +33,11 @@ from oppo.testing import (
 )
 from tests.forked import Program
 from tests.hf import tiny
+from tests.hf.as_text.test_whole import classifier, sentence_encoder
 from tests.hf.spot_tokenizers import spot
-from tests.hf.test_whole import classifier, sentence_encoder
 from tests.workplace import furnish, oppo as oppo_train, records, run as oppo_run, tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?://)([^)\s#]*)(?:#([^)\s]+))?\)")

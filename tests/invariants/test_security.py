@@ -22,7 +22,7 @@ from oppo.hf.weights import weights_digest
 from tests.hf import tiny
 from tests.workplace import furnish, oppo, records, tokenizer_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 CANARIES = {
     "JUDGE_PASSWORD": "canary-in-password",

@@ -24,7 +24,7 @@ from oppo.losses import (
 )
 from oppo.returns import KLEstimator, kl_estimate
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "ppo.json").read_text(encoding="utf-8"))["loss"]
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "ppo.json").read_text(encoding="utf-8"))["loss"]
 CLIP = 0.2
 
 

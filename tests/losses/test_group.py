@@ -15,7 +15,7 @@ from oppo.losses import ClippedLoss, Inputs, Loss, LossValue, PairwiseLoss, Sequ
 from oppo.returns import GroupAdvantage, group_advantages, kl_estimate
 from oppo.training import Aggregation
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "groups.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "groups.json").read_text(encoding="utf-8"))
 SAMPLES: int = GOLDEN["samples"]
 LENGTHS = torch.tensor(GOLDEN["lengths"])
 ROWS = len(LENGTHS)

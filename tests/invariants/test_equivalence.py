@@ -36,7 +36,7 @@ BATCH = 4
 
 
 def oracle() -> ModuleType:
-    path = Path(__file__).parents[1] / "examples" / "00_serial_ppo.py"
+    path = Path(__file__).parents[2] / "examples" / "00_serial_ppo.py"
     spec = importlib.util.spec_from_file_location("serial_ppo", path)
     assert spec is not None
     assert spec.loader is not None

@@ -19,9 +19,9 @@ from oppo.models import Capabilities
 from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate
 from oppo.testing import FakePolicy, prompts, run_virtual
+from tests.invariants.test_ppo import assert_grammatical
 from tests.known import known
 from tests.pipelines import Pipeline, Setting, motions
-from tests.test_ppo_graph import assert_grammatical
 
 LENGTHS = (5, 9, 3, 30, 12, 7, 22, 4, 40, 6, 18)
 KEPT = Setting(LENGTHS, batch=6, extra=6, steps=6, refill=True)

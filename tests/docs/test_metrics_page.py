@@ -18,7 +18,7 @@ from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting
 from tests.workplace import furnish, oppo, records
 
-PACKAGE = Path(__file__).parents[1] / "oppo"
+PACKAGE = Path(__file__).parents[2] / "oppo"
 NAME = re.compile(r"[a-z_]+(/[\w{}]+)+")
 NAMES = [each.name for section in METRICS.values() for each in section]
 FOLDERS = {name.split("/")[0] for name in NAMES if "/" in name}
