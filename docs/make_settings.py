@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from oppo.algorithms import ALGORITHMS
 from oppo.config.load import SEEDED
-from oppo.config.sections import RewardPart
+from oppo.config.sections import REWARD_KINDS
 from oppo.config.settings import keys_of
 from oppo.declared import MOST, SEEDS, Declared, OneOf, declared as declared_of
 
@@ -41,7 +41,6 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "run.keep_last": ("checkpoints kept", "save_total_limit"),
     "run.keep_best": ("best checkpoint", ""),
     "models.policy": ("actor, policy", "sft_model_path"),
-    "models.reward": ("reward model, reward function", "reward_model_path"),
     "models.reference": ("reference model", "ref_model"),
     "models.critic": ("critic, value model", "value_model"),
     "models.shared_trunk": ("shared backbone, value head", ""),
@@ -55,39 +54,28 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "models.trust_remote_code": ("custom code", "trust_remote_code"),
     "models.allow_pickle": ("pickled weights, `pytorch_model.bin`", ""),
     "models.ignore_unused_weights": ("strict loading, unexpected keys", ""),
-    "models.reward_reading": ("streamed or whole-rollout reward model", ""),
-    "models.reward_form": ("chat template of the reward model, cross-encoder input", ""),
-    "models.reward_over_long": ("truncation of the reward model", ""),
-    "models.reward_label": ("label of a classifier", ""),
-    "models.reward_column": ("reference answer, ground truth", ""),
-    "models.reward_separators": ("step separator of a process reward model", "`step_separator` of `PRMConfig`"),
-    "models.reward_failure": ("reward error policy", ""),
-    "models.reward_drop": ("rewards that do not apply", ""),
-    "models.reward_process": ("reward function in a subprocess", ""),
-    "models.reward_concurrency": ("concurrent reward calls", ""),
-    "models.reward_timeout": ("reward timeout", ""),
-    "models.reward_each": ("reward calls per response", ""),
-    "models.reward_keep_special_tokens": ("`skip_special_tokens`", ""),
-    "models.environment": ("environment, tool calls, multi-turn rollouts", ""),
-    "models.environment_failure": ("tool error policy", ""),
-    "models.environment_process": ("tool in a subprocess", ""),
-    "models.environment_concurrency": ("concurrent tool calls", ""),
-    "models.environment_timeout": ("tool timeout", ""),
-    "models.environment_keep_special_tokens": ("`skip_special_tokens`, `split_special_tokens`", ""),
-    "models.reward.NAME.source": ("reward functions, `reward_funcs`", "`reward_funcs` of GRPO"),
-    "models.reward.NAME.weight": ("reward weights", "`reward_weights` of GRPO"),
-    "models.reward.NAME.reading": ("see `models.reward_reading`", ""),
-    "models.reward.NAME.form": ("see `models.reward_form`", ""),
-    "models.reward.NAME.over_long": ("see `models.reward_over_long`", ""),
-    "models.reward.NAME.label": ("see `models.reward_label`", ""),
-    "models.reward.NAME.column": ("see `models.reward_column`", ""),
-    "models.reward.NAME.separators": ("see `models.reward_separators`", ""),
-    "models.reward.NAME.failure": ("see `models.reward_failure`", ""),
-    "models.reward.NAME.process": ("see `models.reward_process`", ""),
-    "models.reward.NAME.concurrency": ("see `models.reward_concurrency`", ""),
-    "models.reward.NAME.timeout": ("see `models.reward_timeout`", ""),
-    "models.reward.NAME.each": ("see `models.reward_each`", ""),
-    "models.reward.NAME.keep_special_tokens": ("see `models.reward_keep_special_tokens`", ""),
+    "rewards.source": ("reward functions, reward model", "`reward_model_path`; `reward_funcs` of GRPO"),
+    "rewards.name": ("reward component", ""),
+    "rewards.weight": ("reward weights", "`reward_weights` of GRPO"),
+    "rewards.on_drop": ("rewards that do not apply", ""),
+    "rewards.on_failure": ("reward error policy", ""),
+    "rewards.process": ("reward function in a subprocess", ""),
+    "rewards.concurrency": ("concurrent reward calls", ""),
+    "rewards.timeout": ("reward timeout", ""),
+    "rewards.each": ("reward calls per response", ""),
+    "rewards.keep_special_tokens": ("`skip_special_tokens`", ""),
+    "rewards.reading": ("streamed or whole-rollout reward model", ""),
+    "rewards.form": ("chat template of the reward model, cross-encoder input", ""),
+    "rewards.over_long": ("truncation of the reward model", ""),
+    "rewards.label": ("label of a classifier", ""),
+    "rewards.column": ("reference answer, ground truth", ""),
+    "rewards.separators": ("step separator of a process reward model", "`step_separator` of `PRMConfig`"),
+    "environment.source": ("environment, tool calls, multi-turn rollouts", ""),
+    "environment.on_failure": ("tool error policy", ""),
+    "environment.process": ("tool in a subprocess", ""),
+    "environment.concurrency": ("concurrent tool calls", ""),
+    "environment.timeout": ("tool timeout", ""),
+    "environment.keep_special_tokens": ("`skip_special_tokens`, `split_special_tokens`", ""),
     "placement.policy": ("rollout device", ""),
     "placement.trainer": ("data-parallel ranks, training devices", ""),
     "placement.scorers": ("scoring device", ""),
@@ -197,8 +185,11 @@ DEMO: Mapping[str, str] = {
 
 ABOUT: Mapping[str, str] = {
     "run": "What is run, for how long, and what is written about it.",
-    "models": "Directories or hub names; the reward may be a function as `file.py:function`.",
-    "models.reward.NAME": "One of several rewards, by a name of your own; their weighted sum is the score.",
+    "models": "The models that are trained or served, by directory or hub name, and how they are loaded.",
+    "rewards": "The reward, or several with names, whose weighted sum is the score: [rewards.md](rewards.md). Each is "
+    "a table of the list `[[rewards]]`; `--set rewards.0.weight=2` is about the first. One whose source is code has "
+    "the keys of a `function`, another one those of a `model`.",
+    "environment": "What answers a response that has ended at a stop, as a tool does: [turns.md](turns.md).",
     "placement": "The device of each model, where they are not all on `models.device`: [scale.md](scale.md).",
     "data": "The prompts and how they are served.",
     "sampling": "How the policy draws tokens.",
@@ -244,15 +235,16 @@ POSTFACE = """## Where the demo differs
 
 
 def tables() -> dict[str, dict[str, dict[str, Declared]]]:
-    """Return every key of every section, as the algorithms that have it declare it, by their names."""
+    """Return every key of every section, as the algorithms or kinds of rewards that have it declare it, by name."""
     every: dict[str, dict[str, dict[str, Declared]]] = {}
     for algorithm, kind in ALGORITHMS.items():
         for section, keys in keys_of(kind).items():
             for key, declared in keys.items():
                 every.setdefault(section, {}).setdefault(key, {})[algorithm] = declared
-            if section == "models":
-                for key, declared in declared_of(RewardPart).items():
-                    every.setdefault("models.reward.NAME", {}).setdefault(key, {})[algorithm] = declared
+            rewards = every.setdefault("rewards", {}) if section == "models" else {}
+            for name, reward in REWARD_KINDS.items() if section == "models" else ():
+                for key, declared in declared_of(reward).items():
+                    rewards.setdefault(key, {})[name] = declared
     return every
 
 
@@ -266,7 +258,8 @@ def page() -> str:
 
 def _section(name: str, keys: Mapping[str, Mapping[str, Declared]]) -> Iterator[str]:
     """Yield the lines of one table of the file."""
-    yield f"## `[{name}]`\n\n{ABOUT[name]}\n"
+    title, kinds = ("[[rewards]]", REWARD_KINDS) if name == "rewards" else (f"[{name}]", ALGORITHMS)
+    yield f"## `{title}`\n\n{ABOUT[name]}\n"
     yield "| key | values | default | what it does | known as | in TRL |\n|---|---|---|---|---|---|"
     for key, by_algorithm in keys.items():
         if f"{name}.{key}" not in NAMES:
@@ -276,7 +269,7 @@ def _section(name: str, keys: Mapping[str, Mapping[str, Declared]]) -> Iterator[
         told = declared.description
         if key == "seed" and name in SEEDED:
             told += "; the run's own when absent"
-        if len(by_algorithm) < len(ALGORITHMS):
+        if len(by_algorithm) < len(kinds):
             told += f" ({', '.join(f'`{algorithm}`' for algorithm in by_algorithm)} only)"
         theirs = f"`{trl}`" if trl.isidentifier() else trl or "-"
         cells = (f"`{key}`", _values(declared.kind), _default(by_algorithm), _first_up(told), known, theirs)
@@ -329,8 +322,6 @@ def _kinds(annotation: object) -> list[str]:
         return [f'`"{choice}"`' for choice in arguments]
     if origin in (Union, types.UnionType):
         return [kind for argument in arguments for kind in _kinds(argument)]
-    if origin is Mapping:
-        return ["tables `[models.reward.NAME]`"]
     if origin is tuple:
         return [f"list of {' or '.join(_kinds(arguments[0]))}"]
     return ["table"] if is_dataclass(annotation) else [WORDS[annotation]] if annotation in WORDS else []

@@ -1,6 +1,6 @@
 """A generative judge as the reward: any service with the chat API of OpenAI grades each response from 0 to 10.
 
-``models.reward = "examples/05_judge.py:judge"`` with ``models.reward_each = true`` trains with it; JUDGE_URL,
+A reward with ``source = "examples/05_judge.py:judge"`` and ``each = true`` trains with it; JUDGE_URL,
 JUDGE_MODEL and JUDGE_KEY say which service. Run by itself, it starts a stand-in for one and grades three texts:
 
     pip install 'oppo[http]'

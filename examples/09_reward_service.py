@@ -6,7 +6,7 @@
 
 A request is ``{"prompts": [...], "completions": [...], "columns": {...}}``, the answer ``{"scores": [...]}`` with one
 number for each completion; what cannot be scored is answered with 400 and a sentence. ``oppo train`` asks such a server
-by ``models.reward = "examples/09_reward_service.py:service"``, at the address in REWARD_URL.
+by a reward's ``source = "examples/09_reward_service.py:service"``, at the address in REWARD_URL.
 """
 
 from __future__ import annotations

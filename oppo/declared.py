@@ -320,31 +320,6 @@ class OneOf:
         return text
 
 
-@dataclass(frozen=True, slots=True)
-class TextOrTables:
-    """Marks a text in whose place a table of named tables may stand, each a dataclass.
-
-    Attributes:
-        kind: the dataclass.
-    """
-
-    kind: type[Any]
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        del source, handler
-        table: Any = Annotated[self.kind, Table()]
-        text, tables = TypeAdapter[str](Filled), TypeAdapter[Any](dict[Name, table], config=STRICT)
-
-        def validated(given: object) -> object:
-            if not isinstance(given, Mapping):
-                return text.validate_python(given, strict=True)
-            if not given:
-                raise ValueError("expected a text, or at least one named table; got none")
-            return tables.validate_python(given)
-
-        return core_schema.no_info_plain_validator_function(validated)
-
-
 @cache
 def adapter(kind: type[Any]) -> TypeAdapter[Any]:
     """Return the validator of a table whose dataclass is chosen while the file is read."""

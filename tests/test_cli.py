@@ -140,7 +140,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(workplace: Path, capsys:
 
 def test_a_reward_function_trains_a_critic_with_a_new_head(workplace: Path) -> None:
     overrides = (
-        "models.reward=reward.py:short",
+        "rewards.0.source=reward.py:short",
         "run.name=function",
         "run.steps=1",
         "step.extra=0",
@@ -172,8 +172,8 @@ def test_exact_runs_learn_the_same_bits_streamed_and_serial(workplace: Path) -> 
         ("step.bathc=3", "error: unknown key 'step.bathc' (did you mean 'batch'?)"),
         ("models.policy=./nowhere", "nowhere' is no directory here"),
         ("models.critic=foreign", "does not share the policy's tokenizer (token 'w3' is 3 here and absent there)"),
-        ("models.reward=reward.py:shrot", "has no 'shrot'; the functions and classes there are short, odd, broken,"),
-        ("models.reward=actor", "a reward from an untrained head would be noise"),
+        ("rewards.0.source=reward.py:shrot", "has no 'shrot'; the functions and classes there are short, odd, broken,"),
+        ("rewards.0.source=actor", "a reward from an untrained head would be noise"),
         ("data.prompts=none.jsonl", "there is no prompt file"),
         ("sampling.max_new_tokens=600", "do not fit into the models' 512 positions"),
         ("sampling.stop=['w3 w4']", "'w3 w4' is 2 tokens of the policy's tokenizer, expected one"),
@@ -193,7 +193,7 @@ def test_what_cannot_be_used_is_one_sentence(
 def test_a_reward_that_is_no_number_ends_the_run_and_saves_it(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert oppo(workplace, "", "models.reward=reward.py:tiring", "run.name=tiring") == 1
+    assert oppo(workplace, "", "rewards.0.source=reward.py:tiring", "run.name=tiring") == 1
     said = capsys.readouterr().err
     assert "reward function 'tiring' must return a finite number" in said
     assert "in stage 'reward' of graph 'ppo', step 2" in said
@@ -204,14 +204,14 @@ def test_a_reward_that_is_no_number_ends_the_run_and_saves_it(
 
 
 def test_where_nothing_was_learned_nothing_is_called_what_was_learned(workplace: Path) -> None:
-    assert oppo(workplace, "", "models.reward=reward.py:broken", "run.name=broken") == 1
+    assert oppo(workplace, "", "rewards.0.source=reward.py:broken", "run.name=broken") == 1
     assert not (workplace / "runs" / "broken" / "checkpoints").exists()
 
 
 def test_ctrl_c_during_the_last_step_ends_a_run_that_is_done(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert oppo(workplace, "", "models.reward=reward.py:pressing", "run.name=pressed", "run.steps=1") == 0
+    assert oppo(workplace, "", "rewards.0.source=reward.py:pressing", "run.name=pressed", "run.steps=1") == 0
     assert "interrupted" not in capsys.readouterr().err
 
 

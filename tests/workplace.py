@@ -24,7 +24,8 @@ cores = 1
 panel = "lines"
 [models]
 policy = "actor"
-reward = "reward"
+[[rewards]]
+source = "reward"
 [data]
 prompts = "prompts.jsonl"
 [sampling]

@@ -15,11 +15,11 @@ from oppo.app.critics import Critic, load_critic
 from oppo.app.engines import SERVING, Serve, ServeRequest, Serving, serve
 from oppo.app.expected import require_memory, share_beside
 from oppo.app.layout import devices_of, layout_of
-from oppo.app.reward_models import Judge, JudgeFactory, ModelReading
+from oppo.app.reward_models import RewardModels, ServedRewardModel
 from oppo.app.rewards import UserCode
 from oppo.app.roles import RoleLoader
 from oppo.app.saving import Saving
-from oppo.config.sections import ModelsSection, SamplingSection
+from oppo.config.sections import ModelRewardSection, ModelsSection, SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.environments import FunctionEnvironment
@@ -173,7 +173,7 @@ def assemble(
     places = layout_of(settings, devices)
     with ExitStack() as stack:
         stack.callback(places.close)
-        code = UserCode.of(settings.models, settings.data, tokenizer, _here(places))
+        code = UserCode.of(settings, tokenizer, _here(places))
         for names in columns:
             code.check_columns(names)
 
@@ -202,10 +202,10 @@ def _assembled(
     exact = settings.run.exact
     apart = devices.reference != devices.actor or "reference" in devices.elsewhere
     actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=settings.trainer.seed)
-    judges = _judges(settings, tokenizer, places, load)
-    critic = load_critic(settings, actor, [*judges.values()], load, devices=devices)
+    rewards = _reward_models(settings, tokenizer, places, load)
+    critic = load_critic(settings, actor, [*rewards.values()], load, devices=devices)
     read = [positions_of(model) for model in (actor, reference, critic.trained) if model is not None]
-    read += [judge.positions for judge in judges.values() if judge.positions is not None]
+    read += [each.positions for each in rewards.values() if each.positions is not None]
     sampling = _sampling(settings.sampling, tokenizer, actor)
     if settings.step.most_extra and not sampling.varies:
         logger.warning(
@@ -227,7 +227,7 @@ def _assembled(
         reference=None
         if reference is None
         else ReferenceLogprobs(reference, sampling=sampling, thread=_scoring(places, "reference"), exact=exact),
-        reward=code.reward({key: judge.scorer for key, judge in judges.items()}),
+        reward=code.reward({key: each.scorer for key, each in rewards.items()}),
         critic=value,
         proximal=_proximal(settings, actor, sampling, places) if settings.algorithm.corrects else None,
         environment=code.environment,
@@ -269,15 +269,17 @@ def _actor_and_reference(
     return actor, reference
 
 
-def _judges(settings: Settings, tokenizer: HfTokenizer, places: DeviceLayout, load: RoleLoader) -> dict[str, Judge]:
-    """Return the rewards that are models, each served, by the keys of their sources."""
-    factory = JudgeFactory(tokenizer, load, settings.data.column, settings.run.exact)
-    judges = {}
-    for key, part in settings.models.rewards.items():
-        if not part.is_function:
-            name = "reward model" if key == "reward" else f"reward model {key.partition('.')[2]!r}"
-            judges[key] = factory.judge(ModelReading.of(settings.models, key), _scoring(places, "reward", name))
-    return judges
+def _reward_models(
+    settings: Settings, tokenizer: HfTokenizer, places: DeviceLayout, load: RoleLoader
+) -> dict[str, ServedRewardModel]:
+    """Return the rewards that are models, each served, by their place in the file."""
+    models = RewardModels(tokenizer, load, settings.data.column, settings.run.exact)
+    served = {}
+    for key, reward in settings.reward_tables.items():
+        if isinstance(reward, ModelRewardSection):
+            name = "reward model" if reward.name is None else f"reward model {reward.name!r}"
+            served[key] = models.serve(key, reward, _scoring(places, "reward", name))
+    return served
 
 
 def _copies(settings: Settings, load: RoleLoader, critic: Critic, devices: Devices) -> ActorCriticRecipe:

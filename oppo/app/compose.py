@@ -49,7 +49,7 @@ def compose(
 
     Raises:
         GraphError: it has no such stages.
-        ConfigError: an algorithm of a file makes none, or it has an environment, and so has ``models.environment``.
+        ConfigError: an algorithm of a file makes none, or it has an environment, and so has ``environment.source``.
     """
     roles = roles_of(settings, assembly)
     graph = graph_of(settings.algorithm, roles) if make is None else make(roles)
@@ -59,7 +59,7 @@ def compose(
     if generate.environment is not None and assembly.environment is not None:
         raise ConfigError(
             f"the graph's stage 'generate' has an environment of its own, {type(generate.environment).__name__}, and "
-            f"models.environment = {settings.models.environment!r} names another: leave one of them out"
+            f"environment.source = {settings.environment.source!r} names another: leave one of them out"
         )
     if settings.step.stream_updates:
         estimator = graph.stage("advantage", GroupRelative)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from oppo.app.reward_models import Judge
+from oppo.app.reward_models import ServedRewardModel
 from oppo.app.roles import RoleLoader
-from oppo.config.sections import ModelsSection
 from oppo.config.settings import Settings
 from oppo.hf.devices import Devices
 from oppo.hf.recipe import Loadable
@@ -40,7 +39,7 @@ class Critic:
 def load_critic(
     settings: Settings,
     actor: PreTrainedModel,
-    judges: Sequence[Judge],
+    rewards: Sequence[ServedRewardModel],
     load: RoleLoader,
     *,
     devices: Devices,
@@ -52,7 +51,7 @@ def load_critic(
     if models.shared_trunk:
         trunk = value_model_on(actor)
         return Critic(trunk, trunk)
-    source = critic_source(models, [judge.source for judge in judges if judge.may_be_critic])
+    source = critic_source(settings, [each.source for each in rewards if each.may_be_critic])
     if source != models.critic:
         logger.info(
             f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "
@@ -64,12 +63,13 @@ def load_critic(
     return Critic(trained, load.recipe("critic", "scalar", source, devices.critic), source)
 
 
-def critic_source(models: ModelsSection, fit: Sequence[str]) -> str:
+def critic_source(settings: Settings, fit: Sequence[str]) -> str:
     """Return what the critic starts from: its model, unless that is a reward model that cannot be a critic.
 
     Args:
         fit: the reward models that can; else the first of them, or the policy.
     """
-    if models.critic in fit or models.critic not in models.reward_models:
+    models = settings.models
+    if models.critic in fit or models.critic not in settings.reward_models:
         return models.critic
     return next(iter(fit), models.policy)

@@ -75,8 +75,7 @@ def _evaluation(settings: Settings, assembly: Assembly, generate: Generate, held
             "capabilities.varies_sampling: see oppo.models.VariesSampling, or leave eval.prompts out"
         )
     drawing = cast("VariesSampling", policy)
-    models = settings.models
-    passes = 1.0 if len(models.rewards) == 1 and not models.reward_models else None
+    passes = 1.0 if len(settings.rewards) == 1 and not settings.reward_models else None
     return Evaluation(
         prompts=held_out,
         reward=assembly.reward,

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from oppo.app.critics import critic_source
 from oppo.app.engines import served_dtype
 from oppo.app.layout import scored
-from oppo.app.reward_models import ModelReading
+from oppo.app.reward_models import kind_of, named_reward
+from oppo.config.sections import ModelRewardSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelRefused
@@ -113,29 +114,28 @@ class Outlines:
     def actor(self) -> PreTrainedModel:
         """Return the policy with its adapters, if any."""
         models = self.settings.models
-        actor = self._made("policy", CAUSAL, models.policy)
+        actor = self._made("models.policy", CAUSAL, models.policy)
         if models.lora_rank:
             add_lora(actor, models.lora_rank, models.lora_alpha)
         return actor
 
     def reference(self) -> PreTrainedModel:
         """Return the reference."""
-        return self._made("reference", CAUSAL, self.settings.models.reference)
+        return self._made("models.reference", CAUSAL, self.settings.models.reference)
 
-    def reward(self, key: str, load: Load | None) -> Bytes:
+    def reward(self, key: str, reward: ModelRewardSection, load: Load | None) -> Bytes:
         """Return what a reward model needs; of one that reads whole responses the weights alone are known."""
-        path, found = self.settings.models.rewards[key].source, self.kind(key)
+        path, found = reward.source, self.kind(key, reward)
         directory = transformer_of(self._located(path)) if found == "similarity" else path
         make = partial(self._made, key, KINDS[found], str(directory))
         if load is None or found in {"classifier", "similarity"}:
             return Bytes(at_rest(make).weights)
         return (of_process if found == "process" else of_reward)(make, load)
 
-    def kind(self, key: str) -> RewardKind:
+    def kind(self, key: str, reward: ModelRewardSection) -> RewardKind:
         """Return the kind of a reward model."""
-        reading = ModelReading.of(self.settings.models, key)
         trusted = self.settings.models.trust_remote_code
-        return reading.kind(reward_kind(self._located(reading.source), trusted=trusted))
+        return kind_of(key, reward, reward_kind(self._located(reward.source), trusted=trusted))
 
     def _located(self, path: str) -> Path:
         trusted = self.settings.models.trust_remote_code
@@ -146,10 +146,11 @@ class Outlines:
         """Return the critic, on a trunk of its own."""
         models = self.settings.models
         if models.shared_trunk:
-            return value_model_on(self._made("policy", CAUSAL, models.policy))
-        judges = {key: part.source for key, part in models.rewards.items() if not part.is_function}
-        fit = [path for key, path in judges.items() if self.kind(key) == "scalar"]
-        return self._made("critic", SCALAR, critic_source(models, fit))
+            return value_model_on(self._made("models.policy", CAUSAL, models.policy))
+        rewards = self.settings.reward_tables.items()
+        read = {key: each for key, each in rewards if isinstance(each, ModelRewardSection)}
+        fit = [each.source for key, each in read.items() if self.kind(key, each) == "scalar"]
+        return self._made("models.critic", SCALAR, critic_source(self.settings, fit))
 
     def trained(self) -> ActorCritic:
         """Return the models that are trained."""
@@ -163,7 +164,7 @@ class Outlines:
         try:
             return outline(kind, path, dtype=models.dtype, trust_remote_code=models.trust_remote_code)
         except (ConfigError, ModelRefused) as error:
-            raise type(error)(f"models.{key}: {error}") from error
+            raise type(error)(f"{key}: {error}") from error
 
 
 def load_of(settings: Settings, prompt: int) -> Load:
@@ -208,10 +209,10 @@ def expected(
             if shares and uncounted and model != "critic":  # the first that is served over the policy's weights
                 shares = uncounted = False
             needs.append(Expected(model, device, replace(served, weights=0) if shares else served, elsewhere))
-        for key, part in settings.models.rewards.items() if model == "reward" else ():
-            if not part.is_function:
-                _counting(key)
-                needs.append(Expected(key, device, made.reward(key, load), elsewhere))
+        for key, reward in settings.reward_tables.items() if model == "reward" else ():
+            if isinstance(reward, ModelRewardSection):
+                _counting(name := named_reward(reward))
+                needs.append(Expected(name, device, made.reward(key, reward, load), elsewhere))
     unshared = None
     if settings.shares_weights:
         apart = {"policy": made.actor, "critic": made.critic}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
+from oppo.config.sections import FunctionRewardSection
 from oppo.config.settings import Settings
 from oppo.hf.devices import SCORED, DeviceLayout, Devices, Elsewhere, available_cores, use_cores
 from oppo.hf.memory import Hardware
@@ -70,7 +71,7 @@ def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
 
 
 def _scored_here(settings: Settings) -> list[str]:
-    functions = any(part.is_function for part in settings.models.rewards.values())
+    functions = any(isinstance(each, FunctionRewardSection) for each in settings.rewards)
     here = [model for model in scored(settings) if model not in settings.elsewhere]
     return [*here, "reward"] if functions and "reward" not in here else here
 

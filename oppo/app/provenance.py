@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Self
 
 from oppo.app.checkpoint import State
+from oppo.config.load import OF_REWARDS, OLD, RENAMED
 from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, DataError
 from oppo.log import logger
 from oppo.report.log import installed
 
-CODE = ("models.reward", "models.environment", "step.algorithm", "step.admission", "step.loss")
+CODE = ("rewards", "environment", "step.algorithm", "step.admission", "step.loss")
 """How the settings begin that name a file of code."""
 
 HELD_OUT = "eval.prompts"
@@ -50,20 +51,22 @@ class Provenance:
         return replace(self, files={**self.files, **digests})
 
     @classmethod
-    def restored(cls, state: State) -> Self:
-        """Return the provenance from :meth:`state`.
+    def restored(cls, state: State, settings: Settings) -> Self:
+        """Return the provenance from :meth:`state`, of a run with these settings.
 
         Raises:
             CheckpointError: the state holds none.
         """
         try:
-            parts = (state["provenance"][name] for name in ("settings", "files", "libraries"))
-            return cls(*(dict[str, str](part) for part in parts))
+            recorded, files, libraries = (
+                dict[str, str](state["provenance"][name]) for name in ("settings", "files", "libraries")
+            )
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint does not say what its run was made of ({type(error).__name__}: {error}): it is of "
                 "another version of oppo, or was edited; start a new run"
             ) from error
+        return cls(under_todays_keys(recorded, settings), under_todays_keys(files, settings), libraries)
 
     def state(self) -> State:
         """Return this as plain values."""
@@ -108,15 +111,36 @@ def require_continued(before: Provenance, now: Provenance, settings: Settings, *
 def fingerprints(settings: Settings) -> dict[str, str]:
     """Return a digest of every setting, under ``section.key``: a value may hold a secret, in a URL for example.
 
-    Those of several rewards are under ``models.reward.NAME.key``.
+    Those of the rewards are under ``rewards.0.key`` and so on; ``rewards`` is which there are.
     """
-    rewards = settings.models.reward
     flat = {f"{name}.{key}": value for name, values in settings.tables().items() for key, value in values.items()}
-    if not isinstance(rewards, str):
-        parts = {f"models.reward.{name}": asdict(part) for name, part in rewards.items()}
-        flat["models.reward"] = sorted(rewards)
-        flat |= {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
+    flat["rewards"] = sorted(each.name or "" for each in settings.rewards)
     return {name: fingerprint(value) for name, value in flat.items()}
+
+
+def under_todays_keys(before: Mapping[str, str], settings: Settings) -> dict[str, str]:
+    """Return digests that an earlier version recorded under the keys of today; those of today as they are.
+
+    Args:
+        settings: of the run, which say where each reward is.
+    """
+    homes = {f"models.reward.{each.name}": key for key, each in settings.reward_tables.items()}
+    several = any(key.startswith("models.reward.") for key in before)
+    found, absent = dict[str, str](), fingerprint(None)
+    for key, value in sorted(before.items(), reverse=True):  # first what was for all rewards, models.reward_...
+        table, _, last = key.rpartition(".")
+        if key in homes:  # a file
+            found[f"{homes[key]}.source"] = value
+        elif table in homes:
+            if value != absent:
+                found[f"{homes[table]}.{OF_REWARDS.get(last, last)}"] = value
+        elif key == "models.reward":
+            found["rewards" if several else "rewards.0.source"] = value
+        elif key in OLD and key not in RENAMED:
+            found |= {OLD[key].replace("rewards.N", home): value for home in homes.values()}
+        else:
+            found[RENAMED.get(key, key)] = value
+    return found
 
 
 def fingerprint(value: object) -> str:

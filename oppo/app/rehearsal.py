@@ -76,7 +76,7 @@ async def rehearse(session: PreparedRun) -> list[str]:
             if tried.answer is not None
             else []
         ),
-        _scored([part.source for part in session.settings.models.rewards.values()], tried),
+        _scored([each.source for each in session.settings.rewards], tried),
     ]
     return [harmless(line) for line in lines]
 

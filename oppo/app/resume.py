@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,14 +34,14 @@ MAY_CHANGE = frozenset(
         "run.checkpoint_every",
         "run.keep_last",
         "run.keep_best",
-        "models.environment_concurrency",
-        "models.environment_process",
-        "models.environment_timeout",
-        "models.reward_concurrency",
-        "models.reward_process",
-        "models.reward_timeout",
+        "environment.concurrency",
+        "environment.process",
+        "environment.timeout",
         "models.share_weights",
         "placement.spread",
+        "rewards.N.concurrency",
+        "rewards.N.process",
+        "rewards.N.timeout",
         *(f"eval.{key}" for key in declared(EvalSection)),
     }
 )
@@ -109,7 +110,7 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
     exact, schedule = settings.run.exact, settings.trainer.schedule
     free = MAY_CHANGE - DRAINING if settings.step.lookahead else MAY_CHANGE
     where = f", and {of} was written with other values than config.toml has" if of else ""
-    if refused := sorted(key for key in changed if of_one_reward(key) not in free | ROUNDING):
+    if refused := sorted(key for key in changed if of_rewards(key) not in free | ROUNDING):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed{where}: put it back as it was, or start a new "
             f"run; what may change is {', '.join(sorted(free if exact else free | ROUNDING))}"
@@ -130,15 +131,14 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
         )
 
 
-def of_one_reward(key: str) -> str:
-    """Return the setting of one reward that is one of several: ``models.reward_each`` for ``models.reward.NAME.each``.
+def of_rewards(key: str) -> str:
+    """Return the setting of a reward without its number.
 
     Example:
-        >>> of_one_reward("models.reward.helpful.timeout"), of_one_reward("run.steps")
-        ('models.reward_timeout', 'run.steps')
+        >>> of_rewards("rewards.0.timeout"), of_rewards("run.steps")
+        ('rewards.N.timeout', 'run.steps')
     """
-    of_several = key.startswith("models.reward.")
-    return f"models.reward_{key.rpartition('.')[2]}" if of_several else key
+    return re.sub(r"^rewards\.\d+\.", "rewards.N.", key)
 
 
 def require_same_run(
@@ -155,7 +155,7 @@ def require_same_run(
         DataError: a file has changed.
         CheckpointError: the checkpoint does not say what its run was made of.
     """
-    before = Provenance.restored(checkpoint.state())
+    before = Provenance.restored(checkpoint.state(), settings)
     require_same(before.settings, settings, of="its checkpoint")
     require_continued(before, now, settings, accept_changed_code=accept_changed_code)
 

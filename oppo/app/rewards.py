@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
-from oppo.config.sections import DataSection, ModelsSection, RewardPart
+from oppo.config.sections import (
+    DataSection,
+    EnvironmentSection,
+    FunctionRewardSection,
+    ModelRewardSection,
+    RewardSection,
+)
+from oppo.config.settings import Settings
 from oppo.environments import FunctionEnvironment
 from oppo.errors import ConfigError
 from oppo.events import Drop
@@ -18,26 +25,28 @@ from oppo.placement import Hosting
 from oppo.rewards import FunctionReward, Rewards, load_reward
 from oppo.rewards.gym import LIBRARY, verify
 
+OPTIONS: Final = ("on_failure", "process", "concurrency", "timeout", "each")
+"""The settings of a reward that are arguments of its function."""
+
 
 @dataclass(frozen=True, slots=True)
 class UserCode:
     """The user's own code in a run, loaded and checked before any model is.
 
     Attributes:
+        settings: of all rewards, by their place in the file: ``rewards.0``, ``rewards.1``, ...
         environment: ``None`` where responses have no turns.
-        rewards: the rewards that come from files, by the keys of their sources.
+        rewards: those that are code.
     """
 
-    models: ModelsSection
-    tokenizer: HfTokenizer
-    environment: FunctionEnvironment | None = None
-    rewards: Mapping[str, Scorer[float | Drop]] = field(default_factory=dict)
+    settings: Mapping[str, RewardSection]
+    environment: FunctionEnvironment | None
+    rewards: Mapping[str, Scorer[float | Drop]]
 
     @classmethod
     def of(
         cls,
-        models: ModelsSection,
-        data: DataSection,
+        settings: Settings,
         tokenizer: HfTokenizer,
         place: Hosting,
     ) -> UserCode:
@@ -48,16 +57,20 @@ class UserCode:
         """
         leave_retries_to_notices()
 
-        def loaded(key: str, part: RewardPart) -> Scorer[float | Drop]:
-            keeps = models.of_reward(part, "keep_special_tokens")
-            decode = tokenizer.decode_whole if keeps else tokenizer.decode
-            options = {"prompt_column": data.column, **_options(models, part)}
-            if part.source == LIBRARY:
+        def loaded(key: str, reward: FunctionRewardSection) -> Scorer[float | Drop]:
+            decode = tokenizer.decode_whole if reward.keep_special_tokens else tokenizer.decode
+            options: dict[str, Any] = {
+                "prompt_column": settings.data.column,
+                "optional": reward.name is not None,
+            }
+            options |= {name: getattr(reward, name) for name in OPTIONS}
+            if reward.source == LIBRARY:
                 return _of_tasks(key, decode, options)
-            return load_reward(part.source, decode, place=place, on_drop=models.reward_drop, **options)
+            return load_reward(reward.source, decode, place=place, on_drop=reward.on_drop, **options)
 
-        rewards = {key: loaded(key, part) for key, part in models.rewards.items() if part.is_function}
-        return cls(models, tokenizer, _environment(models, data, tokenizer), rewards)
+        tables = settings.reward_tables
+        rewards = {key: loaded(key, each) for key, each in tables.items() if isinstance(each, FunctionRewardSection)}
+        return cls(tables, _environment(settings.environment, settings.data, tokenizer), rewards)
 
     def check_columns(self, names: Collection[str]) -> None:
         """Check that the data has the columns that the rewards need.
@@ -70,25 +83,25 @@ class UserCode:
             for function in scorer.functions if isinstance(scorer, Rewards) else [scorer]:
                 if isinstance(function, FunctionReward):
                     function.arguments_of(names)
-        for key, part in self.models.rewards.items():
-            column = "" if part.is_function else self.models.of_reward(part, "column")
-            if column and column not in names:
+        for key, reward in self.settings.items():
+            if isinstance(reward, ModelRewardSection) and reward.column and reward.column not in names:
                 raise ConfigError(
-                    f"models.{key} compares responses with {column!r}, which is no column of the data; the columns "
+                    f"{key} compares responses with {reward.column!r}, which is no column of the data; the columns "
                     f"there are {', '.join(sorted(names))}"
                 )
 
-    def reward(self, judges: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
+    def reward(self, models: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
         """Return the reward.
 
         Args:
-            judges: the reward models, by the keys of their sources.
+            models: the reward models, by their place in the file.
         """
-        scorers = {**self.rewards, **judges}
-        if isinstance(self.models.reward, str):
-            return scorers["reward"]
-        parts = {name: (part.weight, scorers[f"reward.{name}"]) for name, part in self.models.reward.items()}
-        return Rewards(parts, on_drop=self.models.reward_drop)
+        scorers = {**self.rewards, **models}
+        named = {each.name: (each, scorers[key]) for key, each in self.settings.items() if each.name is not None}
+        if not named:
+            return next(iter(scorers.values()))
+        parts = {name: (each.weight, scorer) for name, (each, scorer) in named.items()}
+        return Rewards(parts, on_drop={name: each.on_drop for name, (each, _) in named.items()})
 
 
 def leave_retries_to_notices() -> None:
@@ -99,41 +112,27 @@ def leave_retries_to_notices() -> None:
         set_on_retry_hooks(())
 
 
-def _options(models: ModelsSection, part: RewardPart) -> dict[str, Any]:
-    """Return the options of a reward function: the part's own, or else those of all."""
-    several = not isinstance(models.reward, str)
-    apart = models.of_reward(part, "process")
-    return {
-        "on_failure": models.of_reward(part, "failure"),
-        "process": "sync" if several and part.process is None and apart else apart,
-        "concurrency": models.of_reward(part, "concurrency"),
-        "timeout": models.of_reward(part, "timeout"),
-        "each": models.of_reward(part, "each"),
-        "optional": several,
-    }
-
-
 def _of_tasks(key: str, decode: Callable[[Sequence[int]], str], options: Mapping[str, Any]) -> FunctionReward:
     """Return the verifier of the tasks of reasoning-gym.
 
     Raises:
         ConfigError: reasoning-gym is not installed.
     """
-    require(LIBRARY, f"models.{key}: {LIBRARY}", module="reasoning_gym")
+    require(LIBRARY, f"{key}: {LIBRARY}", module="reasoning_gym")
     return FunctionReward(verify, decode, name=LIBRARY, **{**options, "process": bool(options["process"])})
 
 
-def _environment(models: ModelsSection, data: DataSection, tokenizer: HfTokenizer) -> FunctionEnvironment | None:
-    if not models.environment:
+def _environment(section: EnvironmentSection, data: DataSection, tokenizer: HfTokenizer) -> FunctionEnvironment | None:
+    if not section.source:
         return None
-    keeps = models.environment_keep_special_tokens
+    keeps = section.keep_special_tokens
     return FunctionEnvironment(
-        models.environment,
+        section.source,
         tokenizer.decode_whole if keeps else tokenizer.decode,
         tokenizer.encode_whole if keeps else tokenizer.encode_exactly,
-        on_failure=models.environment_failure,
-        timeout=models.environment_timeout,
-        concurrency=models.environment_concurrency,
-        process=models.environment_process,
+        on_failure=section.on_failure,
+        timeout=section.timeout,
+        concurrency=section.concurrency,
+        process=section.process,
         prompt_column=data.column,
     )

@@ -23,8 +23,8 @@ from oppo.log import logger
 _LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
 
 _AS_FUNCTION = (
-    "A reward of another kind is served as a function: set models.reward = 'file.py:function', which is given prompts "
-    "and completions as text (oppo.rewards.FunctionReward)."
+    "A reward of another kind is served as a function: set its source to 'file.py:function', which is given "
+    "prompts and completions as text (oppo.rewards.FunctionReward)."
 )
 
 
@@ -138,14 +138,14 @@ class RoleLoader:
             raise ConfigError(f"{path} {difference}: expected a model with the policy's tokenizer")
 
     @contextmanager
-    def attributed(self, name: str) -> Iterator[None]:
-        """Name the setting of a model in the errors of loading it."""
+    def attributed(self, name: str, key: str = "") -> Iterator[None]:
+        """Name the setting of a model in the errors of loading it: ``key``, or that of ``[models]``."""
         try:
             with attributed(name, "it was loaded", _LOADING):
                 yield
         except (ConfigError, ModelRefused) as error:
             advice = [_AS_FUNCTION] if name.startswith("reward") else []
-            raise type(error)("\n".join([f"models.{name}: {error}", *advice])) from error
+            raise type(error)("\n".join([f"{key or f'models.{name}'}: {error}", *advice])) from error
 
     def _options(self, name: str) -> LoadOptions:
         models = self._models

@@ -27,7 +27,7 @@ def longest_of(settings: Settings) -> Settings:
     return settings.changed(
         {
             "sampling": {"min_new_tokens": settings.sampling.max_new_tokens, "stop_strings": ()},
-            "models": {"environment": ""},
+            "environment": {"source": ""},
             "eval": {"prompts": ""},
         }
     )

@@ -12,17 +12,27 @@ import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from pydantic import ValidationError
 
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.ppo import PPO
 from oppo.config.own import NAMED, Kinds, find
-from oppo.config.sections import RewardPart, StepSection, resolved, within
+from oppo.config.sections import (
+    REWARD_KINDS,
+    SOURCE,
+    ModelRewardSection,
+    StepSection,
+    is_code,
+    resolved,
+    reward_kind_of,
+    within,
+)
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import SEEDS, Declared, declared, expectation
 from oppo.errors import ConfigError, did_you_mean, shortened
+from oppo.log import logger
 from oppo.redact import HIDDEN, holds_secret, names_secret, redacted
 from oppo.user_code import SPEC
 
@@ -33,10 +43,12 @@ if TYPE_CHECKING:
 def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
     """Return the settings of the TOML file at ``path``, with ``section.key=value`` overrides, paths resolved.
 
+    Keys of earlier versions are read as those of today, with a message.
+
     Raises:
         ConfigError: the file cannot be read or is no TOML, or a setting is unknown, missing or out of range.
     """
-    return resolve(overridden(parsed(path), overrides), path.absolute().parent)
+    return resolve(overridden(converted(parsed(path), str(path)), overrides), path.absolute().parent)
 
 
 def parsed(path: Path) -> dict[str, object]:
@@ -65,9 +77,10 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     except ValidationError as error:
         raise ConfigError(SettingsFaults.of(document).describe(error)) from error
     models = settings.models
-    models = replace(models, reward=_reward(models.reward, folder))
+    rewards = tuple(replace(each, source=_model(each.source, folder)) for each in settings.rewards)
+    settings = settings.model_copy(update={"rewards": rewards})
     policy = _model(models.policy, folder)
-    own_critic = next(iter(models.reward_models), policy)
+    own_critic = next(iter(settings.reward_models), policy)
     if models.shared_trunk or not settings.algorithm.has_critic:
         own_critic = ""
     found = settings.model_copy(
@@ -78,8 +91,8 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
                 policy=policy,
                 reference=_model(models.reference, folder) or (policy if settings.has_reference else ""),
                 critic=_model(models.critic, folder) or own_critic,
-                environment=_model(models.environment, folder),
             ),
+            "environment": replace(settings.environment, source=_model(settings.environment.source, folder)),
             "data": replace(settings.data, prompts=within(settings.data.prompts, folder)),
             "eval": replace(settings.eval, prompts=within(settings.eval.prompts, folder)),
         }
@@ -109,18 +122,98 @@ def _with_files(document: Mapping[str, object], folder: Path) -> Mapping[str, ob
     return {**document, "step": {**step, **found}} if found else document
 
 
-def _reward(reward: str | Mapping[str, RewardPart], folder: Path) -> str | Mapping[str, RewardPart]:
-    if isinstance(reward, str):
-        return _model(reward, folder)
-    return {name: replace(part, source=_model(part.source, folder)) for name, part in reward.items()}
-
-
 def _model(text: str, folder: Path) -> str:
     # a hub's name stays as it is; what exists in the folder, or is spelt as a path, becomes absolute
     if SPEC.match(text):
         return _spec(text, folder)
     spelt_as_path = text.startswith((".", "/", "~"))
     return resolved(text, folder) if text and (spelt_as_path or os.path.lexists(folder / text)) else text
+
+
+OF_FUNCTIONS: Final[Mapping[str, str]] = {
+    "failure": "on_failure",
+    **{key: key for key in ("process", "concurrency", "timeout", "keep_special_tokens")},
+}
+"""Keys of a function by what earlier versions called them."""
+
+OF_REWARDS: Final[Mapping[str, str]] = {
+    **OF_FUNCTIONS,
+    **{key: key for key in ("each", "reading", "form", "over_long", "label", "column", "separators")},
+}
+"""The same for those of a reward, ``models.reward.NAME.failure``; of all rewards ``models.reward_failure``."""
+
+RENAMED: Final[Mapping[str, str]] = {
+    "models.environment": "environment.source",
+    **{f"models.environment_{old}": f"environment.{new}" for old, new in OF_FUNCTIONS.items()},
+}
+"""Keys of today by those of earlier versions."""
+
+OLD: Final[Mapping[str, str]] = {
+    "models.reward": "rewards.N.source",
+    "models.reward_drop": "rewards.N.on_drop",
+    **{f"models.reward_{old}": f"rewards.N.{new}" for old, new in OF_REWARDS.items()},
+    **RENAMED,
+}
+"""Every key of earlier versions, and what it is called today."""
+
+
+def converted(document: Mapping[str, object], file: str) -> dict[str, object]:
+    """Return a document of an earlier version with the keys of today, and one of today as it is.
+
+    Args:
+        file: its name, for a message about each old key.
+
+    Raises:
+        ConfigError: it gives a setting under both keys.
+    """
+    found: dict[str, Any] = {name: dict(each) if isinstance(each, Mapping) else each for name, each in document.items()}
+    places = {key: key.split(".") for key in OLD}
+    old = [key for key, (name, last) in places.items() if isinstance(found.get(name), dict) and last in found[name]]
+    both = [f"{key} and {OLD[key]}" for key in old if OLD[key].startswith("rewards") and "rewards" in found]
+    for key in set(RENAMED).intersection(old):
+        home, last = RENAMED[key].split(".")
+        target, value = found.setdefault(home, {}), found[places[key][0]].pop(places[key][1])
+        if not isinstance(target, dict) or last in target:
+            both.append(f"{key} and {RENAMED[key]}")
+        else:
+            target[last] = value
+    if both:
+        raise ConfigError(f"{file} has an old key beside the one of today: {', '.join(both)}; leave the old one out")
+    if set(old) - set(RENAMED):
+        found["rewards"] = _rewards(found["models"])
+    if old:
+        names = ", ".join(f"{key} is {OLD[key]} today" for key in old)
+        logger.once(f"{file} has keys of an earlier version: {names}")
+    return found
+
+
+def _rewards(models: dict[str, Any]) -> list[object]:
+    given = models.pop("reward", None)
+    shared = {new: models.pop(f"reward_{old}") for old, new in OF_REWARDS.items() if f"reward_{old}" in models}
+    of_all = {"on_drop": models.pop("reward_drop")} if "reward_drop" in models else {}
+    if not isinstance(given, Mapping):
+        return [_of_one(shared, of_all | ({} if given is None else {"source": given}))]
+    if shared.get("process") is True:
+        shared["process"] = "sync"  # of several rewards, those that are sync functions
+    return [
+        _of_one({OF_REWARDS.get(key, key): each for key, each in part.items()}, of_all | {"name": name}, shared)
+        if isinstance(part, Mapping)
+        else part
+        for name, part in given.items()
+    ]
+
+
+def _of_one(own: Mapping[str, Any], fixed: Mapping[str, Any], shared: Mapping[str, Any] | None = None) -> object:
+    code = is_code({**own, **fixed}.get("source"))
+    known, of_models = declared(REWARD_KINDS["function" if code else "model"]), declared(ModelRewardSection)
+    # what is for rewards of the other kind was no fault, unless a function was told how a model reads
+    told = {key for key in own if code and key in of_models and not _equal(own[key], of_models[key].default)}
+    others = {key for kind in REWARD_KINDS.values() for key in declared(kind)} - known.keys() - told
+    return {key: value for key, value in {**(shared or {}), **own, **fixed}.items() if key not in others}
+
+
+def _equal(value: object, default: object) -> bool:
+    return value == (list(default) if isinstance(default, tuple) else default)
 
 
 SEEDED = ("data", "sampling", "trainer", "eval")
@@ -135,9 +228,10 @@ for stale tokens with it.
 
 
 def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
-    """Return a parsed file with ``section.key=value`` overrides; a key may be a table, ``section.key.name.key=value``.
+    """Return a parsed file with ``section.key=value`` overrides; those of a list name an item, ``rewards.0.key=value``.
 
-    A new ``run.seed`` replaces the old one in every section that names it: in a resolved file all of them do.
+    The number after the last adds an item. A new ``run.seed`` replaces the old one in every section that names it: in a
+    resolved file all of them do.
 
     Raises:
         ConfigError: an override is malformed, or its section is a value in this file.
@@ -146,16 +240,32 @@ def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict
     parsed = [_parsed(override) for override in overrides]
     if any(place == ["run", "seed"] for place, _, _ in parsed):
         _drop_equal_seeds(changed)
-    for (*tables, key), value, override in parsed:
-        table = changed
-        for depth, name in enumerate(tables, 1):
-            inner = table.setdefault(name, {})
-            if not isinstance(inner, dict):
-                what, where = "section" if depth == 1 else "table", ".".join(tables[:depth])
-                raise ConfigError(f"--set {override}: {where!r} is not a {what} of this file but the value {inner!r}")
-            table = inner
-        table[key] = value
+    for place, value, override in parsed:
+        _put(changed, place, value, override)
     return changed
+
+
+def _put(document: dict[str, object], place: Sequence[str], value: object, override: str) -> None:
+    table: object = document
+    for depth, name in enumerate(place):
+        is_last, where = depth == len(place) - 1, ".".join(place[:depth])
+        item = value if is_last else [] if place[depth + 1] == "0" else {}
+        if isinstance(table, list):
+            if not name.isdecimal() or int(name) > len(table):
+                last = f", and from it to {len(table)}" if table else ""
+                raise ConfigError(f"--set {override}: {where!r} is a list, whose items are numbered from 0{last}")
+            if int(name) == len(table):
+                table.append(item)
+            elif is_last:
+                table[int(name)] = value
+            table = table[int(name)]
+        elif isinstance(table, dict):
+            if is_last:
+                table[name] = value
+            table = table.setdefault(name, item)
+        else:
+            what = "section" if depth == 1 else "table"
+            raise ConfigError(f"--set {override}: {where!r} is not a {what} of this file but the value {table!r}")
 
 
 def seeded(document: Mapping[str, object]) -> dict[str, object]:
@@ -201,9 +311,10 @@ def _seed(section: object) -> int | None:
 def _parsed(override: str) -> tuple[list[str], object, str]:
     place, equals, text = override.partition("=")
     names = [name.strip() for name in place.split(".")]
-    if not equals or len(names) < 2 or not all(names):
+    value = _value(text.strip())
+    if not equals or not all(names) or (len(names) < 2 and not isinstance(value, list)):
         raise ConfigError(f"--set expects section.key=value, such as step.batch=16; got {override!r}")
-    return names, _value(text.strip()), override
+    return names, value, override
 
 
 def _value(text: str) -> object:
@@ -213,9 +324,6 @@ def _value(text: str) -> object:
         return text
     return document["value"] if len(document) == 1 else text
 
-
-REWARDS = ("models", "reward")
-"""The key that may be a table of tables."""
 
 OTHER_NAMES: Final = {
     "response_length": "max_new_tokens",
@@ -266,7 +374,7 @@ class Faults:
         return tuple(parts[:2])
 
     def _declared(self, section: str) -> Mapping[str, Declared]:
-        return self.keys.get(section.partition(".")[0], {})
+        return self.keys.get(section) or self.keys.get(section.partition(".")[0], {})
 
     def _sentence(self, place: tuple[str, ...], details: Sequence[ErrorDetails]) -> str:
         detail = details[0]
@@ -325,26 +433,29 @@ class SettingsFaults(Faults):
         kinds, step = Kinds.of(document), document.get("step")
         named = step.get("algorithm") if kinds.algorithm is not None and isinstance(step, Mapping) else None
         keys = keys_of(kinds.algorithm or PPO, kinds)
+        rewards = document.get("rewards")
+        for number, table in enumerate(rewards if isinstance(rewards, list | tuple) else []):
+            keys[f"rewards.{number}"] = {**declared(REWARD_KINDS[reward_kind_of(table)])}
         return cls(keys, list(Settings.model_fields), algorithm=str(named or StepSection().algorithm))
 
     def _place(self, loc: Sequence[int | str]) -> tuple[str, ...]:
-        return tuple(str(part) for part in loc[: 4 if loc[:2] == REWARDS else 2])
+        if loc[:1] == ("rewards",) and len(loc) > 1:
+            return (f"rewards.{loc[1]}", *map(str, loc[3:4]))  # after the number, the kind of reward
+        return super(SettingsFaults, self)._place(loc)
 
     def _wanted(self, place: tuple[str, ...]) -> str:
-        if len(place) == 3:
-            return f"a table with the keys {', '.join(declared(RewardPart))}"
-        if len(place) == 4:
-            return declared(RewardPart)[place[3]].description
+        if place == ("rewards",):
+            return f"tables [[rewards]], each with a source: {SOURCE}"
         return super(SettingsFaults, self)._wanted(place)
 
-    def _unknown(self, place: tuple[str, ...]) -> str:
-        if len(place) == 4:
-            return self._unknown_name("key", "[models.reward.NAME]", declared(RewardPart), place)
-        return super(SettingsFaults, self)._unknown(place)
-
     def _elsewhere(self, place: tuple[str, ...]) -> str:
+        if now := OLD.get(".".join(place)):
+            return f" (it is {now} today)"
         if len(place) != 2:
             return ""
+        if place[0].startswith("rewards."):
+            kinds = [name for name, kind in REWARD_KINDS.items() if place[1] in declared(kind)]
+            return f" (it is a key of a reward whose source is a {kinds[0]})" if kinds else ""
         others = ", ".join(repr(name) for name, kind in ALGORITHMS.items() if place[1] in declared(kind))
         if place[0] == "algorithm" and others:
             return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag, ValidationError
 
 from oppo.algorithms import ALGORITHMS
 from oppo.data.datasets_library import is_hub_name
@@ -25,7 +25,7 @@ from oppo.declared import (
     Rollouts,
     Seconds,
     Seed,
-    TextOrTables,
+    Table,
     adapter,
     declared,
     expectation,
@@ -34,7 +34,7 @@ from oppo.declared import (
 )
 from oppo.errors import ConfigError, DataError, did_you_mean, shortened
 from oppo.models import SamplingSettings
-from oppo.rewards import OnFailure
+from oppo.rewards import OnDrop, OnFailure
 from oppo.rewards.gym import LIBRARY
 from oppo.user_code import SPEC
 
@@ -66,39 +66,155 @@ SOURCE: Final = (
     "its tasks"
 )
 
-OF_MODELS: Final = ("reading", "form", "over_long", "label", "column", "separators")
-"""The settings of a reward that say how a model reads."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardPart:
-    """``[models.reward.NAME]``: one of several rewards, whose weighted sum is the score."""
-
-    source: Filled = required(SOURCE)
-    weight: float = setting(1.0, "its factor in the sum")
-    reading: When | None = setting(None, "in place of `models.reward_reading`")
-    form: As | None = setting(None, "in place of `models.reward_form`")
-    over_long: OverLong | None = setting(None, "in place of `models.reward_over_long`")
-    label: str | None = setting(None, "in place of `models.reward_label`")
-    column: str | None = setting(None, "in place of `models.reward_column`")
-    separators: Separators | None = setting(None, "in place of `models.reward_separators`")
-    failure: OnFailure | None = setting(None, "in place of `models.reward_failure`")
-    process: bool | None = setting(None, "in place of `models.reward_process`")
-    concurrency: PositiveCount | None = setting(None, "in place of `models.reward_concurrency`")
-    timeout: Positive | None = setting(None, "in place of `models.reward_timeout`")
-    each: bool | None = setting(None, "in place of `models.reward_each`")
-    keep_special_tokens: bool | None = setting(None, "in place of `models.reward_keep_special_tokens`")
-
-    @property
-    def is_function(self) -> bool:
-        """Whether it is Python code, and no reward model."""
-        return self.source == LIBRARY or file_of(self.source) is not None
+def is_code(source: object) -> bool:
+    """Whether a reward's source is Python code, and no reward model."""
+    return isinstance(source, str) and (source == LIBRARY or file_of(source) is not None)
 
 
 def file_of(spec: str) -> Path | None:
     """Return the file of ``file.py:name``; ``None`` for another text."""
     named = SPEC.match(spec)
     return None if named is None else Path(named["file"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSection:
+    """``[[rewards]]``: one reward."""
+
+    source: Filled = required(SOURCE)
+    name: Name | None = setting(
+        None, "the name of a term of the weighted sum, in metrics too; when absent, the only reward, which is the score"
+    )
+    weight: float = setting(1.0, "its factor in the sum")
+    on_drop: OnDrop = setting("drop", "when it drops a rollout: drop that, or leave it to the other rewards (`skip`)")
+
+    def __post_init__(self) -> None:
+        if self.name is None and self.weight != 1:
+            raise ValueError(f"weight = {self.weight!r} is the factor of a term, which has a name: give it one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionRewardSection(RewardSection):
+    """``[[rewards]]`` whose source is code: a function, or what else a file names."""
+
+    on_failure: OnFailure = setting(
+        "fail", "when the function fails: stop the run, drop the rollout, or call again, then stop"
+    )
+    process: bool | Literal["sync"] = setting(
+        default=False,
+        description="call a sync function in processes of its own: it may then hold the interpreter lock for long, or "
+        "crash, which is a failure like others; `sync`: if it is a sync function",
+    )
+    concurrency: PositiveCount | None = setting(
+        None, "calls of the function that may overlap; when absent 64 of an async one, 1 of a sync one"
+    )
+    timeout: Positive | None = setting(
+        None,
+        "seconds after which a call of the function has failed, without the start of its process; an async function is "
+        "cancelled then, and a process is interrupted, or killed if that does not help",
+    )
+    each: bool = setting(default=False, description="call the function for each rollout alone")
+    keep_special_tokens: bool = setting(
+        default=False,
+        description="give the function, or what else the file names, the text with its special tokens, the end of "
+        "sequence included",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRewardSection(RewardSection):
+    """``[[rewards]]`` whose source is a reward model."""
+
+    reading: When = setting(
+        "auto",
+        "when the model reads: `auto`: while responses are written, if its architecture allows that, else when "
+        "they have ended; `whole`: when they have ended",
+    )
+    form: As = setting(
+        "auto",
+        "what the model reads: `tokens`: those of the policy, whose tokenizer it must share; or text, by its own "
+        "tokenizer: `chat`: prompt and response by its chat template; `joined`: one after the other; `pair`: as two "
+        "segments; `response`: that alone; auto: tokens where the tokenizer is the same, else chat where it has a "
+        "template, else pair for an encoder, else joined",
+    )
+    over_long: OverLong = setting(
+        "error",
+        "what becomes of a rollout that is longer as text than the model reads: stop the run, drop the rollout, "
+        "or cut it as the model's tokenizer does",
+    )
+    label: str = setting("", "the label whose logit is the score, of a classifier with several")
+    column: str = setting(
+        "",
+        "the column of the data with the text, or the list of texts, that a sentence encoder compares a response with",
+    )
+    separators: Separators = setting(
+        ("\n",), "a token that ends with one of these ends a step, for a process reward model"
+    )
+
+
+REWARD_KINDS: Final[Mapping[str, type[RewardSection]]] = {
+    "function": FunctionRewardSection,
+    "model": ModelRewardSection,
+}
+
+
+def reward_kind_of(table: object) -> str:
+    """Return which of :data:`REWARD_KINDS` a table of ``[[rewards]]`` is, by its source."""
+    source = table.get("source") if isinstance(table, Mapping) else getattr(table, "source", None)
+    return "function" if is_code(source) else "model"
+
+
+def _summed(rewards: tuple[RewardSection, ...]) -> tuple[RewardSection, ...]:
+    if not rewards:
+        raise ValueError("expected at least one table, got none")
+    names = [each.name for each in rewards]
+    if len(names) > 1 and None in names:
+        raise ValueError(
+            f"several rewards are terms of a weighted sum, each with a name, and rewards.{names.index(None)} has none"
+        )
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"expected another name for each, got {twice[0]!r} twice")
+    return rewards
+
+
+Reward: TypeAlias = Annotated[
+    Annotated[FunctionRewardSection, Table(), Tag("function")] | Annotated[ModelRewardSection, Table(), Tag("model")],
+    Discriminator(reward_kind_of),
+]
+"""A reward, told apart by its source."""
+
+RewardList: TypeAlias = Annotated[tuple[Reward, ...], FromList(), AfterValidator(_summed)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSection:
+    """``[environment]``: what answers a response that has ended at a stop, as a tool does."""
+
+    source: str = setting(
+        "",
+        "`file.py:function` that answers a response which has ended at a stop token or string, as a tool does, so that "
+        "it goes on; none when empty",
+    )
+    on_failure: Literal["fail", "drop"] = setting("fail", "when the function fails: stop the run, or drop the rollout")
+    process: bool = setting(
+        default=False,
+        description="call a sync function in processes of its own: it may then hold the interpreter lock for long, or "
+        "crash, which is a failure like others",
+    )
+    concurrency: PositiveCount | None = setting(
+        None, "calls of the function that may overlap; when absent 64, or 4 in processes"
+    )
+    timeout: Positive | None = setting(
+        None,
+        "seconds after which a call of the function has failed, without the start of its process; an async function is "
+        "cancelled then, and a process is interrupted, or killed if that does not help",
+    )
+    keep_special_tokens: bool = setting(
+        default=False,
+        description="give the function the text with its special tokens, and take those that its answer spells as "
+        "special tokens; otherwise an answer is ordinary text, whatever it spells",
+    )
 
 
 _DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -374,12 +490,9 @@ class RunSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsSection:
-    """``[models]``: directories or hub names; the reward may be a function as ``file.py:function``."""
+    """``[models]``: the models that are trained or served, by directory or hub name, and how they are loaded."""
 
     policy: Filled = required("directory or hub name of the causal language model to train")
-    reward: Annotated[str | Mapping[str, RewardPart], TextOrTables(RewardPart)] = required(
-        f"{SOURCE}; or several by name, in tables `[models.reward.NAME]`"
-    )
     reference: str = setting(
         "",
         "directory or hub name; when empty, the policy as it is at the start, and none where the algorithm needs none, "
@@ -427,83 +540,6 @@ class ModelsSection:
     ignore_unused_weights: bool = setting(
         default=False, description="leave out weights that a model does not use, and say which, instead of refusing it"
     )
-    reward_reading: When = setting(
-        "auto",
-        "when a reward model reads: `auto`: while responses are written, if its architecture allows that, else when "
-        "they have ended; `whole`: when they have ended",
-    )
-    reward_form: As = setting(
-        "auto",
-        "what a reward model reads: `tokens`: those of the policy, whose tokenizer it must share; or text, by its own "
-        "tokenizer: `chat`: prompt and response by its chat template; `joined`: one after the other; `pair`: as two "
-        "segments; `response`: that alone; auto: tokens where the tokenizer is the same, else chat where it has a "
-        "template, else pair for an encoder, else joined",
-    )
-    reward_over_long: OverLong = setting(
-        "error",
-        "what becomes of a rollout that is longer as text than a reward model reads: stop the run, drop the rollout, "
-        "or cut it as the model's tokenizer does",
-    )
-    reward_label: str = setting("", "the label whose logit is the score, of a classifier with several")
-    reward_column: str = setting(
-        "",
-        "the column of the data with the text, or the list of texts, that a sentence encoder compares a response with",
-    )
-    reward_separators: Separators = setting(
-        ("\n",), "a token that ends with one of these ends a step, for a process reward model"
-    )
-    reward_failure: OnFailure = setting(
-        "fail",
-        "when a reward function fails: stop the run, drop the rollout, or call again, then stop",
-    )
-    reward_drop: Literal["drop", "skip"] = setting(
-        "drop", "when one of several rewards drops a rollout: drop it, or leave it to the others"
-    )
-    reward_process: bool = setting(
-        default=False,
-        description="call a sync reward function in processes of its own: it may then hold the interpreter lock for "
-        "long, or crash, which is a failure like others; of several rewards those that are sync functions",
-    )
-    reward_concurrency: PositiveCount | None = setting(
-        None, "calls of a reward function that may overlap; when absent 64 of an async one, 1 of a sync one"
-    )
-    reward_timeout: Positive | None = setting(
-        None,
-        "seconds after which a call of a reward function has failed, without the start of its process; an async "
-        "function is cancelled then, and a process is interrupted, or killed if that does not help",
-    )
-    reward_each: bool = setting(default=False, description="call a reward function for each rollout alone")
-    reward_keep_special_tokens: bool = setting(
-        default=False,
-        description="give a reward function, or what else a file names, the text with its special tokens, the end of "
-        "sequence included",
-    )
-    environment: str = setting(
-        "",
-        "`file.py:function` that answers a response which has ended at a stop token or string, as a tool does, so that "
-        "it goes on; none when empty",
-    )
-    environment_failure: Literal["fail", "drop"] = setting(
-        "fail", "when the environment's function fails: stop the run, or drop the rollout"
-    )
-    environment_process: bool = setting(
-        default=False,
-        description="call a sync function of the environment in processes of its own: it may then hold the interpreter "
-        "lock for long, or crash, which is a failure like others",
-    )
-    environment_concurrency: PositiveCount | None = setting(
-        None, "calls of the environment's function that may overlap; when absent 64, or 4 in processes"
-    )
-    environment_timeout: Positive | None = setting(
-        None,
-        "seconds after which a call of the environment's function has failed, without the start of its process; an "
-        "async function is cancelled then, and a process is interrupted, or killed if that does not help",
-    )
-    environment_keep_special_tokens: bool = setting(
-        default=False,
-        description="give the environment's function the text with its special tokens, and take those that its answer "
-        "spells as special tokens; otherwise an answer is ordinary text, whatever it spells",
-    )
 
     def __post_init__(self) -> None:
         if self.shared_trunk and self.critic:
@@ -511,23 +547,6 @@ class ModelsSection:
                 "shared_trunk = true makes the critic a head on the policy's trunk: leave critic out; got "
                 f"{self.critic!r}"
             )
-
-    @property
-    def rewards(self) -> Mapping[str, RewardPart]:
-        """The rewards by the keys of their sources: one, ``reward``, or each as ``reward.NAME``."""
-        if isinstance(self.reward, str):
-            return {"reward": RewardPart(source=self.reward)}
-        return {f"reward.{name}": part for name, part in self.reward.items()}
-
-    @property
-    def reward_models(self) -> Sequence[str]:
-        """Directories or hub names of the rewards that are models."""
-        return [part.source for part in self.rewards.values() if not part.is_function]
-
-    def of_reward(self, part: RewardPart, name: str) -> Any:
-        """Return a setting of one reward: its own, or else that of all."""
-        own = getattr(part, name)
-        return getattr(self, f"reward_{name}") if own is None else own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

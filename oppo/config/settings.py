@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, cast
@@ -28,12 +28,15 @@ from oppo.algorithms.base import Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.config.own import NAMED, OWN, Kinds, checked, loss_of
 from oppo.config.sections import (
-    OF_MODELS,
     DataSection,
+    EnvironmentSection,
     EvalSection,
+    ModelRewardSection,
     ModelsSection,
     PlacementSection,
     PromptSource,
+    RewardList,
+    RewardSection,
     RunSection,
     SamplingSection,
     StepSection,
@@ -86,6 +89,8 @@ class Settings(BaseModel):
 
     run: Annotated[RunSection, Table()] = RunSection()
     models: Annotated[ModelsSection, Table()]
+    rewards: RewardList
+    environment: Annotated[EnvironmentSection, Table()] = EnvironmentSection()
     placement: Annotated[PlacementSection, Table()] = PlacementSection()
     data: Annotated[DataSection, Table()]
     sampling: Annotated[SamplingSection, Table()] = SamplingSection()
@@ -179,13 +184,23 @@ class Settings(BaseModel):
         return bool(self.models.reference) or self.algorithm.refers
 
     @property
+    def reward_tables(self) -> Mapping[str, RewardSection]:
+        """The rewards by their place in the file: ``rewards.0``, ``rewards.1``, ..."""
+        return {f"rewards.{number}": reward for number, reward in enumerate(self.rewards)}
+
+    @property
+    def reward_models(self) -> Sequence[str]:
+        """Directories or hub names of the rewards that are models."""
+        return [each.source for each in self.rewards if isinstance(each, ModelRewardSection)]
+
+    @property
     def can_be_elsewhere(self) -> frozenset[str]:
         """The models of this run that can be actors of a cluster."""
         models = self.models
         can = {
             "policy": models.engine == "transformers" and not models.shared_trunk and self.run.policy == "thread",
             "reference": self.has_reference,
-            "reward": bool(models.reward_models),
+            "reward": bool(self.reward_models),
             "critic": self.algorithm.has_critic and not models.shared_trunk,
             "trainer": len(self.devices["trainer"]) > 1,
         }
@@ -206,20 +221,24 @@ class Settings(BaseModel):
     @property
     def files(self) -> dict[str, Path]:
         """The files and directories that the run reads besides its models, each under the setting that names it."""
-        rewards = {f"models.{key}": part.source for key, part in self.models.rewards.items()}
+        rewards = {f"{key}.source": reward.source for key, reward in self.reward_tables.items()}
         steps = {f"step.{name}": getattr(self.step, name) for name in NAMED}
-        code = {**rewards, "models.environment": self.models.environment, **steps}
+        code = {**rewards, "environment.source": self.environment.source, **steps}
         found = {name: file for name, spec in code.items() if (file := file_of(spec)) is not None}
         prompts = {**named("data.prompts", self.data.prompts), **named("eval.prompts", self.eval.prompts)}
         return {name: each.file for name, each in prompts.items() if each.file is not None} | found
 
     def tables(self) -> dict[str, dict[str, object]]:
-        """Return every setting as in a file, by section and key; ``None`` for an absent key."""
-        declared = {
+        """Return every setting as in a file, by section and key; ``None`` for an absent key.
+
+        The sections of the rewards are ``rewards.0``, ``rewards.1``, ...
+        """
+        found = {
             name: {key: _spelt(getattr(getattr(self, name), key)) for key in keys}
             for name, keys in keys_of(type(self.algorithm), self.kinds).items()
         }
-        return {**declared, "vllm": dict(self.vllm)} if self.vllm else declared
+        found |= {key: {**asdict(reward)} for key, reward in self.reward_tables.items()}
+        return {**found, "vllm": dict(self.vllm)} if self.vllm else found
 
     def spanning(self, steps: int) -> Settings:
         """Return these settings with a learning-rate schedule that spans ``steps``, as many as the prompts last for.
@@ -229,17 +248,21 @@ class Settings(BaseModel):
         """
         return self.model_copy(update={"trainer": replace(self.trainer, total_steps=steps)})
 
-    def changed(self, changes: Mapping[str, Mapping[str, object]]) -> Settings:
-        """Return these settings with ``changes``, by section and key."""
-        tables = self.tables()
-        return Settings.of({name: {**tables.get(name, {}), **changes.get(name, {})} for name in {**tables, **changes}})
+    def changed(self, changes: Mapping[str, Mapping[str, object] | Sequence[object]]) -> Settings:
+        """Return these settings with ``changes``, by section and key; the list of rewards is a whole one."""
+        document = self.document()
+        for name, keys in changes.items():
+            document[name] = {**document.get(name, {}), **keys} if isinstance(keys, Mapping) else keys
+        return Settings.of(document)
 
-    def document(self) -> dict[str, dict[str, object]]:
+    def document(self) -> dict[str, Any]:
         """Return the resolved file, parsed: resolving it in any folder gives these settings again."""
-        return {
+        found: dict[str, Any] = {
             name: {key: value for key, value in keys.items() if value is not None}
             for name, keys in self.tables().items()
         }
+        rewards = [found.pop(key) for key in self.reward_tables]
+        return {**found, "rewards": rewards}
 
     def toml(self) -> str:
         """Return the resolved file: loading it from any folder gives these settings again."""
@@ -249,11 +272,7 @@ class Settings(BaseModel):
 def _spelt(value: object) -> object:
     if isinstance(value, tuple) and any(isinstance(each, PromptSource) for each in value):
         return [each.table() for each in cast("tuple[PromptSource, ...]", value)]
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        name: {key: each for key, each in asdict(table).items() if each is not None} for name, table in value.items()
-    }
+    return value
 
 
 def keys_of(algorithm: type[Algorithm], kinds: Kinds | None = None) -> dict[str, dict[str, Declared]]:
@@ -289,7 +308,6 @@ def require_consistent(settings: Settings) -> None:
             f"[vllm] holds {', '.join(settings.vllm)}, which only vLLM reads, and models.engine = "
             f"{settings.models.engine!r}: set models.engine = 'vllm', or leave [vllm] out"
         )
-    _require_models_that_read(settings.models)
     if settings.step.lookahead and settings.models.share_weights:
         raise ValueError(
             f"step.lookahead = {settings.step.lookahead} trains while the next step is decoded, and "
@@ -335,19 +353,6 @@ def _units(settings: Settings) -> tuple[int, str]:
     if responses > 1 and settings.trainer.minibatches > 1 and settings.trained_loss().unit == "group":
         return batch // responses, "groups"
     return batch, "responses"
-
-
-def _require_models_that_read(models: ModelsSection) -> None:
-    for key, part in models.rewards.items():
-        if isinstance(models.reward, str):
-            given = [f"models.{name}" for name in changed(models, [f"reward_{name}" for name in OF_MODELS])]
-        else:
-            given = [f"models.{key}.{name}" for name in OF_MODELS if getattr(part, name) is not None]
-        if part.is_function and given:
-            raise ValueError(
-                f"{', '.join(given)} says how a reward model reads, and the reward {part.source!r} is Python code: "
-                "leave that out"
-            )
 
 
 def _require_a_sum(settings: Settings) -> None:
@@ -462,7 +467,7 @@ def _refuse_elsewhere(settings: Settings, model: str) -> NoReturn:
     why = {
         "policy": _why_the_policy_is_here(settings),
         "reference": f"step.algorithm = {settings.step.algorithm!r} refers to none, and models.reference names none",
-        "reward": "models.reward names no model",
+        "reward": "[[rewards]] names no model",
         "critic": "models.shared_trunk = true makes it a head on the policy's trunk"
         if settings.models.shared_trunk
         else f"step.algorithm = {settings.step.algorithm!r} has none",

@@ -329,10 +329,10 @@ def settings_of(plan: DemoPlan, assets: Assets, target: Path, seed: int, engine:
             "run": {"name": target.name, "directory": str(target.parent), "steps": plan.steps, "seed": seed},
             "models": {
                 "policy": str(assets.actor),
-                "reward": str(assets.reward),
                 "critic": str(assets.critic),
                 "engine": engine,
             },
+            "rewards": [{"source": str(assets.reward)}],
             "data": {"prompts": str(assets.prompts)},
             "sampling": {"max_new_tokens": plan.max_new_tokens},
             "step": {"admission": "adaptive", "chunk": 16},

@@ -181,7 +181,7 @@ def measure(settings: Settings, effort: Effort) -> dict[str, list[TimedRound]]:
         OppoError: a model cannot be used.
     """
     with TemporaryDirectory(prefix="oppo-demo-") as folder:
-        write_deeper(Path(settings.models.reward_models[0]), Path(folder), effort.deeper)
+        write_deeper(Path(settings.reward_models[0]), Path(folder), effort.deeper)
         variants = [(schedule, varied(settings, schedule, effort, Path(folder))) for schedule in schedules(effort)]
         with starting(settings):
             session = prepare(variants[0][1], dry_run=True)
@@ -215,7 +215,8 @@ def varied(settings: Settings, schedule: DemoSchedule, effort: Effort, reward: P
     """Return the settings of a schedule."""
     return settings.changed(
         {
-            "models": {"reward": str(reward), "shared_trunk": True, "critic": ""},
+            "models": {"shared_trunk": True, "critic": ""},
+            "rewards": [{"source": str(reward)}],
             "step": {"batch": effort.batch, "admission": "overcommit", **schedule.step},
             "trainer": {
                 "epochs": 1,

@@ -45,7 +45,7 @@ class Rewards(Scorer["float | Drop"]):
     Args:
         parts: weight and reward of each, by name.
         decode: token ids to text, without special tokens; needed for functions.
-        on_drop: what a ``Drop`` by one part does.
+        on_drop: what a ``Drop`` by a part does, of all parts or by name.
         options: of the :class:`FunctionReward` of each function; ``process`` is for sync functions.
 
     Raises:
@@ -66,15 +66,16 @@ class Rewards(Scorer["float | Drop"]):
         parts: Mapping[str, Weighted],
         decode: Callable[[Sequence[int]], str] | None = None,
         *,
-        on_drop: OnDrop = "drop",
+        on_drop: OnDrop | Mapping[str, OnDrop] = "drop",
         **options: Any,
     ) -> None:
         if not parts:
             raise ConfigError("Rewards sums several rewards, and got none: give {name: (weight, reward)}")
-        if on_drop not in get_args(OnDrop):
-            raise ConfigError(f"on_drop must be one of {', '.join(get_args(OnDrop))}, not {on_drop!r}")
+        self._on_drop = dict(on_drop) if isinstance(on_drop, Mapping) else dict.fromkeys(parts, on_drop)
+        for choice in self._on_drop.values():
+            if choice not in get_args(OnDrop):
+                raise ConfigError(f"on_drop must be one of {', '.join(get_args(OnDrop))}, not {choice!r}")
         self.names = tuple(parts)
-        self._on_drop = on_drop
         self._parts = [_Part.of(name, given, decode, options) for name, given in parts.items()]
         self._readers = [part for part in self._parts if not part.is_function]
         self._turn = anyio.Lock()
@@ -184,7 +185,11 @@ class Rewards(Scorer["float | Drop"]):
         terms: list[tuple[float, float]] = []
         for part in self._parts:
             score = scores[part.name]
-            if isinstance(score, Drop) and score.reason != DOES_NOT_APPLY and self._on_drop == "drop":
+            if (
+                isinstance(score, Drop)
+                and score.reason != DOES_NOT_APPLY
+                and self._on_drop.get(part.name, "drop") == "drop"
+            ):
                 return Drop(rollout, f"{part.name}: {score.reason}", score.nonfinite)
         for part in self._parts:
             score = scores[part.name]

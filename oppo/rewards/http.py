@@ -143,9 +143,10 @@ class _Session:
 class HttpReward:
     """An async reward function that posts JSON to a service and reads the scores from its answer.
 
-    Give it to :class:`oppo.FunctionReward` as any other function, or name it in a file: ``models.reward =
-    "rewards.py:judge"``. A transport error, silence for longer than ``timeout`` and the status codes 408, 429 and 5xx
-    are asked again after a growing pause, or after what the header ``Retry-After`` says; any other failure is final.
+    Give it to :class:`oppo.FunctionReward` as any other function, or name it in a file, as the source of a reward:
+    ``source = "rewards.py:judge"``. A transport error, silence for longer than ``timeout`` and the status codes 408,
+    429 and 5xx are asked again after a growing pause, or after what the header ``Retry-After`` says; any other failure
+    is final.
 
     After some failed calls in a row, including calls that were given up as too slow, the service is left alone for a
     while, so that it can recover (a circuit breaker). Calls fail at once meanwhile; then one of them asks, once, and

@@ -35,7 +35,7 @@ OWN: Final[Mapping[str, Sequence[str]]] = {
 REFERRING: Final = {"ppo", "grpo", "rloo", "reinforce_pp", "online_dpo"}
 """The algorithms with a KL to the reference by default."""
 
-COMMON = ("run.panel=off", "models.reward=reward.py:short", "step.batch=3", "run.scorers=thread")
+COMMON = ("run.panel=off", "rewards.0.source=reward.py:short", "step.batch=3", "run.scorers=thread")
 
 
 @pytest.fixture(scope="module")

@@ -79,12 +79,12 @@ def _one_thread_here() -> None:
         ("models.policy=", ["models.policy: "]),
         ("models.policy=file", ["models.policy: ", "file' is no directory here"]),
         ("models.reference=small", ["models.reference: ", "knows the token ids below 64", "go up to 95"]),
-        ("models.reward=two-labels", ["models.reward: ", "score.weight is [2, 32]", "'file.py:function'"]),
+        ("rewards.0.source=two-labels", ["rewards.0: ", "score.weight is [2, 32]", "'file.py:function'"]),
         (
-            "models.reward=foreign models.reward_form=tokens",
-            ["models.reward: ", "does not share the policy's tokenizer", "reward_form cannot be 'tokens': leave"],
+            "rewards.0.source=foreign rewards.0.form=tokens",
+            ["rewards.0: ", "does not share the policy's tokenizer", "rewards.0.form cannot be 'tokens': leave"],
         ),
-        ("models.reward=foreign models.reward_form=pair", ["models.reward: ", "no pair", "reward_reading = 'whole'"]),
+        ("rewards.0.source=foreign rewards.0.form=pair", ["rewards.0: ", "no pair", "rewards.0.reading = 'whole'"]),
         ("models.critic=foreign", ["models.critic: ", "does not share the policy's tokenizer"]),
         ("models.policy=narrow", ["models.policy: ", "tokenizer go up to 95", "narrow' reads those below 64"]),
         ("models.policy=adapter", ["models.policy: ", "an adapter of PEFT for the model 'org/base'", "merge"]),
@@ -117,10 +117,13 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ("models.reward=reward.py:odd data.prompts=clash.jsonl", "column 'completions' bears the name of an argument"),
-        ("models.reward=reward.py:short data.prompts=bare.jsonl", "asks for 'goal', which is no column of the data"),
-        ("models.reward=reward.py:short eval.prompts=bare.jsonl", "asks for 'goal', which is no column of the data"),
-        ("models.reward_column=gole", "models.reward compares responses with 'gole', which is no column of the data"),
+        (
+            "rewards.0.source=reward.py:odd data.prompts=clash.jsonl",
+            "column 'completions' bears the name of an argument",
+        ),
+        ("rewards.0.source=reward.py:short data.prompts=bare.jsonl", "asks for 'goal', which is no column"),
+        ("rewards.0.source=reward.py:short eval.prompts=bare.jsonl", "asks for 'goal', which is no column"),
+        ("rewards.0.column=gole", "rewards.0 compares responses with 'gole', which is no column of the data"),
     ],
 )
 def test_columns_that_a_reward_needs_are_checked_before_a_model_is_loaded(
@@ -256,12 +259,12 @@ def wide(folder: Path, role: str) -> None:
     [
         (
             "reward",
-            "models.reward=wide models.critic=reward data.prompts=long.jsonl",
+            "rewards.0.source=wide models.critic=reward data.prompts=long.jsonl",
             "error: the reward model ran out of memory while it did 'extend': lower step.batch, step.extra or",
         ),
         pytest.param(
             "actor",
-            "models.policy=wide models.reference=actor models.reward=reward.py:short models.critic=reward "
+            "models.policy=wide models.reference=actor rewards.0.source=reward.py:short models.critic=reward "
             "sampling.max_new_tokens=160 sampling.min_new_tokens=160",
             "error: the trainer ran out of memory while it did 'update': lower trainer.micro_batch_tokens (",
             marks=pytest.mark.deep,
@@ -290,7 +293,7 @@ def test_a_prompt_file_that_changes_meanwhile_changes_nothing_and_is_noted(workp
         f"    open({str(moving)!r}, 'w').close()\n"
         "    return [0.0 for _ in prompts]\n"
     )
-    overrides = ("data.prompts=moving.jsonl", "models.reward=meddler.py:meddle", "run.panel=off")
+    overrides = ("data.prompts=moving.jsonl", "rewards.0.source=meddler.py:meddle", "run.panel=off")
     assert oppo(workplace, "", "run.name=moving", *overrides) == 0
     assert sum(each["event"] == "trained" for each in records(workplace, "moving", "journal.jsonl")) == 8
     noted = [each for each in records(workplace, "moving", "log.jsonl") if each["event"] == "file changed"]
@@ -324,14 +327,14 @@ def test_a_reward_that_blocks_is_named_on_the_terminal_and_in_the_log(
         "    return [0.0 for _ in completions]\n"
     )
     monkeypatch.setattr("oppo.app.watching.StallLimits", partial(StallLimits, notice=0.2))
-    assert oppo(workplace, "", "run.name=blocked", "run.steps=1", "models.reward=blocking.py:block") == 0
+    assert oppo(workplace, "", "run.name=blocked", "run.steps=1", "rewards.0.source=blocking.py:block") == 0
     stalls = [each for each in records(workplace, "blocked", "log.jsonl") if each["event"] == "stalled"]
     assert {"advantage": "waits for reward", "reward": "at work"}.items() <= stalls[-1]["steps"]["1"].items()
     assert "advantage waits for reward; " in capsys.readouterr().out
 
 
 def test_a_reward_that_never_returns_ends_the_run_with_a_report(workplace: Path) -> None:
-    overrides = ("models.reward=reward.py:stuck", "run.name=stuck", "run.watchdog_seconds=4", "run.call_timeout=4")
+    overrides = ("rewards.0.source=reward.py:stuck", "run.name=stuck", "run.watchdog_seconds=4", "run.call_timeout=4")
     code, _, said = run(workplace, *overrides)
     assert code == 1, said
     directory = workplace / "runs" / "stuck"
@@ -362,7 +365,7 @@ def test_a_model_that_never_returns_ends_the_process_with_a_report(workplace: Pa
 
 
 def test_a_reward_that_fails_for_some_is_trained_on_the_others(workplace: Path) -> None:
-    overrides = ("models.reward=reward.py:picky", "models.reward_failure=drop", "run.panel=off")
+    overrides = ("rewards.0.source=reward.py:picky", "rewards.0.on_failure=drop", "run.panel=off")
     assert oppo(workplace, "", "run.name=picky", *overrides) == 0
     for record in records(workplace, "picky", "metrics.jsonl"):
         assert record["trained"] + record["dropped"] == 4
@@ -386,7 +389,7 @@ def test_a_run_that_trains_nothing_ends_with_the_reasons_and_a_code_of_its_own(
     workplace: Path, settings: str, steps: int, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"nothing-{steps}-{len(settings)}"
-    overrides = ("models.reward=reward.py:broken", "models.reward_failure=drop", "run.panel=off", *settings.split())
+    overrides = ("rewards.0.source=reward.py:broken", "rewards.0.on_failure=drop", "run.panel=off", *settings.split())
     assert oppo(workplace, "", f"run.name={name}", *overrides) == UNTRAINED
     made = records(workplace, name, "metrics.jsonl")
     assert [(each["trained"], each["dropped"], each["version"]) for each in made] == [(0, 4, 1), (0, 4, 2)]

@@ -37,7 +37,7 @@ def settings(folder: Path, *overrides: str) -> Settings:
         ((BOTH,), {"reference", "reward", "critic", "trainer"}),
         (('placement.remote=["reward"]',), {"reward"}),
         (('placement.remote=["reference"]',), {"reference"}),
-        (("models.reward=reward.py:short", "models.critic=actor"), {"reference", "critic"}),
+        (("rewards.0.source=reward.py:short", "models.critic=actor"), {"reference", "critic"}),
         (("models.shared_trunk=true", "models.critic="), {"reference", "reward"}),
         (("step.algorithm=rloo", "step.batch=4"), {"reference", "reward"}),
         (('placement.remote=["policy"]',), {"policy"}),
@@ -55,7 +55,7 @@ def test_every_model_that_can_be_elsewhere_is_unless_some_are_named(
     ("overrides", "sentence"),
     [
         (('placement.remote=["trainer"]',), "'trainer', and its first rank is here"),
-        (('placement.remote=["reward"]', "models.reward=reward.py:short", "models.critic=actor"), "names no model"),
+        (('placement.remote=["reward"]', "rewards.0.source=reward.py:short", "models.critic=actor"), "names no model"),
         (('placement.remote=["critic"]', "models.shared_trunk=true", "models.critic="), "a head on the policy's trunk"),
         (('placement.remote=["critic"]', "step.algorithm=rloo"), "step.algorithm = 'rloo' has none"),
         (
@@ -70,7 +70,7 @@ def test_every_model_that_can_be_elsewhere_is_unless_some_are_named(
         (('placement.remote=["policy"]', "placement.policy=cuda:1"), "an actor has the GPU that Ray gives it"),
         (("placement.actor_cpus=0",), "placement.actor_cpus"),
         (
-            ("step.algorithm=rloo", "step.batch=4", "algorithm.kl=0", "models.reward=reward.py:short"),
+            ("step.algorithm=rloo", "step.batch=4", "algorithm.kl=0", "rewards.0.source=reward.py:short"),
             "no model of this run would be in it",
         ),
     ],

@@ -41,7 +41,7 @@ def test_columns_of_any_type_come_back_with_a_carried_rollout_as_they_were(tmp_p
         "tree": [{"$array": 1}] * n,
     }
     parquet.write_table(pa.table(table), folder / "prompts.parquet")
-    data = ("models.reward=checked.py:score", "data.prompts=prompts.parquet", "run.checkpoint_every=1")
+    data = ("rewards.0.source=checked.py:score", "data.prompts=prompts.parquet", "run.checkpoint_every=1")
     assert oppo(folder, "", *data) == DONE
     assert records(folder, "first", "metrics.jsonl")[0]["deferred"], "something was carried"
     shutil.rmtree(folder / "runs" / "first" / "checkpoints" / "step-000002")

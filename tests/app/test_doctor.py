@@ -159,7 +159,7 @@ def test_a_trial_makes_one_longest_step_and_saves_nothing(
     ("override", "sentence"),
     [
         ("models.policy=nowhere", "models.policy"),
-        ("models.reward=actor", "models.reward"),
+        ("rewards.0.source=actor", "rewards.0"),
         ("data.prompts=none.jsonl", "there is no prompt file"),
         ("placement.reward=cuda:9", "placement.reward: there is no 'cuda:9' here"),
     ],
@@ -169,7 +169,7 @@ def test_what_cannot_be_used_is_refused_by_name(
 ) -> None:
     code = doctor(folder, "--set", override)
     said = capsys.readouterr()
-    if override == "models.reward=actor":  # whether there is a head is known when weights are read
+    if override == "rewards.0.source=actor":  # whether there is a head is known when weights are read
         assert code == DONE
         assert doctor(folder, "--set", override, "--trial") == UNUSABLE
         said = capsys.readouterr()
@@ -201,7 +201,8 @@ def large(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(folder: Path, text: str, assume: str, *overrides: str) -> int:
-    head = 'models.policy = "actor"\nmodels.reward = "reward"\ndata.prompts = "prompts.jsonl"\nstep.chunk = "whole"\n'
+    head = 'models.policy = "actor"\nrewards = [{ source = "reward" }]\n'
+    head += 'data.prompts = "prompts.jsonl"\nstep.chunk = "whole"\n'
     (folder / "config.toml").write_text(head + text)
     chosen = [part for each in overrides for part in ("--set", each)]
     return main(["doctor", str(folder / "config.toml"), *assume.split(), *chosen])

@@ -14,7 +14,7 @@ from oppo.config.load import load, resolve
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
 
-MINIMAL = 'models.policy = "actor"\nmodels.reward = "reward.py:score"\ndata.prompts = "prompts.jsonl"\n'
+MINIMAL = 'models.policy = "actor"\nrewards = [{ source = "reward.py:score" }]\ndata.prompts = "prompts.jsonl"\n'
 ON_VLLM = 'models.engine = "vllm"\n'
 
 

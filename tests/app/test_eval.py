@@ -44,7 +44,7 @@ def tool(turn):
 """
 
 TURNS = (
-    "models.environment=judges.py:tool",
+    "environment.source=judges.py:tool",
     'sampling.stop=["w5", "w9", "w13", "w21", "w33", "w40", "w44", "w52", "w60", "w77"]',
     "sampling.max_new_tokens=24",
 )
@@ -76,10 +76,10 @@ def trained(run: Path) -> dict[str, bytes]:
     [
         pytest.param((), id="ppo"),
         pytest.param(
-            ("models.reward=judges.py:rule", "eval.samples=3", "step.algorithm=grpo", "algorithm.samples=2"),
+            ("rewards.0.source=judges.py:rule", "eval.samples=3", "step.algorithm=grpo", "algorithm.samples=2"),
             id="groups",
         ),
-        pytest.param(("models.reward=judges.py:parts", "eval.samples=2", *TURNS), id="turns"),
+        pytest.param(("rewards.0.source=judges.py:parts", "eval.samples=2", *TURNS), id="turns"),
         pytest.param(("step.lookahead=1", "run.scorers=thread", "eval.samples=2"), id="ahead"),
         pytest.param(
             ("models.lora_rank=2", "run.scorers=thread", "run.keep_best=true"),
@@ -115,7 +115,7 @@ def test_an_exact_run_with_evaluations_has_the_weights_of_one_without(folder: Pa
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """A run that is evaluated before it begins, after every second step and after the last of five."""
-    chosen = (*EVAL, "eval.samples=4", "models.reward=judges.py:rule", "run.steps=5", "run.name=whole")
+    chosen = (*EVAL, "eval.samples=4", "rewards.0.source=judges.py:rule", "run.steps=5", "run.name=whole")
     assert oppo(folder, "", *EXACT, *chosen, "run.panel=lines", 'run.track=["tensorboard"]') == DONE
     return folder / "runs" / "whole"
 
@@ -152,7 +152,7 @@ def test_held_out_scores_are_recorded_everywhere(folder: Path, whole: Path) -> N
 def test_each_evaluation_draws_the_same_noise_and_its_seed_another(folder: Path, whole: Path) -> None:
     del whole
     first = records(folder, "whole", "eval.jsonl")[0]
-    again = (*EXACT, "eval.prompts=held_out.jsonl", "eval.samples=4", "models.reward=judges.py:rule", "run.steps=1")
+    again = (*EXACT, "eval.prompts=held_out.jsonl", "eval.samples=4", "rewards.0.source=judges.py:rule", "run.steps=1")
     drawn = {}
     for name, seed in (("same-seed", 0), ("other-seed", 5)):
         assert oppo(folder, "", *again, f"run.name={name}", f"eval.seed={seed}", "eval.every=1") == DONE
@@ -164,7 +164,7 @@ def test_each_evaluation_draws_the_same_noise_and_its_seed_another(folder: Path,
 
 
 def test_a_killed_run_goes_on_to_the_same_weights_and_evaluations(folder: Path, whole: Path) -> None:
-    chosen = (*EXACT, *EVAL, "eval.samples=4", "models.reward=judges.py:rule", "run.steps=5", "run.name=killed")
+    chosen = (*EXACT, *EVAL, "eval.samples=4", "rewards.0.source=judges.py:rule", "run.steps=5", "run.name=killed")
     with start(folder, *chosen) as process:
         while not list((folder / "runs" / "killed" / CHECKPOINTS).glob("step-*2/COMPLETE")):
             assert process.poll() is None
@@ -199,7 +199,13 @@ def test_a_run_killed_before_its_first_checkpoint_is_not_evaluated_twice_before_
 
 def test_the_best_checkpoint_is_that_of_the_best_held_out_score(folder: Path) -> None:
     """The held-out score falls or rises as it likes; it is taken at every checkpoint, due or not."""
-    chosen = (*EXACT, "models.reward=judges.py:best", "run.keep_best=true", "run.keep_last=1", "run.checkpoint_every=1")
+    chosen = (
+        *EXACT,
+        "rewards.0.source=judges.py:best",
+        "run.keep_best=true",
+        "run.keep_last=1",
+        "run.checkpoint_every=1",
+    )
     settings = ("eval.prompts=held_out.jsonl", "eval.every=100", "run.steps=6", "run.name=best")
     assert oppo(folder, "", *chosen, *settings, "trainer.learning_rate=0.03") == DONE
     scores = {int(str(each["step"])): each["eval/score"] for each in records(folder, "best", "eval.jsonl")}
@@ -243,7 +249,7 @@ def test_progress_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_reward_that_fails_on_held_out_prompts_fails_as_in_training(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert oppo(folder, "", *EXACT, *EVAL, "models.reward=judges.py:absent", "run.name=absent") == FAILED
+    assert oppo(folder, "", *EXACT, *EVAL, "rewards.0.source=judges.py:absent", "run.name=absent") == FAILED
     said = capsys.readouterr().err
     assert "reward function 'absent' raised OSError: 401 for https://***@judge.example/ at" in said
     assert "hunter2secret" not in said

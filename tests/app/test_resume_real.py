@@ -126,7 +126,7 @@ def test_twenty_runs_killed_at_random_moments_and_resumed_end_with_the_same_weig
 
 
 DYNAMIC = (
-    "step.algorithm=dapo", "algorithm.samples=3", "algorithm.max_rounds=50", "models.reward=reward.py:odd",
+    "step.algorithm=dapo", "algorithm.samples=3", "algorithm.max_rounds=50", "rewards.0.source=reward.py:odd",
     "step.extra=2",
 )  # fmt: skip
 
@@ -371,7 +371,7 @@ def test_another_reward_function_is_not_taken_for_the_run_s_own(
 ) -> None:
     reward = folder / "brevity.py"
     reward.write_text("def score(prompts, completions):\n    return [-float(len(each)) for each in completions]\n")
-    brief = ("run.steps=1", "run.checkpoint_every=1", "run.name=brief", "models.reward=brevity.py:score")
+    brief = ("run.steps=1", "run.checkpoint_every=1", "run.name=brief", "rewards.0.source=brevity.py:score")
     assert oppo(folder, "", *brief) == DONE
     reward.write_text(reward.read_text().replace("-float", "float"))
     assert resume(folder, "brief", "run.steps=2") == UNUSABLE
@@ -386,7 +386,7 @@ def test_another_reward_function_is_gone_on_with_only_where_that_is_asked_for(
 ) -> None:
     reward, name = folder / "length.py", f"accepted-{accepted}"
     reward.write_text("def score(prompts, completions):\n    return [1.0 for _ in completions]\n")
-    ones = ("run.steps=1", f"run.name={name}", "models.reward=length.py:score")
+    ones = ("run.steps=1", f"run.name={name}", "rewards.0.source=length.py:score")
     assert oppo(folder, "", *ones) == DONE
     reward.write_text(reward.read_text().replace("1.0", "2.0"))
     command = ["resume", str(folder / "runs" / name), "--set", "run.steps=2"]

@@ -50,15 +50,15 @@ def run(workplace: Path, name: str, *overrides: str) -> list[dict[str, object]]:
     [
         ("other", (), "while they grow, the prompt and then the response"),
         ("chatty", (), "while they grow, prompt and response by its own chat template"),
-        ("chatty", ("models.reward_form=response", "run.scorers=process"), "while they grow, the response alone"),
-        ("reward", ("models.reward_form=joined",), "is to read text: it reads rollouts as text while they grow"),
+        ("chatty", ("rewards.0.form=response", "run.scorers=process"), "while they grow, the response alone"),
+        ("reward", ("rewards.0.form=joined",), "is to read text: it reads rollouts as text while they grow"),
         ("bert", (), "(BertForSequenceClassification) scores whole responses as text, prompt and response as two segm"),
-        ("several/bert", ("models.reward_label=good",), "scores whole responses as text"),
-        ("chatty", ("models.reward_reading=whole",), "scores whole responses as text, prompt and response by its own"),
-        ("encoder", ("models.reward_column=prompt",), "(BertModel) scores responses by their similarity to column"),
+        ("several/bert", ("rewards.0.label=good",), "scores whole responses as text"),
+        ("chatty", ("rewards.0.reading=whole",), "scores whole responses as text, prompt and response by its own"),
+        ("encoder", ("rewards.0.column=prompt",), "(BertModel) scores responses by their similarity to column"),
         (
             "steps",
-            ("models.reward_separators=['3', '5']",),
+            ("rewards.0.separators=['3', '5']",),
             "rewards steps: it scores the last token of a response, and",
         ),
     ],
@@ -67,9 +67,9 @@ def test_a_reward_model_of_any_kind_is_found_by_its_directory_and_said(
     workplace: Path, capsys: pytest.CaptureFixture[str], name: str, overrides: tuple[str, ...], words: str
 ) -> None:
     label = f"kind-{len([*workplace.glob('runs/kind-*')])}"
-    lines = run(workplace, label, f"models.reward={name}", *overrides)
+    lines = run(workplace, label, f"rewards.0.source={name}", *overrides)
     said = capsys.readouterr().err
-    assert f"models.reward: {workplace / name} " in said
+    assert f"rewards.0: {workplace / name} " in said
     assert words in said
     assert ("bridge/tail_tokens" in lines[0]) is ("while they grow" in words)
     begins_anew = "which starts from the policy instead" in said
@@ -83,7 +83,12 @@ def test_a_run_is_the_same_bit_for_bit_when_a_bridged_model_reads_in_a_process(w
     digests = []
     for place in ("thread", "process"):
         run(
-            workplace, f"exact-{place}", "models.reward=chatty", "run.exact=true", f"run.scorers={place}", "run.cores=2"
+            workplace,
+            f"exact-{place}",
+            "rewards.0.source=chatty",
+            "run.exact=true",
+            f"run.scorers={place}",
+            "run.cores=2",
         )
         digests.append(weights_digest(load_causal(workplace / "runs" / f"exact-{place}" / "checkpoints/final/actor")))
     assert digests[0] == digests[1]
@@ -92,14 +97,14 @@ def test_a_run_is_the_same_bit_for_bit_when_a_bridged_model_reads_in_a_process(w
 @pytest.mark.parametrize(
     ("overrides", "sentences"),
     [
-        ("models.reward=encoder", ["is a sentence encoder", "set models.reward_column"]),
-        ("models.reward=bert models.reward_column=goal", ["is no sentence encoder", "leave it out"]),
-        ("models.reward=bert models.reward_form=tokens", ["reads whole responses as text", "cannot be 'tokens'"]),
-        ("models.reward=bert models.reward_form=chat", ["no chat template", "joined, pair or response"]),
-        ("models.reward=several/bert", ["labels bad, good", "models.reward_label"]),
-        ("models.reward=steps models.reward_separators=['nowhere']", ["no token of the policy's", "nowhere"]),
+        ("rewards.0.source=encoder", ["is a sentence encoder", "set rewards.0.column"]),
+        ("rewards.0.source=bert rewards.0.column=goal", ["is no sentence encoder", "leave it out"]),
+        ("rewards.0.source=bert rewards.0.form=tokens", ["reads whole responses as text", "cannot be 'tokens'"]),
+        ("rewards.0.source=bert rewards.0.form=chat", ["no chat template", "joined, pair or response"]),
+        ("rewards.0.source=several/bert", ["labels bad, good", "rewards.0.label"]),
+        ("rewards.0.source=steps rewards.0.separators=['nowhere']", ["no token of the policy's", "nowhere"]),
         (
-            "models.reward=foreign-steps models.reward_separators=['3']",
+            "rewards.0.source=foreign-steps rewards.0.separators=['3']",
             ["does not share the policy's tokenizer", "file.py:function"],
         ),
     ],
@@ -109,7 +114,7 @@ def test_what_does_not_fit_the_kind_is_refused_by_name(
 ) -> None:
     assert oppo(workplace, "", "run.name=refused", *overrides.split(" ")) == 2
     said = capsys.readouterr().err
-    assert "models.reward" in said
+    assert "rewards.0" in said
     assert all(sentence in said for sentence in sentences), said
     assert not (workplace / "runs" / "refused").exists()
 
@@ -117,14 +122,17 @@ def test_what_does_not_fit_the_kind_is_refused_by_name(
 def test_a_column_without_text_ends_the_run_with_its_rollout(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert oppo(workplace, "", "run.name=number", "models.reward=encoder", "models.reward_column=goal") == 1
+    assert oppo(workplace, "", "run.name=number", "rewards.0.source=encoder", "rewards.0.column=goal") == 1
     assert "expected the text to compare a response with, or a list of texts" in capsys.readouterr().err
 
 
-EVERY_KIND = """models.reward={
-    plain={source="reward"}, bridged={source="chatty", weight=0.5}, stepwise={source="steps", separators=["3", "5"]},
-    judged={source="several/bert", label="good", over_long="truncate"}, alike={source="encoder", column="prompt"},
-    short={source="rewards.py:short", weight=0.1}}"""
+EVERY_KIND = """rewards=[
+    {name="plain", source="reward"},
+    {name="bridged", source="chatty", weight=0.5},
+    {name="stepwise", source="steps", separators=["3", "5"]},
+    {name="judged", source="several/bert", label="good", over_long="truncate"},
+    {name="alike", source="encoder", column="prompt"},
+    {name="short", source="rewards.py:short", weight=0.1}]"""
 
 SHORT = """
 def short(prompts, completions):
@@ -137,10 +145,10 @@ def test_every_kind_is_one_of_several_rewards(workplace: Path, capsys: pytest.Ca
     lines = run(workplace, "every-kind", EVERY_KIND.replace("\n", " "))
     said = capsys.readouterr().err
     for sentence in (
-        f"models.reward.bridged: {workplace / 'chatty'} ",
-        f"models.reward.stepwise: {workplace / 'steps'} rewards steps",
-        f"models.reward.judged: {workplace / 'several/bert'} (BertForSequenceClassification) scores whole responses",
-        f"models.reward.alike: {workplace / 'encoder'} (BertModel) scores responses by their similarity",
+        f"rewards.1: {workplace / 'chatty'} ",
+        f"rewards.2: {workplace / 'steps'} rewards steps",
+        f"rewards.3: {workplace / 'several/bert'} (BertForSequenceClassification) scores whole responses",
+        f"rewards.4: {workplace / 'encoder'} (BertModel) scores responses by their similarity",
     ):
         assert sentence in said
     weights = {"plain": 1, "bridged": 0.5, "stepwise": 1, "judged": 1, "alike": 1, "short": 0.1}
@@ -155,7 +163,7 @@ def test_every_kind_is_one_of_several_rewards(workplace: Path, capsys: pytest.Ca
 def test_a_critic_starts_from_the_first_reward_model_that_can_be_one(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(workplace, "critic", 'models.reward={judged={source="bert"}, plain={source="reward"}}')
+    run(workplace, "critic", 'rewards=[{name="judged", source="bert"}, {name="plain", source="reward"}]')
     said = capsys.readouterr().err
     assert f"so it cannot be a critic, which starts from {workplace / 'reward'} instead" in said
     assert f"loading the critic {workplace / 'reward'}" in said
@@ -164,26 +172,26 @@ def test_a_critic_starts_from_the_first_reward_model_that_can_be_one(
 @pytest.mark.parametrize(
     ("overrides", "sentences"),
     [
-        ("models.reward={a={source='encoder'}}", ["models.reward.a: ", "set models.reward.a.column"]),
-        ("models.reward={a={source='bert',column='goal'}}", ["models.reward.a: ", "models.reward.a.column = 'goal'"]),
-        ("models.reward={a={source='bert',form='tokens'}}", ["models.reward.a.form cannot be 'tokens'"]),
-        ("models.reward={a={source='several/bert'}}", ["labels bad, good", "see models.reward.a.label"]),
-        ("models.reward={a={source='chatty',form='pair'}}", ["no pair", "set models.reward.a.reading = 'whole'"]),
-        ("models.reward={a={source='steps',separators=['no']}}", ["models.reward.a.separators: no token of the"]),
-        ("models.reward={a={source='steps',separators=[3]}}", ["models.reward.a.separators: expected item 0"]),
+        ("rewards=[{name='a',source='encoder'}]", ["rewards.0: ", "set rewards.0.column"]),
+        ("rewards=[{name='a',source='bert',column='goal'}]", ["rewards.0: ", "rewards.0.column = 'goal'"]),
+        ("rewards=[{name='a',source='bert',form='tokens'}]", ["rewards.0.form cannot be 'tokens'"]),
+        ("rewards=[{name='a',source='several/bert'}]", ["labels bad, good", "see rewards.0.label"]),
+        ("rewards=[{name='a',source='chatty',form='pair'}]", ["no pair", "set rewards.0.reading = 'whole'"]),
+        ("rewards=[{name='a',source='steps',separators=['no']}]", ["rewards.0.separators: no token of the"]),
+        ("rewards=[{name='a',source='steps',separators=[3]}]", ["rewards.0.separators: expected item 0"]),
         (
-            "models.reward={a={source='reward',reading='never'}}",
-            ["models.reward.a.reading: expected 'auto'"],
+            "rewards=[{name='a',source='reward',reading='never'}]",
+            ["rewards.0.reading: expected 'auto'"],
         ),
         (
-            "models.reward={a={source='rewards.py:short',form='chat',label='good'}}",
-            ["models.reward.a.form, models.reward.a.label says how a reward model reads", "is Python code"],
+            "rewards=[{name='a',source='rewards.py:short',form='chat',label='good'}]",
+            ["unknown key 'rewards.0.form' (it is a key of a reward whose source is a model)", "'rewards.0.label'"],
         ),
         (
-            "models.reward=rewards.py:short models.reward_column=goal",
-            ["models.reward_column says how a reward model reads", "is Python code"],
+            "rewards.0.source=rewards.py:short rewards.0.column=goal",
+            ["unknown key 'rewards.0.column' (it is a key of a reward whose source is a model)"],
         ),
-        ("models.reward=reasoning-gym models.reward_form=chat", ["'reasoning-gym' is Python code: leave that out"]),
+        ("rewards.0.source=reasoning-gym rewards.0.form=chat", ["unknown key 'rewards.0.form'"]),
     ],
 )
 def test_one_of_several_that_does_not_fit_is_refused_by_its_name(
@@ -194,12 +202,6 @@ def test_one_of_several_that_does_not_fit_is_refused_by_its_name(
     said = capsys.readouterr().err
     assert all(sentence in said for sentence in sentences), said
     assert not (workplace / "runs" / "refused").exists()
-
-
-def test_what_is_set_for_all_rewards_is_for_those_that_it_fits(workplace: Path) -> None:
-    parts = 'models.reward={plain={source="reward"}, alike={source="encoder"}, judged={source="several/bert"}}'
-    lines = run(workplace, "for-all", parts, "models.reward_column=prompt", "models.reward_label=good")
-    assert {"reward/plain_mean", "reward/alike_mean", "reward/judged_mean"} <= lines[0].keys()
 
 
 def test_the_doctor_knows_what_reward_models_of_every_kind_need(workplace: Path) -> None:
@@ -213,7 +215,7 @@ def test_the_doctor_knows_what_reward_models_of_every_kind_need(workplace: Path)
 
 
 def test_the_doctor_knows_what_the_critic_starts_from(workplace: Path) -> None:
-    parts = 'models.reward={judged={source="bert"}, plain={source="reward"}}'
+    parts = 'rewards=[{name="judged", source="bert"}, {name="plain", source="reward"}]'
     settings, alone = load(workplace / "config.toml", [parts]), load(workplace / "config.toml")
     found = [expected(each, devices_of(each), None) for each in (settings, alone)]
     critics = [each.bytes.weights for needs in found for each in needs if each.model == "critic"]

@@ -78,7 +78,7 @@ def _one_thread_here() -> None:
 def test_what_a_reward_does_to_end_a_run_is_a_failure_of_it(
     folder: Path, name: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert oppo(folder, "", f"models.reward=mischief.py:{name}", f"run.name={name}", "run.steps=9") == FAILED
+    assert oppo(folder, "", f"rewards.0.source=mischief.py:{name}", f"run.name={name}", "run.steps=9") == FAILED
     output = capsys.readouterr().err
     assert sentence in output
     assert f"{folder / 'mischief.py'}:" in output
@@ -88,18 +88,18 @@ def test_what_a_reward_does_to_end_a_run_is_a_failure_of_it(
 
 
 def test_a_reward_file_that_ends_the_program_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert oppo(folder, "", "models.reward=leaving.py:f", "run.name=file") == UNUSABLE
+    assert oppo(folder, "", "rewards.0.source=leaving.py:f", "run.name=file") == UNUSABLE
     assert "leaving.py cannot be run: SystemExit: 0 at " in capsys.readouterr().err
 
 
 def test_a_name_is_free_again_after_a_run_that_made_no_step(folder: Path) -> None:
-    assert oppo(folder, "", "models.reward=mischief.py:leaving", "run.name=again", "run.steps=1") == FAILED
+    assert oppo(folder, "", "rewards.0.source=mischief.py:leaving", "run.name=again", "run.steps=1") == FAILED
     assert oppo(folder, "", "run.name=again", "run.steps=1") == DONE
     assert [each["event"] for each in records(folder, "again", "log.jsonl")].count("begin") == 2
 
 
 def test_retries_are_in_the_log_and_a_short_watchdog_waits_for_them(folder: Path) -> None:
-    overrides = ("models.reward=mischief.py:flapping", "models.reward_failure=retry", "run.watchdog_seconds=0.3")
+    overrides = ("rewards.0.source=mischief.py:flapping", "rewards.0.on_failure=retry", "run.watchdog_seconds=0.3")
     assert oppo(folder, "", *overrides, "run.name=flapping", "run.steps=1", "run.scorers=thread") == DONE
     (notice,) = [each for each in records(folder, "flapping", "log.jsonl") if each["event"] == "notice"]
     assert "ConnectionError: the judge is away at " in str(notice["text"])
@@ -110,7 +110,7 @@ def test_retries_are_in_the_log_and_a_short_watchdog_waits_for_them(folder: Path
 def test_a_second_ctrl_c_ends_a_run_at_once_though_its_reward_never_returns(folder: Path, reward: str) -> None:
     """One that blocks the event loop is interrupted where it is, and no task of the loop is left to complain."""
     mark = folder / f"mark-{reward}"
-    overrides = (f"run.name={reward}", f"models.reward=mischief.py:{reward}", "run.scorers=thread")
+    overrides = (f"run.name={reward}", f"rewards.0.source=mischief.py:{reward}", "run.scorers=thread")
     with start(folder, *overrides, MARK=str(mark)) as process:
         while not mark.exists() and process.poll() is None:
             threading.Event().wait(0.05)

@@ -24,7 +24,7 @@ from oppo.config.load import load
 from oppo.errors import ConfigError, DataError
 from tests.workplace import furnish, oppo, records, start
 
-QUIET = ("run.exact=true", "run.panel=off", "run.trace=0", "models.reward=tagged.py:score", "run.checkpoint_every=2")
+QUIET = ("run.exact=true", "run.panel=off", "run.trace=0", "rewards.0.source=tagged.py:score", "run.checkpoint_every=2")
 MIXED = 'data.prompts=[{path="prompts.jsonl", weight=2}, {path="more.csv", weight=1, column="question"}]'
 
 TAGGED = """
@@ -84,7 +84,7 @@ def test_a_source_that_has_changed_is_named_when_a_run_is_resumed(
     resolved = load(run / "config.toml").toml()
     assert f'path = "{folder / "set"}"' in resolved
     digests = read_state(run / CHECKPOINTS / "step-000002")["provenance"]["files"]
-    assert {"data.prompts[0]", "data.prompts[1]", "models.reward"} <= digests.keys()
+    assert {"data.prompts[0]", "data.prompts[1]", "rewards.0.source"} <= digests.keys()
     shutil.rmtree(folder / "set")
     datasets.Dataset.from_dict({"prompt": ["w5 w6", "w8"], "kind": ["set", "set"]}).save_to_disk(folder / "set")
     assert main(["resume", str(run), "--set", "run.steps=3"]) == UNUSABLE

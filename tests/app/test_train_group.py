@@ -15,7 +15,7 @@ from tests.workplace import furnish, oppo, records, resume, start
 
 GROUPS = (
     "algorithm.samples=3", "step.batch=3", "step.extra=2", "run.steps=4", "run.exact=true", "run.panel=off",
-    "models.reward=reward.py:short",
+    "rewards.0.source=reward.py:short",
 )  # fmt: skip
 
 

@@ -187,7 +187,7 @@ def test_a_run_that_a_signal_has_ended_is_the_same_from_any_of_its_checkpoints(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The steps in flight end first, and the journal keeps that: who goes further back drains there too."""
-    late = (*EXACT, *AHEAD, "run.steps=8", "models.reward=reward.py:late")
+    late = (*EXACT, *AHEAD, "run.steps=8", "rewards.0.source=reward.py:late")
     whole, run = train(folder, "undisturbed", *late), folder / "runs" / "stopped"
     monkeypatch.setenv("ENDED_AT", "14")  # while step 3 is scored, and step 4 in flight
     assert oppo(folder, "", *late, "run.name=stopped", "run.panel=lines") == 128 + signal.SIGTERM

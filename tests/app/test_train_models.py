@@ -67,7 +67,7 @@ def test_a_policy_that_cannot_attend_in_parts_is_trained_and_what_serving_it_cos
 ) -> None:
     tiny.of(tiny.WHOLE["diffllama"]()).save_pretrained(workplace / "whole")
     tokenizer().save_pretrained(workplace / "whole")
-    overrides = (f"models.policy={workplace / 'whole'}", "models.reward=reward.py:short", "models.critic=reward")
+    overrides = (f"models.policy={workplace / 'whole'}", "rewards.0.source=reward.py:short", "models.critic=reward")
     assert oppo(workplace, "", "run.name=whole", "run.panel=lines", *overrides) == 0
     metrics(workplace, "whole")
     assert f"{workplace / 'whole'} is served with attention 'padded': each row" in capsys.readouterr().err

@@ -21,7 +21,8 @@ steps = 3
 panel = "lines"
 [models]
 policy = "actor"
-reward = "reward.py:score"
+[[rewards]]
+source = "reward.py:score"
 critic = "critic"
 lora_rank = 4
 [data]

@@ -48,7 +48,7 @@ class Longest(FakeScorer):
         return await self.hosted.call("score", Core.score, [len(each.response) for each in finished])
 """
 
-BOTH = ('models.reward={first={source="reward"}, second={source="other", weight=0.5}}', "run.panel=off")
+BOTH = ('rewards=[{name="first", source="reward"}, {name="second", source="other", weight=0.5}]', "run.panel=off")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def metrics(folder: Path, name: str) -> list[dict[str, object]]:
 
 def test_models_and_functions_are_one_score(folder: Path) -> None:
     parts = (
-        'models.reward={model={source="reward", weight=2}, short={source="judges.py:short", weight=0.5}}',
+        'rewards=[{name="model", source="reward", weight=2}, {name="short", source="judges.py:short", weight=0.5}]',
         "run.panel=off",
         "run.name=mixed",
     )
@@ -100,16 +100,16 @@ def test_each_model_has_a_place_and_a_track_like_the_only_one(folder: Path) -> N
 
 
 def test_a_model_that_cannot_be_served_is_named_by_its_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = 'models.reward={first={source="reward"}, second={source="nowhere/at-all", weight=0.5}}'
+    wrong = 'rewards=[{name="first", source="reward"}, {name="second", source="nowhere/at-all", weight=0.5}]'
     assert oppo(folder, "--dry-run", wrong) == UNUSABLE
-    assert "models.reward.second: " in capsys.readouterr().err
+    assert "rewards.1: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("choice", ["drop", "skip"])
 def test_a_part_drops_a_rollout_or_leaves_it_to_the_others(folder: Path, choice: str) -> None:
     parts = (
-        'models.reward={picky={source="judges.py:picky"}, model={source="reward"}}',
-        f"models.reward_drop={choice}",
+        'rewards=[{name="picky", source="judges.py:picky"}, {name="model", source="reward"}]',
+        f"rewards.0.on_drop={choice}",
         f"run.name={choice}",
         "run.panel=off",
     )
@@ -125,9 +125,10 @@ def test_a_part_has_settings_of_its_own(folder: Path) -> None:
     import os
 
     parts = (
-        'models.reward={apart={source="judges.py:apart"}, here={source="judges.py:here"}}',
-        'models.reward.asked={source="judges.py:apart", process=false}',
-        "models.reward_process=true",
+        'rewards=[{name="apart", source="judges.py:apart"}, {name="here", source="judges.py:here"}]',
+        'rewards.2={name="asked", source="judges.py:apart"}',
+        "rewards.0.process=true",
+        'rewards.1.process="sync"',
         "run.name=apart",
         "run.panel=off",
     )
@@ -140,24 +141,36 @@ def test_a_part_has_settings_of_its_own(folder: Path) -> None:
 def test_a_process_for_an_async_part_is_refused_where_it_was_asked_for(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert oppo(folder, "--dry-run", 'models.reward={a={source="judges.py:here", process=true}}') == UNUSABLE
+    assert oppo(folder, "--dry-run", 'rewards=[{name="a", source="judges.py:here", process=true}]') == UNUSABLE
     assert "'here' is async, and a process of its own is for sync ones" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scorers", ["thread", "process"])
 def test_a_scorer_of_a_file_works_in_the_place_of_the_scorers(folder: Path, scorers: str) -> None:
-    made = ("models.reward=judges.py:Longest", f"run.scorers={scorers}", f"run.name=placed-{scorers}", "run.panel=off")
+    made = (
+        "rewards.0.source=judges.py:Longest",
+        f"run.scorers={scorers}",
+        f"run.name=placed-{scorers}",
+        "run.panel=off",
+    )
     assert oppo(folder, "", *made) == DONE
     trace = json.loads((folder / "runs" / f"placed-{scorers}" / "trace.json").read_text())
     assert "reward" in {each["args"]["name"] for each in trace if each["name"] == "thread_name"}
 
 
 def test_what_may_change_when_a_run_is_resumed_may_change_for_one_of_several_rewards(folder: Path) -> None:
-    several = ('models.reward={picky={source="judges.py:picky"}, model={source="reward"}}', "models.reward_drop=skip")
+    several = (
+        'rewards=[{name="picky", source="judges.py:picky"}, {name="model", source="reward"}]',
+        "rewards.0.on_drop=skip",
+    )
     assert oppo(folder, "", *several, "run.name=resumed", "run.checkpoint_every=1", "run.panel=off") == DONE
     run = folder / "runs" / "resumed"
-    longer = ["--set", "run.steps=3", "--set", "models.reward.picky.timeout=60"]
+    longer = ["--set", "run.steps=3", "--set", "rewards.0.timeout=60"]
     assert main(["resume", str(run), *longer]) == DONE
-    for changed in ("models.reward.picky.weight=3", "models.reward.new.source=reward", "models.reward=reward"):
-        with pytest.raises(ConfigError, match=r"models\.reward\S* cannot change when a run is resumed"):
+    for changed in (
+        "rewards.0.weight=3",
+        "rewards.2={name='new', source='reward'}",
+        "rewards.0.source=judges.py:short",
+    ):
+        with pytest.raises(ConfigError, match=r"rewards\S* cannot change when a run is resumed"):
             settings_of(run, [changed])

@@ -11,7 +11,7 @@ from tests.workplace import furnish, oppo, records
 
 GROUPS = (
     *("run.panel=off", "step.algorithm=rloo", "algorithm.samples=2", "step.batch=4", "run.steps=3"),
-    *("trainer.epochs=1", "models.reward=reward.py:short", "run.checkpoint_every=2"),
+    *("trainer.epochs=1", "rewards.0.source=reward.py:short", "run.checkpoint_every=2"),
 )
 
 

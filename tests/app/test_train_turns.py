@@ -35,7 +35,7 @@ def hangs(turn):
     time.sleep(3600)
 """
 TURNS = (
-    "models.environment=tools.py:tool",
+    "environment.source=tools.py:tool",
     'sampling.stop=["w5", "w9", "w13", "w21", "w33", "w40", "w44", "w52", "w60", "w77"]',
     "sampling.max_new_tokens=40",
     "step.batch=4",
@@ -72,7 +72,7 @@ def test_responses_go_on_with_what_the_tool_says(folder: Path) -> None:
 def test_an_exact_run_does_not_depend_on_how_long_the_tool_takes(folder: Path, policy: str) -> None:
     exact = (*TURNS, "run.exact=true", f"run.policy={policy}")
     assert oppo(folder, "", *exact, f"run.name=quick-{policy}") == DONE
-    assert oppo(folder, "", *exact, f"run.name=slow-{policy}", "models.environment=tools.py:slow") == DONE
+    assert oppo(folder, "", *exact, f"run.name=slow-{policy}", "environment.source=tools.py:slow") == DONE
     assert weights(folder, f"quick-{policy}") == weights(folder, f"slow-{policy}")
 
 
@@ -90,13 +90,13 @@ def test_a_killed_run_that_is_resumed_is_the_one_that_was_not_killed(folder: Pat
 
 
 def test_a_tool_that_fails_ends_the_run_with_its_words_or_drops_its_rollouts(folder: Path) -> None:
-    code, _, said = run(folder, *TURNS, "run.name=broken", "models.environment=tools.py:broken")
+    code, _, said = run(folder, *TURNS, "run.name=broken", "environment.source=tools.py:broken")
     assert code not in {DONE, UNUSABLE}
     assert "environment 'broken' raised OSError: no network" in said
     dropping = (
-        "models.environment=tools.py:hangs",
-        "models.environment_failure=drop",
-        "models.environment_timeout=0.2",
+        "environment.source=tools.py:hangs",
+        "environment.on_failure=drop",
+        "environment.timeout=0.2",
     )
     code, _, said = run(folder, *TURNS, "run.name=dropping", *dropping, "run.max_empty=2")
     lines = records(folder, "dropping", "journal.jsonl")
@@ -109,10 +109,10 @@ def test_a_tool_that_fails_ends_the_run_with_its_words_or_drops_its_rollouts(fol
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("models.environment=nothing.py:tool", "there is no file .*nothing.py"),
-        ("models.environment=tools.py:nothing", "has no 'nothing'; the functions and classes there are"),
-        ("models.environment_timeout=-1", "models.environment_timeout"),
-        ("models.environment=tool", "file.py:function"),
+        ("environment.source=nothing.py:tool", "there is no file .*nothing.py"),
+        ("environment.source=tools.py:nothing", "has no 'nothing'; the functions and classes there are"),
+        ("environment.timeout=-1", "environment.timeout"),
+        ("environment.source=tool", "file.py:function"),
     ],
 )
 def test_what_is_no_environment_is_refused(

@@ -98,7 +98,7 @@ def carry_out(folder, config, *overrides):
 
 SETTINGS = (
     "run.exact=true", "run.panel=off", "run.steps=6", "run.checkpoint_every=2", "run.scorers=thread", "run.trace=0",
-    "step.algorithm=grpo", "step.batch=3", "step.extra=2", "models.reward=reward.py:short",
+    "step.algorithm=grpo", "step.batch=3", "step.extra=2", "rewards.0.source=reward.py:short",
     "models.share_weights=false",
 )  # fmt: skip
 
@@ -194,5 +194,5 @@ def test_an_environment_of_the_graph_answers(folder: Path) -> None:
     train(folder / "config.toml", settings, graph=graph)
     assert tool.turns > 0
     (folder / "tools.py").write_text("def tool(turn):\n    return None\n")
-    with pytest.raises(ConfigError, match=r"an environment of its own, Twice, and models.environment = .*tools.py"):
-        train(folder / "config.toml", [*settings, "run.name=both", "models.environment=tools.py:tool"], graph=graph)
+    with pytest.raises(ConfigError, match=r"an environment of its own, Twice, and environment.source = .*tools.py"):
+        train(folder / "config.toml", [*settings, "run.name=both", "environment.source=tools.py:tool"], graph=graph)

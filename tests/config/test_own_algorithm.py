@@ -158,7 +158,7 @@ number = 7
 '''
 
 CHOSEN = (
-    "step.algorithm=own.py:Doubled", "algorithm.samples=2", "algorithm.kl=0.0", "models.reward=reward.py:short",
+    "step.algorithm=own.py:Doubled", "algorithm.samples=2", "algorithm.kl=0.0", "rewards.0.source=reward.py:short",
     "run.exact=true", "run.panel=off",
 )  # fmt: skip
 
@@ -192,7 +192,7 @@ def test_a_class_of_a_file_trains_with_its_settings_and_its_run_goes_on(
 
 
 def test_a_function_of_a_file_is_given_what_it_names_and_its_other_keywords_are_settings(folder: Path) -> None:
-    chosen = ("models.reward=reward.py:short", "run.exact=true", "run.panel=off", "step.algorithm=own.py:recipe")
+    chosen = ("rewards.0.source=reward.py:short", "run.exact=true", "run.panel=off", "step.algorithm=own.py:recipe")
     assert oppo(folder, "", *chosen, "algorithm.samples=3", "algorithm.scale=4.0") == DONE
     steps = records(folder, "first", "metrics.jsonl")
     assert [step["trained"] for step in steps] == [12, 12], "four prompts, three responses to each"
@@ -234,7 +234,7 @@ def test_a_function_that_names_the_critic_has_one(folder: Path) -> None:
 def test_a_function_or_a_class_that_fails_is_named_with_the_line(
     folder: Path, name: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert oppo(folder, "", f"step.algorithm=own.py:{name}", "models.reward=reward.py:short") == UNUSABLE
+    assert oppo(folder, "", f"step.algorithm=own.py:{name}", "rewards.0.source=reward.py:short") == UNUSABLE
     said = " ".join(capsys.readouterr().err.split())
     lines = {"Blunder": "return roles.polcy", "Lossless": 'return {}["loss"]'}
     line = 1 + next((at for at, text in enumerate(OWN.splitlines()) if text.strip() == lines.get(name)), -1)
@@ -246,7 +246,7 @@ def test_a_function_or_a_class_that_fails_is_named_with_the_line(
 def test_a_graph_that_is_wired_wrongly_is_refused_in_the_words_of_the_graph(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert oppo(folder, "", "step.algorithm=own.py:Miswired", "models.reward=reward.py:short") == UNUSABLE
+    assert oppo(folder, "", "step.algorithm=own.py:Miswired", "rewards.0.source=reward.py:short") == UNUSABLE
     said = capsys.readouterr().err
     assert "'advantages'" in said
     assert "Traceback" not in said
@@ -335,9 +335,9 @@ def test_an_algorithms_object_stands_for_its_name_and_its_settings() -> None:
     document: dict[str, object] = {"run": {"steps": 3}, "step": {"algorithm": GRPO(samples=7), "batch": 2}}
     named = with_name(document)
     assert named["step"] == {"algorithm": "grpo", "batch": 2}
-    assert Settings.of({"models": {"policy": "p", "reward": "r"}, "data": {"prompts": "d"}, **named}).algorithm == GRPO(
-        samples=7
-    )
+    assert Settings.of(
+        {"models": {"policy": "p"}, "rewards": [{"source": "r"}], "data": {"prompts": "d"}, **named}
+    ).algorithm == GRPO(samples=7)
     assert with_name({"step": {"algorithm": GRPO}}) == {"step": {"algorithm": "grpo"}}
     for plain in ({"step": {"algorithm": "ppo"}}, {"step": 7}, {}):
         assert with_name(plain) is plain

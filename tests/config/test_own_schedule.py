@@ -94,7 +94,7 @@ class Nothing:
     """No loss."""
 '''
 
-CHOSEN = ("run.exact=true", "run.panel=off", "models.reward=reward.py:short")
+CHOSEN = ("run.exact=true", "run.panel=off", "rewards.0.source=reward.py:short")
 
 
 @pytest.fixture
@@ -190,7 +190,8 @@ def test_a_program_trains_from_a_mapping_or_from_settings_as_from_a_file(
     monkeypatch.chdir(folder)
     document = {
         "run": {"name": "mapped", "steps": 1, "panel": "off", "exact": True},
-        "models": {"policy": "actor", "reward": "reward.py:short"},
+        "models": {"policy": "actor"},
+        "rewards": [{"source": "reward.py:short"}],
         "data": {"prompts": "prompts.jsonl"},
         "sampling": {"max_new_tokens": 12},
         "step": {"batch": 4, "algorithm": "rloo"},

@@ -5,9 +5,9 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,7 @@ from oppo.algorithms.base import ClippedAlgorithm
 from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO
 from oppo.algorithms.ppo import PPO
 from oppo.config.load import load, resolve
-from oppo.config.sections import RewardPart
+from oppo.config.sections import FunctionRewardSection, ModelRewardSection
 from oppo.config.settings import Settings, keys_of
 from oppo.errors import ConfigError
 from oppo.losses import ClippedLoss, PPOLoss, SequenceLoss
@@ -24,7 +24,7 @@ from oppo.returns import Correction, ScoreShaping
 from oppo.stages import GAE
 from oppo.training import TrainerSettings
 
-MINIMAL = '[models]\npolicy = "./actor"\nreward = "reward.py:score"\n[data]\nprompts = "prompts.jsonl"\n'
+MINIMAL = '[models]\npolicy = "./actor"\n[[rewards]]\nsource = "reward.py:score"\n[data]\nprompts = "prompts.jsonl"\n'
 
 
 def loaded(folder: Path, text: str = "", *overrides: str, base: str = MINIMAL) -> Settings:
@@ -42,21 +42,21 @@ def refused(folder: Path, text: str, *overrides: str, base: str = MINIMAL) -> st
 def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     settings = loaded(tmp_path)
     assert settings.models.policy == str(tmp_path / "actor")
-    assert settings.models.reward == f"{tmp_path / 'reward.py'}:score"
+    assert settings.rewards[0].source == f"{tmp_path / 'reward.py'}:score"
     assert settings.data.prompts == str(tmp_path / "prompts.jsonl")
     assert settings.run_directory == tmp_path / "runs" / "run"
 
 
 def test_a_name_that_is_no_path_stays_a_hub_name(tmp_path: Path) -> None:
-    base = '[models]\npolicy = "org/actor"\nreward = "here"\n[data]\nprompts = "p.jsonl"\n'
+    base = '[models]\npolicy = "org/actor"\n[[rewards]]\nsource = "here"\n[data]\nprompts = "p.jsonl"\n'
     (tmp_path / "here").mkdir()
-    models = loaded(tmp_path, base=base).models
-    assert models.policy == "org/actor"
-    assert models.reward == str(tmp_path / "here")
+    settings = loaded(tmp_path, base=base)
+    assert settings.models.policy == "org/actor"
+    assert settings.rewards[0].source == str(tmp_path / "here")
 
 
 def test_the_reference_defaults_to_the_policy_and_the_critic_to_the_reward_model(tmp_path: Path) -> None:
-    base = '[models]\npolicy = "org/actor"\nreward = "org/reward"\n[data]\nprompts = "p.jsonl"\n'
+    base = '[models]\npolicy = "org/actor"\n[[rewards]]\nsource = "org/reward"\n[data]\nprompts = "p.jsonl"\n'
     models = loaded(tmp_path, base=base).models
     assert (models.reference, models.critic) == ("org/actor", "org/reward")
 
@@ -73,7 +73,7 @@ def test_the_reference_defaults_to_the_policy_and_the_critic_to_the_reward_model
 def test_without_a_kl_penalty_there_is_no_reference_unless_it_is_named(
     tmp_path: Path, chosen: str, reference: str
 ) -> None:
-    base = '[models]\npolicy = "org/actor"\nreward = "org/reward"\n[data]\nprompts = "p.jsonl"\n[step]\n'
+    base = '[models]\npolicy = "org/actor"\n[[rewards]]\nsource = "org/reward"\n[data]\nprompts = "p.jsonl"\n[step]\n'
     settings = loaded(tmp_path, chosen, base=base)
     assert settings.models.reference == reference
     assert loaded(tmp_path, base=settings.toml()).models.reference == reference
@@ -81,18 +81,22 @@ def test_without_a_kl_penalty_there_is_no_reference_unless_it_is_named(
 
 
 def test_the_critic_of_a_reward_function_defaults_to_the_policy(tmp_path: Path) -> None:
-    models = loaded(tmp_path).models
-    assert models.reward_models == []
-    assert models.critic == models.policy
+    settings = loaded(tmp_path)
+    assert settings.reward_models == []
+    assert settings.models.critic == settings.models.policy
 
+
+DATA = '[data]\nprompts = "prompts.jsonl"\n'
 
 SEVERAL = """
 [models]
 policy = "actor"
-[models.reward.short]
+[[rewards]]
+name = "short"
 source = "reward.py:score"
 timeout = 3
-[models.reward.helpful]
+[[rewards]]
+name = "helpful"
 source = "org/reward"
 weight = 0.7
 [data]
@@ -100,57 +104,66 @@ prompts = "prompts.jsonl"
 """
 
 
-def test_several_rewards_are_named_tables_and_come_out_as_they_went_in(tmp_path: Path) -> None:
+def test_several_rewards_are_a_list_and_come_out_as_they_went_in(tmp_path: Path) -> None:
     settings = loaded(tmp_path, base=SEVERAL)
-    assert settings.models.reward == {
-        "short": RewardPart(source=f"{tmp_path / 'reward.py'}:score", timeout=3),
-        "helpful": RewardPart(source="org/reward", weight=0.7),
-    }
-    assert (settings.models.reward_models, settings.models.critic) == (["org/reward"], "org/reward")
-    assert settings.files["models.reward.short"] == tmp_path / "reward.py"
+    assert settings.rewards == (
+        FunctionRewardSection(name="short", source=f"{tmp_path / 'reward.py'}:score", timeout=3),
+        ModelRewardSection(name="helpful", source="org/reward", weight=0.7),
+    )
+    assert (settings.reward_models, settings.models.critic) == (["org/reward"], "org/reward")
+    assert settings.files["rewards.0.source"] == tmp_path / "reward.py"
     (tmp_path / "again.toml").write_text(settings.toml())
     assert load(tmp_path / "again.toml") == settings
     assert settings.changed({}) == settings
 
 
-def test_a_setting_of_one_of_several_rewards_is_overridden_by_its_whole_name(tmp_path: Path) -> None:
-    said = ("models.reward.helpful.weight=2", "models.reward.new.source=reward.py:other")
-    reward = loaded(tmp_path, "", *said, base=SEVERAL).models.reward
-    assert isinstance(reward, Mapping)
-    assert list(reward) == ["short", "helpful", "new"]
-    assert (reward["helpful"].weight, reward["new"].source) == (2, f"{tmp_path / 'reward.py'}:other")
-    assert refused(tmp_path, "", said[0]) == (
-        f"--set {said[0]}: 'models.reward' is not a table of this file but the value 'reward.py:score'"
-    )
+def test_a_setting_of_a_reward_is_overridden_by_its_number(tmp_path: Path) -> None:
+    said = ("rewards.1.weight=2", "rewards.2.source=reward.py:other", "rewards.2.name=new")
+    rewards = loaded(tmp_path, "", *said, base=SEVERAL).rewards
+    assert [each.name for each in rewards] == ["short", "helpful", "new"]
+    assert (rewards[1].weight, rewards[2].source) == (2, f"{tmp_path / 'reward.py'}:other")
+    assert "'rewards' is a list, whose items are numbered" in refused(tmp_path, "", "rewards.2.weight=2")
+    assert "'rewards' is a list, whose items are numbered" in refused(tmp_path, "", "rewards.short.weight=2")
+    assert "'rewards.0.source' is not a table of this file" in refused(tmp_path, "", "rewards.0.source.path=a")
+
+
+def test_an_override_may_be_the_whole_list_of_rewards(tmp_path: Path) -> None:
+    chosen = "rewards=[{source='reward.py:other', timeout=4}]"
+    source = f"{tmp_path / 'reward.py'}:other"
+    assert loaded(tmp_path, "", chosen).rewards == (FunctionRewardSection(source=source, timeout=4),)
+    assert loaded(tmp_path, "", "rewards.0.source=reward.py:other", base=SEVERAL.partition("[[")[0] + DATA).rewards
 
 
 @pytest.mark.parametrize(
     ("tables", "sentences"),
     [
-        ({}, ["models.reward: expected a text, or at least one named table; got none"]),
-        ({"a": 1}, ["[models.reward.a]: expected a table with the keys source, weight, reading,"]),
-        ({"a": {}}, ["models.reward.a.source is missing: directory or hub name of a reward model"]),
+        ("reward", ["[rewards]: expected a list, got 'reward'"]),
+        ([], ["[rewards]: expected at least one table, got none"]),
+        ([1], ["[rewards.0]: expected a section with the keys source, name, weight, on_drop, reading,"]),
+        ([{}], ["rewards.0.source is missing: directory or hub name of a reward model"]),
         (
-            {"a": {"source": "x", "weigth": 1}},
-            ["unknown key 'models.reward.a.weigth' (did you mean 'weight'?); the keys of [models.reward.NAME] are"],
+            [{"source": "x", "weigth": 1}],
+            ["unknown key 'rewards.0.weigth' (did you mean 'weight'?); the keys of [rewards.0] are source, name,"],
         ),
         (
-            {"a": {"source": "x", "weight": "1"}, "b": {"source": "x", "timeout": 0}},
-            [
-                "models.reward.a.weight: expected a number, got '1'",
-                "models.reward.b.timeout: expected more than 0, got 0",
-            ],
+            [{"source": "x", "name": "a", "weight": "1"}, {"source": "x.py:f", "name": "b", "timeout": 0}],
+            ["rewards.0.weight: expected a number, got '1'", "rewards.1.timeout: expected more than 0, got 0"],
         ),
-        ({"a": {"source": "x", "weight": math.nan}}, ["models.reward.a.weight: expected a finite number, got nan"]),
+        ([{"source": "x", "timeout": 1}], ["'rewards.0.timeout' (it is a key of a reward whose source is a f"]),
         (
-            {"a b": {"source": "x"}},
-            ["models.reward: expected names of letters, digits, '.', '_' and '-' only,", "got 'a b'"],
+            [{"source": "x.py:f", "form": "chat"}],
+            ["'rewards.0.form' (it is a key of a reward whose source is a model)"],
         ),
+        ([{"source": "x", "name": "a", "weight": math.nan}], ["rewards.0.weight: expected a finite number, got nan"]),
+        ([{"source": "x", "weight": 2.0}], ["[rewards.0]: weight = 2.0 is the factor of a term, which has a name"]),
+        ([{"source": "x", "name": "a b"}], ["rewards.0.name: expected letters, digits, '.', '_' and '-'", "got 'a b'"]),
+        ([{"source": "x", "name": "a"}, {"source": "x"}], ["each with a name, and rewards.1 has none"]),
+        ([{"source": "x", "name": "a"}, {"source": "x", "name": "a"}], ["another name for each, got 'a' twice"]),
     ],
 )
-def test_a_wrong_setting_of_several_rewards_is_a_sentence(tables: object, sentences: list[str]) -> None:
+def test_a_wrong_setting_of_the_rewards_is_a_sentence(tables: object, sentences: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve({"models": {"policy": "a", "reward": tables}, "data": {"prompts": "p"}}, Path("/"))
+        resolve({"models": {"policy": "a"}, "rewards": tables, "data": {"prompts": "p"}}, Path("/"))
     assert [each for each in sentences if each not in str(caught.value)] == []
 
 
@@ -377,7 +390,7 @@ def test_a_wrong_value_is_a_sentence(tmp_path: Path, text: str, sentence: str) -
     base = MINIMAL.replace("[data]", "", 1) if "[models]" in text else MINIMAL
     if "[models]" in text:
         base = ""
-        text += 'policy = "a"\nreward = "b"\n[data]\nprompts = "p.jsonl"\n'
+        text += 'policy = "a"\n[[rewards]]\nsource = "b"\n[data]\nprompts = "p.jsonl"\n'
     assert sentence in refused(tmp_path, text, base=base)
 
 
@@ -387,8 +400,9 @@ def test_a_wrong_value_is_a_sentence(tmp_path: Path, text: str, sentence: str) -
 def test_a_value_of_any_kind_is_taken_or_is_a_sentence_in_the_words_of_the_file(value: object) -> None:
     for section, keys in keys_of(PPO).items():
         for key in keys:
-            document: dict[str, dict[str, object]] = {
-                "models": {"policy": "a", "reward": "b"},
+            document: dict[str, Any] = {
+                "models": {"policy": "a"},
+                "rewards": [{"source": "b"}],
                 "data": {"prompts": "p"},
             }
             document[section] = document.get(section, {}) | {key: value}
@@ -434,7 +448,7 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:
     assert said.splitlines()[0] == "4 settings are wrong:"
     assert "[run]: expected a section with the keys name, directory" in said
     assert "models.policy: expected a string, got 1" in said
-    assert "models.reward is missing: directory or hub name of a reward model, or `file.py:name` of a function" in said
+    assert "[rewards] is missing: tables [[rewards]], each with a source: directory or hub name" in said
     assert "[data] is missing: a section with the keys prompts, column" in said
 
 

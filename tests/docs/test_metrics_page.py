@@ -95,7 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "settings",
     [
         ["algorithm.ratio_base=proximal", "algorithm.is_correction=truncated", "step.lookahead=1"],
-        ["step.algorithm=dapo", "models.reward=several.py:both", "algorithm.max_rounds=99", "step.chunk=tuned"],
+        ["step.algorithm=dapo", "rewards.0.source=several.py:both", "algorithm.max_rounds=99", "step.chunk=tuned"],
         ["step.algorithm=grpo", "algorithm.kl_in=loss", "step.admission=adaptive", "algorithm.samples=2"],
         ["step.algorithm=online_dpo", "step.admission=slope"],
     ],

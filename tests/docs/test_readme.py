@@ -171,8 +171,8 @@ def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> Non
     base = '[models]\npolicy = "actor"\n[data]\nprompts = "prompts.jsonl"\n'
     (text,) = fenced(ROOT / "docs" / "rewards.md", "toml")
     (tmp_path / "config.toml").write_text(base + text)
-    names = {"reward.helpful", "reward.short", "reward.judge", "reward.close"}
-    assert set(load(tmp_path / "config.toml").models.rewards) == names
+    names = ["helpful", "short", "judge", "close"]
+    assert [each.name for each in load(tmp_path / "config.toml").rewards] == names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

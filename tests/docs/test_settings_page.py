@@ -34,8 +34,9 @@ def test_every_key_says_what_it_does() -> None:
 def test_the_demo_is_at_the_defaults_but_where_the_page_says_why(plan: DemoPlan) -> None:
     facts = Facts(0, {}, 0, 0, 0, 0, {}, {}, 0, {})
     ours = settings_of(plan, Assets(Path("/made"), facts), Path("/runs/demo-1"), seed=0)
-    models = {key: getattr(ours.models, key) for key in ("policy", "reward", "critic")}
-    plain = resolve({"models": models, "data": {"prompts": ours.data.prompts}}, Path("/")).tables()
+    models = {key: getattr(ours.models, key) for key in ("policy", "critic")}
+    rewards = [{"source": each.source} for each in ours.rewards]
+    plain = resolve({"models": models, "rewards": rewards, "data": {"prompts": ours.data.prompts}}, Path("/")).tables()
     named = {"run.name", "run.directory", "run.steps"}
     differing = {
         f"{name}.{key}" for name, keys in ours.tables().items() for key, value in keys.items()

@@ -200,7 +200,7 @@ def test_the_configuration_is_valid_and_its_reward_loads() -> None:
     settings = load(EXAMPLE / "config.toml")
     assert (settings.run.steps, settings.step.batch, settings.step.extra) == (20, 16, 4)
     assert settings.models.policy == settings.models.critic == str(EXAMPLE / "model")
-    (reward,) = settings.models.rewards.values()
+    (reward,) = settings.rewards
     assert load_function(reward.source)(["Soap?"], [GOOD]) == [rules.HIGHEST]
     assert settings.files["data.prompts"].is_file()
 

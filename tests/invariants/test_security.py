@@ -69,7 +69,7 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_secret_reaches_the_run_directory_or_the_terminal(
     workplace: Path, policy: str, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = ("models.reward=reward.py:leaky", f"models.reward_failure={policy}", f"run.name=leaky-{policy}")
+    overrides = ("rewards.0.source=reward.py:leaky", f"rewards.0.on_failure={policy}", f"run.name=leaky-{policy}")
     assert oppo(workplace, "", *overrides) == code
     printed = capfd.readouterr()
     directory = workplace / "runs" / f"leaky-{policy}"
@@ -82,7 +82,7 @@ def test_no_secret_reaches_the_run_directory_or_the_terminal(
 def test_a_secret_in_the_settings_is_refused_and_not_shown(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     secret = CANARIES["JUDGE_PASSWORD"]
     shutil.copytree(workplace / "actor", workplace / secret)
-    settings = ("run.name=shown", f"models.policy={secret}", f"models.reference={secret}", "models.reward=reward")
+    settings = ("run.name=shown", f"models.policy={secret}", f"models.reference={secret}", "rewards.0.source=reward")
     assert oppo(workplace, "--dry-run", *settings) == 2
     assert oppo(workplace, "", *settings) == 2
     assert oppo(workplace, "", "run.name=other", "models.reference=https://me:canary-in-url@host/model") == 2
@@ -178,14 +178,14 @@ FORBIDDEN = re.compile(
 
 
 def test_reading_a_run_again_imports_and_runs_nothing_of_it(workplace: Path) -> None:
-    overrides = ("models.reward=reward.py:short", "run.steps=1", "run.panel=off")
+    overrides = ("rewards.0.source=reward.py:short", "run.steps=1", "run.panel=off")
     assert oppo(workplace, "", "run.name=again", *overrides) == 0
     directory = workplace / "runs" / "again"
     program = (
         "import sys\nfrom pathlib import Path\nfrom oppo.config.load import load\nfrom oppo.report import story\n"
         f"directory = Path({str(directory)!r})\n"
         "settings = load(directory / 'config.toml')\n"
-        "assert settings.models.reward.endswith('reward.py:short')\n"
+        "assert settings.rewards[0].source.endswith('reward.py:short')\n"
         "assert story(directory / 'journal.jsonl', 0)\n"
         "assert not {'torch', 'transformers', 'pickle5'} & set(sys.modules)\n"
         "assert not [name for name in sys.modules if name.startswith('oppo_user')]\n"
@@ -230,7 +230,7 @@ def test_what_models_say_commands_neither_the_terminal_nor_the_page(
 def test_what_a_reward_function_says_commands_nothing_either(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert oppo(workplace, "", "run.name=rude", "models.reward=reward.py:rude") == 1
+    assert oppo(workplace, "", "run.name=rude", "rewards.0.source=reward.py:rude") == 1
     said = capsys.readouterr().err
     assert r"\x1b]0;owned\x07\x1b[31m[bold]<script>alert(1)</script>" in said
     assert "\x1b" not in said

@@ -107,7 +107,7 @@ def test_the_settings_of_each_schedule_are_ones_that_training_takes(name: str, t
     found = made(standing(name, 0.5, 2.0, 2.0)) if name != "chunk" else made()
     pasted = snippet(SCHEDULES[name])
     assert name == "chunk" or advice(found, 1.0).endswith(pasted)
-    own = '[models]\npolicy = "actor"\nreward = "reward"\n[data]\nprompts = "prompts.jsonl"\n'
+    own = '[models]\npolicy = "actor"\n[[rewards]]\nsource = "reward"\n[data]\nprompts = "prompts.jsonl"\n'
     (tmp_path / "config.toml").write_text(own + pasted + "\n")
     settings, schedule = load(tmp_path / "config.toml"), SCHEDULES[name]
     assert type(admission_of(settings.step)) is type(schedule.admission())
@@ -118,7 +118,12 @@ def test_the_settings_of_each_schedule_are_ones_that_training_takes(name: str, t
 
 def test_what_the_settings_of_a_run_refuse_is_not_recommended() -> None:
     settings = resolve(
-        {"models": {"policy": "actor", "reward": "reward"}, "data": {"prompts": "p.jsonl"}, "run": {"exact": True}},
+        {
+            "models": {"policy": "actor"},
+            "rewards": [{"source": "reward"}],
+            "data": {"prompts": "p.jsonl"},
+            "run": {"exact": True},
+        },
         Path("/nowhere"),
     )
     why = {name: refusal(settings, each) for name, each in SCHEDULES.items()}

@@ -321,7 +321,7 @@ class BridgeWorker:
                 return f"it {error}"
             raise ModelError(
                 f"rollout {rollout} {error}, a {self._name}: shorten the prompts, lower max_new_tokens, or have such "
-                "rollouts dropped or cut (over_long, models.reward_over_long)"
+                "rollouts dropped or cut (over_long, rewards.N.over_long)"
             ) from error
 
     def _read(self, edits: Mapping[int, Edit]) -> None:

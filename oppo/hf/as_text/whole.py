@@ -206,7 +206,7 @@ class WholeReader(ABC):
                     name = type(self._encoder.model).__name__
                     raise ModelError(
                         f"rollout {each.rollout} {error}, a {name}: lower max_new_tokens, or have such rollouts "
-                        "dropped or cut (over_long, models.reward_over_long)"
+                        "dropped or cut (over_long, rewards.N.over_long)"
                     ) from error
                 drops[each.rollout] = Drop(each.rollout, f"it {error}")
                 continue

@@ -171,7 +171,7 @@ async def test_a_rollout_that_is_longer_as_text_than_the_model_reads_ends_as_cho
     await scorer.extend([long.prompt, short.prompt, long.chunk(), short.chunk()])
     if over_long == "error":
         with pytest.raises(
-            ModelError, match=r"rollout 0 has \d+ tokens as text, more than the 64 .*models\.reward_over_long"
+            ModelError, match=r"rollout 0 has \d+ tokens as text, more than the 64 .*rewards\.N\.over_long"
         ):
             await scorer.finish(finished)
         return

@@ -177,7 +177,7 @@ def test_nothing_is_left_of_a_run_that_is_interrupted(two: Machines, folder: Pat
 def test_a_reward_model_that_reads_text_is_refused_by_name(
     two: Machines, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("models.reward_form=joined", "models.critic=actor", "run.name=text")
+    options = ("rewards.0.form=joined", "models.critic=actor", "run.name=text")
     assert oppo(folder, f"--ray {two.address}", *options) == UNUSABLE
     assert "name in placement.remote the models that are actors, without 'reward'" in " ".join(
         capsys.readouterr().err.split()
