@@ -116,8 +116,6 @@ def _known_reason(model: PreTrainedModel) -> str | None:
         return "its attention has ALiBi biases, which transformers derives from one length for all rows"
     if "local" in getattr(text, "attention_layers", ()):
         return "its local layers apply their window by the column of a key, the same for all rows"
-    if getattr(model, "_is_stateful", False):
-        return "it has recurrent layers, whose state holds no position to go back to"
     if cache_argument(model) is None:
         return "its forward pass takes no KV cache (cache or past_key_values), so it cannot continue a sequence"
     return None

@@ -50,8 +50,18 @@ COSTS: Mapping[AttentionKind, str] = {
 }
 """The cost of serving a model by each kind."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""The kinds of layers that can be served row by row."""
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+"""The kinds of attention layers that can be served row by row."""
+
+STATES = ("linear_attention", "mamba", "conv")
+"""The kinds of layers with a state in place of a KV cache (:mod:`oppo.hf.kv.states`): they take no mask."""
+
+MASKS: Mapping[str, str | None] = (
+    {kind: kind for kind in (FULL, SLIDING, CHUNKED)}
+    | dict.fromkeys((*STATES, "moe", "mlp"))
+    | {"hybrid": FULL, "attention": FULL}
+)
+"""The attention by whose mask a kind of layer attends; ``None``: it does not attend."""
 
 
 def attends_eagerly(model: PreTrainedModel) -> bool:
@@ -122,7 +132,7 @@ class Masks:
     """Builds the attention masks of one model from each row's own positions, one for each kind of layer.
 
     Raises:
-        ModelRefused: some layers have neither full nor sliding causal attention.
+        ModelRefused: some layers are of a kind that is not known.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -130,17 +140,19 @@ class Masks:
         self._eager = attends_eagerly(model)
         self._dtype = model.dtype
         self._window = window_of(model.config)
-        declared = getattr(text, "layer_types", None)
-        self._kinds = tuple(dict.fromkeys(declared or [FULL if self._window is None else SLIDING]))
-        if unsupported := [kind for kind in self._kinds if kind not in {FULL, SLIDING}]:
+        self._chunk = getattr(text, "attention_chunk_size", None)
+        alike = FULL if self._window is None and self._chunk is None else CHUNKED if self._window is None else SLIDING
+        declared = tuple(dict.fromkeys(getattr(text, "layer_types", None) or [alike]))
+        if unsupported := [kind for kind in declared if kind not in MASKS]:
             raise ModelRefused(
-                f"{type(model).__name__} has layers of kind {', '.join(map(repr, unsupported))}; only full and sliding "
-                "causal attention can be served row by row"
+                f"{type(model).__name__} has layers of kind {', '.join(map(repr, unsupported))}; those that can be "
+                f"served row by row are {', '.join(map(repr, MASKS))}"
             )
-        if not declared and getattr(text, "attention_chunk_size", None) is not None:
-            raise ModelRefused(f"{type(model).__name__} attends in chunks, which cannot be served row by row")
+        attending = (MASKS[kind] for kind in declared)
+        self._kinds = tuple(dict.fromkeys(kind for kind in attending if kind is not None)) or (FULL,)
+        self._has_states = any(kind in STATES or kind == "hybrid" for kind in declared)
 
-    def __call__(self, positions: Tensor, end: int) -> Tensor | dict[str, Tensor]:
+    def __call__(self, positions: Tensor, end: int) -> Tensor | dict[str, Tensor | None]:
         """Return the mask [n, 1, q, end] of queries at ``positions`` (int64 [n, q]) over keys ``0 .. end``.
 
         For a model with several kinds of layers, a mask by the name of each kind.
@@ -148,10 +160,16 @@ class Masks:
         keys = torch.arange(end, device=positions.device)
         queries = positions[:, None, :, None]
         causal = keys <= queries
-        masks = {}
+        masks: dict[str, Tensor | None] = {}
         for kind in self._kinds:
-            allowed = causal & (keys > queries - self._window) if kind == SLIDING and self._window else causal
+            allowed = causal
+            if kind == SLIDING and self._window:
+                allowed = causal & (keys > queries - self._window)
+            elif kind == CHUNKED and self._chunk:
+                allowed = causal & (keys // self._chunk == queries // self._chunk)
             masks[kind] = self._encoded(allowed)
+        if self._has_states:
+            return masks | {"attention": masks[self._kinds[0]]} | dict.fromkeys(STATES)
         return masks if len(masks) > 1 else masks[self._kinds[0]]
 
     def _encoded(self, allowed: Tensor) -> Tensor:

@@ -7,18 +7,19 @@ Capacity and columns follow the sequences held. Three invariants make a slice of
 - positions that no live sequence has written are zero: a masked NaN of another sequence would still be a NaN;
 - every slot begins on a multiple of 64 bytes, so that the bits a kernel computes do not depend on the slot.
 
-:class:`SlabCache` is a transformers ``Cache`` whose layers write to, and read from, slabs.
+:class:`SlabLayer` is a layer of a transformers ``Cache`` that writes to, and reads from, slabs.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from oppo.hf.kv.attention import Segments
 
@@ -76,25 +77,17 @@ class KVRegion:
             indices.add_(1)
 
 
-class Slab:
-    """The KV cache of all sequences of one length class.
-
-    Args:
-        longest: the longest sequence of the class.
+class Slots(ABC):
+    """Tensors with a slot for each sequence, the live ones at the front.
 
     Attributes:
-        longest: the same, rounded up to a multiple of :data:`ALIGNMENT`.
-        columns: allocated for each slot.
         rows: the sequence in each live slot.
     """
 
-    def __init__(self, longest: int) -> None:
-        self.longest = _aligned(longest)
-        self.columns = 0
+    def __init__(self) -> None:
         self.rows: list[int] = []
         self._slots: dict[int, int] = {}
         self._capacity = 0
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -103,55 +96,11 @@ class Slab:
         """Return the slot that holds ``row``."""
         return self._slots[row]
 
-    def store(self, layer: int, keys: Tensor, values: Tensor, region: KVRegion) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values [n, heads, q, head_dim]; return those that the rows attend to."""
-        stores = self._layers.get(layer)
-        if stores is None:
-            stores = self._layers[layer] = self._empty(keys), self._empty(values)
-        for store, new in zip(stores, (keys, values), strict=True):
-            flat = new.transpose(1, 2)  # [n, q, heads, head_dim]
-            if region.unpadded is not None:
-                flat = flat.flatten(0, 1)[region.unpadded]
-            size = new.shape[-1]
-            store.view(-1, size).index_copy_(0, region.indices(new.shape[1], self.columns), flat.reshape(-1, size))
-        return stores[0][region.slots, :, : region.end], stores[1][region.slots, :, : region.end]
-
-    def reserve(self, count: int, columns: int) -> None:
-        """Make room for ``count`` more rows and for sequences of ``columns`` tokens, with one copy."""
-        rows = len(self.rows) + count
-        if rows > self._capacity or columns > self.columns:
-            spare = rows // SLACK if count and self.rows else 0
-            capacity = rows + spare if rows > self._capacity else min(self._capacity, rows + spare)
-            self._resize(capacity, self.columns if columns <= self.columns else self._with_headroom(columns))
-
-    def trim(self, columns: int) -> None:
-        """Give memory back if the slab is :data:`SPARE` times too large; the longest row has ``columns`` tokens."""
-        rows, needed = len(self.rows), self._with_headroom(columns)
-        if self._capacity * self.columns > SPARE * rows * needed:
-            self._resize(rows, needed)
-
     def add(self, rows: Iterable[int]) -> None:
         """Give each of ``rows`` a reserved slot behind the live ones."""
         for row in rows:
             self._slots[row] = len(self.rows)
             self.rows.append(row)
-
-    def adopt(self, rows: Mapping[int, int], source: Slab) -> None:
-        """Move ``rows`` and that many columns of each from ``source`` into reserved slots.
-
-        An empty slab takes over the memory of a source that gives up all of its rows; nothing is copied then.
-        """
-        if not self.rows and len(rows) == len(source):
-            self._inherit(source)
-            return
-        self.add(rows)
-        for layer, old_stores in source._layers.items():
-            if layer not in self._layers:
-                self._layers[layer] = self._empty(old_stores[0]), self._empty(old_stores[1])
-            for store, old in zip(self._layers[layer], old_stores, strict=True):
-                for row, length in rows.items():
-                    store[self._slots[row], :, :length] = old[source._slots[row], :, :length]
-        source.remove(rows)
 
     def remove(self, rows: Iterable[int]) -> None:
         """Free the slots of ``rows``; the last live rows move into them."""
@@ -185,10 +134,6 @@ class Slab:
         """Return the bytes of all tensors."""
         return sum(store.nbytes for store in self._tensors())
 
-    def bytes_per_token(self) -> int:
-        """Return the bytes of one position of one sequence over all layers; 0 before the first write."""
-        return sum(store.shape[1] * store.shape[3] * store.element_size() for store in self._tensors())
-
     def _copy(self, to: Sequence[int], of: Sequence[int]) -> None:
         stores = list(self._tensors())
         if not to or not stores:
@@ -196,6 +141,76 @@ class Slab:
         to_slots, of_slots = index(to, stores[0].device), index(of, stores[0].device)
         for store in stores:
             store[to_slots] = store[of_slots]
+
+    @abstractmethod
+    def _tensors(self) -> Iterable[Tensor]:
+        """Return the tensors [capacity, ...]."""
+
+
+class Slab(Slots):
+    """The KV cache of all sequences of one length class.
+
+    Args:
+        longest: the longest sequence of the class.
+
+    Attributes:
+        longest: the same, rounded up to a multiple of :data:`ALIGNMENT`.
+        columns: allocated for each slot.
+    """
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self.longest = _aligned(longest)
+        self.columns = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, region: KVRegion) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values [n, heads, q, head_dim]; return those that the rows attend to."""
+        stores = self._layers.get(layer)
+        if stores is None:
+            stores = self._layers[layer] = self._empty(keys), self._empty(values)
+        for store, new in zip(stores, (keys, values), strict=True):
+            flat = new.transpose(1, 2)  # [n, q, heads, head_dim]
+            if region.unpadded is not None:
+                flat = flat.flatten(0, 1)[region.unpadded]
+            size = new.shape[-1]
+            store.view(-1, size).index_copy_(0, region.indices(new.shape[1], self.columns), flat.reshape(-1, size))
+        return stores[0][region.slots, :, : region.end], stores[1][region.slots, :, : region.end]
+
+    def reserve(self, count: int, columns: int) -> None:
+        """Make room for ``count`` more rows and for sequences of ``columns`` tokens, with one copy."""
+        rows = len(self.rows) + count
+        if rows > self._capacity or columns > self.columns:
+            spare = rows // SLACK if count and self.rows else 0
+            capacity = rows + spare if rows > self._capacity else min(self._capacity, rows + spare)
+            self._resize(capacity, self.columns if columns <= self.columns else self._with_headroom(columns))
+
+    def trim(self, columns: int) -> None:
+        """Give memory back if the slab is :data:`SPARE` times too large; the longest row has ``columns`` tokens."""
+        rows, needed = len(self.rows), self._with_headroom(columns)
+        if self._capacity * self.columns > SPARE * rows * needed:
+            self._resize(rows, needed)
+
+    def adopt(self, rows: Mapping[int, int], source: Slab) -> None:
+        """Move ``rows`` and that many columns of each from ``source`` into reserved slots.
+
+        An empty slab takes over the memory of a source that gives up all of its rows; nothing is copied then.
+        """
+        if not self.rows and len(rows) == len(source):
+            self._inherit(source)
+            return
+        self.add(rows)
+        for layer, old_stores in source._layers.items():
+            if layer not in self._layers:
+                self._layers[layer] = self._empty(old_stores[0]), self._empty(old_stores[1])
+            for store, old in zip(self._layers[layer], old_stores, strict=True):
+                for row, length in rows.items():
+                    store[self._slots[row], :, :length] = old[source._slots[row], :, :length]
+        source.remove(rows)
+
+    def bytes_per_token(self) -> int:
+        """Return the bytes of one position of one sequence over all layers; 0 before the first write."""
+        return sum(store.shape[1] * store.shape[3] * store.element_size() for store in self._tensors())
 
     def _inherit(self, source: Slab) -> None:
         capacity, columns = max(self._capacity, source._capacity), max(self.columns, source.columns)
@@ -301,17 +316,3 @@ class SlabLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length
     """Its name in transformers before 5.13."""
-
-
-class SlabCache(Cache):
-    """A transformers cache that works on other views of slabs in each forward pass."""
-
-    def __init__(self, layers: int) -> None:
-        self._slab_layers = [SlabLayer(number) for number in range(layers)]
-        super().__init__(layers=[*self._slab_layers])
-
-    def at(self, views: Sequence[KVView]) -> SlabCache:
-        """Return this cache, whose layers now work on ``views``."""
-        for layer in self._slab_layers:
-            layer.views = views
-        return self

@@ -34,8 +34,9 @@ from oppo.errors import ModelError, ProtocolError
 from oppo.events import Chunk, Given, Prompt, Support
 from oppo.hf.introspection import cache_argument, keeps_logits, longest
 from oppo.hf.kv.attention import Masks, attend_in_segments, overhead_of, segmented
-from oppo.hf.kv.cache import KVRegion, KVView, Slab, SlabCache, as_slice, index
+from oppo.hf.kv.cache import KVRegion, KVView, Slab, as_slice, index
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
+from oppo.hf.kv.states import Gates, RowCache
 from oppo.scorers import RolloutSession, RolloutSessions
 
 EXACT_BLOCK = 32
@@ -85,7 +86,6 @@ class Incremental:
         head: Callable[[Tensor], Tensor] | None = None,
         ordered: bool = False,
     ) -> None:
-        text = model.config.get_text_config()
         self.max_length = longest(model)
         self._model = model.train(False)
         self._head = head
@@ -96,10 +96,15 @@ class Incremental:
         self._cache_argument = cache_argument(model) or "cache"
         self._class_slabs = [Slab(columns) for columns in _class_lengths(classes, self.max_length)]
         self._decode_slabs: list[Slab] = []
-        self._cache = SlabCache(int(text.num_hidden_layers))
+        self._cache = RowCache(model.config)
         self._slab_of: dict[int, Slab] = {}
         self._lengths: dict[int, int] = {}
         self._decode_batch: DecodeBatch | None = None
+        self._states = self._cache.states
+        self._gates = Gates(model)
+        self._pads = True
+        if self._states is not None:
+            self._learn_states()
 
     @property
     def device(self) -> torch.device:
@@ -137,8 +142,13 @@ class Incremental:
         pieces = dict(zip(rows, tokens, strict=True))
         wanted = dict(zip(rows, sizes if last is None else last, strict=True))
         by_slab = self._placed_by_class(rows, sizes)
+        if self._states is not None:
+            self._states.admit(rows)
         alone = [{slab: members} for slab, members in by_slab.items()]
-        for shared in [by_slab] if by_slab and self._segmented else alone:
+        passes = [by_slab] if by_slab and self._segmented else alone
+        if not self._pads:
+            passes = _of_equal_sizes(passes, dict(zip(rows, sizes, strict=True)))
+        for shared in passes:
             members = [row for held in shared.values() for row in held]
             ragged = [pieces[row] for row in members]
             outs = self._read(shared, ragged, keep=max(wanted[row] for row in members))
@@ -165,7 +175,7 @@ class Incremental:
         batch.make_room()
         ids, picks = tokens.to(batch.positions.device), batch.picks
         ids = ids if picks is None else ids[picks]
-        out = self._forward(batch.views, ids[:, None], batch.positions[:, None], keep=1)[:, 0]
+        out = self._forward(batch.views, batch.members, ids[:, None], batch.positions[:, None], keep=1)[:, 0]
         out = out if picks is None else out.index_copy(0, picks, out)
         for row in rows:
             self._lengths[row] = self.length(row) + 1
@@ -185,13 +195,20 @@ class Incremental:
         """
         self._decode_batch = self._batched(rows, overhead=0)
 
-    def rewind(self, row: int, length: int) -> None:
-        """Keep the first ``length`` tokens of a row, which holds at least so many; later ones may follow them anew.
+    def rewind(self, row: int, length: int) -> int:
+        """Keep the first ``length`` tokens of a row, which holds at least so many; return how many stay.
 
-        Keys and values of what was taken back stay in memory, behind the mask, until others are written over them.
+        Others may follow those that stay. Keys and values of what was taken back stay in memory, behind the mask, until
+        others are written over them. A model with recurrent or convolution states keeps all tokens or none.
         """
+        if length >= self.length(row):
+            return self.length(row)
+        if self._states is not None:
+            self.forget([row])
+            return 0
         self._decode_batch = None
-        self._lengths[row] = min(length, self.length(row))
+        self._lengths[row] = length
+        return length
 
     @torch.inference_mode()
     def forget(self, rows: Iterable[int]) -> None:
@@ -206,6 +223,8 @@ class Incremental:
             self._decode_batch = None
             slab.remove(gone)
             slab.trim(self._longest(slab))
+        if self._states is not None:
+            self._states.dismiss(row for gone in freed.values() for row in gone)
 
     def clear(self) -> None:
         """Forget every row."""
@@ -214,7 +233,11 @@ class Incremental:
     def memory(self) -> tuple[int, int]:
         """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
         allocated = sum(slab.bytes_allocated() for slab in (*self._class_slabs, *self._decode_slabs))
-        return allocated, self._bytes_per_token() * sum(self._lengths.values())
+        needed = self._bytes_per_token() * sum(self._lengths.values())
+        if self._states is None:
+            return allocated, needed
+        states = self._states.bytes_per_row() * len(self._lengths)
+        return allocated + self._states.bytes_allocated(), needed + states
 
     def _bytes_per_token(self) -> int:
         return max(slab.bytes_per_token() for slab in (*self._class_slabs, *self._decode_slabs))
@@ -304,7 +327,8 @@ class Incremental:
             )
             views.append(KVView(slab, region))
             first = segment.stop
-        return self._forward(views, ids, positions, keep=keep)
+        members = [row for rows in by_slab.values() for row in rows]
+        return self._forward(views, members, ids, positions, keep=keep, real=real if min(sizes) < width else None)
 
     def _batched(self, rows: Sequence[int], overhead: int | None = None) -> DecodeBatch:
         device, views, batch = self._model.device, list[KVView](), list[int]()
@@ -316,24 +340,56 @@ class Incremental:
             region = KVRegion(slice(0, len(front)), max(lengths) + 1, slots, index(lengths, device), None)
             views.append(KVView(slab, region))
             batch += front
+        if self._states is not None:
+            self._states.admit(batch)
+            self._states.bring_forward(batch, ordered=True)
         position_of = {row: at for at, row in enumerate(rows)}
         picks = index([position_of[row] for row in batch], device) if batch != list(rows) else None
-        return DecodeBatch(list(rows), views, index([self.length(row) for row in batch], device), picks)
+        return DecodeBatch(list(rows), batch, views, index([self.length(row) for row in batch], device), picks)
 
-    def _forward(self, views: Sequence[KVView], ids: Tensor, positions: Tensor, *, keep: int) -> Tensor:
-        options: dict[str, object] = {self._cache_argument: self._cache.at(views)}
+    def _learn_states(self) -> None:
+        """Read a token, so that the states of every sequence exist, and are zero, before its first."""
+        self.extend([0], [torch.zeros(1, dtype=torch.int64)])
+        self._pads = self._gates.layers >= self._states.recurrent_layers
+        self.clear()
+
+    def _forward(
+        self,
+        views: Sequence[KVView],
+        rows: Sequence[int],
+        ids: Tensor,
+        positions: Tensor,
+        *,
+        keep: int,
+        real: Tensor | None = None,
+    ) -> Tensor:
+        options: dict[str, object] = {self._cache_argument: self._cache}
         if self._keeps_logits:
             options["logits_to_keep"] = keep
-        output = self._model(
-            input_ids=ids,
-            attention_mask=self._masks(positions, max(region.end for _, region in views)),
-            position_ids=positions,
-            use_cache=True,
-            **options,
-        )
+        pads = None if real is None else (~real).sum(1)
+        with self._cache.reading(views, rows, pads), self._gates.neutral(real):
+            output = self._model(
+                input_ids=ids,
+                attention_mask=self._masks(positions, max(region.end for _, region in views)),
+                position_ids=positions,
+                use_cache=True,
+                **options,
+            )
         outputs: Tensor = output.logits if "logits" in output else output.last_hidden_state
         outputs = outputs[:, -keep:]
         return outputs if self._head is None else self._head(outputs)
+
+
+def _of_equal_sizes(
+    passes: Iterable[Mapping[Slab, Sequence[int]]], sizes: Mapping[int, int]
+) -> list[dict[Slab, list[int]]]:
+    """Return passes over the same rows in which none is padded, so that all have the same number of new tokens."""
+    found = []
+    for by_slab in passes:
+        for size in dict.fromkeys(sizes[row] for members in by_slab.values() for row in members):
+            alike = {slab: [row for row in members if sizes[row] == size] for slab, members in by_slab.items()}
+            found.append({slab: members for slab, members in alike.items() if members})
+    return found
 
 
 def _class_lengths(shortest: Sequence[int], longest: int) -> list[int]:
@@ -349,12 +405,14 @@ class DecodeBatch:
 
     Attributes:
         rows: in the order of tokens and outputs.
+        members: the same rows, in the order of the batch.
         views: of its segments, whose rows one after another form the batch.
         positions: int64 [n], of the tokens to be read, in batch order.
         picks: int64 [n], the index in ``rows`` of each row of the batch; ``None`` when the orders agree.
     """
 
     rows: list[int]
+    members: list[int]
     views: Sequence[KVView]
     positions: Tensor
     picks: Tensor | None
@@ -499,7 +557,7 @@ class IncrementalPrefill:
             state.unread = state.unread[: length - state.read]
         else:
             length = length // EXACT_BLOCK * EXACT_BLOCK if self._exact else length
-            self._incremental.rewind(rollout, length)
+            length = self._incremental.rewind(rollout, length)
             state.read, state.unread = length, state.unread[:0]
         state.support = state.support.slice(0, len(state.unread))
         state.received = min(length, state.received)

@@ -1,0 +1,283 @@
+"""Recurrent and convolution states beside the KV cache: a slot for each sequence, exact where rows are padded.
+
+A state holds a sequence of any length in a fixed number of bytes: the window of a convolution, its last inputs, and
+what a linear recurrence has accumulated. :class:`StateLayer` is a cache layer of either, of a KV cache, or of all three.
+
+Chunks are padded on the left, and two things keep padding out of a state:
+
+- the window of a row moves next to its first real token before the convolution reads it;
+- the projections that feed the gates of a recurrence give :data:`NEUTRAL` there (:class:`Gates`): a token of padding
+  neither decays the state nor adds to it.
+
+The state after the last column is then that after the last token of every row. Layers whose gates are not recognised
+read rows of equal length together, which need no padding.
+
+A state cannot be taken back: a row that loses tokens is read again from its start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
+
+from oppo.hf.kv.cache import SLACK, SPARE, KVView, SlabLayer, Slots, as_slice, index
+
+NEUTRAL: Final = -1e4
+"""Given to gates at padding: its softplus and its sigmoid are exactly 0 in every dtype. Infinity times 0 would be NaN."""
+
+GATES: Final = ("in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "f_b_proj", "f_proj")
+"""Projections all of whose outputs feed gates, by their names in transformers' gated delta nets."""
+
+
+class StateKey(NamedTuple):
+    """A state of a layer; a layer may have several of a kind."""
+
+    layer: int
+    kind: Literal["window", "recurrent"]
+    number: int
+
+
+class StateSlots(Slots):
+    """The states of all sequences; zero before a sequence's first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._states: dict[StateKey, Tensor] = {}
+        self._read: slice | Tensor = slice(0, 0)
+        self._lent: dict[StateKey, Tensor] = {}
+        self.pads: Tensor | None = None
+        """Columns of padding before each row of the pass in progress, int64 [n]; ``None`` when it has none."""
+
+    @property
+    def recurrent_layers(self) -> int:
+        """Number of layers with a recurrent state, among those that have been read."""
+        return len({key.layer for key in self._states if key.kind == "recurrent"})
+
+    def admit(self, rows: Iterable[int]) -> None:
+        """Give the rows that have no slot one."""
+        new = [row for row in rows if row not in self._slots]
+        if (needed := len(self.rows) + len(new)) > self._capacity:
+            self._resize(needed + (needed // SLACK if self.rows else 0))
+        self.add(new)
+
+    def dismiss(self, rows: Iterable[int]) -> None:
+        """Free the slots of rows, and memory; rows without one are fine."""
+        self.remove([row for row in rows if row in self._slots])
+        if self._capacity > SPARE * len(self.rows) + SLACK:
+            self._resize(len(self.rows))
+
+    @contextmanager
+    def reading(self, rows: Sequence[int], pads: Tensor | None) -> Iterator[None]:
+        """Let the cache layers read and write the states of ``rows``, in this order, in the body."""
+        slots = [self.slot(row) for row in rows]
+        adjacent, self.pads = as_slice(slots), pads
+        self._read = adjacent or index(slots, self._device())
+        try:
+            yield
+            if adjacent is None:  # a copy: a decode step has changed it in place
+                for key, lent in self._lent.items():
+                    self._states[key][self._read] = lent
+        finally:
+            self._lent, self.pads = {}, None
+
+    def lend(self, key: StateKey) -> Tensor | None:
+        """Return the states [n, ...] of the rows being read, which may be changed in place; ``None`` if none was kept."""
+        if key not in self._states:
+            return None
+        if key not in self._lent:
+            self._lent[key] = self._states[key][self._read]
+        return self._lent[key]
+
+    def keep(self, key: StateKey, states: Tensor) -> None:
+        """Replace the states of the rows being read."""
+        if key not in self._states:
+            self._states[key] = states.new_zeros(self._capacity, *states.shape[1:])
+        self._states[key][self._read] = states
+        self._lent.pop(key, None)
+
+    def bytes_per_row(self) -> int:
+        """Return the bytes of all states of one sequence; 0 before the first pass."""
+        return sum(math.prod(store.shape[1:]) * store.element_size() for store in self._states.values())
+
+    def _device(self) -> torch.device:
+        return next((store.device for store in self._states.values()), torch.device("cpu"))
+
+    def _resize(self, capacity: int) -> None:
+        self._capacity, live = capacity, len(self.rows)
+        for key, store in self._states.items():  # one by one, so that only one is in memory twice
+            new = store.new_zeros(capacity, *store.shape[1:])
+            new[:live] = store[:live]
+            self._states[key] = new
+
+    def _tensors(self) -> Iterable[Tensor]:
+        return self._states.values()
+
+
+class StateLayer(LinearAttentionCacheLayerMixin, SlabLayer):
+    """The states of one layer, and its KV cache if it has one."""
+
+    def __init__(self, number: int, slots: StateSlots, states: int) -> None:
+        SlabLayer.__init__(self, number)
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states=states)  # type: ignore[no-untyped-call]
+        self._slots = slots
+
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
+        """Do nothing: slots are allocated at the first write."""
+
+    def begin(self) -> None:
+        """Show a forward pass the states of its rows."""
+        for number in range(self.number_of_states):
+            window, recurrent = (self._slots.lend(self._key(kind, number)) for kind in ("window", "recurrent"))
+            self.conv_states[number], self.recurrent_states[number] = window, recurrent
+            self.has_previous_state[number] = window is not None or recurrent is not None
+
+    def end(self) -> None:
+        """Let go of the states of a pass."""
+        for number in range(self.number_of_states):
+            self.conv_states[number] = self.recurrent_states[number] = None
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+    ) -> Tensor:
+        """Return the inputs [n, channels, window + q] of a convolution, those before the chunk first; keep the last."""
+        del kwargs
+        size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        window = self.conv_states[state_idx]
+        if window is None:
+            window = conv_states.new_zeros(*conv_states.shape[:-1], size)
+        inputs = torch.cat([window, conv_states], -1)
+        if self._slots.pads is not None:  # window, padding, tokens -> zeros, window, tokens
+            column, pads = torch.arange(inputs.shape[-1], device=inputs.device), self._slots.pads[:, None]
+            source = torch.where(column < size + pads, column - pads, column)[:, None].expand_as(inputs)
+            inputs = inputs.gather(-1, source.clamp(min=0)).masked_fill(source < 0, 0)
+        self._slots.keep(self._key("window", state_idx), inputs[..., -size:])
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
+        """Keep the states [n, ...] after a chunk."""
+        del kwargs
+        self._slots.keep(self._key("recurrent", state_idx), recurrent_states)
+        return recurrent_states
+
+    def _key(self, kind: Literal["window", "recurrent"], number: int) -> StateKey:
+        return StateKey(self._number, kind, number)
+
+
+class RowCache(Cache):
+    """A transformers cache that works on other rows in each forward pass: slabs of KV cache, and slots of states.
+
+    Attributes:
+        states: of the layers that have some; ``None`` without such layers.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        text = config.get_text_config(decoder=True)
+        kinds = DynamicCache(config=text).layers
+        stateful = {at: each for at, each in enumerate(kinds) if isinstance(each, LinearAttentionCacheLayerMixin)}
+        self.states = StateSlots() if stateful else None
+        self._slab_layers = [
+            SlabLayer(number)
+            if self.states is None or number not in stateful
+            else StateLayer(number, self.states, stateful[number].number_of_states)
+            for number in range(max(len(kinds), int(text.num_hidden_layers)))
+        ]
+        super().__init__(layers=[*self._slab_layers])
+
+    @contextmanager
+    def reading(self, views: Sequence[KVView], rows: Sequence[int], pads: Tensor | None) -> Iterator[None]:
+        """Let the layers work on ``views`` and on the states of ``rows``, the batch of a pass, in the body.
+
+        Args:
+            pads: see :attr:`StateSlots.pads`.
+        """
+        for layer in self._slab_layers:
+            layer.views = views
+        if self.states is None:
+            yield
+            return
+        with self.states.reading(rows, pads):
+            stateful = [layer for layer in self._slab_layers if isinstance(layer, StateLayer)]
+            for layer in stateful:
+                layer.begin()
+            yield
+            for layer in stateful:
+                layer.end()
+
+
+class Gates:
+    """The gates of a model's recurrent layers.
+
+    transformers clamps the time step of some layers in a chunk and not in a single step. Here it is always clamped, and
+    before padding is made neutral, which a clamp would undo.
+
+    Attributes:
+        layers: number of recurrent layers whose gates are recognised.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        gated = [module for module in model.modules() if hasattr(module, "A_log") and hasattr(module, "dt_bias")]
+        inner = {id(module) for module in gated}
+        outer = [
+            module
+            for module in model.modules()
+            if hasattr(module, "b_proj") and any(id(child) in inner for child in module.children())
+        ]
+        self._whole = [
+            projection
+            for module in (*gated, *outer)
+            for projection in (getattr(module, name, None) for name in GATES)
+            if isinstance(projection, nn.Module)
+        ]
+        self._time_steps = [
+            module for module in gated if hasattr(module, "time_step_limit") and isinstance(module.in_proj, nn.Module)
+        ]
+        self.layers = len(gated)
+
+    @contextmanager
+    def neutral(self, real: Tensor | None) -> Iterator[None]:
+        """Make gates neutral where ``real``, bool [n, q], is false; ``None``: nowhere."""
+        with ExitStack() as stack:
+            if real is not None:
+                for projection in self._whole:
+                    stack.enter_context(_changed(projection, partial(_neutralised, real=real)))
+            for module in self._time_steps:
+                least, most = module.time_step_limit
+                if real is None and not least:
+                    continue
+                stack.callback(setattr, module, "time_step_limit", (least, most))
+                module.time_step_limit = (0.0, most)
+                floor = _floor(least, module.dt_bias.detach())
+                stack.enter_context(_changed(module.in_proj, partial(_bounded, real=real, floor=floor)))
+            yield
+
+
+@contextmanager
+def _changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    handle = module.register_forward_hook(lambda _module, _arguments, output: change(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _neutralised(output: Tensor, *, real: Tensor | None) -> Tensor:
+    return output if real is None else output.masked_fill(~real[..., None], NEUTRAL)
+
+
+def _bounded(output: Tensor, *, real: Tensor | None, floor: Tensor) -> Tensor:
+    """Bound the last columns of a projection from below: the time steps of its heads, before bias and softplus."""
+    others, steps = output.split([output.shape[-1] - len(floor), len(floor)], -1)
+    return torch.cat([others, _neutralised(steps.maximum(floor), real=real)], -1)
+
+
+def _floor(least: float, bias: Tensor) -> Tensor:
+    """Return what softplus maps to ``least`` once ``bias`` [heads] is added."""
+    return torch.full_like(bias, math.log(math.expm1(least)) if least > 0 else -math.inf) - bias
