@@ -38,7 +38,7 @@ def cache_argument(model: PreTrainedModel) -> str | None:
     ``past_key_values`` is ``cache`` since transformers 5.24, but for models whose code is not theirs.
     """
     taken = inspect.signature(model.forward).parameters
-    return next((name for name in ("cache", "past_key_values") if name in taken), None)
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in taken), None)
 
 
 def vocabulary(model: PreTrainedModel) -> int:

@@ -11,17 +11,18 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
 from oppo.hf.introspection import backbone, cache_argument, keeps_logits, routed, vocabulary
-from oppo.hf.kv.attention import AttentionKind, Choice, attend, kinds_of, window_of
+from oppo.hf.kv.attention import AttentionKind, Choice, attend, attending_as_loaded, kinds_of, window_of
 from oppo.hf.kv.reader import Incremental
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest difference at a position, in units of the largest output there; two-byte types hide small faults."""
 
 ROUTED_TOLERANCE = 2e-2
-"""The least tolerance for a mixture of experts, whose median position counts instead of the worst.
+"""The least tolerance for a mixture of experts in a two-byte type.
 
-Rounding decides near-ties of its router: of a healthy 8-layer model in bfloat16 up to a fifth of the positions differed
-by more than 6e-2, the median by less than 2e-2. A wrong mask or a lost key shows at nearly all positions after it.
+The median position of a mixture counts instead of the worst. Rounding decides near-ties of its router: of a healthy
+8-layer model in bfloat16 up to a fifth of the positions differed by more than 6e-2, the median by less than 2e-2. A
+wrong mask or a lost key shows at nearly all positions after it.
 """
 
 CAUSAL_SHARE = 0.01
@@ -63,8 +64,8 @@ def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: 
 
     The model attends so from now on. Rows are read beside one another and compared by logits or, for a model without a
     language model's head, by the last hidden states of its backbone. The longest row exceeds the sliding window, or has
-    about 80 tokens without one. Of a mixture of experts the median position of each row must agree, within
-    :data:`ROUTED_TOLERANCE` at least.
+    about 80 tokens without one. Of a mixture of experts the median position of each row must agree, in two-byte types
+    within :data:`ROUTED_TOLERANCE`.
 
     Args:
         model: any model with a causal backbone.
@@ -79,7 +80,7 @@ def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: 
     if reason is not None:
         raise ModelRefused(f"{_name(model)} cannot be served row by row: {reason}")
     limit = TOLERANCES.get(model.dtype, 1e-4) if tolerance is None else tolerance
-    if routed(model) and tolerance is None:
+    if routed(model) and tolerance is None and model.dtype.itemsize == 2:
         limit = max(limit, ROUTED_TOLERANCE)
     *faster, last = kinds_of(served) if attention == "auto" else (attention,)
     for kind in faster:
@@ -191,7 +192,8 @@ def _one_shot(model: PreTrainedModel, tokens: Tensor, keep: int) -> Tensor:
     # [keep, D] at the last positions of one row, without a cache.
     kept = {"logits_to_keep": keep} if keeps_logits(model) else {}
     ids = tokens[None]
-    output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept)
+    with attending_as_loaded(model):
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept)
     outputs: Tensor = output.logits if "logits" in output else output.last_hidden_state
     return outputs[0, -keep:]
 

@@ -165,6 +165,21 @@ async def test_a_streamed_ppo_step_with_whole_rows_agrees_with_plain_forward_pas
     await assert_a_step_is_what_plain_forwards_say(models_around(actor), prompts())
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1", "lfm2", "kimi-linear"])
+async def test_a_streamed_ppo_step_with_states_agrees_with_plain_forward_passes(name: str) -> None:
+    # Chunks of a recurrence round otherwise than one pass does, also where transformers reads them.
+    actor = tiny.of(tiny.STATEFUL[name]())
+    tiny.apart(probe)(actor)
+    await assert_a_step_is_what_plain_forwards_say(models_around(actor), prompts(), tolerance=5e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1", "lfm2"])
+async def test_in_exact_mode_a_model_with_states_gives_the_same_bits_twice(name: str) -> None:
+    first, second = [await models_around(tiny.of(tiny.STATEFUL[name]())).step(prompts(), exact=True) for _ in "ab"]
+    for column in ("tokens", "logprobs", "reference", "values", "scores"):
+        assert np.array_equal(getattr(first[0], column), getattr(second[0], column)), column
+
+
 def test_the_architectures_that_attend_eagerly_are_known() -> None:
     names = {name for name in tiny.CONFIGS if tiny.causal(name).config._attn_implementation == "eager"}
     assert {"gemma2"} <= names <= {"gemma2", "gptj"}, "GPT-J does before transformers 5.24"

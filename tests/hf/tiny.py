@@ -175,6 +175,75 @@ WHOLE: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 """Models that read keys or values between cache and attention, so that rows cannot attend in segments."""
 
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MAMBA = {
+    "mamba_d_state": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_expand": 2,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
+_NEMOTRON = {
+    "layers_block_type": ["mamba", "attention", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "chunk_size": 8,
+    "time_step_min": 0.7,
+}
+_ZAMBA = {
+    "mamba_d_state": 8,
+    "mamba_ngroups": 1,
+    "n_mamba_heads": 8,
+    "mamba_headdim": 8,
+    "chunk_size": 8,
+    "layers_block_type": ["mamba", "hybrid"],
+    "num_key_value_heads": 4,
+    "adapter_rank": 4,
+}
+_KIMI = {
+    **_without(_LATENT, "q_lora_rank"),
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "dense"],
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+}
+_GRANITE_HYBRID = {
+    "layer_types": ["mamba", "attention"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 16,
+}
+
+
+def _named(name: str) -> Callable[..., PreTrainedConfig]:
+    return partial(AutoConfig.for_model, name)
+
+
+STATEFUL: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3-next": lambda: build(_named("qwen3_next"), _HEAD_DIM, _EXPERTS, _LINEAR, shared_expert_intermediate_size=16),
+    "qwen3.5": lambda: build(_named("qwen3_5_text"), _HEAD_DIM, _LINEAR),
+    "olmo-hybrid": lambda: build(_named("olmo_hybrid"), GROUPED, _LINEAR),
+    "falcon-h1": lambda: build(_named("falcon_h1"), _HEAD_DIM, _MAMBA, mamba_d_ssm=64),
+    "bamba": lambda: build(_named("bamba"), GROUPED, _MAMBA, attn_layer_indices=[1]),
+    "granite-hybrid": lambda: build(_named("granitemoehybrid"), GROUPED, _MAMBA, _GRANITE_HYBRID),
+    "nemotron-h": lambda: build(_named("nemotron_h"), _without(_HEAD_DIM, "num_hidden_layers"), _NEMOTRON),
+    "zamba2": lambda: build(_named("zamba2"), GROUPED, _ZAMBA),
+    "lfm2": lambda: build(
+        _named("lfm2"), GROUPED, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False
+    ),
+    "kimi-linear": lambda: build(_named("kimi_linear"), _KIMI),
+}
+"""Models with recurrent or convolution states beside the KV cache, by their names: not every transformers has them."""
+
 PLAIN = ("llama", "qwen2", "qwen3", "gpt2", "neox")
 """Those without a sliding window."""
 

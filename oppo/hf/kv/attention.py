@@ -24,7 +24,8 @@ attention a mask is always additive: eager code adds it to the scores, where a b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
@@ -107,6 +108,18 @@ def attend(model: PreTrainedModel, kind: AttentionKind) -> None:
         model.config.get_text_config()._attn_implementation = NAME if kind == "segmented" else PADDED  # noqa: SLF001
 
 
+@contextmanager
+def attending_as_loaded(model: PreTrainedModel) -> Iterator[None]:
+    """Have ``model`` attend under the name by which it was loaded: transformers' models branch on it."""
+    text, name = model.config.get_text_config(), _implementation(model)
+    if name in {NAME, PADDED}:
+        text._attn_implementation = "sdpa"  # noqa: SLF001
+    try:
+        yield
+    finally:
+        text._attn_implementation = name  # noqa: SLF001
+
+
 def attend_in_segments(model: PreTrainedModel) -> bool:
     """Let ``model`` attend in segments if it can, unless :func:`attend` chose padded rows; return whether it does."""
     if _implementation(model) == PADDED or "segmented" not in kinds_of(model):
@@ -149,18 +162,20 @@ class Masks:
                 f"served row by row are {', '.join(map(repr, MASKS))}"
             )
         attending = (MASKS[kind] for kind in declared)
-        self._kinds = tuple(dict.fromkeys(kind for kind in attending if kind is not None)) or (FULL,)
+        self._kinds = tuple(dict.fromkeys(kind for kind in attending if kind is not None))
         self._has_states = any(kind in STATES or kind == "hybrid" for kind in declared)
 
-    def __call__(self, positions: Tensor, end: int) -> Tensor | dict[str, Tensor | None]:
+    def __call__(self, positions: Tensor, end: int) -> Tensor | dict[str, Tensor | None] | None:
         """Return the mask [n, 1, q, end] of queries at ``positions`` (int64 [n, q]) over keys ``0 .. end``.
 
-        For a model with several kinds of layers, a mask by the name of each kind.
+        For a model with several kinds of layers, a mask by the name of each kind; ``None`` where no layer attends.
         """
+        if not self._kinds:
+            return None
         keys = torch.arange(end, device=positions.device)
         queries = positions[:, None, :, None]
         causal = keys <= queries
-        masks: dict[str, Tensor | None] = {}
+        masks = dict[str, Tensor]()
         for kind in self._kinds:
             allowed = causal
             if kind == SLIDING and self._window:
@@ -169,8 +184,8 @@ class Masks:
                 allowed = causal & (keys // self._chunk == queries // self._chunk)
             masks[kind] = self._encoded(allowed)
         if self._has_states:
-            return masks | {"attention": masks[self._kinds[0]]} | dict.fromkeys(STATES)
-        return masks if len(masks) > 1 else masks[self._kinds[0]]
+            return {**masks, "attention": masks[self._kinds[0]], **dict.fromkeys(STATES)}
+        return {**masks} if len(masks) > 1 else masks[self._kinds[0]]
 
     def _encoded(self, allowed: Tensor) -> Tensor:
         if not self._eager and allowed.shape[2] > 1:

@@ -36,7 +36,7 @@ from oppo.hf.introspection import cache_argument, keeps_logits, longest
 from oppo.hf.kv.attention import Masks, attend_in_segments, overhead_of, segmented
 from oppo.hf.kv.cache import KVRegion, KVView, Slab, as_slice, index
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
-from oppo.hf.kv.states import Gates, RowCache
+from oppo.hf.kv.states import Gates, RowCache, StateSlots
 from oppo.scorers import RolloutSession, RolloutSessions
 
 EXACT_BLOCK = 32
@@ -102,9 +102,7 @@ class Incremental:
         self._decode_batch: DecodeBatch | None = None
         self._states = self._cache.states
         self._gates = Gates(model)
-        self._pads = True
-        if self._states is not None:
-            self._learn_states()
+        self._pads: bool | None = None if self._states is not None else True
 
     @property
     def device(self) -> torch.device:
@@ -134,6 +132,8 @@ class Incremental:
             ModelError: a row would grow beyond ``max_length``; nothing has been read.
             ProtocolError: a row is named twice, or has no tokens.
         """
+        if self._states is not None and self._pads is None:
+            self._make_states(self._states)
         self._decode_batch = None
         sizes = [len(piece) for piece in tokens]
         if min(sizes, default=1) < 1:
@@ -169,6 +169,8 @@ class Incremental:
             ModelError: a row would grow beyond ``max_length``; nothing has been read.
             ProtocolError: a row is named twice.
         """
+        if self._states is not None and self._pads is None:
+            self._make_states(self._states)
         batch, self._decode_batch = self._decode_batch, None
         if batch is None or not batch.continues(rows, self.max_length):
             batch = self._batched(rows)
@@ -347,11 +349,13 @@ class Incremental:
         picks = index([position_of[row] for row in batch], device) if batch != list(rows) else None
         return DecodeBatch(list(rows), batch, views, index([self.length(row) for row in batch], device), picks)
 
-    def _learn_states(self) -> None:
-        """Read a token, so that the states of every sequence exist, and are zero, before its first."""
-        self.extend([0], [torch.zeros(1, dtype=torch.int64)])
-        self._pads = self._gates.layers >= self._states.recurrent_layers
-        self.clear()
+    def _make_states(self, states: StateSlots) -> None:
+        """Read a token of no row, so that the states of every row exist, and are zero, before its first token."""
+        self._pads = True
+        none = -1
+        self.extend([none], [torch.zeros(1, dtype=torch.int64)])
+        self._pads = self._gates.layers >= states.recurrent_layers
+        self.forget([none])
 
     def _forward(
         self,

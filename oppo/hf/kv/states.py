@@ -1,7 +1,8 @@
 """Recurrent and convolution states beside the KV cache: a slot for each sequence, exact where rows are padded.
 
 A state holds a sequence of any length in a fixed number of bytes: the window of a convolution, its last inputs, and
-what a linear recurrence has accumulated. :class:`StateLayer` is a cache layer of either, of a KV cache, or of all three.
+what a linear recurrence has accumulated. :class:`StateLayer` is a cache layer of either, and of a KV cache where the
+layer attends too.
 
 Chunks are padded on the left, and two things keep padding out of a state:
 
@@ -17,24 +18,31 @@ A state cannot be taken back: a row that loses tokens is read again from its sta
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
+from oppo.errors import ModelRefused
 from oppo.hf.kv.cache import SLACK, SPARE, KVView, SlabLayer, Slots, as_slice, index
 
 NEUTRAL: Final = -1e4
-"""Given to gates at padding: its softplus and its sigmoid are exactly 0 in every dtype. Infinity times 0 would be NaN."""
+"""What gates get at padding: its softplus and sigmoid are exactly 0 in every dtype; infinity times 0 would be NaN."""
 
 GATES: Final = ("in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "f_b_proj", "f_proj")
 """Projections all of whose outputs feed gates, by their names in transformers' gated delta nets."""
+
+
+CONTINUED: Final = "conv_kernel_size" in inspect.signature(LinearAttentionLayer.update_conv_state).parameters
+"""Whether this transformers reads a chunk after another into a state; before 5.19 it read single tokens only."""
 
 
 class StateKey(NamedTuple):
@@ -89,7 +97,7 @@ class StateSlots(Slots):
             self._lent, self.pads = {}, None
 
     def lend(self, key: StateKey) -> Tensor | None:
-        """Return the states [n, ...] of the rows being read, which may be changed in place; ``None`` if none was kept."""
+        """Return the states [n, ...] of the rows being read, which may change in place; ``None`` if none was kept."""
         if key not in self._states:
             return None
         if key not in self._lent:
@@ -124,9 +132,11 @@ class StateSlots(Slots):
 class StateLayer(LinearAttentionCacheLayerMixin, SlabLayer):
     """The states of one layer, and its KV cache if it has one."""
 
+    is_croppable = False
+
     def __init__(self, number: int, slots: StateSlots, states: int) -> None:
         SlabLayer.__init__(self, number)
-        LinearAttentionCacheLayerMixin.__init__(self, number_of_states=states)  # type: ignore[no-untyped-call]
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states=states)
         self._slots = slots
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
@@ -176,12 +186,20 @@ class RowCache(Cache):
 
     Attributes:
         states: of the layers that have some; ``None`` without such layers.
+
+    Raises:
+        ModelRefused: some layers have states, and this transformers is too old for them.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         text = config.get_text_config(decoder=True)
         kinds = DynamicCache(config=text).layers
         stateful = {at: each for at, each in enumerate(kinds) if isinstance(each, LinearAttentionCacheLayerMixin)}
+        if stateful and not CONTINUED:
+            raise ModelRefused(
+                f"{text.model_type!r} has recurrent or convolution layers, which are read in chunks from transformers "
+                f"5.19 on; installed is {transformers.__version__}"
+            )
         self.states = StateSlots() if stateful else None
         self._slab_layers = [
             SlabLayer(number)
@@ -236,9 +254,7 @@ class Gates:
             for projection in (getattr(module, name, None) for name in GATES)
             if isinstance(projection, nn.Module)
         ]
-        self._time_steps = [
-            module for module in gated if hasattr(module, "time_step_limit") and isinstance(module.in_proj, nn.Module)
-        ]
+        self._time_steps: list[Any] = [module for module in gated if hasattr(module, "time_step_limit")]
         self.layers = len(gated)
 
     @contextmanager

@@ -1,0 +1,196 @@
+"""Recurrent and convolution states: in ragged chunks, beside one another, they are those of one pass over each row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from oppo.errors import ModelRefused
+from oppo.hf.kv.reader import Incremental
+from oppo.hf.kv.states import Gates, StateSlots
+from oppo.hf.probe import probe
+from tests.hf import tiny
+
+torch.set_num_threads(1)
+
+EXACT = 1e-11
+"""By how much, relative to 1 + |x|, numbers may differ in float64."""
+
+
+@pytest.fixture(autouse=True)
+def float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute in float64, also where transformers' code asks for float32: a recurrence in chunks has errors of 1e-4."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def model_of(name: str) -> PreTrainedModel:
+    model = tiny.of(tiny.STATEFUL[name](), dtype=torch.float64)
+    model.set_experts_implementation("eager")  # other kernels know no float64
+    model.train(mode=False)
+    return model
+
+
+def sequences(count: int, length: int) -> Tensor:
+    return torch.randint(3, tiny.VOCABULARY, (count, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.inference_mode()
+def one_shot(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Return the logits [rows, n, V] of rows that were read alone."""
+    return torch.cat([model(row[None], use_cache=False).logits for row in tokens])
+
+
+def difference(got: Tensor, want: Tensor) -> float:
+    return float(((got - want).abs() / (1 + want.abs())).max())
+
+
+class Reading:
+    """Random calls of a reader over a few rows; each output is compared with that of one pass."""
+
+    def __init__(self, model: PreTrainedModel, seed: int, *, ordered: bool = False) -> None:
+        self.tokens = sequences(4, 90)
+        self.want = one_shot(model, self.tokens)
+        self.reader = Incremental(model, classes=(16, 32), ordered=ordered)
+        self.worst = 0.0
+        self._dice = random.Random(seed)
+
+    def go(self, calls: int) -> None:
+        for _ in range(calls):
+            self._dice.choice((self.extend, self.extend, self.step, self.step, self.step, self.lose))()
+
+    def extend(self) -> None:
+        sizes = {row: self._dice.choice((1, 2, 3, 7, 19)) for row in self._some()}
+        self.read(sizes)
+
+    def read(self, sizes: dict[int, int]) -> None:
+        """Read so many tokens of rows, as far as there are some."""
+        starts = {row: self.reader.length(row) for row in sizes}
+        pieces = {row: self.tokens[row, start : start + sizes[row]] for row, start in starts.items()}
+        pieces = {row: piece for row, piece in pieces.items() if len(piece)}
+        outputs = self.reader.extend(list(pieces), list(pieces.values()))
+        for (row, piece), output in zip(pieces.items(), outputs, strict=True):
+            self._compare(output, self.want[row, starts[row] : starts[row] + len(piece)])
+
+    def step(self) -> None:
+        rows = [row for row in self._some() if self.reader.length(row) < self.tokens.shape[1]]
+        room = [self.tokens.shape[1] - self.reader.length(row) for row in rows]
+        for _ in range(min([self._dice.randint(1, 3), *room]) if rows else 0):
+            at = [self.reader.length(row) for row in rows]
+            self._compare(self.reader.step(rows, self.tokens[rows, at]), self.want[rows, at])
+
+    def lose(self) -> None:
+        """Forget a row, or take back some of its tokens."""
+        row = self._some()[0]
+        if self._dice.random() < 0.5:
+            self.reader.forget([row])
+        else:
+            length = self.reader.length(row)
+            assert self.reader.rewind(row, length) == length
+            assert self.reader.rewind(row, length // 2) == 0
+
+    def _some(self) -> list[int]:
+        return self._dice.sample(range(len(self.tokens)), self._dice.randint(1, len(self.tokens)))
+
+    def _compare(self, got: Tensor, want: Tensor) -> None:
+        self.worst = max(self.worst, difference(got, want))
+
+
+@pytest.mark.parametrize("name", tiny.STATEFUL)
+def test_rows_that_come_go_and_grow_at_random_have_the_states_of_one_pass(name: str) -> None:
+    model = model_of(name)
+    for seed in range(2):
+        reading = Reading(model, seed, ordered=seed == 1)
+        reading.go(20)
+        assert reading.worst < EXACT
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", tiny.STATEFUL)
+def test_rows_that_come_go_and_grow_for_long_have_the_states_of_one_pass(name: str) -> None:
+    model = model_of(name)
+    for seed in range(3, 30):
+        reading = Reading(model, seed, ordered=seed % 2 == 0)
+        reading.go(60)
+        assert reading.worst < EXACT
+
+
+RAGGED = ({0: 7, 1: 19, 2: 1}, {2: 17, 0: 2, 1: 5})
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "bamba", "kimi-linear"])
+def test_padding_would_change_a_state_if_gates_were_not_neutral(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oppo.hf.kv.states.NEUTRAL", 0.0)
+    reading = Reading(model_of(name), 0)
+    for sizes in RAGGED:
+        reading.read(sizes)
+    assert reading.worst > 1e4 * EXACT
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "bamba", "lfm2"])
+def test_padding_would_change_a_window_that_did_not_move(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateSlots, "pads", property(lambda _slots: None, lambda _slots, _pads: None), raising=False)
+    reading = Reading(model_of(name), 0)
+    for sizes in RAGGED:
+        reading.read(sizes)
+    assert reading.worst > 1e4 * EXACT
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "bamba"])
+def test_rows_of_unknown_gates_are_read_in_passes_without_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(gates: Gates, _model: PreTrainedModel) -> None:
+        gates.layers, gates._whole, gates._time_steps = 0, [], []
+
+    monkeypatch.setattr(Gates, "__init__", unknown)
+    reading = Reading(model_of(name), 1)
+    reading.go(25)
+    assert reading.worst < EXACT
+
+
+@pytest.mark.parametrize("name", tiny.STATEFUL)
+def test_a_model_with_states_passes_the_probe(name: str) -> None:
+    probe(model_of(name))
+
+
+def test_a_time_step_that_is_clamped_in_chunks_only_is_found_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gates, "neutral", lambda _gates, _real: nullcontext())
+    with pytest.raises(ModelRefused, match="read in pieces"):
+        probe(model_of("nemotron-h"))
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1", "lfm2"])
+def test_the_bits_of_a_row_that_is_read_alone_depend_on_no_other(name: str) -> None:
+    model, tokens = model_of(name), sequences(3, 40)
+
+    def read(reader: Incremental, others: Sequence[int]) -> Tensor:
+        reader.extend([8, 9], [tokens[1, :11], tokens[2, :3]])
+        first = reader.extend([0], [tokens[0, :17]])[0]
+        reader.forget(others)
+        return torch.cat([first, reader.extend([0], [tokens[0, 17:]])[0]])
+
+    alone = Incremental(model)
+    want = torch.cat([alone.extend([0], [piece])[0] for piece in tokens[0].split([17, 23])])
+    for others in ((), (8,), (9, 8)):
+        assert torch.equal(read(Incremental(model), others), want)
+
+
+def test_the_memory_of_states_is_fixed_for_a_row_and_given_back() -> None:
+    reader, tokens = Incremental(model_of("bamba")), sequences(9, 64)
+    reader.extend([0], [tokens[0, :1]])
+    one = reader.memory()[1]
+    reader.extend([0], [tokens[0, 1:2]])
+    two = reader.memory()[1]
+    states = 2 * one - two
+    assert states > two - one > 0, "a state of a row, and a token of its KV cache"
+    reader.extend(list(range(1, 9)), list(tokens[1:]))
+    assert reader.memory()[0] >= 9 * states
+    reader.clear()
+    allocated, needed = reader.memory()
+    assert allocated < 9 * states
+    assert needed == 0
