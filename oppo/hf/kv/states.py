@@ -140,7 +140,7 @@ class StateLayer(LinearAttentionCacheLayerMixin, SlabLayer):
         self._slots = slots
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
-        """Do nothing: slots are allocated at the first write."""
+        pass  # slots are allocated at the first write
 
     def begin(self) -> None:
         """Show a forward pass the states of its rows."""
