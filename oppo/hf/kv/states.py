@@ -1,4 +1,4 @@
-"""Recurrent and convolution states beside the KV cache: a slot for each sequence, exact where rows are padded.
+"""Recurrent and convolution states beside the KV cache: a slot for each sequence, whatever padding stands before it.
 
 A state holds a sequence of any length in a fixed number of bytes: the window of a convolution, its last inputs, and
 what a linear recurrence has accumulated. :class:`StateLayer` is a cache layer of either, and of a KV cache where the
