@@ -10,25 +10,20 @@ import secrets
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import wandb
 
 from oppo.durable import make, put
-from oppo.errors import ConfigError, behind
-from oppo.evaluation import Evaluated
-from oppo.evaluation.evaluate import BEFORE
-from oppo.events import StepReport
-from oppo.observe import Observer, Span
-from oppo.report.metrics import scalars
+from oppo.errors import ConfigError
+from oppo.report.metrics import Tracker
 from oppo.report.records import Writer
 
 IDENTITY = "run-id"
 """Holds the identity of the run, so that one that is resumed goes on as the same."""
 
 
-class WeightsAndBiases(Observer):
+class WeightsAndBiases(Tracker):
     """An observer that logs each step's metrics, under their names in ``metrics.jsonl``; a context manager.
 
     The environment variables of wandb choose where to: ``WANDB_API_KEY``, ``WANDB_ENTITY``, ``WANDB_MODE=offline``. Of
@@ -54,6 +49,8 @@ class WeightsAndBiases(Observer):
         ...     async with graph.open(prompts, observers=[log]) as run:
         ...         ...
     """
+
+    kept = "the run of Weights & Biases"
 
     def __init__(
         self,
@@ -88,19 +85,8 @@ class WeightsAndBiases(Observer):
         self.url = self._run.url or ""
         self._writer = Writer(threaded=threaded)
 
-    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Log the first evaluation, as one of step 0; leave other items to the run directory."""
-        del stage, at
-        if isinstance(item, Evaluated) and item.step == BEFORE:
-            self._writer.submit(partial(self._run.log, dict(item.metrics), step=step))
-
-    def on_span(self, span: Span) -> None:
-        pass
-
-    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        del channels
-        if isinstance(result, StepReport):
-            self._writer.submit(partial(self._run.log, scalars(result), step=step + 1))
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._writer.submit(partial(self._run.log, dict(metrics), step=step))
 
     def close(self, *, failed: bool = False) -> None:
         """Complete the run, which is then shown as finished or failed.
@@ -112,13 +98,6 @@ class WeightsAndBiases(Observer):
             self._writer.close()
         finally:
             self._run.finish(exit_code=int(failed))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        with behind(error, "completing the run of Weights & Biases"):
-            self.close(failed=error is not None)
 
 
 def _identity(folder: Path) -> str:
