@@ -14,7 +14,6 @@ from rich.console import Console
 
 from benchmarks.harness import command, keep, require_writable
 from benchmarks.ladder.workloads import Request
-from oppo.cli import note
 
 WIDTH = 150
 """Columns where the output is no terminal."""
@@ -43,7 +42,7 @@ def bench(request: Annotated[Request, Parameter(name="*")] = Request()) -> None:
     else:
         from benchmarks.ladder.rounds import bench as measure  # noqa: PLC0415 - it needs torch
 
-        measure(request, console if console.is_terminal else Console(width=WIDTH), note)
+        measure(request, console if console.is_terminal else Console(width=WIDTH))
 
 
 if __name__ == "__main__":

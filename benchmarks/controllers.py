@@ -23,7 +23,6 @@ from benchmarks import CHECKOUT
 from benchmarks.harness import command, markdown
 from benchmarks.simulate.outcomes import Outcomes
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
-from oppo.cli import note
 from oppo.errors import ConfigError
 from oppo.report.charts import Axes, picture, placed
 from oppo.simulate.costs import (
@@ -498,7 +497,7 @@ def make(*engines: str) -> None:
     if unknown := [engine for engine in engines if engine not in ENGINES]:
         raise ConfigError(f"there is no engine {unknown[0]!r}; expected some of {', '.join(ENGINES)}")
     results = Results()
-    results.simulate([cell for engine in engines or ENGINES for cell in cells(engine)], note)
+    results.simulate([cell for engine in engines or ENGINES for cell in cells(engine)])
     write(results)
 
 

@@ -16,8 +16,9 @@ from typing import Final, TypeVar
 import numpy as np
 
 from benchmarks import CHECKOUT
-from oppo.cli import call, program
+from oppo.cli import call, note, program
 from oppo.errors import ConfigError
+from oppo.log import routed
 
 Each = TypeVar("Each")
 
@@ -29,7 +30,8 @@ def command(name: str, about: str, run: Callable[..., int | None], arguments: Se
     """Run ``python -m NAME`` with the options of ``run``, and return its exit code, which is one of ``oppo``'s."""
     app = program(f"python -m {name}", about)
     app.default(run)
-    return call(app, arguments)
+    with routed(note):
+        return call(app, arguments)
 
 
 def turns(contestants: Sequence[Each], rounds: int) -> Iterator[tuple[int, Each]]:

@@ -20,7 +20,6 @@ from benchmarks.convergence.results import Plan, Results
 from benchmarks.convergence.studies import STUDIES, figure
 from benchmarks.harness import Machine, command, cores_here, placed
 from benchmarks.ladder.workloads import Flag
-from oppo.cli import note
 from oppo.errors import ConfigError
 
 HERE: Final = Path(__file__).parent
@@ -73,7 +72,7 @@ def make(
         results = Results.go_on(file, asked.arms, Plan(steps, batch, examined, small, jobs))
         results.machine = results.machine or asdict(Machine.here())
         outcome = partial(runs.outcome, asked.name)
-        anyio.run(partial(runs.complete, results, file, seeds, start=runs.start, outcome=outcome, tell=note))
+        anyio.run(partial(runs.complete, results, file, seeds, start=runs.start, outcome=outcome))
     if not file.exists() or not (results := Results.load(file, asked.arms)).whole():
         raise ConfigError(f"{file} has no seed of which every arm has been run")
     picture = (PAGE.parent if page else out) / asked.picture

@@ -33,6 +33,7 @@ from oppo.errors import as_itself
 from oppo.hf.devices import available_cores, use_cores
 from oppo.hf.loading import load_tokenizer
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.log import logger
 from oppo.models import Sampling
 from oppo.stages.hold import held
 
@@ -121,7 +122,6 @@ async def complete(
     *,
     start: Callable[[Plan], Awaitable[Answers]],
     outcome: Callable[[Plan, Cell], Awaitable[Outcome]],
-    tell: Callable[[str], None],
 ) -> None:
     """Add the missing runs of ``seeds`` seeds to the results, ``plan.jobs`` at a time; each is saved when it has ended.
 
@@ -137,7 +137,7 @@ async def complete(
         for number, cell in numbered:
             results.outcomes[cell] = found = await outcome(results.plan, cell)
             results.save(file)
-            tell(f"{number}/{len(missing)}  {line(cell, found)}")
+            logger.info(f"{number}/{len(missing)}  {line(cell, found)}")
 
     with as_itself():
         async with anyio.create_task_group() as tasks:

@@ -23,6 +23,7 @@ from benchmarks.ladder.contestant import EARLIER, StepRecord
 from benchmarks.ladder.directory import Files
 from benchmarks.ladder.workloads import MODES, BenchWorkload, Bound, Layout, Phase, Plan
 from oppo.admission import Bottleneck, together
+from oppo.log import logger
 
 Rounds: TypeAlias = Sequence[Sequence[StepRecord]]
 """The steps of one contestant, round by round."""
@@ -340,18 +341,17 @@ def calibrate(
     workload: BenchWorkload,
     bounds: Sequence[Bound],
     measure: Callable[[BenchWorkload], Costs],
-    tell: Callable[[str], None],
 ) -> Calibration:
     """Return the attempts, up to shares well within their bounds or until no better ones are predicted.
 
-    ``measure`` runs a workload serially; ``tell`` receives a sentence about each attempt.
+    ``measure`` runs a workload serially.
     """
     attempts: list[Attempt] = []
     depths = Depths.of(workload)
     for _ in range(TRIES):
         costs = measure(depths.applied(workload))
         attempts.append(Attempt(depths, costs.shares()))
-        tell(Calibration(attempts, attempts[-1]).sentence())
+        logger.info(f"{workload.name}, {bounds[0].layout}: {Calibration(attempts, attempts[-1]).sentence()}")
         if distance(attempts[-1].shares, bounds) <= WELL_WITHIN:
             break
         depths = choose(costs, depths, workload.models.actor.layers, bounds)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,8 +53,7 @@ from benchmarks.ladder.workloads import (
 from benchmarks.peer.sweep import SWEEP, Sweep, choose, command_line, interpreter
 from oppo.demo.models import Progress
 from oppo.errors import ConfigError
-
-Tell = Callable[[str], None]
+from oppo.log import logger
 
 
 def entries(files: Files, modes: Sequence[str], layout: Layout, plan: Plan) -> list[Entry]:
@@ -82,7 +81,6 @@ def run(
     layout: Layout,
     contestants: Sequence[Entry],
     plan: Plan,
-    tell: Tell,
     *,
     calibration: Calibration | None = None,
 ) -> Ladder:
@@ -99,11 +97,11 @@ def run(
         groups = [list(contestants)] if plan.together else [[entry] for entry in contestants]
         for group in groups:
             with ExitStack() as stack:
-                tell(f"loading {', '.join(entry.name for entry in group)}")
+                logger.info(f"loading {', '.join(entry.name for entry in group)}")
                 running = [stack.enter_context(start(entry, Path(logs))) for entry in group]
                 started |= {each.name: each.ready() for each in running}
                 for number, each in turns(running, plan.rounds):
-                    tell(f"{'warm-up' if not number else f'round {number}/{plan.rounds}'}: {each.name}")
+                    logger.info(f"{'warm-up' if not number else f'round {number}/{plan.rounds}'}: {each.name}")
                     records[each.name].append(each.run(plan.steps if number else plan.warm_up))
                     peaks[each.name] = each.peak_rss_mb
     counted = {name: rounds[1:] for name, rounds in records.items()}
@@ -206,7 +204,7 @@ def _understood(files: Files, workloads: str, directory: Path, revision: str) ->
 PEER = "trl"
 
 
-def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
+def bench(request: Request, console: Console) -> list[Ladder]:
     """Run every workload in every layout, show each ladder when it is done, and write the requested files.
 
     Raises:
@@ -224,29 +222,27 @@ def bench(request: Request, console: Console, tell: Tell) -> list[Ladder]:
     ladders: list[Ladder] = []
     for workload in workloads:
         for layout in layouts:
-            files, calibration = made(workload, layout, request, plan, tell)
+            files, calibration = made(workload, layout, request, plan)
             for line in seating(workload, layout, modes):
-                tell(f"{workload.name}, {layout}: {line}")
+                logger.info(f"{workload.name}, {layout}: {line}")
             contestants = entries(files, modes, layout, plan)
             contestants += [peer(files)] if request.peer is not None else []
             with earlier(request.against, files, modes, layout, plan) as others:
-                ladder = run(files, layout, [*contestants, *others], plan, tell, calibration=calibration)
+                ladder = run(files, layout, [*contestants, *others], plan, calibration=calibration)
             console.print(render(ladder), highlight=False)
             ladders.append(ladder)
             write(ladders, request)  # after each, in case the next one fails
     return ladders
 
 
-def made(
-    workload: BenchWorkload, layout: Layout, request: Request, plan: Plan, tell: Tell
-) -> tuple[Files, Calibration | None]:
+def made(workload: BenchWorkload, layout: Layout, request: Request, plan: Plan) -> tuple[Files, Calibration | None]:
     """Return the files of a workload; if it states all shares of a step, its models are calibrated.
 
     Raises:
         ModelError: the actor did not learn to write responses of the announced lengths.
         ModelLost: the serial contestant ended.
     """
-    cache, progress = request.cache or cache_directory(), _progress(tell)
+    cache, progress = request.cache or cache_directory(), _progress()
     bounds = bounds_of(workload, layout)
     if not bounds:
         return files_of(workload, cache, progress), None
@@ -254,7 +250,6 @@ def made(
         workload,
         bounds,
         lambda candidate: serial_costs(files_of(candidate, cache, progress), layout, plan),
-        lambda sentence: tell(f"{workload.name}, {layout}: {sentence}"),
     )
     return files_of(calibration.chosen.depths.applied(workload), cache, progress), calibration
 
@@ -290,7 +285,7 @@ def peer(files: Files) -> Entry:
     return Entry(PEER, tuple(command_line(files.directory, choice.cell)), f"{choice.cell}, {choice.origin}")
 
 
-def _progress(tell: Tell, part: float = 0.1) -> Progress:
+def _progress(part: float = 0.1) -> Progress:
     """Return a progress that reports each activity at its beginning and after each tenth."""
     due: dict[str, float] = {}
 
@@ -298,6 +293,6 @@ def _progress(tell: Tell, part: float = 0.1) -> Progress:
         activity = words.partition(",")[0]
         if done >= due.get(activity, 0.0):
             due[activity] = done + part
-            tell(f"{words} ({done:.0%})")
+            logger.info(f"{words} ({done:.0%})")
 
     return progress

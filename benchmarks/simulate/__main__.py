@@ -21,6 +21,7 @@ from benchmarks.simulate import paper
 from benchmarks.simulate.check import CheckedResult, LadderResult, check
 from oppo.cli import DONE, FAILED, call, note, program
 from oppo.durable import put
+from oppo.log import routed
 
 PAGE: Final = CHECKOUT / "docs" / "simulate.md"
 
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app = program("python -m benchmarks.simulate", "The simulator, checked and used.")
     app.command(check_results, name="check")
     app.command(simulate_paper, name="paper")
-    return call(app, arguments)
+    with routed(note):
+        return call(app, arguments)
 
 
 def check_results(
@@ -68,7 +70,7 @@ def simulate_paper(*, anew: bool = False) -> int:
     if anew:
         paper.RESULTS.unlink(missing_ok=True)
     results = paper.Results()
-    paper.simulate(results, note)
+    paper.simulate(results)
     put(PAGE, [paper.in_page(PAGE.read_text(encoding="utf-8"), results)])
     return DONE
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from oppo.log import logger
 from oppo.simulate.run import Restarts, ScheduleOutcome
 
 Run = TypeVar("Run", bound=Any)
@@ -40,14 +41,14 @@ class Outcomes(Generic[Run]):
     def __getitem__(self, cell: Run) -> ScheduleOutcome:
         return self._outcomes[cell]
 
-    def simulate(self, cells: Iterable[Run], tell: Callable[[str], None]) -> None:
+    def simulate(self, cells: Iterable[Run]) -> None:
         """Make the runs that are missing, as many at a time as there are cores; each is kept when it is over."""
         missing = [cell for cell in dict.fromkeys(cells) if cell not in self._outcomes]
         with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
             runs = {pool.submit(cell.run): cell for cell in missing}
             for number, run in enumerate(as_completed(runs), 1):
                 self._outcomes[runs[run]] = run.result()
-                tell(f"{number} of {len(missing)}: {runs[run]}")
+                logger.info(f"{number} of {len(missing)}: {runs[run]}")
                 self._save()
 
     def _save(self) -> None:

@@ -194,10 +194,10 @@ def splits(setting: str, engine: Engine, row: Row) -> list[Cell]:
     return [Cell(setting, engine, row.name, decode, FORESEEN, FIRST) for decode in (SPLITS if row.split else (0,))]
 
 
-def simulate(results: Results, tell: Callable[[str], None]) -> None:
+def simulate(results: Results) -> None:
     """Make every run that the tables need and that is missing: first those that say how the devices are split."""
     tables = [(setting, engine) for setting in SETTINGS for engine in ENGINES]
-    results.simulate((cell for each in tables for row in shown(*each) for cell in splits(*each, row)), tell)
+    results.simulate(cell for each in tables for row in shown(*each) for cell in splits(*each, row))
     results.simulate(
         [
             *(
@@ -208,8 +208,7 @@ def simulate(results: Results, tell: Callable[[str], None]) -> None:
                 for seed in SEEDS[each[0]]
             ),
             *(cell for each in SPLIT_CELLS for cell in each),
-        ],
-        tell,
+        ]
     )
 
 

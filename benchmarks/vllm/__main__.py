@@ -11,9 +11,7 @@ from pathlib import Path
 
 from benchmarks.harness import command, keep, require_writable
 from benchmarks.ladder.workloads import chosen
-from oppo.cli import note
 from oppo.errors import ConfigError
-from oppo.log import routed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,8 +41,7 @@ def bench(
     require_writable({"--json": json})
     if rounds < 1:
         raise ConfigError(f"at least one round is needed, not {rounds}")
-    with routed(note):
-        compared = [cases.measure(cases.SIZES[name], rounds=rounds, cache=cache, log=log) for name in names]
+    compared = [cases.measure(cases.SIZES[name], rounds=rounds, cache=cache, log=log) for name in names]
     keep(json, cases.as_json(compared, rounds))
     print(cases.show(compared))
 

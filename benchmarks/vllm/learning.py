@@ -6,7 +6,7 @@ The plan is that of ``benchmarks/convergence``, its streamed schedule with nothi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -23,10 +23,9 @@ from benchmarks.convergence.studies import CHUNK, SCHEDULES
 from benchmarks.harness import command, keep, on_this_machine, require_writable
 from benchmarks.vllm.cases import made_with
 from oppo.app.train import FINAL, prepare, run
-from oppo.cli import note
 from oppo.demo.run import settings_of
 from oppo.errors import DataError
-from oppo.observe import silent
+from oppo.log import logger
 
 STEPS: Final = 10
 """Fewer than the study on transformers made: by then its worst seed had gained three quarters of the final mean."""
@@ -72,14 +71,14 @@ def recorded() -> tuple[Plan, tuple[float, ...]]:
     return results.plan, tuple(score - results.start.score.mean for score in scores)
 
 
-def measure(folder: Path, seeds: int = SEEDS, tell: Callable[[str], None] = silent) -> Learning:
+def measure(folder: Path, seeds: int = SEEDS) -> Learning:
     """Train with each seed on vLLM in ``folder``, and return what was learned."""
     study, gained = recorded()
     plan = replace(study, steps=STEPS, examined=EXAMINED)
     assets = assets_of(plan)
     before, after = answers(plan, assets, assets.actor).score.mean, list[float]()
     for seed in range(seeds):
-        tell(f"seed {seed} of {seeds}")
+        logger.info(f"seed {seed} of {seeds}")
         demo = settings_of(demo_of(plan), assets, folder / f"seed-{seed}", seed, "vllm")
         settings = CHUNK.settings(demo, plan.batch)
         with prepare(settings) as session:
@@ -101,7 +100,7 @@ def study(*, seeds: int = SEEDS, json: Path | None = None) -> None:
     """
     require_writable({"--json": json})
     with TemporaryDirectory(prefix="oppo-vllm-learning-") as folder:
-        found = measure(Path(folder), seeds, note)
+        found = measure(Path(folder), seeds)
     facts = {"versions": made_with(), "steps": STEPS, "examined": EXAMINED}
     keep(json, on_this_machine({**facts, **asdict(found), "gains": found.gains}))
     gains = ", ".join(f"{gain:+.2f}" for gain in found.gains)

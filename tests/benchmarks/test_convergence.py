@@ -33,6 +33,7 @@ from oppo.config.settings import Settings
 from oppo.demo.assets import Assets, Facts
 from oppo.demo.run import FULL, settings_of
 from oppo.errors import ConfigError
+from oppo.log import routed
 from oppo.testing import run_virtual
 
 START = Answers(Estimate(0.1, 0.05), Estimate(0.0, 0.0), Estimate(34.0, 2.0))
@@ -257,7 +258,8 @@ def test_so_many_runs_are_made_at_a_time_and_each_is_saved(tmp_path: Path, jobs:
             told.append(line)
             assert len(Results.load(file, ARMS).outcomes) == len(told), "told before it was saved"
 
-        await complete(found, file, 2, start=runs.start, outcome=runs.outcome, tell=tell)
+        with routed(tell):
+            await complete(found, file, 2, start=runs.start, outcome=runs.outcome)
         return anyio.current_time()
 
     assert run_virtual(make) == pytest.approx(seconds)
@@ -273,7 +275,7 @@ def test_a_run_that_fails_ends_the_others_and_what_was_done_is_kept(tmp_path: Pa
     found = Results(tuple(ARMS), replace(PLAN, jobs=2))
 
     async def make() -> None:
-        await complete(found, file, 1, start=runs.start, outcome=runs.outcome, tell=lambda _line: None)
+        await complete(found, file, 1, start=runs.start, outcome=runs.outcome)
 
     with pytest.raises(StoppedError):
         run_virtual(make)

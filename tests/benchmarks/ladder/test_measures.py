@@ -155,7 +155,7 @@ def host(score: float, update: float, fixed: float = 0.0) -> Callable[[BenchWork
 
 
 def calibrated(measure: Callable[[BenchWorkload], Costs]) -> Calibration:
-    return calibrate(PAPER, BOUNDS, measure, lambda _: None)
+    return calibrate(PAPER, BOUNDS, measure)
 
 
 def test_other_depths_cost_what_their_layers_cost() -> None:
