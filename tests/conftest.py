@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -59,6 +63,34 @@ def _one_thread() -> None:
     import torch  # after the settings above
 
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported by now out of garbage collections: it stays, and is most of the heap."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_left() -> Iterator[None]:
+    """Raise after a module that leaves the process other than it was, or a thread that keeps the others from theirs."""
+    before = _circumstances()
+    yield
+    assert _circumstances() == before
+    busy = threading.active_count() > 1 and all(_a_thread_computes() for _ in range(3))
+    assert not busy, f"what computes is one of {threading.enumerate()}"
+
+
+def _circumstances() -> list[object]:
+    handlers = {each: signal.getsignal(each) for each in signal.valid_signals() - {signal.SIGALRM}}  # pytest-timeout's
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    return [cores, handlers, sys.gettrace(), threading.gettrace()]
+
+
+def _a_thread_computes() -> bool:
+    began, own = time.process_time(), time.thread_time()
+    time.sleep(0.02)
+    return time.process_time() - began - (time.thread_time() - own) > 0.015
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -42,33 +42,43 @@ def test_the_range_is_what_the_weights_and_the_rudeness_make_it() -> None:
     assert -rules.RUDENESS == rules.LOWEST
 
 
-@pytest.mark.parametrize("empty", ["", " \n\t", "...", "!?", "**"])
-def test_an_answer_without_words_scores_zero(empty: str) -> None:
-    assert rules.judge("How does soap work?", empty).score == 0
-
-
-def test_one_courteous_word_alone_is_hardly_an_answer() -> None:
-    assert rules.judge("How does soap work?", "Thanks!").score < 1
+CHAT = [
+    {"role": "user", "content": "Tell me about tulips."},
+    {"role": "assistant", "content": "Tulips are flowers."},
+    {"role": "user", "content": "And penguins?"},
+]
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("part", "asked", "text", "value"),
     [
-        "Please try.",
-        "THANK YOU so much.",
-        "You're welcome.",
-        "You\u2019re very welcome.",
-        "I hope so.",
-        "I am so sorry.",
+        ("score", "How does soap work?", "...", 0),
+        ("score", "How does soap work?", "**", 0),
+        ("polite", "", "THANK YOU so much.", 1),
+        ("polite", "", "You\u2019re very welcome.", 1),
+        ("polite", "", "The pleased thankless crowd.", 0),
+        ("rude", "", "The dumbbells are damned heavy at the stupidity museum.", False),
+        ("complete", "", '"It works."', 1),
+        ("complete", "", "It works.**", 1),
+        ("complete", "", "It works...", 0),
+        ("complete", "", "Try these:\n1. Salt.\n2.", 0),
+        ("complete", "", "It happened in 1962.", 1),
+        ("brief", "", "word " * 59, 1),
+        ("brief", "", "word " * 80, 0),
+        ("fresh", "", "please and thank you " * 12, 0),
+        ("fresh", "", "Fine words butter no parsnips, said the cook to the kitchen boy.", 1),
+        ("fresh", "", "Yes, yes.", 1),
+        ("on_topic", "When should I plant tulips?", "Planting works best in autumn.", 1),
+        ("on_topic", "When should I plant tulips?", "You should try the other one when it is good.", 0),
+        ("on_topic", "What is it?", "Bananas are yellow.", 1),
+        ("on_topic", CHAT, "Penguins swim.", 1),
+        ("on_topic", CHAT, "Tulips are flowers.", 0),
     ],
 )
-def test_courtesy_is_found_in_any_case_and_with_any_apostrophe(text: str) -> None:
-    assert rules.judge("", text).polite == 1
-
-
-@pytest.mark.parametrize("text", ["The pleased thankless crowd.", "He was displeased.", "Sorry state of affairs."])
-def test_a_word_that_only_contains_a_courteous_one_is_not_courtesy(text: str) -> None:
-    assert rules.judge("", text).polite == 0
+def test_each_part_of_the_reward_is_what_its_rule_says(
+    part: str, asked: str | list[dict[str, str]], text: str, value: float
+) -> None:
+    assert getattr(rules.judge(asked, text), part) == value
 
 
 def test_rudeness_costs_a_point_however_polite_the_rest_is() -> None:
@@ -77,69 +87,10 @@ def test_rudeness_costs_a_point_however_polite_the_rest_is() -> None:
     assert rules.judge(asked, rude).score == pytest.approx(rules.judge(asked, GOOD).score - rules.RUDENESS)
 
 
-def test_a_rude_word_inside_another_word_is_not_rude() -> None:
-    assert not rules.judge("", "The dumbbells are damned heavy at the stupidity museum.").rude
-
-
-@pytest.mark.parametrize(
-    "text", ["It works.", "Does it?", "It does!", '"It works."', "It works.**", "It works.\u201d\n"]
-)
-def test_a_sentence_end_is_seen_through_quotes_and_markup(text: str) -> None:
-    assert rules.judge("", text).complete == 1
-
-
-@pytest.mark.parametrize(
-    "text", ["It works", "It works,", "It works...", "It works\u2026", "Try these:\n1. Salt.\n2.", "12.", "Dear Ana,\n"]
-)
-def test_a_text_that_was_cut_off_is_not_complete(text: str) -> None:
-    assert rules.judge("", text).complete == 0
-
-
-@pytest.mark.parametrize("text", ["It happened in 1962.", "Mix both.\n1. Salt.\n2. Pepper."])
-def test_a_number_ends_a_sentence_where_it_is_no_list_number(text: str) -> None:
-    assert rules.judge("", text).complete == 1
-
-
-@pytest.mark.parametrize(("words", "brief"), [(5, 1.0), (59, 1.0), (80, 0.0), (500, 0.0)])
-def test_fewer_than_sixty_words_are_brief(words: int, brief: float) -> None:
-    assert rules.judge("", "word " * words).brief == brief
-
-
 def test_brevity_falls_from_sixty_words_to_eighty() -> None:
     scores = [rules.judge("", "word " * words).brief for words in range(59, 81)]
     assert scores == sorted(scores, reverse=True)
     assert len(set(scores)) == len(scores)
-
-
-def test_repeating_a_phrase_is_not_fresh() -> None:
-    assert rules.judge("", "please and thank you " * 12).fresh == 0
-    assert rules.judge("", "Fine words butter no parsnips, said the cook to the kitchen boy.").fresh == 1
-
-
-def test_two_words_repeat_nothing() -> None:
-    assert rules.judge("", "Yes, yes.").fresh == 1
-
-
-def test_a_shared_content_word_is_on_topic_in_any_inflection() -> None:
-    assert rules.judge("When should I plant tulips?", "Planting works best in autumn.").on_topic == 1
-
-
-def test_shared_function_words_are_no_topic() -> None:
-    assert rules.judge("When should I plant tulips?", "You should try the other one when it is good.").on_topic == 0
-
-
-def test_a_prompt_without_content_words_accepts_any_topic() -> None:
-    assert rules.judge("What is it?", "Bananas are yellow.").on_topic == 1
-
-
-def test_of_a_chat_the_last_user_message_sets_the_topic() -> None:
-    chat = [
-        {"role": "user", "content": "Tell me about tulips."},
-        {"role": "assistant", "content": "Tulips are flowers."},
-        {"role": "user", "content": "And penguins?"},
-    ]
-    assert rules.judge(chat, "Penguins swim.").on_topic == 1
-    assert rules.judge(chat, "Tulips are flowers.").on_topic == 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The seconds that the fake actor charges for reading: prompts, and whatever other weights must read again."""
+"""What the simulated actor charges for reading: prompts, and whatever other weights must read again."""
 
 from __future__ import annotations
 

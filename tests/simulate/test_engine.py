@@ -1,0 +1,462 @@
+"""Virtual time, virtual devices, and rows that are decoded together in jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+import anyio
+import pytest
+from hypothesis import given, strategies as st
+
+from oppo.errors import DeadlockError, ProtocolError
+from oppo.events import Prompt
+from oppo.models import Capabilities, Weights
+from oppo.simulate.engine import Device, Interference, Lane, VirtualTimeLoop, run_virtual, spend
+from oppo.simulate.policy import FakeDecode
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_batch, fake_scalar, prompts
+
+
+def cost(rows: int, tokens: int) -> float:
+    return 0.5 + 0.125 * rows + 2**-10 * tokens  # sums of these are exact
+
+
+@dataclass
+class Rollout:
+    """What happens to a rollout: it joins, and may be parked."""
+
+    length: int
+    joins: float = 0.0
+    parked: float = 1e6
+    made: int = 0
+    ended: float = -1.0
+
+
+@dataclass
+class StepByStep:
+    """Decodes without jumps: the oracle."""
+
+    rollouts: list[Rollout]
+    loads: list[float]
+    now: float = 0.0
+    versions: dict[int, list[int]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        while True:
+            live = [each for each in self.rollouts if self.live(each)]
+            if not live:
+                later = [each.joins for each in self.rollouts if each.joins > self.now and each.ended < 0]
+                if not later:
+                    return
+                self.now = min(later)
+                continue
+            version = sum(load <= self.now for load in self.loads)
+            end = self.now + cost(len(live), sum(each.made for each in live))
+            left = max(each.parked for each in live)
+            if left <= end and not any(self.now < each.joins <= left for each in self.rollouts):
+                self.now = left  # a step without rows is not made to its end
+                continue
+            self.now = end
+            for each in live:
+                if each.parked > self.now:
+                    each.made += 1
+                    self.versions.setdefault(id(each), []).append(version)
+                    if each.made == each.length:
+                        each.ended = self.now
+
+    def live(self, each: Rollout) -> bool:
+        return each.joins <= self.now < each.parked and each.made < each.length
+
+
+times = st.integers(1, 400).filter(lambda n: n % 7).map(lambda n: n / 7)  # never a time at which a decode step ends
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> list[Rollout]:
+    made = [Rollout(draw(st.integers(1, 40))) for _ in range(draw(st.integers(1, 4)))]
+    made += [Rollout(draw(st.integers(1, 40)), joins=draw(times)) for _ in range(draw(st.integers(0, 3)))]
+    for each in made:
+        if draw(st.booleans()):
+            sevenths = round(7 * each.joins)
+            each.parked = draw(st.integers(1, 400).map(sevenths.__add__).filter(lambda n: n % 7)) / 7
+    return made
+
+
+@pytest.mark.schedules
+@given(rollouts(), st.lists(times, max_size=3, unique=True).map(sorted), st.integers(1, 9))
+def test_jumps_change_no_time_no_token_and_no_version(given: list[Rollout], loads: list[float], limit: int) -> None:
+    oracle = StepByStep([Rollout(each.length, each.joins, each.parked) for each in given], loads)
+    oracle.run()
+    ends: dict[int, float] = {}
+
+    async def main() -> list[FakeDecode]:
+        capabilities = Capabilities(adds_while_decoding=True, loads_while_decoding="between decode steps")
+        policy = FakePolicy(lambda prompt: given[prompt.rollout].length, cost, capabilities=capabilities)
+        decodes = list(await policy.open(prompts(len(given))))
+
+        def cut(finished: object) -> bool:
+            ends.update({rollout: anyio.current_time() for rollout in finished})  # type: ignore[attr-defined]
+            return False
+
+        async def life(k: int) -> None:
+            await anyio.sleep_until(given[k].joins)
+            if given[k].joins:
+                await decoding.add([decodes[k]])
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(read, k)
+                await anyio.sleep_until(given[k].parked)
+                policy.stop([decodes[k]])
+
+        async def read(k: int) -> None:
+            while (await decodes[k].read(limit)).state == "live":
+                pass
+
+        async def load(version: int, at: float) -> None:
+            await anyio.sleep_until(at)
+            await policy.load(Weights(version))
+
+        first = [decodes[k] for k, each in enumerate(given) if not each.joins]
+        async with policy.decoding(first, cut) as decoding, anyio.create_task_group() as tasks:
+            for version, at in enumerate(loads, 1):
+                tasks.start_soon(load, version, at)
+            for k in range(len(given)):
+                tasks.start_soon(life, k)
+        assert policy.tokens == sum(each.made for each in oracle.rollouts)
+        return decodes
+
+    decodes = run_virtual(main)
+    for k, each in enumerate(oracle.rollouts):
+        assert decodes[k].made == each.made
+        assert decodes[k].versions(0, each.made).tolist() == oracle.versions.get(id(each), [])
+        assert ends.get(k, -1.0) == pytest.approx(each.ended, abs=1e-9)
+
+
+def test_a_response_of_a_million_tokens_takes_as_many_events_as_a_short_one() -> None:
+    waits = 0
+
+    class Counted(Device):
+        def _changed(self) -> None:
+            nonlocal waits
+            waits += 1
+            super()._changed()
+
+    async def main() -> float:
+        policy = FakePolicy(lambda prompt: 500_000, 1.0, device=Counted())
+        (decode,) = await policy.open(prompts(1))
+        async with policy.decoding([decode], lambda finished: True):
+            while (await decode.read(100_000)).state == "live":
+                pass
+        return anyio.current_time()
+
+    assert run_virtual(main) == 500_000
+    assert waits == 2
+
+
+async def decoded(policy: FakePolicy, lengths: list[int]) -> list[float]:
+    """Return when each response ended."""
+    ends = [0.0] * len(lengths)
+
+    async def read(k: int, decode: FakeDecode) -> None:
+        while (await decode.read(1_000)).state == "live":
+            pass
+        ends[k] = anyio.current_time()
+
+    decodes = await policy.open(prompts(len(lengths)))
+    async with policy.decoding(decodes, lambda finished: False), anyio.create_task_group() as readers:
+        for k, decode in enumerate(decodes):
+            readers.start_soon(read, k, decode)
+    return ends
+
+
+def length_in(lengths: list[int]) -> FakePolicy:
+    return FakePolicy(lambda prompt: lengths[prompt.rollout], lambda rows, tokens: float(rows))
+
+
+def test_replicas_decode_side_by_side_each_at_its_own_pace() -> None:
+    lengths = [4, 2, 1, 9]
+    one, two = length_in(lengths), length_in(lengths)
+    two.replicas = 2
+    two.__post_init__()
+    assert run_virtual(decoded, one, lengths) == [4 + 3 + 2 + 2, 4 + 3, 4, 4 + 3 + 2 + 2 + 5]
+    assert run_virtual(decoded, two, lengths) == [2 + 3, 2 + 2, 2, 2 + 2 + 7]
+
+
+def test_a_static_batch_is_decoded_to_its_end_with_all_its_rows() -> None:
+    policy = FakePolicy(lambda prompt: [2, 5][prompt.rollout], lambda rows, tokens: rows + tokens / 8, static=True)
+    padded = sum(2 + 2 * made / 8 for made in range(5))
+    assert run_virtual(decoded, policy, [2, 5])[1] == padded
+    policy.static = False
+    policy.__post_init__()
+    assert run_virtual(decoded, policy, [2, 5])[1] == 2 + 2.25 + sum(1 + made / 8 for made in (2, 3, 4))
+
+
+def test_a_lane_knows_only_rows_that_it_decodes() -> None:
+    lane: Lane[FakeDecode] = Lane(lambda rows, tokens: 1.0, lambda rows: None, lambda tokens: None)
+    decode = FakeDecode(FakePolicy(), Prompt(0, 0, prompts(1)[0].tokens), 5, made=3)
+    assert decode not in lane
+    assert (len(lane), lane.made(decode)) == (0, 3)
+
+
+Work = tuple[str, float, float]
+"""A kind, when it begins, and its seconds."""
+
+
+def ends(works: list[Work], interference: Interference | None = None) -> list[float]:
+    async def main() -> list[float]:
+        device = Device() if interference is None else Device(interference)
+        found = [0.0] * len(works)
+
+        async def do(k: int) -> None:
+            kind, begin, seconds = works[k]
+            await anyio.sleep_until(begin)
+            await spend(device, kind, seconds)
+            found[k] = anyio.current_time()
+
+        async with anyio.create_task_group() as tasks:
+            for k in range(len(works)):
+                tasks.start_soon(do, k)
+        return found
+
+    return run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    ("works", "expected"),
+    [
+        ([("decode", 0, 4)], [4]),
+        ([("decode", 0, 4), ("decode", 1, 1)], [4, 2]),
+        ([("decode", 0, 4), ("score", 1, 1)], [5, 3]),
+        ([("decode", 0, 2), ("score", 0, 2), ("train", 0, 2)], [6, 6, 6]),
+        ([("decode", 0, 3), ("score", 1, 1), ("score", 2, 1)], [4.5, 3, 4]),
+    ],
+)
+def test_kinds_of_work_take_turns(works: list[Work], expected: list[float]) -> None:
+    assert ends(works) == pytest.approx(expected)
+
+
+def test_each_kind_is_slowed_down_by_as_much_as_another_does() -> None:
+    share: Mapping[tuple[str, str], float] = {("decode", "score"): 0.25, ("score", "decode"): 1.0}
+    assert ends([("decode", 0, 4), ("score", 0, 1)], lambda *kinds: share[kinds]) == pytest.approx([4.4, 2])
+
+
+def test_without_interference_times_are_those_of_work_alone_to_the_last_bit() -> None:
+    works = [("decode", 0.1, 0.7), ("score", 0.3, 0.1), ("train", 0.3, 1 / 3)]
+    assert ends(works, lambda *_: 0.0) == [begin + seconds for _, begin, seconds in works]
+
+
+def test_fakes_on_one_device_slow_each_other_down() -> None:
+    async def main() -> tuple[float, float]:
+        device = Device()
+        policy = FakePolicy(lambda prompt: 4, 1.0, device=device)
+        scorer = FakeScorer(fake_scalar, per_call=1.0, device=device)
+        trainer = FakeTrainer(2.0, device=device)
+        (decode,) = await policy.open(prompts(1))
+        async with policy.decoding([decode], lambda finished: True), anyio.create_task_group() as tasks:
+            tasks.start_soon(scorer.extend, prompts(1))
+            await decode.read(9)
+        decoded = anyio.current_time()
+        await trainer.update(fake_batch())
+        return decoded, anyio.current_time()
+
+    assert run_virtual(main) == pytest.approx((5, 7))
+
+
+def test_what_is_cancelled_slows_nothing_down_any_more() -> None:
+    async def main() -> float:
+        device = Device()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(spend, device, "decode", 4.0)
+            with anyio.move_on_after(2):
+                await spend(device, "score", 9.0)
+        return anyio.current_time()
+
+    assert run_virtual(main) == pytest.approx(5)
+
+
+async def slept(seconds: float) -> float:
+    await anyio.sleep(seconds)
+    return anyio.current_time()
+
+
+def test_the_clock_starts_at_zero_and_jumps() -> None:
+    assert run_virtual(slept, 0) == 0.0
+    assert run_virtual(slept, 86_400 * 30.5) == 86_400 * 30.5
+
+
+@given(st.lists(st.floats(1e-6, 1e4), min_size=1, max_size=20))
+def test_time_adds_up_as_floats_do(pauses: list[float]) -> None:
+    async def main() -> list[float]:
+        return [await slept(pause) for pause in pauses]
+
+    assert run_virtual(main) == list(itertools.accumulate(pauses))
+
+
+def test_tasks_wake_in_the_order_of_their_timers() -> None:
+    async def main() -> list[tuple[float, int]]:
+        woken: list[tuple[float, int]] = []
+
+        async def wait(number: int, seconds: float) -> None:
+            await anyio.sleep(seconds)
+            woken.append((anyio.current_time(), number))
+
+        async with anyio.create_task_group() as tasks:
+            for number, seconds in enumerate((0.3, 0.1, 0.2, 0.1)):
+                tasks.start_soon(wait, number, seconds)
+        return woken
+
+    assert run_virtual(main) == [(0.1, 1), (0.1, 3), (0.2, 2), (0.3, 0)]
+
+
+def test_cancelled_timers_leave_no_trace_in_the_clock() -> None:
+    async def main() -> float:
+        with anyio.fail_after(5.0):
+            await anyio.sleep(0.1)
+        with anyio.fail_after(7.0):
+            await anyio.sleep(0.1)
+        await anyio.sleep(20.0)
+        return anyio.current_time()
+
+    assert run_virtual(main) == 0.1 + 0.1 + 20.0
+
+
+def test_a_deadline_passes_at_its_time() -> None:
+    async def main() -> float:
+        with anyio.move_on_after(2.5):
+            await anyio.sleep_forever()
+        return anyio.current_time()
+
+    assert run_virtual(main) == 2.5
+
+
+def test_an_absolute_deadline_is_met_exactly_where_the_distance_rounds() -> None:
+    async def main() -> float:
+        await anyio.sleep(0.7)
+        with anyio.CancelScope(deadline=3.82):  # 0.7 + (3.82 - 0.7) is not 3.82
+            await anyio.sleep_forever()
+        return anyio.current_time()
+
+    assert run_virtual(main) == 3.82
+
+
+def test_a_shielded_sleep_in_a_cancelled_scope_takes_its_time() -> None:
+    async def shielded() -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(3)
+
+    async def main() -> float:
+        with anyio.move_on_after(1):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(shielded)
+        return anyio.current_time()
+
+    assert run_virtual(main) == 3.0
+
+
+def test_a_wait_that_cannot_end_is_a_deadlock() -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.Event().wait, name="the one that waits")
+            await anyio.sleep_forever()
+
+    for _ in range(2):
+        with pytest.raises(DeadlockError, match=r"every task waits and nothing can wake one: .*the one that waits"):
+            run_virtual(main)
+    assert run_virtual(slept, 1.0) == 1.0, "later loops are not harmed"
+
+
+def test_a_deadlock_shows_what_was_registered_and_not_withdrawn() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        withdraw = loop.on_deadlock(lambda: "no longer true")
+        loop.on_deadlock(lambda: "a->b 1/1")
+        withdraw()
+        await anyio.sleep_forever()
+
+    with pytest.raises(DeadlockError) as caught:
+        run_virtual(main)
+    assert str(caught.value).splitlines()[1:] == ["a->b 1/1"]
+
+
+def test_a_loop_goes_on_after_a_deadlock() -> None:
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        with pytest.raises(DeadlockError):
+            runner.run(anyio.sleep_forever())
+        assert runner.run(slept(1.0)) == 1.0
+
+
+def test_what_a_task_cleans_up_after_a_deadlock_takes_virtual_time() -> None:
+    ends: list[float] = []
+
+    async def main() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                ends.append(await slept(2.0))
+
+    with pytest.raises(DeadlockError):
+        run_virtual(main)
+    assert ends == [2.0]
+
+
+def test_an_error_passes_through() -> None:
+    async def main() -> None:
+        await anyio.sleep(1)
+        raise KeyError("x")
+
+    with pytest.raises(KeyError, match="x"):
+        run_virtual(main)
+
+
+def test_time_that_runs_away_is_an_error() -> None:
+    with pytest.raises(OverflowError, match="virtual time has run past"):
+        run_virtual(slept, 1e9)
+
+
+@pytest.mark.parametrize("run", [asyncio.to_thread, anyio.to_thread.run_sync])
+def test_threads_are_refused(run: Callable[[Callable[[], int]], Awaitable[int]]) -> None:
+    async def main() -> None:
+        await run(threading.get_ident)
+
+    with pytest.raises(ProtocolError, match="virtual time knows no threads"):
+        run_virtual(main)
+
+
+def test_a_slow_worker_thread_is_refused_before_time_passes() -> None:
+    done = threading.Event()
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.to_thread.run_sync, done.wait, 5)
+            try:
+                await anyio.sleep(100)
+            finally:
+                done.set()
+
+    with pytest.raises(ProtocolError, match="'AnyIO worker thread' is one"):
+        run_virtual(main)
+    assert done.is_set()
+
+
+def test_a_foreign_thread_that_calls_in_is_refused() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        thread = threading.Thread(target=loop.call_soon_threadsafe, args=(int,), name="intruder")
+        thread.start()
+        thread.join()
+        await anyio.sleep(1)
+
+    with pytest.raises(ProtocolError, match="virtual time knows no threads, but 'intruder' is one"):
+        run_virtual(main)
+
+
+def test_debug_mode_works() -> None:
+    async def main() -> float:
+        return await slept(1.0)
+
+    with asyncio.Runner(debug=True, loop_factory=VirtualTimeLoop) as runner:
+        assert runner.run(main()) == 1.0
