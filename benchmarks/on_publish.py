@@ -17,10 +17,10 @@ from statistics import fmean, median
 import anyio
 
 from benchmarks.harness import Spread, aligned, command
-from oppo.app.train import PreparedRun, prepare
 from oppo.config.load import load
 from oppo.errors import ConfigError
 from oppo.hf.serve.policy import HfPolicy
+from oppo.run.train import PreparedRun, prepare
 
 WAYS = ("recompute", "keep")
 SKIPPED = 2

@@ -65,9 +65,9 @@ from oppo.stages import (
 from oppo.training import FunctionTrainer, TrainerSettings
 
 if TYPE_CHECKING:
-    from oppo.app.program import train
     from oppo.liveness import watched
     from oppo.report import RunDirectory
+    from oppo.run.train import train
 
 __all__ = [
     "GAE",
@@ -151,7 +151,7 @@ __all__ = [
 ]
 
 
-_LATE = {"RunDirectory": "oppo.report", "train": "oppo.app.program", "watched": "oppo.liveness"}
+_LATE = {"RunDirectory": "oppo.report", "train": "oppo.run.train", "watched": "oppo.liveness"}
 """Names by their modules, which are imported when a name is used: they take longer to import than all others."""
 
 

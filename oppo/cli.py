@@ -129,7 +129,7 @@ def resume(
     accept_changed_code
         Go on with the file of the reward function as it is now, though the run began with another.
     """
-    from oppo.app.resume import settings_of  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.run.checkpoint import settings_of  # noqa: PLC0415 - `oppo --help` should be quick
 
     settings = settings_of(run, in_cluster(override, ray))
     return carry_out(settings, resume=True, accept_changed_code=accept_changed_code)
@@ -144,8 +144,7 @@ def carry_out(
     settings: Settings, *, resume: bool = False, dry_run: bool = False, accept_changed_code: bool = False
 ) -> int:
     """Prepare and run what the settings say; return the command's exit code."""
-    from oppo.app.rehearsal import rehearse  # noqa: PLC0415 - `oppo --help` should be quick
-    from oppo.app.train import FINAL, prepare, run  # noqa: PLC0415 - likewise
+    from oppo.run.train import FINAL, prepare, run  # noqa: PLC0415 - `oppo --help` should be quick
 
     try:
         session = prepare(settings, resume=resume, dry_run=dry_run, accept_changed_code=accept_changed_code)
@@ -158,6 +157,8 @@ def carry_out(
     try:
         with session:
             if dry_run:
+                from oppo.run.doctor import rehearse  # noqa: PLC0415 - it knows torch, which takes seconds to import
+
                 console.out(settings.toml(), session.graph.table(), sep="\n", highlight=False)
                 console.out("", *anyio.run(rehearse, session), sep="\n", highlight=False)
                 return DONE
@@ -208,12 +209,11 @@ def doctor(
     trial
         Load the models too and make one step, with all responses as long as they may be; save nothing.
     """
-    from oppo.app.doctor import examine  # noqa: PLC0415 - likewise
-    from oppo.app.engines import require_engine  # noqa: PLC0415 - likewise
-    from oppo.app.train import require_installed  # noqa: PLC0415 - likewise
-    from oppo.app.trial import attempt  # noqa: PLC0415 - likewise
     from oppo.config.load import load  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.hf.memory import Hardware  # noqa: PLC0415 - likewise
+    from oppo.run.doctor import attempt, examine  # noqa: PLC0415 - likewise
+    from oppo.run.places import require_engine  # noqa: PLC0415 - likewise
+    from oppo.run.train import require_installed  # noqa: PLC0415 - likewise
 
     if trial and assume:
         raise ConfigError("--trial makes a step on this machine, and --assume is about another: leave one of them out")
@@ -272,7 +272,7 @@ def simulate(
         raise ConfigError("oppo simulate needs either a profile, `oppo simulate profile.toml`, or `--from` and a run")
     if run is not None and override:
         raise ConfigError("--set changes a profile; a run is simulated as it was measured")
-    from oppo.app.simulation import of_profile, of_run  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.run.simulation import of_profile, of_run  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.simulate.study import WIDTH, advice, as_json, legend, table  # noqa: PLC0415 - likewise
 
     simulation = of_run(run, layout) if run is not None else of_profile(profile or Path(), override)

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["oppo.cli", "oppo.app.train", "oppo.app.assemble", "oppo.testing"])
+_SERVER.set_forkserver_preload(["oppo.cli", "oppo.run.train", "oppo.run.models", "oppo.testing"])
 
 
 class _Forked:

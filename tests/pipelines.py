@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from oppo.admission import Admission, Continuous, Observation, Overcommit
 from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
-from oppo.app.checkpoint import read_state, write_state
 from oppo.data import PromptStream
 from oppo.events import (
     Batch,
@@ -30,6 +29,7 @@ from oppo.events import (
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Capabilities, Loads, Scorer
 from oppo.observe import Span
+from oppo.run.checkpoint import read_state, write_state
 from oppo.stages import GAE, Generate, Score, Update, followers
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
 

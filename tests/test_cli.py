@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaModel
 
-from oppo.app.train import prepare, run as train
 from oppo.cli import main
 from oppo.config.load import load
 from oppo.hf.devices import available_cores
 from oppo.hf.weights import weights_digest
 from oppo.report import story
+from oppo.run.train import prepare, run as train
 from tests.hf import tiny
 from tests.workplace import furnish, oppo, records, start, tokenizer
 

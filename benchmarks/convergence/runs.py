@@ -26,7 +26,6 @@ from benchmarks import CHECKOUT
 from benchmarks.convergence.results import Answers, Cell, Estimate, OffPolicy, Outcome, Plan, Results, answers_of
 from benchmarks.convergence.studies import STUDIES, Arm
 from benchmarks.harness import cores_here
-from oppo.app.train import FINAL, PreparedRun, prepare, run
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.run import FULL, SHORT, DemoPlan, examine, settings_of
 from oppo.errors import as_itself
@@ -35,6 +34,7 @@ from oppo.hf.loading import load_tokenizer
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.log import logger
 from oppo.models import Sampling
+from oppo.run.train import FINAL, PreparedRun, prepare, run
 from oppo.stages.hold import held
 
 NOISE: Final = 20_000

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.harness import markdown, placed
 from benchmarks.simulate.outcomes import Outcomes
 from oppo.admission import Admission, Continuous, Overcommit, Synchronous, TailAdaptive
-from oppo.app.profile import load_profile
+from oppo.run.simulation import load_profile
 from oppo.simulate.profile import EngineSection, Profile
 from oppo.simulate.run import FORESEEN, LAST, Schedule, ScheduleOutcome, SimulatedRun
 from oppo.simulate.study import Spread

@@ -22,10 +22,10 @@ from benchmarks.convergence.runs import answers, assets_of, demo_of
 from benchmarks.convergence.studies import CHUNK, SCHEDULES
 from benchmarks.harness import command, keep, on_this_machine, require_writable
 from benchmarks.vllm.cases import made_with
-from oppo.app.train import FINAL, prepare, run
 from oppo.demo.run import settings_of
 from oppo.errors import DataError
 from oppo.log import logger
+from oppo.run.train import FINAL, prepare, run
 
 STEPS: Final = 10
 """Fewer than the study on transformers made: by then its worst seed had gained three quarters of the final mean."""

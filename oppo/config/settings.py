@@ -101,7 +101,7 @@ class Settings(BaseModel):
     eval: Annotated[EvalSection, Table()] = EvalSection()
     trainer: Annotated[TrainerSettings, Table(), BeforeValidator(_spanning)] = Field({}, validate_default=True)
     vllm: dict[str, object] = Field({})
-    """Arguments of vLLM's engine, by its own names; :mod:`oppo.app.engines` checks them before anything is loaded."""
+    """Arguments of vLLM's engine, by its own names; :mod:`oppo.run.places` checks them before anything is loaded."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:

@@ -17,8 +17,6 @@ from rich.console import Console
 from rich.text import Text
 
 from oppo import observe
-from oppo.app.engines import require_engine_installed
-from oppo.app.train import FINAL, prepare, run
 from oppo.config.load import resolve
 from oppo.config.sections import Engine
 from oppo.config.settings import Settings
@@ -39,6 +37,8 @@ from oppo.redact import harmless
 from oppo.report.metrics import hidden_fraction
 from oppo.report.records import JOURNAL, read, require_unused
 from oppo.report.run_dir import metrics_of, write_page
+from oppo.run.places import require_engine_installed
+from oppo.run.train import FINAL, prepare, run
 from oppo.stages import ScoredRollout
 
 

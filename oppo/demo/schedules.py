@@ -21,8 +21,6 @@ from rich.table import Table
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
 from oppo.algorithms.ppo import PPO
-from oppo.app.compose import roles_of
-from oppo.app.train import PreparedRun, prepare
 from oppo.config.settings import Settings
 from oppo.data import PromptStream
 from oppo.errors import ConfigError
@@ -34,6 +32,8 @@ from oppo.log import logger, routed
 from oppo.observe import Role, Span, busy, seconds
 from oppo.report.charts import Excerpt
 from oppo.report.trace import TimedStep, Timekeeper
+from oppo.run.graph import roles_of
+from oppo.run.train import PreparedRun, prepare
 from oppo.stages.batch import ScoredRollout
 from oppo.stages.hold import held
 

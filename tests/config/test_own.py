@@ -14,13 +14,12 @@ from safetensors.numpy import load_file
 from oppo.algorithms.base import Roles
 from oppo.algorithms.group import grpo
 from oppo.algorithms.wrapped import wrap
-from oppo.app.program import train
-from oppo.app.resume import CHECKPOINTS
-from oppo.app.train import FINAL
 from oppo.errors import CheckpointError, ConfigError
 from oppo.events import Batch, StepReport
 from oppo.graph import Graph
 from oppo.report import RunDirectory
+from oppo.run.checkpoint import CHECKPOINTS
+from oppo.run.train import FINAL, train
 from oppo.stages import Generate
 from oppo.turns import Answer, Turn
 from tests.forked import Program
@@ -38,7 +37,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from oppo.algorithms.group import grpo
-from oppo.app.program import train
+from oppo.run.train import train
 from oppo.placement.trainer import HostedTrainer, TrainerCounts
 from oppo.models import Trained, Weights
 from oppo.placement import Thread

@@ -11,14 +11,13 @@ import torch
 from oppo.algorithms.base import Roles
 from oppo.algorithms.group import GRPO
 from oppo.algorithms.ppo import ppo
-from oppo.app.program import train
-from oppo.app.train import FINAL
 from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.own import with_name
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError, GraphError
 from oppo.events import StepReport
 from oppo.graph import Graph
+from oppo.run.train import FINAL, train
 from oppo.stages import GAE
 from tests.workplace import furnish, oppo, records
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from oppo import train
-from oppo.app.train import FINAL
 from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load, resolve
+from oppo.run.train import FINAL
 from tests.workplace import furnish, oppo, records
 
 OWN = '''

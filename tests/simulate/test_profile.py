@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oppo.app.profile import load_profile, profile_of
 from oppo.errors import ConfigError
+from oppo.run.simulation import load_profile, profile_of
 from oppo.simulate.costs import GPUS, MODELS, Reached
 from oppo.simulate.profile import Profile
 

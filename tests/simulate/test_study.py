@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from oppo.app.compose import admission_of
-from oppo.app.simulation import own_schedule, refusal
 from oppo.config.load import load, resolve
+from oppo.run.graph import admission_of
+from oppo.run.simulation import own_schedule, refusal
 from oppo.simulate.calibrate import LAYOUTS
 from oppo.simulate.run import ScheduleOutcome, ladder
 from oppo.simulate.study import Spread, Standing, Study, advice, as_json, legend, ranged, snippet, study, table

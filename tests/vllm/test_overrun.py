@@ -10,10 +10,10 @@ from typing import cast
 import pytest
 from hypothesis import example, given, strategies as st
 
-from oppo.app.checkpoint import write_state
 from oppo.errors import ModelLost, ProtocolError
 from oppo.events import Response
 from oppo.models import Weights
+from oppo.run.checkpoint import write_state
 from oppo.testing import FakePolicy, run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
 from tests.pipelines import Pipeline, Setting

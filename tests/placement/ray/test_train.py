@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from oppo.app.program import train
-from oppo.app.train import FINAL
 from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE
 from oppo.demo.assets import cache_directory, make_assets
 from oppo.demo.run import SHORT, settings_of
 from oppo.report.records import read
+from oppo.run.train import FINAL, train
 from tests.placement.ray.machines import MARK, Machines
 from tests.workplace import furnish, oppo, records, resume, start
 

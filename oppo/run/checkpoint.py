@@ -1,0 +1,638 @@
+"""Checkpoints: directories that are complete or absent.
+
+::
+
+    checkpoints/
+      step-000040/
+        state.json            plain values of the run's state
+        state.safetensors     its arrays, under their paths in it
+        ...                   the writer's other files: models by ``save_pretrained``, the optimizer's tensors
+        COMPLETE              digest of every file above; written last
+      .step-000060.partial/   left by a run that was killed while it wrote; swept by the next
+
+A checkpoint is written under another name, its digests last, and gets its own name once every file is on the disk
+(:func:`oppo.durable.whole`). So after a crash at any moment the newest named checkpoint is whole. One that is damaged
+later does not match its digests, and resumption uses the one before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from oppo.config.load import OF_REWARDS, OLD, RENAMED, load
+from oppo.config.sections import EvalSection, PlacementSection
+from oppo.config.settings import Settings
+from oppo.declared import declared
+from oppo.durable import whole, writing
+from oppo.errors import CheckpointError, ConfigError, DataError, OppoError, RunComplete, one_line
+from oppo.log import logger
+from oppo.report.log import installed
+from oppo.report.records import METRICS, Lock, ended, read
+
+Array: TypeAlias = NDArray[Any]
+State: TypeAlias = Mapping[str, Any]
+"""A tree of plain values (text, numbers, booleans, ``None``), arrays, lists and mappings with text as keys.
+
+It is checked when it is written.
+"""
+
+COMPLETE = "COMPLETE"
+_ARRAY = "$array"
+_NAME = re.compile(r"^step-(\d{6,})$")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint on disk.
+
+    Attributes:
+        step: steps that the run had made.
+        score: of the last of them; NaN without one.
+        measure: what that is a score of; only scores of the same are compared.
+    """
+
+    path: Path
+    step: int
+    score: float
+    measure: str = "score"
+
+    def state(self) -> State:
+        """Return the run's state.
+
+        Raises:
+            CheckpointError: the state cannot be read.
+        """
+        return read_state(self.path)
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        directory: holds them; made with the first.
+        keep_last: how many of the newest are kept; older ones are deleted once a new one is whole.
+        keep_best: keep the one of the highest score too, among those of what the newest is a score of.
+
+    Raises:
+        CheckpointError: ``keep_last`` is less than 1.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep_last: int = 2,
+        keep_best: bool = False,
+    ) -> None:
+        if keep_last < 1:
+            raise CheckpointError(f"keep_last must be at least 1, not {keep_last}: a run without one cannot be resumed")
+        self._directory = directory
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._unusable: set[Path] = set()
+
+    @contextmanager
+    def writing(self, step: int, score: float = math.nan, measure: str = "score") -> Iterator[Path]:
+        """Yield a directory to write into; it becomes the checkpoint of ``step`` if no error ends the context.
+
+        Older checkpoints than are kept are deleted then, and so are those of later steps, which a resumed run gave up.
+
+        Raises:
+            CheckpointError: that step has one already, or it could not be written; nothing half-written stays.
+        """
+        path = self._directory / _named(step)
+        if path.exists():
+            self._discard_damaged(path)
+        try:
+            with whole(path) as aside:
+                yield aside
+                _seal(aside, step, score, measure)
+        except OppoError:
+            raise
+        except Exception as error:  # the body's libraries raise errors of their own
+            raise CheckpointError(
+                f"the checkpoint {path} could not be written, and nothing half-written is left there: "
+                f"{getattr(error, 'strerror', None) or error}"
+            ) from error
+        self._prune(path)
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest checkpoint that is whole and can be read; log each newer one."""
+        for path in reversed(self._paths()):
+            try:
+                found = verified(path)
+                found.state()
+            except CheckpointError as error:
+                self._unusable.add(path)
+                logger.warning(f"{error}; the one before it is tried")
+            else:
+                return found
+        return None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a checkpoint has ever been named here, whole or not; the models of ``final`` are none."""
+        return bool(self._paths())
+
+    @property
+    def sealed(self) -> bool:
+        """Whether a checkpoint was completed here; its digests are not compared."""
+        return any(_sealed(path) for path in self._paths())
+
+    def _discard_damaged(self, path: Path) -> None:
+        try:
+            verified(path)
+        except CheckpointError:
+            shutil.rmtree(path)
+        else:
+            raise CheckpointError(f"there is a checkpoint {path} already: each step has one at most")
+
+    def _paths(self) -> list[Path]:
+        found = [path for path in self._directory.glob("step-*") if _NAME.match(path.name)]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+    def _prune(self, newest: Path) -> None:
+        paths = self._paths()
+        past = [path for path in paths[: paths.index(newest) + 1] if path not in self._unusable or path == newest]
+        kept = set(past[-self._keep_last :])
+        if self._keep_best:
+            kept |= {best.path} if (best := self._best(past, newest)) is not None else set()
+        for path in paths:
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _best(self, past: Sequence[Path], newest: Path) -> Checkpoint | None:
+        sealed = [found for found in map(_sealed, past) if found is not None]
+        measure = next((each.measure for each in sealed if each.path == newest), "")
+        scored = [each for each in sealed if each.measure == measure and not math.isnan(each.score)]
+        return max(scored, key=lambda each: each.score, default=None)
+
+
+def write_state(directory: Path, state: State) -> None:
+    """Write a state as ``state.json`` and ``state.safetensors``.
+
+    Raises:
+        CheckpointError: a value is of a type that no state holds.
+    """
+    arrays: dict[str, Array] = {}
+    plain = _split(state, "", arrays)
+    with writing(directory / "state.json"):
+        (directory / "state.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    file = directory / "state.safetensors"
+    with writing(file):
+        save_file({path: np.ascontiguousarray(array) for path, array in arrays.items()}, file)
+
+
+def read_state(directory: Path) -> State:
+    """Return what :func:`write_state` wrote; sequences come back as lists.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    try:
+        plain: object = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+        state = _joined(plain, load_file(directory / "state.safetensors"))
+    except Exception as error:  # safetensors raises errors of its own, and an array may be missing
+        raise CheckpointError(f"the state in {directory} cannot be read: {one_line(error)}") from error
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"the state in {directory} should be a JSON object, but is {type(state).__name__}")
+    return state
+
+
+def verified(path: Path) -> Checkpoint:
+    """Return the checkpoint at ``path`` after comparing every file with its digest.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, was never completed, or a file differs from its digest.
+    """
+    sealed = _sealed(path)
+    if sealed is None:
+        raise CheckpointError(
+            f"{path} is no complete checkpoint: its file {COMPLETE} is missing, unreadable or of another step"
+        )
+    expected = _digests(json.loads((path / COMPLETE).read_text(encoding="utf-8")))
+    found = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()} - {COMPLETE}
+    wrong = sorted(expected.keys() ^ found)
+    wrong += [name for name in sorted(expected.keys() & found) if _digest(path / name) != expected[name]]
+    if wrong:
+        raise CheckpointError(f"{path} is damaged: {', '.join(wrong)} missing, unexpected or changed since written")
+    return sealed
+
+
+def _sealed(path: Path) -> Checkpoint | None:
+    try:
+        seal = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
+        _digests(seal)
+        score = math.nan if seal["score"] is None else float(seal["score"])
+        step = int(seal["step"])
+        measure = str(seal.get("measure", "score"))
+        return Checkpoint(path, step, score, measure) if path.name == _named(step) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _named(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _digests(seal: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    return dict(seal["sha256"])
+
+
+def _seal(directory: Path, step: int, score: float, measure: str = "score") -> None:
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    seal = {
+        "step": step,
+        "score": score if math.isfinite(score) else None,
+        "measure": measure,
+        "sha256": {file.relative_to(directory).as_posix(): _digest(file) for file in files},
+    }
+    (directory / COMPLETE).write_text(json.dumps(seal, indent=1) + "\n", encoding="utf-8")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _split(value: object, path: str, arrays: dict[str, Array]) -> object:
+    if isinstance(value, np.ndarray):
+        arrays[path] = value
+        return {_ARRAY: path}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise CheckpointError(f"a key of a state is text; at {path!r} came {key!r}")
+        return {  # a key that could be taken for the mark of an array is escaped
+            f"${key}" if key.startswith("$") else key: _split(each, f"{path}/{key}", arrays)
+            for key, each in value.items()
+        }
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return [_split(each, f"{path}/{at}", arrays) for at, each in enumerate(value)]
+    raise CheckpointError(
+        f"a state holds plain values, arrays, lists and mappings; at {path!r} came {type(value).__name__}"
+    )
+
+
+def _joined(plain: object, arrays: Mapping[str, Array]) -> object:
+    if isinstance(plain, dict):
+        if _ARRAY in plain:
+            return arrays[plain[_ARRAY]]
+        return {
+            key.replace("$$", "$", 1) if key[:2] == "$$" else key: _joined(each, arrays) for key, each in plain.items()
+        }
+    if isinstance(plain, list):
+        return [_joined(each, arrays) for each in plain]
+    if plain is None or isinstance(plain, bool | int | float | str):
+        return plain
+    raise CheckpointError(f"a state cannot hold {type(plain).__name__}")
+
+
+CODE = ("rewards", "environment", "step.algorithm", "step.admission", "step.loss")
+"""How the settings begin that name a file of code."""
+
+HELD_OUT = "eval.prompts"
+"""The setting of prompts that nothing is trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Settings, files and libraries of a run, models apart.
+
+    Attributes:
+        settings: a digest of each, under ``section.key``.
+        files: SHA-256 of each file, directory, or other source of prompts, under the setting that names it.
+        libraries: their versions.
+    """
+
+    settings: Mapping[str, str]
+    files: Mapping[str, str]
+    libraries: Mapping[str, str]
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Return what a run with these settings is made of now."""
+        return cls(fingerprints(settings), {name: digest(file) for name, file in settings.files.items()}, installed())
+
+    def with_digests(self, digests: Mapping[str, str]) -> Provenance:
+        """Return this with the digests of sources that are no files."""
+        return replace(self, files={**self.files, **digests})
+
+    @classmethod
+    def restored(cls, state: State, settings: Settings) -> Self:
+        """Return the provenance from :meth:`state`, of a run with these settings.
+
+        Raises:
+            CheckpointError: the state holds none.
+        """
+        try:
+            recorded, files, libraries = (
+                dict[str, str](state["provenance"][name]) for name in ("settings", "files", "libraries")
+            )
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint does not say what its run was made of ({type(error).__name__}: {error}): it is of "
+                "another version of oppo, or was edited; start a new run"
+            ) from error
+        return cls(under_todays_keys(recorded, settings), under_todays_keys(files, settings), libraries)
+
+    def state(self) -> State:
+        """Return this as plain values."""
+        return {"provenance": asdict(self)}
+
+    def changed(self, settings: Settings) -> list[Path]:
+        """Return the files of ``settings`` whose content is no longer the recorded one."""
+        return [file for name, file in settings.files.items() if digest(file) != self.files.get(name)]
+
+
+def require_continued(before: Provenance, now: Provenance, settings: Settings, *, accept_changed_code: bool) -> None:
+    """Check that a resumed run has the files it began with; report the differences that are accepted.
+
+    Args:
+        before: recorded in the checkpoint.
+        accept_changed_code: accept another content of a file of code.
+
+    Raises:
+        DataError: a file has changed.
+    """
+    for name, digest_now in now.files.items():
+        if before.files.get(name) == digest_now:
+            continue
+        file: object = settings.files.get(name, f"what {name} names")
+        if name.startswith(HELD_OUT):
+            logger.warning(
+                f"{file} is not what it was when the run began: held-out scores from now on are of other prompts"
+            )
+            continue
+        if not name.startswith(CODE) or not accept_changed_code:
+            advice = ", or go on with it as it is now (--accept-changed-code)" if name.startswith(CODE) else ""
+            raise DataError(
+                f"{file} is not what it was when the run began, and a run goes on with the prompts and the code "
+                f"that it had: put it back as it was{advice}, or start a new run"
+            )
+        logger.warning(f"{file} is not what it was when the run began; the run goes on with it as it is now")
+    for name, was in before.libraries.items():
+        if (version := now.libraries.get(name, "none")) != was:
+            logger.warning(f"the run was made with {name} {was} so far, and goes on with {name} {version}")
+
+
+def fingerprints(settings: Settings) -> dict[str, str]:
+    """Return a digest of every setting, under ``section.key``: a value may hold a secret, in a URL for example.
+
+    Those of the rewards are under ``rewards.0.key`` and so on; ``rewards`` is which there are.
+    """
+    flat = {f"{name}.{key}": value for name, values in settings.tables().items() for key, value in values.items()}
+    flat["rewards"] = sorted(each.name or "" for each in settings.rewards)
+    return {name: fingerprint(value) for name, value in flat.items()}
+
+
+def under_todays_keys(before: Mapping[str, str], settings: Settings) -> dict[str, str]:
+    """Return digests that an earlier version recorded under the keys of today; those of today as they are.
+
+    Args:
+        settings: of the run, which say where each reward is.
+    """
+    homes = {f"models.reward.{each.name}": key for key, each in settings.reward_tables.items()}
+    several = any(key.startswith("models.reward.") for key in before)
+    found, absent = dict[str, str](), fingerprint(None)
+    for key, value in sorted(before.items(), reverse=True):  # first what was for all rewards, models.reward_...
+        table, _, last = key.rpartition(".")
+        if key in homes:  # a file
+            found[f"{homes[key]}.source"] = value
+        elif table in homes:
+            if value != absent:
+                found[f"{homes[table]}.{OF_REWARDS.get(last, last)}"] = value
+        elif key == "models.reward":
+            found["rewards" if several else "rewards.0.source"] = value
+        elif key in OLD and key not in RENAMED:
+            found |= {OLD[key].replace("rewards.N", home): value for home in homes.values()}
+        else:
+            found[RENAMED.get(key, key)] = value
+    return found
+
+
+def fingerprint(value: object) -> str:
+    """Return the digest of a setting's value."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file, or why it cannot be read; a pipe, which may never end, is not opened.
+
+    That of a directory is the SHA-256 of its files' names and digests.
+    """
+    try:
+        if path.is_dir():
+            found = {file.relative_to(path).as_posix(): digest(file) for file in path.rglob("*") if file.is_file()}
+            return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+        if not path.is_file():
+            return "no regular file"
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+CHECKPOINTS = "checkpoints"
+"""The checkpoints in a run directory."""
+
+MAY_CHANGE = frozenset(
+    {
+        "run.steps",
+        "run.panel",
+        "run.logged_samples",
+        "run.track",
+        "run.trace",
+        "run.watchdog_seconds",
+        "run.call_timeout",
+        "run.scorer_restarts",
+        "run.trainer",
+        "run.max_empty",
+        "run.max_nonfinite",
+        "run.checkpoint_every",
+        "run.keep_last",
+        "run.keep_best",
+        "environment.concurrency",
+        "environment.process",
+        "environment.timeout",
+        "models.share_weights",
+        "placement.spread",
+        "rewards.N.concurrency",
+        "rewards.N.process",
+        "rewards.N.timeout",
+        *(f"eval.{key}" for key in declared(EvalSection)),
+    }
+)
+"""Settings that may change when a run is resumed: none of them changes what a step computes.
+
+``run.steps`` may change under a constant schedule of the learning rate, which does not depend on it.
+"""
+
+DRAINING = frozenset({"run.checkpoint_every"})
+"""Those that may not change with ``step.lookahead``: they decide after which steps none is in flight."""
+
+ROUNDING = frozenset(
+    {
+        "run.cores",
+        "run.policy",
+        "run.scorers",
+        "models.device",
+        "trainer.micro_batch_tokens",
+        "trainer.gradient_checkpointing",
+        *(f"placement.{key}" for key in declared(PlacementSection) if key != "spread"),
+    }
+)
+"""Settings that decide how sums are rounded: they may change too, except in exact runs.
+
+Of ``placement.cluster`` that is whether there is one, and not its address.
+"""
+
+CLUSTER = "placement.cluster"
+
+ENGINE_ARGUMENTS = "vllm."
+"""Before the arguments of vLLM's engine: they may change, as another machine may need others."""
+
+
+def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
+    """Return the settings of the run in ``directory``, with ``section.key=value`` overrides.
+
+    Raises:
+        ConfigError: ``directory`` holds no run, or an override changes a setting that may not change.
+    """
+    file = directory / "config.toml"
+    if not file.is_file():
+        raise ConfigError(f"there is no run to resume in {directory}: expected the file {file}")
+    settings = load(file, overrides)
+    require_same(fingerprints(load(file)), settings)
+    if settings.run_directory.resolve() != directory.resolve():
+        raise ConfigError(
+            f"{file} is of the run in {settings.run_directory}: a run is resumed where it was, so move it back there"
+        )
+    return settings
+
+
+def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "") -> None:
+    """Check that a resumed run has the settings it began with, except for those that may change.
+
+    Args:
+        before: the former :func:`fingerprints`; settings that they lack are not compared.
+        of: what recorded ``before``, unless the run's ``config.toml`` did.
+
+    Raises:
+        ConfigError: a setting has changed that may not.
+    """
+    now = fingerprints(settings)
+    changed = {
+        key for key, value in before.items() if now.get(key, value) != value and not key.startswith(ENGINE_ARGUMENTS)
+    }
+    exact, schedule = settings.run.exact, settings.trainer.schedule
+    free = MAY_CHANGE - DRAINING if settings.step.lookahead else MAY_CHANGE
+    where = f", and {of} was written with other values than config.toml has" if of else ""
+    if refused := sorted(key for key in changed if of_rewards(key) not in free | ROUNDING):
+        raise ConfigError(
+            f"{', '.join(refused)} cannot change when a run is resumed{where}: put it back as it was, or start a new "
+            f"run; what may change is {', '.join(sorted(free if exact else free | ROUNDING))}"
+            + ", and what [vllm] holds"
+            * (settings.models.engine == "vllm")
+        )
+    if fingerprint("") not in (before.get(CLUSTER), now[CLUSTER]):
+        changed -= {CLUSTER}
+    if exact and (refused := sorted(changed & ROUNDING)):
+        raise ConfigError(
+            f"{', '.join(refused)} cannot change when a run is resumed that is exact{where}: sums would be rounded in "
+            "another order, and every bit is to be that of an uninterrupted run; start a new run for that"
+        )
+    if "run.steps" in changed and not schedule.startswith("constant"):
+        raise ConfigError(
+            f"run.steps cannot change{where}: the {schedule} schedule of the learning rate is laid out over the steps "
+            "of the run"
+        )
+
+
+def of_rewards(key: str) -> str:
+    """Return the setting of a reward without its number.
+
+    Example:
+        >>> of_rewards("rewards.0.timeout"), of_rewards("run.steps")
+        ('rewards.N.timeout', 'run.steps')
+    """
+    return re.sub(r"^rewards\.\d+\.", "rewards.N.", key)
+
+
+def require_same_run(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    now: Provenance,
+    *,
+    accept_changed_code: bool,
+) -> None:
+    """Check that a run goes on with the settings and the files that it had at a checkpoint.
+
+    Raises:
+        ConfigError: a setting has changed that may not.
+        DataError: a file has changed.
+        CheckpointError: the checkpoint does not say what its run was made of.
+    """
+    before = Provenance.restored(checkpoint.state(), settings)
+    require_same(before.settings, settings, of="its checkpoint")
+    require_continued(before, now, settings, accept_changed_code=accept_changed_code)
+
+
+def locked(settings: Settings) -> Lock:
+    """Return the lock of the run directory, which other processes no longer change.
+
+    Raises:
+        ConfigError: another run holds the lock, or the directory cannot be written.
+    """
+    try:
+        return Lock(settings.run_directory)
+    except OSError as error:
+        raise ConfigError(
+            f"the run directory {settings.run_directory} cannot be written: {error.strerror or error}"
+        ) from error
+
+
+def newest(settings: Settings, checkpoints: Checkpoints) -> Checkpoint | None:
+    """Return the checkpoint to resume from; ``None``: the run was killed before its first and begins anew.
+
+    Raises:
+        CheckpointError: no checkpoint is whole.
+        RunComplete: ``run.steps`` asks for no further steps. A run that was ended after its last step, before its
+            models were saved, is not complete.
+    """
+    found = checkpoints.newest()
+    if found is None:
+        if not checkpoints.begun and is_young(settings):
+            return None
+        advice = "a run is resumed from one, and writes them if run.checkpoint_every is set"
+        if every := settings.run.checkpoint_every:
+            advice = (
+                f"a run is resumed from one, and those that this run wrote, after every {every} steps, are damaged or "
+                "gone; start a new run"
+            )
+        raise CheckpointError(f"no checkpoint in {settings.run_directory / CHECKPOINTS} can be used: {advice}")
+    made = ended(settings.run_directory)
+    if made is not None and settings.run.steps <= made:
+        raise RunComplete(f"the run has made all of its {made} steps: raise run.steps (--set run.steps=...) to go on")
+    return found
+
+
+def is_young(settings: Settings) -> bool:
+    """Return whether a run that writes checkpoints has made too few steps for its first."""
+    made = sum(1 for _ in read(settings.run_directory / METRICS))
+    return 0 < settings.run.checkpoint_every >= made

@@ -1,0 +1,274 @@
+"""What can be known of a run before it begins.
+
+``oppo doctor`` says where each model goes, what memory it will need there, and whether that is enough. ``oppo doctor
+--trial`` makes one step as long as the settings allow, so that memory runs out now if it ever does. ``oppo train
+--dry-run`` tries out a prompt as it is read, what ends a response, the reward, an environment. Nothing is saved.
+"""
+
+from __future__ import annotations
+
+import platform
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Final, cast
+
+import anyio
+from rich.filesize import decimal
+
+from oppo.config.settings import Settings
+from oppo.data import PromptStream
+from oppo.environments import first_answer
+from oppo.errors import noted
+from oppo.evaluation import Answering, respond
+from oppo.events import Drop, Finish, IntArray, Prompt
+from oppo.hf.devices import available_cores
+from oppo.hf.memory import Bytes, Hardware, Load, Peak, memory_of
+from oppo.log import logger, routed
+from oppo.models import Sampling, VariesSampling
+from oppo.redact import harmless
+from oppo.run.checkpoint import Provenance
+from oppo.run.memory import SHARE, Expected, advice, by_device, crowded, expected, load_of
+from oppo.run.models import policy_tokenizer
+from oppo.run.places import devices_of
+from oppo.run.prompts import supplied
+from oppo.run.train import PreparedRun, prepare
+from oppo.scorers import capabilities_of
+from oppo.stages import Generate
+
+if TYPE_CHECKING:
+    from oppo.hf.tokenizer import HfTokenizer
+
+
+PACKAGES: Final = ("oppo", "torch", "transformers", "accelerate", "peft", "vllm", "ray", "anyio", "numpy")
+
+_PARTS: Final = [each.name for each in fields(Bytes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Memory that a run needs, found without loading its models.
+
+    Attributes:
+        needs: of each model.
+        load: for which they were estimated.
+        faults: sentences about devices with too little memory, and what would fit; empty if there is enough.
+        assumed: the hardware that was meant; ``None``: this machine.
+    """
+
+    needs: Sequence[Expected]
+    load: Load
+    faults: Sequence[str]
+    assumed: Hardware | None = None
+
+    def lines(self) -> Iterator[str]:
+        """Yield the diagnosis for people."""
+        yield versions()
+        yield ""
+        yield (
+            f"expected memory, for {self.load.rollouts} rollouts in flight, prompts of {self.load.prompt} tokens and "
+            f"responses of {self.load.response}:"
+        )
+        yield from _table(self.needs)
+        yield ""
+        for device, models in by_device(self.needs).items():
+            total, memory = sum(each.bytes.total for each in models), memory_of(device, self.assumed)
+            there = "" if memory is None else f", {decimal(memory[0])} {'free' if self.assumed is None else 'assumed'}"
+            yield f"{device}: {decimal(total)} needed{there}; {_largest(models)}"
+        for share in {each.share for each in self.needs} - {None}:
+            yield f"vLLM takes {share} of its GPUs' memory (vllm.{SHARE}); what its weights leave is the KV cache"
+        yield "PyTorch itself, the work space of kernels, and what an allocator keeps come on top."
+        yield from (f"too little memory: {fault}" for fault in self.faults)
+
+
+def examine(settings: Settings, assumed: Hardware | None = None) -> Diagnosis:
+    """Return the diagnosis of a run; prompts and tokenizer are read, weights are not.
+
+    Args:
+        assumed: the hardware that is meant; ``None``: this machine.
+
+    Raises:
+        OppoError: a setting, the data or a model cannot be used.
+    """
+    if assumed is not None and assumed.machines > 1 and not settings.placement.cluster:
+        logger.info("the run is on one machine: --ray, or placement.cluster, places models on others")
+    devices = devices_of(settings, assumed)
+    with routed():
+        tokenizer = policy_tokenizer(settings.models)
+        load = load_of(settings, supplied(settings, tokenizer, Provenance.of(settings)).longest)
+    needs = expected(settings, devices, load, assumed)
+    found = crowded(needs, assumed, spread=settings.placement.spread)
+    return Diagnosis(needs, load, [*found, advice(settings, devices, load, assumed)] if found else (), assumed)
+
+
+def versions() -> str:
+    """Return what is installed, with its versions, and the machine's cores."""
+    parts = [f"Python {platform.python_version()}"]
+    for name in PACKAGES:
+        try:
+            parts.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            parts.append(f"no {name}")
+    return f"{', '.join(parts)}; {available_cores()} cores"
+
+
+def _table(needs: Sequence[Expected]) -> Iterator[str]:
+    rows = [("model", "device", *(name.replace("_", ", ") for name in _PARTS), "total")]
+    for each in needs:
+        parts = (decimal(getattr(each.bytes, name)) if getattr(each.bytes, name) else "-" for name in _PARTS)
+        rows.append((each.model, each.where, *parts, decimal(each.bytes.total)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        names = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        yield "  ".join([*names, *numbers])
+
+
+def _largest(models: Sequence[Expected]) -> str:
+    size, model, part = max((getattr(each.bytes, part), each.model, part) for each in models for part in _PARTS)
+    return f"most of it {'keys and values' if part == 'keys_values' else part} of the {model} ({decimal(size)})"
+
+
+def longest_of(settings: Settings) -> Settings:
+    """Return the settings of a run whose responses are all as long as they may be, and which evaluates nothing."""
+    return settings.changed(
+        {
+            "sampling": {"min_new_tokens": settings.sampling.max_new_tokens, "stop_strings": ()},
+            "environment": {"source": ""},
+            "eval": {"prompts": ""},
+        }
+    )
+
+
+def attempt(settings: Settings) -> Iterator[str]:
+    """Yield the outcome of a longest step, in lines for people.
+
+    Raises:
+        OppoError: the run cannot be prepared, or memory ran out; it names the model and what needs less.
+    """
+    with Peak() as peak, prepare(longest_of(settings), dry_run=True) as session:
+        loaded = peak.by_device()
+        logger.info("making one step as long as the settings allow")
+        seconds = anyio.run(_step, session)
+        most = peak.by_device()
+    yield f"the longest step took {seconds:.1f} s; memory in use, at most:"
+    for device, used in most.items():
+        yield f"  {device}: {decimal(used)}, {decimal(loaded.get(device, 0))} of it with the models loaded"
+
+
+async def _step(session: PreparedRun) -> float:
+    start = anyio.current_time()
+    async with session.graph.open(PromptStream([_longest(session)])) as running:
+        async for _ in running.steps(1):
+            pass
+    return anyio.current_time() - start
+
+
+def _longest(session: PreparedRun) -> Prompt:
+    prompts = session.prompts
+    assert isinstance(prompts, PromptStream)  # noqa: S101 - only a program has others
+    every = (prompts.at(number) for number in range(prompts.size))
+    return replace(max(every, key=lambda prompt: len(prompt.tokens)), rollout=0, admission=0, group=0)
+
+
+LONGEST: Final = 32
+"""Tokens that are drawn at most."""
+
+WIDTH: Final = 100
+"""Characters of a line of text."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tried:
+    """The outcome of a rehearsal.
+
+    Attributes:
+        finish: the first of two responses.
+        scores: of both, or why there is none.
+        seconds: that the reward took.
+        parts: what a reward of several parts said of the first, by metric.
+        answer: tokens of the environment to a turn that did not end by itself; ``None`` without.
+    """
+
+    finish: Finish
+    scores: Sequence[float | Drop]
+    seconds: float
+    parts: Mapping[str, float]
+    answer: IntArray | None
+
+
+async def rehearse(session: PreparedRun) -> list[str]:
+    """Return what was tried out, in lines for people, without secrets.
+
+    Raises:
+        Exception: what a model, an environment or the reward raised.
+    """
+    tokenizer = session.assembly.tokenizer
+    prompts = session.prompts
+    if not isinstance(prompts, PromptStream):
+        return []
+    with noted("while a response was tried out, before the run"):
+        tried = await _try(session, [prompts.at(0), prompts.at(1 % prompts.size)])
+    lines = [
+        f"prompts: {prompts.size}, the longest of {prompts.longest} tokens; the first is",
+        *_shown(tokenizer, tried.finish.response.prompt.tokens.tolist()),
+        *_ending(tokenizer, session.assembly.sampling),
+        f"a response to it, cut off at {LONGEST} tokens at the latest, is ({tried.finish.reason})",
+        *_shown(tokenizer, tried.finish.response.tokens.tolist()),
+        *(
+            ["the environment answers that with", *_shown(tokenizer, tried.answer.tolist())]
+            if tried.answer is not None
+            else []
+        ),
+        _scored([each.source for each in session.settings.rewards], tried),
+    ]
+    return [harmless(line) for line in lines]
+
+
+async def _try(session: PreparedRun, prompts: Sequence[Prompt]) -> Tried:
+    assembly, generate = session.assembly, session.graph.stage("generate", Generate)
+    policy, sampling = generate.policy, assembly.sampling
+    short = min(LONGEST, sampling.max_new_tokens)
+    drawing = policy
+    if policy.capabilities.varies_sampling:
+        fewest = min(short, sampling.min_new_tokens)
+        drawing = cast("VariesSampling", policy).with_sampling(
+            replace(sampling, max_new_tokens=short, min_new_tokens=fewest)
+        )
+    numbered = [replace(prompt, rollout=at, admission=at) for at, prompt in enumerate(prompts)]
+    finished = await respond(drawing, numbered, Answering(environment=generate.environment))
+    environment = generate.environment
+    asked = any(each.reason != "length" or not each.response.sampled.all() for each in finished)
+    answer = None if environment is None or asked else await first_answer(environment, finished[0].response)
+    start = anyio.current_time()
+    await assembly.reward.extend(
+        [event for each in finished for event in (each.response.prompt, *each.response.pieces())]
+    )
+    scores = await assembly.reward.finish(finished)
+    seconds = anyio.current_time() - start
+    measured = capabilities_of(assembly.reward).samples()
+    return Tried(finished[0], scores, seconds, {name: values[0] for name, values in measured.items() if values}, answer)
+
+
+def _shown(tokenizer: HfTokenizer, tokens: list[int]) -> Iterator[str]:
+    for line in tokenizer.decode_whole(tokens).splitlines():
+        yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="    ") or [""]
+
+
+def _ending(tokenizer: HfTokenizer, sampling: Sampling) -> Iterator[str]:
+    ids = ", ".join(f"{number} {tokenizer.name_of(number)!r}" for number in sampling.stop)
+    yield f"a response ends at {sampling.max_new_tokens} tokens, or with one of these: {ids or 'none'}"
+    if sampling.stop_strings:
+        yield f"or with the text {' or '.join(map(repr, sampling.stop_strings))}"
+
+
+def _scored(rewards: Sequence[str], tried: Tried) -> str:
+    parts = ", ".join(f"{name.removeprefix('reward/')} {value:g}" for name, value in tried.parts.items())
+    said = [f"drops it ({one.reason})" if isinstance(one, Drop) else f"says {float(one):g}" for one in tried.scores]
+    first, second = said
+    return (
+        f"the reward {' with '.join(rewards)} {first}"
+        + f" ({parts})" * bool(parts)
+        + f", and of a second response it {second}, after {tried.seconds:.3f} s"
+    )

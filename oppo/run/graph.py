@@ -1,0 +1,265 @@
+"""From the settings of a run to the graph of its steps, with evaluations on held-out prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
+
+from oppo.admission import Admission, Continuous, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
+from oppo.admission.adaptive import SlopeRule
+from oppo.admission.chunking import ChunkSize, Fixed, Tuned, WholeRollout
+from oppo.algorithms.base import Roles
+from oppo.config.own import graph_of
+from oppo.config.sections import StepSection
+from oppo.config.settings import Settings
+from oppo.errors import CheckpointError, ConfigError, noted
+from oppo.evaluation import Evaluate, Evaluation
+from oppo.evaluation.evaluate import BEFORE, Progress
+from oppo.events import Prompt, StepReport
+from oppo.graph import Graph, Run
+from oppo.models import ResumableTrainer, VariesSampling
+from oppo.placement.trainer import HostedTrainer
+from oppo.report.log import dump_batch
+from oppo.run.checkpoint import HELD_OUT, Provenance, State
+from oppo.run.prompts import Supply
+from oppo.stages import Generate, GroupRelative, InParts, Score, Update
+
+if TYPE_CHECKING:
+    from oppo.run.models import Assembly
+
+
+CHECKPOINTED: Final = ("has_learned", "progress", "write", "save", "restore")
+"""What a :class:`ResumableTrainer` has besides what every trainer has."""
+
+MakeGraph: TypeAlias = Callable[[Roles], Graph[StepReport]]
+"""Makes the graph of a step of the models and the schedule of a run."""
+
+
+def compose(
+    settings: Settings,
+    assembly: Assembly,
+    prompts: Supply,
+    replay: Mapping[int, Observation],
+    make: MakeGraph | None = None,
+) -> Graph[StepReport]:
+    """Return the graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats.
+
+    Args:
+        make: makes another graph than that of ``step.algorithm``. Its stages ``generate`` and ``update`` are a
+            :class:`Generate` and an :class:`Update`, whose environment and trainer may be its own.
+
+    Raises:
+        GraphError: it has no such stages.
+        ConfigError: an algorithm of a file makes none, or it has an environment, and so has ``environment.source``.
+    """
+    roles = roles_of(settings, assembly)
+    graph = graph_of(settings.algorithm, roles) if make is None else make(roles)
+    update = graph.stage("update", Update)
+    dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
+    generate = graph.stage("generate", Generate)
+    if generate.environment is not None and assembly.environment is not None:
+        raise ConfigError(
+            f"the graph's stage 'generate' has an environment of its own, {type(generate.environment).__name__}, and "
+            f"environment.source = {settings.environment.source!r} names another: leave one of them out"
+        )
+    if settings.step.stream_updates:
+        estimator = graph.stage("advantage", GroupRelative)
+        graph = graph.replace(advantage=InParts(estimator, settings.algorithm.responses))
+    return graph.replace(
+        generate=replace(
+            generate,
+            replay=replay,
+            columns=prompts.columns,
+            environment=generate.environment or assembly.environment,
+        ),
+        update=replace(
+            update,
+            after=awaited(settings.step, update.after),
+            max_nonfinite=settings.run.max_nonfinite,
+            dump=dump,
+        ),
+    )
+
+
+def awaited(step: StepSection, after: Sequence[str]) -> tuple[str, ...]:
+    """Return the stages that an update waits for before it publishes: the one that decodes unless in flight."""
+    others = [name for name in after if name != "generate"]
+    return tuple(others if step.publish == "in-flight" else ("generate", *others))
+
+
+def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
+    """Return the trainer of a graph, which a run checkpoints, saves and watches.
+
+    Raises:
+        ConfigError: it cannot be checkpointed.
+    """
+    trainer = graph.stage("update", Update).trainer
+    if lacking := [name for name in CHECKPOINTED if not hasattr(trainer, name)]:
+        raise ConfigError(
+            f"the trainer of the graph's stage 'update', {type(trainer).__name__}, has no {', '.join(lacking)}, so a "
+            "run could neither be saved nor resumed: write what oppo.models.ResumableTrainer lists, or derive it from "
+            "oppo.placement.trainer.HostedTrainer; a program without a run directory opens the graph itself"
+        )
+    return cast("ResumableTrainer", trainer)
+
+
+def kind_of(trainer: ResumableTrainer) -> str:
+    """Return the name of a trainer's class, or of what it hosts, which checkpoints record."""
+    return type(trainer.core if type(trainer) is HostedTrainer else trainer).__name__
+
+
+def require_trainer(state: State, trainer: ResumableTrainer) -> None:
+    """Check that a checkpoint is of a trainer of this kind.
+
+    Raises:
+        CheckpointError: it is of another.
+    """
+    was = state.get("trainer", kind_of(trainer))
+    if was != kind_of(trainer):
+        raise CheckpointError(
+            f"the run was trained by {was}, and would go on with {kind_of(trainer)}: a run with a graph of its own is "
+            "resumed by the program that began it, with oppo.train(directory, graph=...)"
+        )
+
+
+def roles_of(settings: Settings, assembly: Assembly) -> Roles:
+    """Return the models and the schedule of a run."""
+    return Roles(
+        policy=assembly.policy,
+        reference=assembly.reference,
+        reward=assembly.reward,
+        critic=assembly.critic,
+        proximal=assembly.proximal,
+        trainer=assembly.trainer,
+        admission=settings.own_admission() or admission_of(settings.step),
+        chunks=chunks_of(settings.step, settings.sampling.max_new_tokens),
+        max_new_tokens=settings.sampling.max_new_tokens,
+    )
+
+
+def admission_of(step: StepSection) -> Admission:
+    """Return the policy of ours that ``step.admission`` names."""
+    most = step.most_extra
+    if step.admission == "overcommit":
+        return Overcommit(step.batch, most, step.max_deferrals)
+    if step.admission == "continuous":
+        return Continuous(step.batch, most, step.max_deferrals)
+    if step.admission == "tail-batched":
+        return TailBatched(step.batch)
+    if step.admission == "adaptive":
+        return TailAdaptive(step.batch, price=step.lag_price, max_deferrals=step.max_deferrals, most=most)
+    rule: SlopeRule = "text" if step.admission == "slope" else "algorithm1"
+    return SlopeAdaptive(step.batch, rule=rule, most=most, max_deferrals=step.max_deferrals)
+
+
+def chunks_of(step: StepSection, cap: int) -> ChunkSize:
+    """Return the chunk size that ``step.chunk`` names, for responses of up to ``cap`` tokens."""
+    if step.chunk == "whole":
+        return WholeRollout()
+    return Tuned(cap) if step.chunk == "tuned" else Fixed(step.chunk)
+
+
+STAGE: Final = "evaluate"
+"""The name of the stage."""
+
+SCORE: Final = "eval/score"
+"""The metric by which the best checkpoint is chosen."""
+
+
+def is_due(index: int, every: int, steps: int) -> bool:
+    """Return whether what is done after ``every`` so many steps, and after the last, is done after this; 0: never."""
+    return every > 0 and ((index + 1) % every == 0 or index + 1 == steps)
+
+
+def evaluates(settings: Settings, steps: int, index: int) -> bool:
+    """Return whether a run of so many steps is evaluated after this one."""
+    run = settings.run
+    return is_due(index, settings.eval.every, steps) or (run.keep_best and is_due(index, run.checkpoint_every, steps))
+
+
+def with_evaluations(
+    graph: Graph[StepReport],
+    settings: Settings,
+    assembly: Assembly,
+    held_out: Sequence[Prompt],
+    due: Callable[[int], bool],
+) -> Graph[StepReport]:
+    """Return the graph of a run with evaluations on held-out prompts; without any as it is.
+
+    Args:
+        due: whether there is one after the step with an index.
+
+    Raises:
+        ConfigError: the policy of the graph cannot draw in other ways.
+        GraphError: a stage of the graph has the name of this one.
+    """
+    if not held_out:
+        return graph
+    generate = graph.stage("generate", Generate)
+    scoring = [
+        name for name, node in graph.nodes.items()
+        if isinstance(node.stage, Score) and node.stage.scorer is assembly.reward
+    ]  # fmt: skip
+    evaluate = Evaluate(_evaluation(settings, assembly, generate, held_out), due, after=("generate", *scoring))
+    update = replace(graph.stage("update", Update), held=(STAGE,))
+    return graph.replace(update=update).then(STAGE, evaluate)
+
+
+def _evaluation(settings: Settings, assembly: Assembly, generate: Generate, held_out: Sequence[Prompt]) -> Evaluation:
+    chosen, policy, sampling = settings.eval, generate.policy, assembly.sampling
+    if not policy.capabilities.varies_sampling:
+        raise ConfigError(
+            f"[eval] needs a policy that can draw in another way, and {type(policy).__name__} cannot, by its "
+            "capabilities.varies_sampling: see oppo.models.VariesSampling, or leave eval.prompts out"
+        )
+    drawing = cast("VariesSampling", policy)
+    passes = 1.0 if len(settings.rewards) == 1 and not settings.reward_models else None
+    return Evaluation(
+        prompts=held_out,
+        reward=assembly.reward,
+        greedy=drawing.with_sampling(replace(sampling, temperature=0.0, seed=chosen.seed)),
+        sampled=drawing.with_sampling(replace(sampling, seed=chosen.seed)) if chosen.samples > 1 else None,
+        samples=chosen.samples,
+        batch=chosen.batch or settings.step.batch * settings.algorithm.responses,
+        pass_score=passes if chosen.pass_score is None else chosen.pass_score,
+        environment=generate.environment,
+    )
+
+
+def show_progress(graph: Graph[StepReport], progress: Progress) -> None:
+    """Tell ``progress`` of each held-out response from now on."""
+    if (stage := _stage(graph)) is not None:
+        stage.progress = progress
+
+
+def _stage(graph: Graph[StepReport]) -> Evaluate | None:
+    return graph.stage(STAGE, Evaluate) if STAGE in graph.nodes else None
+
+
+async def evaluate_first(graph: Graph[StepReport], running: Run[StepReport]) -> None:
+    """Evaluate before the first step, and tell the observers of the run; nothing without evaluations.
+
+    Raises:
+        Exception: what a model or the reward raised.
+    """
+    stage = _stage(graph)
+    if stage is not None:
+        with noted("in the evaluation before the first step"):
+            found = await stage.evaluation.measure(BEFORE, stage.progress)
+        running.tell(STAGE, found)
+
+
+def judged(settings: Settings, provenance: Provenance, report: StepReport) -> tuple[float, str]:
+    """Return the score of a step by which the best checkpoint is chosen, and what it is a score of.
+
+    Scores of other held-out prompts are of something else; a step without an evaluation has NaN.
+    """
+    if not settings.eval.prompts:
+        return report.score, "score"
+    digests = {name: digest for name, digest in provenance.files.items() if name.startswith(HELD_OUT)}
+    of = hashlib.sha256(json.dumps([digests, settings.eval.count], sort_keys=True).encode()).hexdigest()
+    return report.metrics.get(SCORE, float("nan")), f"{SCORE} of {of[:16]}"

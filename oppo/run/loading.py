@@ -1,0 +1,189 @@
+"""The models of a run, each loaded for its role and checked against the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from oppo.config.sections import ModelsSection
+from oppo.config.settings import Settings
+from oppo.errors import ConfigError, ModelRefused
+from oppo.hf.as_text.whole import Encoder
+from oppo.hf.devices import Devices, attributed
+from oppo.hf.loading import LoadOptions, load_causal, load_encoder, load_scalar, load_tokenizer, require_supported
+from oppo.hf.model_files import RewardKind, holds_tokenizer, located, reward_kind
+from oppo.hf.recipe import LOADERS, Loadable, ModelKind, ModelRecipe, vocabulary_of
+from oppo.hf.tokenizer import HfTokenizer
+from oppo.log import logger
+
+_LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
+
+_AS_FUNCTION = (
+    "A reward of another kind is served as a function: set its source to 'file.py:function', which is given "
+    "prompts and completions as text (oppo.rewards.FunctionReward)."
+)
+
+
+class RoleLoader:
+    """Loads the models of a run; errors name the setting of the model and the remedy."""
+
+    def __init__(self, models: ModelsSection, tokenizer: HfTokenizer, devices: Devices) -> None:
+        self._models = models
+        self._tokenizer = tokenizer
+        self._devices = devices
+
+    def policy(self) -> PreTrainedModel:
+        """Return the causal language model that is trained."""
+        path = self._models.policy
+        with self.attributed("policy"):
+            actor = self._loaded("policy", load_causal, path)
+            if self._tokenizer.size > (known := vocabulary_of(actor)):
+                raise ConfigError(
+                    f"the ids of its tokenizer go up to {self._tokenizer.size - 1}, but the model at {path!r} reads "
+                    f"those below {known}: take the tokenizer that belongs to the model, or save the model after "
+                    "resize_token_embeddings()"
+                )
+        return actor
+
+    def reference(self) -> Loadable:
+        """Return the causal language model that the policy is compared with."""
+        path = self._models.reference
+        with self.attributed("reference"):
+            return self._checked(path, self._served("reference", "causal", path))
+
+    def critic(self, path: str) -> PreTrainedModel:
+        """Return the critic that is trained, at ``path``; its head may be new."""
+        with self.attributed("critic"):
+            model = self._loaded("critic", partial(load_scalar, new_head=True), path)
+            self._require_the_policy_s_tokens(path, model)
+        return model
+
+    def reward_kind(self, path: str) -> RewardKind:
+        """Return the kind of a reward model, by its architecture."""
+        return reward_kind(self._located(path), trusted=self._models.trust_remote_code)
+
+    def scalar_reward(self, key: str, path: str) -> tuple[Loadable, str | None]:
+        """Return a reward model with one label, and its tokenizer's difference to the policy's, in words.
+
+        ``None``: it reads the policy's tokens as they are.
+        """
+        model = self._served(key, "scalar", path)
+        return model, self._difference(path, model)
+
+    def process_reward(self, key: str, path: str) -> Loadable:
+        """Return a token-classification model, which shares the policy's tokenizer."""
+        return self._checked(path, self._served(key, "process", path))
+
+    def encoder(self, key: str, path: str) -> Encoder:
+        """Return a model that reads whole texts.
+
+        Raises:
+            ConfigError: it is to be an actor of a cluster.
+        """
+        if key.partition(".")[0] in self._devices.elsewhere:
+            raise self.not_here(key, path)
+        logger.info(f"loading the {key} {path}")
+        return load_encoder(path, **self._options(key))
+
+    def tokenizer(self, path: str) -> HfTokenizer:
+        """Return the tokenizer that comes with a model."""
+        return HfTokenizer(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code))
+
+    def recipe(self, name: str, kind: ModelKind, path: str, device: torch.device) -> ModelRecipe:
+        """Return how the model of ``models.<name>`` is loaded on another machine, on such a device."""
+        models = self._models
+        return ModelRecipe(
+            path=path,
+            kind=kind,
+            dtype=models.dtype,
+            device=device.type,
+            attention=models.attention,
+            trust_remote_code=models.trust_remote_code,
+            allow_pickle=models.allow_pickle,
+            ignore_unused=models.ignore_unused_weights,
+            new_head=name == "critic",
+        )
+
+    def not_here(self, key: str, path: str) -> ConfigError:
+        """Return the error of a model that reads text and is to be on another machine."""
+        return ConfigError(
+            f"{path} reads text, and an actor of a cluster serves models that read the policy's tokens: name in "
+            f"placement.remote the models that are actors, without {key.partition('.')[0]!r}"
+        )
+
+    def _served(self, name: str, kind: ModelKind, path: str) -> Loadable:
+        model = name.partition(".")[0]
+        if model not in self._devices.elsewhere:
+            return self._loaded(name, LOADERS[kind], path)
+        recipe = self.recipe(name, kind, path, self._devices.scoring()[model])
+        recipe.config()  # an error of a path comes now
+        return recipe
+
+    def _loaded(self, name: str, load: Callable[..., PreTrainedModel], path: str) -> PreTrainedModel:
+        logger.info(f"loading the {name} {path}")
+        model = load(path, **self._options(name))
+        require_supported(model.dtype, model.device)
+        return model
+
+    def _checked(self, path: str, model: Loadable) -> Loadable:
+        self._require_the_policy_s_tokens(path, model)
+        return model
+
+    def _require_the_policy_s_tokens(self, path: str, model: Loadable) -> None:
+        if (difference := self._difference(path, model)) is not None:
+            raise ConfigError(f"{path} {difference}: expected a model with the policy's tokenizer")
+
+    @contextmanager
+    def attributed(self, name: str, key: str = "") -> Iterator[None]:
+        """Name the setting of a model in the errors of loading it: ``key``, or that of ``[models]``."""
+        try:
+            with attributed(name, "it was loaded", _LOADING):
+                yield
+        except (ConfigError, ModelRefused) as error:
+            advice = [_AS_FUNCTION] if name.startswith("reward") else []
+            raise type(error)("\n".join([f"{key or f'models.{name}'}: {error}", *advice])) from error
+
+    def _options(self, name: str) -> LoadOptions:
+        models = self._models
+        return {
+            "dtype": models.dtype,
+            "device": self._device(name.partition(".")[0]),
+            "trust_remote_code": models.trust_remote_code,
+            "allow_pickle": models.allow_pickle,
+            "ignore_unused": models.ignore_unused_weights,
+            "attention": models.attention,
+        }
+
+    def _device(self, model: str) -> torch.device:
+        found: torch.device = getattr(self._devices, "actor" if model == "policy" else model)
+        return self._devices.trainer[0] if model in self._devices.elsewhere - {"policy"} else found
+
+    def _located(self, path: str) -> Path:
+        return located(path, weights=False, trust_remote_code=self._models.trust_remote_code)
+
+    def _difference(self, path: str, model: Loadable) -> str | None:
+        policy = self._models.policy
+        has_tokenizer = path != policy and holds_tokenizer(self._located(path))
+        if has_tokenizer and (difference := self._tokenizer.differs(self.tokenizer(path))) is not None:
+            return f"does not share the policy's tokenizer ({difference})"
+        ours, theirs = self._tokenizer.size, vocabulary_of(model)
+        if theirs < ours:
+            return f"knows the token ids below {theirs}, but those of the policy {policy} go up to {ours - 1}"
+        return None
+
+
+def critic_source(settings: Settings, fit: Sequence[str]) -> str:
+    """Return what the critic starts from: its model, unless that is a reward model that cannot be a critic.
+
+    Args:
+        fit: the reward models that can; else the first of them, or the policy.
+    """
+    models = settings.models
+    if models.critic in fit or models.critic not in settings.reward_models:
+        return models.critic
+    return next(iter(fit), models.policy)

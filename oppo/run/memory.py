@@ -1,0 +1,440 @@
+"""The memory that the models of a run will need, each on its device, before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+from rich.filesize import decimal
+from transformers import PreTrainedModel
+
+from oppo.config.sections import ModelRewardSection
+from oppo.config.settings import Settings
+from oppo.declared import declared
+from oppo.errors import ConfigError, ModelRefused
+from oppo.hf.devices import CPU, Devices
+from oppo.hf.loading import outline, transformer_of
+from oppo.hf.lora import add_lora
+from oppo.hf.memory import (
+    Bytes,
+    Hardware,
+    Load,
+    at_rest,
+    memory_of,
+    of_critic,
+    of_policy,
+    of_process,
+    of_reference,
+    of_reward,
+    of_trainer,
+)
+from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind, RewardKind, located, reward_kind
+from oppo.hf.serve.policy import PREFILL_TOKENS
+from oppo.hf.train.actor_critic import ActorCritic, value_model_on
+from oppo.log import logger, routed
+from oppo.models import Sampling, SamplingSettings
+from oppo.run.loading import critic_source
+from oppo.run.places import scored, served_dtype
+from oppo.run.rewards import kind_of, named_reward
+from oppo.vllm.arguments import GIB
+from oppo.vllm.sync import gpus_of, placed, workers_of
+
+SHARE: Final = "gpu_memory_utilization"
+"""The engine's argument with its share of a GPU's memory."""
+
+CACHE: Final = "kv_cache_memory_bytes"
+"""The engine's argument with the size of its KV cache, which takes the place of a share."""
+
+ALONE: Final = 0.92
+"""The share that vLLM takes of a GPU by itself."""
+
+BESIDE: Final = 1.1
+"""What models take beside an engine, by what they need: allocators keep blocks that are free."""
+
+LEAST_CACHE: Final = GIB
+"""Bytes of a KV cache and of work space without which no engine starts."""
+
+KINDS: Final[Mapping[RewardKind, Kind]] = {
+    "scalar": SCALAR,
+    "process": PROCESS,
+    "classifier": CLASSIFIER,
+    "similarity": EMBEDDER,
+}
+RANK: Final = "trainer, rank"
+"""The name of a training rank, before its number."""
+
+_SERVED: Final = {"reference": of_reference, "critic": of_critic, "proximal": of_reference}
+
+_SMALLER: Final[Sequence[tuple[str, Mapping[str, Mapping[str, object]]]]] = (
+    ("models.dtype = 'bfloat16'", {"models": {"dtype": "bfloat16"}}),
+    ("models.lora_rank = 16", {"models": {"lora_rank": 16}}),
+    ("both", {"models": {"dtype": "bfloat16", "lora_rank": 16}}),
+)
+"""Changes that need less memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Memory that a model will need on its device; weights that several models share count for the first.
+
+    Attributes:
+        model: its name, with the number of a training rank.
+        bytes: at its worst moment.
+        elsewhere: the device is one of another machine, whose memory is not known here.
+        share: of its device's memory that an engine takes; ``None``: it takes what it needs.
+    """
+
+    model: str
+    device: torch.device
+    bytes: Bytes
+    elsewhere: bool = False
+    share: float | None = None
+
+    @property
+    def where(self) -> str:
+        """The device, and whether it is in the cluster."""
+        return f"{self.device} in the cluster" if self.elsewhere else str(self.device)
+
+    def __str__(self) -> str:
+        chosen = "" if self.share is None else f", vllm.{SHARE} = {self.share}"
+        return f"{self.model} {decimal(self.bytes.total)}{chosen}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outlines:
+    """Makes the models of a run without their weights."""
+
+    settings: Settings
+
+    def actor(self) -> PreTrainedModel:
+        """Return the policy with its adapters, if any."""
+        models = self.settings.models
+        actor = self._made("models.policy", CAUSAL, models.policy)
+        if models.lora_rank:
+            add_lora(actor, models.lora_rank, models.lora_alpha)
+        return actor
+
+    def reference(self) -> PreTrainedModel:
+        """Return the reference."""
+        return self._made("models.reference", CAUSAL, self.settings.models.reference)
+
+    def reward(self, key: str, reward: ModelRewardSection, load: Load | None) -> Bytes:
+        """Return what a reward model needs; of one that reads whole responses the weights alone are known."""
+        path, found = reward.source, self.kind(key, reward)
+        directory = transformer_of(self._located(path)) if found == "similarity" else path
+        make = partial(self._made, key, KINDS[found], str(directory))
+        if load is None or found in {"classifier", "similarity"}:
+            return Bytes(at_rest(make).weights)
+        return (of_process if found == "process" else of_reward)(make, load)
+
+    def kind(self, key: str, reward: ModelRewardSection) -> RewardKind:
+        """Return the kind of a reward model."""
+        trusted = self.settings.models.trust_remote_code
+        return kind_of(key, reward, reward_kind(self._located(reward.source), trusted=trusted))
+
+    def _located(self, path: str) -> Path:
+        trusted = self.settings.models.trust_remote_code
+        with routed():
+            return located(path, weights=False, trust_remote_code=trusted)
+
+    def critic(self) -> PreTrainedModel:
+        """Return the critic, on a trunk of its own."""
+        models = self.settings.models
+        if models.shared_trunk:
+            return value_model_on(self._made("models.policy", CAUSAL, models.policy))
+        rewards = self.settings.reward_tables.items()
+        read = {key: each for key, each in rewards if isinstance(each, ModelRewardSection)}
+        fit = [each.source for key, each in read.items() if self.kind(key, each) == "scalar"]
+        return self._made("models.critic", SCALAR, critic_source(self.settings, fit))
+
+    def trained(self) -> ActorCritic:
+        """Return the models that are trained."""
+        actor = self.actor()
+        if not self.settings.algorithm.has_critic:
+            return ActorCritic(actor)
+        return ActorCritic(actor, value_model_on(actor) if self.settings.models.shared_trunk else self.critic())
+
+    def _made(self, key: str, kind: Kind, path: str) -> PreTrainedModel:
+        models = self.settings.models
+        try:
+            return outline(kind, path, dtype=models.dtype, trust_remote_code=models.trust_remote_code)
+        except (ConfigError, ModelRefused) as error:
+            raise type(error)(f"{key}: {error}") from error
+
+
+def load_of(settings: Settings, prompt: int) -> Load:
+    """Return the most that a run asks of its models, with prompts of up to ``prompt`` tokens."""
+    response, chunk = settings.sampling.max_new_tokens, settings.step.chunk
+    # A stage has one step at a time, however many are alive: each model holds the rollouts of one, and the deferred.
+    rollouts = (settings.step.batch + settings.step.most_extra) * settings.algorithm.responses
+    return Load(rollouts, prompt, response, chunk if isinstance(chunk, int) else response)
+
+
+def expected(
+    settings: Settings,
+    devices: Devices,
+    load: Load | None,
+    assumed: Hardware | None = None,
+) -> list[Expected]:
+    """Return what each model of a run needs.
+
+    Args:
+        devices: of the models.
+        load: the most that is asked of them; ``None``: nothing, so that they hold weights, and what training keeps.
+        assumed: the hardware that is meant; ``None``: this machine.
+
+    Raises:
+        ConfigError: there is no such model.
+        ModelRefused: one cannot be used.
+    """
+    made = Outlines(settings)
+    own_engine = settings.models.engine != "transformers"
+    needs, uncounted = list[Expected](), own_engine and not settings.shares_weights
+    if not own_engine:
+        _counting("policy")
+        policy = _policy(settings, made, load)
+        needs.append(Expected("policy", devices.policy, policy, "policy" in devices.elsewhere))
+    for model in sorted(scored(settings), key=lambda model: model != "proximal"):
+        device, elsewhere = devices.scoring()[model], model in devices.elsewhere
+        if model != "reward":
+            _counting(model)
+            make = made.critic if model == "critic" else made.actor if model == "proximal" else made.reference
+            served = _served(make, _SERVED[model], load)
+            shares = _shares_the_policy_s(settings, devices, model)
+            if shares and uncounted and model != "critic":  # the first that is served over the policy's weights
+                shares = uncounted = False
+            needs.append(Expected(model, device, replace(served, weights=0) if shares else served, elsewhere))
+        for key, reward in settings.reward_tables.items() if model == "reward" else ():
+            if isinstance(reward, ModelRewardSection):
+                _counting(name := named_reward(reward))
+                needs.append(Expected(name, device, made.reward(key, reward, load), elsewhere))
+    unshared = None
+    if settings.shares_weights:
+        apart = {"policy": made.actor, "critic": made.critic}
+        there = devices.elsewhere | ({"policy"} if own_engine else set())
+        unshared = sum(at_rest(make).weights for model, make in apart.items() if model in there)
+    _counting("trainer")
+    needs += _training(settings, devices, _trainer(settings, made, load), unshared)
+    return [*_engine(settings, devices, made, needs, assumed), *needs] if own_engine else needs
+
+
+def _counting(model: str) -> None:
+    logger.info(f"counting the memory of the {model}")
+
+
+def _engine(
+    settings: Settings, devices: Devices, made: Outlines, others: Sequence[Expected], assumed: Hardware | None
+) -> list[Expected]:
+    arguments, trained = placed(settings.vllm, devices.policy), made.actor().dtype
+    served = getattr(torch, served_dtype(settings, trained), trained)
+    replicas = int(str(arguments.get("data_parallel_size") or 1))
+    each = at_rest(made.actor).weights * served.itemsize // trained.itemsize * replicas // workers_of(arguments)
+    if devices.policy.type == "cpu":
+        return [Expected("policy", CPU, Bytes(each, keys_values=int(str(arguments.get(CACHE) or GIB))))]
+    share = engine_share(settings, devices, others, assumed)
+    gpus = gpus_of(arguments, None if assumed is None else assumed.gpus)
+    needs = []
+    for number, gpu in enumerate(gpus):
+        device = torch.device("cuda", gpu)
+        memory = memory_of(device, assumed)
+        taken = int(share * memory[1]) if memory is not None and share is not None else 0
+        cache = int(str(arguments[CACHE])) if arguments.get(CACHE) else max(LEAST_CACHE, taken - each)
+        name = "policy" if len(gpus) == 1 else f"policy, worker {number}"
+        needs.append(Expected(name, device, Bytes(each, keys_values=cache), share=share))
+    return needs
+
+
+def engine_share(
+    settings: Settings, devices: Devices, others: Sequence[Expected], assumed: Hardware | None = None
+) -> float | None:
+    """Return the share of a GPU's memory that an engine takes: the one that is chosen, or what others leave.
+
+    ``None`` where the size of its cache is chosen, or it computes on a CPU.
+    """
+    if devices.policy.type == "cpu" or settings.vllm.get(CACHE):
+        return None
+    if chosen := settings.vllm.get(SHARE):
+        return float(str(chosen))
+    gpus = gpus_of(placed(settings.vllm, devices.policy), None if assumed is None else assumed.gpus)
+    shares = [ALONE]
+    for device, models in by_device(others).items():
+        memory = memory_of(device, assumed)
+        if device.type == "cuda" and device.index in gpus and memory is not None:
+            left = memory[0] - BESIDE * sum(each.bytes.total for each in models) - GIB
+            shares.append(max(0.0, round(left / memory[1], 2)))
+    return min(shares)
+
+
+def _policy(settings: Settings, made: Outlines, load: Load | None) -> Bytes:
+    if load is None:
+        return Bytes(at_rest(made.actor).weights)
+    return of_policy(made.actor, load, _sampling(settings), prefill_tokens=PREFILL_TOKENS)
+
+
+def _served(
+    make: Callable[[], PreTrainedModel], of: Callable[[Callable[[], PreTrainedModel], Load], Bytes], load: Load | None
+) -> Bytes:
+    return Bytes(at_rest(make).weights) if load is None else of(make, load)
+
+
+def _shares_the_policy_s(settings: Settings, devices: Devices, model: str) -> bool:
+    models = settings.models
+    if model == "reference":
+        apart = devices.reference != devices.actor or model in devices.elsewhere
+        return bool(models.lora_rank) and models.reference == models.policy and not apart
+    if model == "proximal":
+        return settings.shares_weights or "policy" not in devices.elsewhere
+    return model == "critic" and models.shared_trunk
+
+
+def _trainer(settings: Settings, made: Outlines, load: Load | None) -> Bytes:
+    if load is None:
+        return at_rest(made.trained)
+    return of_trainer(made.trained, load, _sampling(settings), settings.trainer, settings.trained_loss())
+
+
+def _training(settings: Settings, devices: Devices, whole: Bytes, unshared: int | None) -> list[Expected]:
+    ranks, own = devices.trainer, whole.weights if unshared is None else unshared
+    if len(ranks) == 1:
+        return [Expected("trainer", ranks[0], replace(whole, weights=own))]
+    parts = len(ranks) if settings.placement.shard else 1
+    needs = [Expected("trainer, whole weights", CPU, Bytes(own))] if own else []
+    for rank, device in enumerate(ranks):
+        in_place = rank == 0 and parts == 1 and device == CPU
+        needs.append(
+            Expected(
+                f"{RANK} {rank}",
+                device,
+                replace(
+                    whole,
+                    weights=0 if in_place else whole.weights // parts,
+                    optimizer=whole.optimizer // parts,
+                    gradients=whole.gradients // parts,
+                ),
+                elsewhere=rank > 0 and "trainer" in devices.elsewhere,
+            )
+        )
+    return needs
+
+
+def _sampling(settings: Settings) -> Sampling:
+    named = declared(SamplingSettings).keys() - {"stop_strings"}
+    return Sampling(**{name: getattr(settings.sampling, name) for name in named})
+
+
+def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:
+    """Return what is needed on each device of this machine."""
+    found: dict[torch.device, list[Expected]] = {}
+    for each in needs:
+        if each.elsewhere:
+            continue
+        found.setdefault(each.device, []).append(each)
+    return found
+
+
+def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, spread: bool = False) -> list[str]:
+    """Return a sentence about each device that has less memory than its models need.
+
+    Args:
+        needs: of the models.
+        assumed: the hardware that is meant, with that of a cluster; ``None``: this machine, without its cluster.
+        spread: whether each training rank in the cluster has a machine of its own.
+    """
+    sentences = []
+    for device, models in by_device(needs).items():
+        total, memory = sum(each.bytes.total for each in models), memory_of(device, assumed)
+        if memory is not None and total > memory[0]:
+            each = ", ".join(map(str, models))
+            sentences.append(f"{device} has {decimal(memory[0])} free, and its models need {decimal(total)} ({each})")
+    return sentences if assumed is None else [*sentences, *_crowded_cluster(needs, assumed, spread=spread)]
+
+
+def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware, *, spread: bool) -> Iterator[str]:
+    actors: dict[str, list[Expected]] = {}
+    ranks = sum(each.elsewhere and each.model.startswith(RANK) for each in needs)
+    if spread and ranks > assumed.machines - 1:
+        yield (
+            f"placement.spread puts {ranks} training ranks on as many machines beside this one, and "
+            f"{assumed.machines - 1} are assumed"
+        )
+    for each in needs:
+        if each.elsewhere and each.device.type == "cuda":
+            actors.setdefault(each.model.partition(".")[0], []).append(each)
+    there = (assumed.machines - 1) * assumed.gpus
+    if len(actors) > there:
+        yield (
+            f"{len(actors)} models are actors with a GPU each ({', '.join(actors)}), and beside this machine {there} "
+            f"GPUs are assumed ({assumed})"
+        )
+    for models in actors.values():
+        if sum(each.bytes.total for each in models) > assumed.bytes:
+            held = ", ".join(map(str, models))
+            yield f"a GPU of the cluster has {decimal(assumed.bytes)}, and an actor would hold {held}"
+
+
+def share_beside(settings: Settings, devices: Devices) -> float | None:
+    """Return the share of its GPUs' memory that an engine may take beside the models of a run, before they are loaded.
+
+    ``None``: it takes what it would alone, or what ``[vllm]`` says.
+
+    Raises:
+        ConfigError: there is no such model, or they leave too little.
+        ModelRefused: one cannot be used.
+    """
+    # `vllm.gpu_memory_utilization` of vLLM itself is most of an empty GPU, which is refused where others have a part.
+    if (
+        settings.models.engine == "transformers"
+        or devices.policy.type == "cpu"
+        or settings.vllm.keys() & {SHARE, CACHE}
+    ):
+        return None
+    gpus = gpus_of(placed(settings.vllm, devices.policy))
+    if not any(device.type == "cuda" and device.index in gpus for device in devices.distinct()):
+        return None
+    with routed():
+        needs = expected(settings, devices, load_of(settings, settings.data.max_prompt_tokens))
+    if found := crowded([each for each in needs if each.device.type == "cuda" and each.device.index in gpus]):
+        raise ConfigError(
+            f"{'; '.join(found)}: give the policy a GPU of its own (placement.policy), or choose vllm.{SHARE} yourself"
+        )
+    return next(each.share for each in needs if each.share is not None)
+
+
+def require_memory(settings: Settings, devices: Devices) -> None:
+    """Check, before anything is loaded, that the weights of all models, and what training keeps, fit.
+
+    What cannot be estimated is left to loading, which says what is wrong with it.
+
+    Raises:
+        ConfigError: they do not; it says what each model needs, and what would fit.
+    """
+    try:
+        with routed():
+            found = crowded(expected(settings, devices, None))
+    except (ConfigError, ModelRefused):
+        return
+    if found:
+        raise ConfigError(f"{'; '.join(found)}: {advice(settings, devices, None)}")
+
+
+def advice(settings: Settings, devices: Devices, load: Load | None, assumed: Hardware | None = None) -> str:
+    """Return what would need less memory, and whether that fits."""
+    fitting = []
+    for name, changes in _SMALLER:
+        try:
+            with routed():
+                needs = expected(settings.changed(changes), devices, load, assumed)
+        except (ConfigError, ModelRefused, ValueError):
+            continue
+        if not crowded(needs, assumed, spread=settings.placement.spread):
+            fitting.append(f"{name} would fit ({decimal(sum(each.bytes.total for each in needs))} in all)")
+    return "; ".join(
+        [
+            *(fitting or ["neither models.dtype = 'bfloat16' nor models.lora_rank = 16 would fit"]),
+            "or give a model another device, or the trainer several ([placement]), or use smaller models",
+        ]
+    )

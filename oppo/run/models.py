@@ -1,0 +1,461 @@
+"""The models of a run: loaded, served and trained in their places, and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import anyio
+import torch
+from transformers import PreTrainedModel
+
+from oppo.config.sections import ModelRewardSection, ModelsSection, SamplingSection
+from oppo.config.settings import Settings
+from oppo.declared import declared
+from oppo.durable import whole, writing
+from oppo.environments import FunctionEnvironment
+from oppo.errors import ConfigError, ModelError
+from oppo.events import Drop, FloatArray
+from oppo.hf.devices import DeviceLayout, Devices, ModelPlace
+from oppo.hf.introspection import end_ids, vocabulary
+from oppo.hf.loading import load_tokenizer
+from oppo.hf.lora import add_lora, share_base
+from oppo.hf.model_files import ADAPTER, CONFIG, located, quiet, read_object
+from oppo.hf.recipe import Loadable, ModelRecipe, positions_of
+from oppo.hf.serve.scorers import ProximalLogprobs, RecomputedLogprobs, ReferenceLogprobs, ValueModel
+from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, value_model_on
+from oppo.hf.train.trainer import HfTrainer
+from oppo.log import logger
+from oppo.models import Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
+from oppo.observe import Span, SpanListener
+from oppo.placement import Hosting, Thread
+from oppo.run.checkpoint import Checkpoints, State, write_state
+from oppo.run.loading import RoleLoader, critic_source
+from oppo.run.memory import require_memory, share_beside
+from oppo.run.places import SERVING, Serve, ServeRequest, Serving, devices_of, layout_of, serve
+from oppo.run.rewards import RewardModels, ServedRewardModel, UserCode
+from oppo.scorers import capabilities_of
+from oppo.turns import Environment
+
+_TRAINING = "lower trainer.micro_batch_tokens"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assembly:
+    """The models of a run, the engine of the policy, and the places of the others; :meth:`close` closes them.
+
+    Attributes:
+        serving: the policy on its engine.
+        reference: ``None`` where nothing refers to it.
+        critic: ``None`` without a critic in the algorithm.
+        proximal: ``None`` without a correction for stale tokens.
+        environment: ``None`` where responses have no turns.
+        positions: the longest sequence, in tokens, that every model can read.
+        served_apart: a model is served from weights that were loaded apart from those that are trained, so it needs
+            those before the first step: a head may be new.
+    """
+
+    serving: Serving
+    reference: Scorer[FloatArray] | None
+    reward: Scorer[float | Drop]
+    critic: ValueModel | None
+    proximal: RecomputedLogprobs | None
+    environment: Environment | None
+    trainer: ResumableTrainer
+    saving: Saving
+    tokenizer: HfTokenizer
+    sampling: Sampling
+    positions: int
+    places: DeviceLayout
+    served_apart: bool = False
+
+    @property
+    def policy(self) -> Policy:
+        """The actor."""
+        return self.serving.policy
+
+    def listen(self, *listeners: SpanListener) -> None:
+        """Pass every span of the models to each of ``listeners``."""
+
+        def pass_on(span: Span) -> None:
+            for listener in listeners:
+                listener(span)
+
+        for worker in (*self.places, *self.serving.workers):
+            worker.listener = pass_on
+
+    def progress(self) -> tuple[object, ...]:
+        """Return a value that changes while models work and when a call begins, even if no item is sent."""
+        reports = self.policy.capabilities.reports_progress
+        decoded = cast("ReportsProgress", self.policy).progress if reports else 0
+        return decoded, self.trainer.progress, *self.at_work()
+
+    def at_work(self) -> tuple[str, ...]:
+        """Return the names of the calls in progress, of models and of a reward function."""
+        calls = [worker.at_work for worker in (*self.places, *self.serving.workers)]
+        calls.append(capabilities_of(self.reward).at_work())
+        calls.append(getattr(self.environment, "at_work", ""))
+        return tuple(filter(None, calls))
+
+    def wired(self, trainer: ResumableTrainer, environment: Environment | None) -> Assembly:
+        """Return these parts with the trainer and the environment of a run's graph: they are watched and saved."""
+        return replace(self, trainer=trainer, environment=environment, saving=self.saving.of(trainer))
+
+    def abort(self) -> None:
+        """Kill processes whose calls may hang, so that what was learned can be saved; safe to call from any thread."""
+        self.serving.abort()
+        self.places.abort()
+
+    def close(self) -> None:
+        """End the process of a reward function, the places, and the engine, also if one of them fails to end."""
+        with ExitStack() as stack:
+            stack.callback(self.serving.close)
+            stack.callback(self.places.close)
+            stack.callback(capabilities_of(self.reward).close)
+            if isinstance(self.environment, FunctionEnvironment):
+                stack.callback(self.environment.close)
+
+
+def policy_tokenizer(models: ModelsSection) -> HfTokenizer:
+    """Return the policy's tokenizer.
+
+    Raises:
+        ConfigError: the tokenizer is missing or damaged, or needs code that is not trusted; or the policy is an
+            adapter.
+    """
+    path, trusted = models.policy, models.trust_remote_code
+    try:
+        directory = located(path, weights=False, trust_remote_code=trusted)
+        if (directory / CONFIG).exists() or not (directory / ADAPTER).is_file():
+            return HfTokenizer(load_tokenizer(path, trust_remote_code=trusted))
+        base = read_object(directory / ADAPTER).get("base_model_name_or_path")
+    except ConfigError as error:
+        raise ConfigError(f"models.policy: {error}") from error
+    raise ConfigError(
+        f"models.policy: {path} holds an adapter of PEFT for the model {base!r}, and a policy is a whole model: merge "
+        "the two, PeftModel.from_pretrained(base, adapter).merge_and_unload(), and save that with its tokenizer; or "
+        "name the base, and train new adapters with models.lora_rank"
+    )
+
+
+@quiet()
+def assemble(
+    settings: Settings,
+    tokenizer: HfTokenizer,
+    *,
+    columns: Iterable[Collection[str]] = (),
+    engine_log: Path | None = None,
+) -> Assembly:
+    """Return the models of ``settings``, loaded and probed, the policy on its engine.
+
+    Actor and critic are each served and trained as one module, unless ``share_weights`` is off or another engine serves
+    the actor. The critic may be a head on the actor's trunk. The reference, if there is one, is a module of its own;
+    with adapters it shares the actor's base weights.
+
+    Args:
+        columns: of the data, of each kind of prompts; they are checked before a model is loaded.
+        engine_log: the file for what an engine's processes write; ``None``: nowhere.
+
+    Raises:
+        ConfigError: a device is missing or has too little memory, or a model cannot be loaded, or reads other token ids
+            than the policy.
+        RewardError: the reward function cannot be loaded, or asks for a column that the data does not have.
+        ModelRefused: a model cannot be served exactly.
+    """
+    devices = devices_of(settings)
+    require_memory(settings, devices)
+    share = share_beside(settings, devices)
+    places = layout_of(settings, devices)
+    with ExitStack() as stack:
+        stack.callback(places.close)
+        code = UserCode.of(settings, tokenizer, _here(places))
+        for names in columns:
+            code.check_columns(names)
+
+        def started(request: ServeRequest) -> Serving:
+            serving = serve(replace(request, share=share, log=engine_log))
+            stack.callback(serving.close)
+            return serving
+
+        load = RoleLoader(settings.models, tokenizer, devices)
+        assembly = _assembled(settings, tokenizer, places, code, devices=devices, load=load, serve=started)
+        places.wait_until_ready()
+        stack.pop_all()
+    return assembly
+
+
+def _assembled(
+    settings: Settings,
+    tokenizer: HfTokenizer,
+    places: DeviceLayout,
+    code: UserCode,
+    *,
+    devices: Devices,
+    load: RoleLoader,
+    serve: Serve,
+) -> Assembly:
+    exact = settings.run.exact
+    apart = devices.reference != devices.actor or "reference" in devices.elsewhere
+    actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=settings.trainer.seed)
+    rewards = _reward_models(settings, tokenizer, places, load)
+    critic = load_critic(settings, actor, [*rewards.values()], load, devices=devices)
+    read = [positions_of(model) for model in (actor, reference, critic.trained) if model is not None]
+    read += [each.positions for each in rewards.values() if each.positions is not None]
+    sampling = _sampling(settings.sampling, tokenizer, actor)
+    if settings.step.most_extra and not sampling.varies:
+        logger.warning(
+            f"every response has sampling.max_new_tokens = {sampling.max_new_tokens} tokens, so none is late, and "
+            "rollouts in flight beyond the batch gain nothing: set step.admission = 'overcommit', step.extra = 0"
+        )
+    trained = ActorCritic(actor, critic.trained)
+    if not settings.shares_weights:
+        trained = trained.copied(devices.weights)
+    copies = _copies(settings, load, critic, devices) if "trainer" in devices.elsewhere else None
+    trainer = _trainer(settings, trained, sampling, places.training, devices.trainer, copies=copies)
+    served = _actor_recipe(settings, load, devices.policy) if "policy" in devices.elsewhere else actor
+    serving = serve(ServeRequest(settings, actor, served, sampling, tokenizer, places, devices))
+    value = None
+    if critic.served is not None:
+        value = ValueModel(critic.served, thread=_scoring(places, "critic"), exact=exact)
+    return Assembly(
+        serving=serving,
+        reference=None
+        if reference is None
+        else ReferenceLogprobs(reference, sampling=sampling, thread=_scoring(places, "reference"), exact=exact),
+        reward=code.reward({key: each.scorer for key, each in rewards.items()}),
+        critic=value,
+        proximal=_proximal(settings, actor, sampling, places) if settings.algorithm.corrects else None,
+        environment=code.environment,
+        trainer=trainer,
+        saving=Saving(trainer, tokenizer, ("actor", "critic") if critic.trained else ("actor",), places.saving),
+        tokenizer=tokenizer,
+        sampling=sampling,
+        positions=min(serving.positions, *read),
+        places=places,
+        served_apart=critic.is_apart or served is not actor,
+    )
+
+
+def _scoring(places: DeviceLayout, model: str, name: str = "") -> ModelPlace:
+    """Return the place of a model that scores, under the model's name."""
+    return ModelPlace(places.place_of(model), name or model, SERVING)
+
+
+def _here(places: DeviceLayout) -> ModelPlace:
+    """Return the place of scorers that a user's file makes, which is on this machine."""
+    return ModelPlace(places.scoring.get("reward", places.saving), "reward", SERVING)
+
+
+def _actor_and_reference(
+    models: ModelsSection, load: RoleLoader, *, apart: bool, seed: int
+) -> tuple[PreTrainedModel, Loadable | None]:
+    """Return the trained model, and the reference if there is one; with adapters, both over the same base in memory.
+
+    Args:
+        apart: the two are on different devices or machines, so each has a base of its own.
+    """
+    actor = load.policy()
+    reference: Loadable | None = None
+    if models.reference:
+        shared = models.lora_rank > 0 and models.reference == models.policy and not apart
+        reference = share_base(actor) if shared else load.reference()
+    if models.lora_rank:
+        add_lora(actor, models.lora_rank, models.lora_alpha, seed=seed)
+    return actor, reference
+
+
+def _reward_models(
+    settings: Settings, tokenizer: HfTokenizer, places: DeviceLayout, load: RoleLoader
+) -> dict[str, ServedRewardModel]:
+    """Return the rewards that are models, each served, by their place in the file."""
+    models = RewardModels(tokenizer, load, settings.data.column, settings.run.exact)
+    served = {}
+    for key, reward in settings.reward_tables.items():
+        if isinstance(reward, ModelRewardSection):
+            name = "reward model" if reward.name is None else f"reward model {reward.name!r}"
+            served[key] = models.serve(key, reward, _scoring(places, "reward", name))
+    return served
+
+
+def _copies(settings: Settings, load: RoleLoader, critic: Critic, devices: Devices) -> ActorCriticRecipe:
+    """Return how ranks on other machines load what is trained."""
+    models, device = settings.models, devices.trainer[-1]
+    return ActorCriticRecipe(
+        actor=_actor_recipe(settings, load, device),
+        critic=None if critic.source is None else load.recipe("critic", "scalar", critic.source, device),
+        shared_trunk=models.shared_trunk,
+    )
+
+
+def _actor_recipe(settings: Settings, load: RoleLoader, device: torch.device) -> ModelRecipe:
+    """Return how the policy is loaded on another machine, with its adapters."""
+    models = settings.models
+    return replace(
+        load.recipe("policy", "causal", models.policy, device),
+        lora_rank=models.lora_rank,
+        lora_alpha=models.lora_alpha,
+        lora_seed=settings.trainer.seed,
+    )
+
+
+def _trainer(
+    settings: Settings,
+    models: ActorCritic,
+    sampling: Sampling,
+    place: Hosting,
+    devices: tuple[torch.device, ...],
+    *,
+    copies: ActorCriticRecipe | None,
+) -> HfTrainer:
+    return HfTrainer(
+        models.actor,
+        models.critic,
+        sampling=sampling,
+        thread=ModelPlace(place, "trainer", _TRAINING),
+        settings=settings.trainer,
+        loss=settings.trained_loss(),
+        shard=settings.placement.shard,
+        devices=devices if len(devices) > 1 else (),
+        recipe=copies,
+    )
+
+
+def _proximal(
+    settings: Settings, actor: PreTrainedModel, sampling: Sampling, places: DeviceLayout
+) -> RecomputedLogprobs:
+    """Return the scorer of proximal log-probs: of stale tokens only if the trainer's backend decodes too."""
+    thread, exact = _scoring(places, "proximal"), settings.run.exact
+    if settings.models.engine != "transformers":
+        return RecomputedLogprobs(actor, sampling=sampling, thread=thread, exact=exact)
+    return ProximalLogprobs(actor, sampling=sampling, thread=thread, exact=exact, on_publish=settings.step.on_publish)
+
+
+def _sampling(section: SamplingSection, tokenizer: HfTokenizer, actor: PreTrainedModel) -> Sampling:
+    settings = {name: getattr(section, name) for name in declared(SamplingSettings)}
+    settings["stop_strings"] = tokenizer.stop_strings(section.stop_strings)
+    stop = tokenizer.stop(section.stop, end_ids(actor), eos=section.eos)
+    padded = tokenizer.size < vocabulary(actor)
+    return Sampling(**settings, stop=stop, vocabulary=tokenizer.size if padded else 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Critic:
+    """A critic, or none.
+
+    Attributes:
+        trained: ``None`` without a critic.
+        served: the same module; of one that is served on another machine, how it is loaded there.
+        source: what it starts from; ``None`` without a critic, or on the actor's trunk.
+    """
+
+    trained: PreTrainedModel | None = None
+    served: Loadable | None = None
+    source: str | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is served from weights that were loaded apart from those that are trained: a head may be new."""
+        return self.served is not self.trained
+
+
+def load_critic(
+    settings: Settings,
+    actor: PreTrainedModel,
+    rewards: Sequence[ServedRewardModel],
+    load: RoleLoader,
+    *,
+    devices: Devices,
+) -> Critic:
+    """Return the critic of an algorithm with one."""
+    models = settings.models
+    if not settings.algorithm.has_critic:
+        return Critic()
+    if models.shared_trunk:
+        trunk = value_model_on(actor)
+        return Critic(trunk, trunk)
+    source = critic_source(settings, [each.source for each in rewards if each.may_be_critic])
+    if source != models.critic:
+        logger.info(
+            f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "
+            f"which starts from {'the policy' if source == models.policy else source} instead"
+        )
+    trained = load.critic(source)
+    if "critic" not in devices.elsewhere:
+        return Critic(trained, trained, source)
+    return Critic(trained, load.recipe("critic", "scalar", source, devices.critic), source)
+
+
+class Saving:
+    """Writes the trainer's models with the run's state and tokenizers beside them.
+
+    A write that has begun is completed even if its caller is cancelled, by Ctrl-C too: it runs in a thread, which waits
+    for the trainer in an event loop of its own.
+
+    Args:
+        models: the directories that a trainer writes, a model in each; a tokenizer comes beside those that it does.
+        thread: where files are written.
+
+    Attributes:
+        is_saving: whether :meth:`save` is at work.
+    """
+
+    def __init__(
+        self, trainer: ResumableTrainer, tokenizer: HfTokenizer, models: Sequence[str], thread: Thread
+    ) -> None:
+        self._trainer = trainer
+        self._tokenizer = tokenizer
+        self._models = models
+        self._thread = thread
+        self.is_saving = False
+
+    def of(self, trainer: ResumableTrainer) -> Saving:
+        """Return what writes another trainer's models in the same way."""
+        return Saving(trainer, self._tokenizer, self._models, self._thread)
+
+    async def checkpoint(self, checkpoints: Checkpoints, step: int, score: tuple[float, str], state: State) -> None:
+        """Write a checkpoint: ``state``, the trainer's state, and each trained model with its tokenizer.
+
+        ``score`` is one by which the best is chosen, and what it is a score of.
+
+        Raises:
+            CheckpointError: it could not be written; nothing half-written stays.
+        """
+
+        def write() -> None:
+            with checkpoints.writing(step, *score) as path, quiet():
+                write_state(path, state)
+                anyio.run(self._trainer.write, path)
+                self._write_tokenizers(path)
+
+        await self._thread.call("checkpoint", write)
+
+    async def save(self, directory: Path) -> None:
+        """Write each trained model with its tokenizer; the directory appears complete or not at all.
+
+        Raises:
+            ModelError: it could not be written; the directory is as it was before.
+        """
+
+        def write() -> None:
+            with whole(directory) as path, quiet():
+                anyio.run(self._trainer.save, path)
+                self._write_tokenizers(path)
+
+        self.is_saving = True
+        try:
+            await self._thread.call("save", write)
+        except OSError as error:
+            raise ModelError(
+                f"what was learned could not be saved in {directory}, and nothing half-written is left there: {error}"
+            ) from error
+        finally:
+            self.is_saving = False
+
+    def _write_tokenizers(self, directory: Path) -> None:
+        for path in (directory / name for name in self._models if (directory / name).is_dir()):
+            with writing(path):
+                self._tokenizer.inner.save_pretrained(path)

@@ -1,0 +1,309 @@
+"""Where the models of a run work: their devices and places, here or in a Ray cluster, and the engine of the policy.
+
+One function for each engine, from a run's settings to a :class:`Serving`. Nothing else of the application asks which
+engine it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias
+
+import torch
+from transformers import PreTrainedModel
+
+from oppo.config.sections import FunctionRewardSection
+from oppo.config.settings import Settings
+from oppo.durable import make
+from oppo.hf.devices import (
+    SCORED,
+    DeviceLayout,
+    Devices,
+    Elsewhere,
+    ModelPlace,
+    acting_share,
+    available_cores,
+    use_cores,
+)
+from oppo.hf.introspection import longest
+from oppo.hf.memory import Hardware
+from oppo.hf.model_files import located
+from oppo.hf.recipe import Loadable
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.tokenizer import HfTokenizer
+from oppo.log import logger
+from oppo.models import Policy, Sampling
+from oppo.observe import SpanListener
+from oppo.placement import Place
+
+
+def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
+    """Return the device of each model, on this machine or on one that is assumed.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    return Devices.found(
+        {**settings.devices, "actor": (settings.actor_device,)},
+        settings.placement.key_of,
+        exact=settings.run.exact,
+        elsewhere=settings.elsewhere,
+        gpus=None if assumed is None else assumed.gpus,
+    )
+
+
+def scored(settings: Settings) -> list[str]:
+    """Return the models of a run that score."""
+    exist = {
+        "reference": settings.has_reference,
+        "reward": True,
+        "critic": settings.algorithm.has_critic,
+        "proximal": settings.algorithm.corrects,
+    }
+    return [model for model in SCORED if exist[model]]
+
+
+def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
+    """Return the places of a run.
+
+    Raises:
+        ConfigError: a process is chosen for models on a GPU, whose memory is not shared; or the cluster that the
+            settings name cannot be used.
+        ModelError: the cluster has no room for the trainer's ranks.
+    """
+    run, available = settings.run, available_cores()
+    if (cores := run.cores or available) > available:
+        logger.warning(
+            f"run.cores = {cores} is more than the {available} that this process may use: threads will wait for each "
+            "other"
+        )
+    with ExitStack() as stack:
+        elsewhere = _elsewhere(settings, devices)
+        stack.callback(elsewhere.close)
+        layout = DeviceLayout.of(
+            cores,
+            devices,
+            run.scorers,
+            scored=_scored_here(settings),
+            policy=run.policy,
+            trainer=run.trainer,
+            restarts=run.scorer_restarts,
+            elsewhere=elsewhere,
+        )
+        stack.pop_all()
+    return layout
+
+
+def _scored_here(settings: Settings) -> list[str]:
+    functions = any(isinstance(each, FunctionRewardSection) for each in settings.rewards)
+    here = [model for model in scored(settings) if model not in settings.elsewhere]
+    return [*here, "reward"] if functions and "reward" not in here else here
+
+
+def _elsewhere(settings: Settings, devices: Devices) -> Elsewhere:
+    """Return the places of the models that are elsewhere; the cluster is left when they are closed.
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no such cluster.
+        ModelError: it has no room for the trainer's ranks.
+    """
+    chosen = settings.placement
+    if not settings.elsewhere:
+        return Elsewhere()
+    from oppo.placement.ray import Cluster, RayPlace, RayRanks, Room  # noqa: PLC0415 - Ray is an extra
+
+    setup = partial(use_cores, chosen.actor_cpus)
+
+    def room(kind: str) -> Room:
+        return Room(cpus=chosen.actor_cpus, gpus=float(kind == "cuda"))
+
+    with ExitStack() as stack:
+        logger.info(f"connecting to the Ray cluster at {chosen.cluster}")
+        cluster = stack.enter_context(Cluster(chosen.cluster))
+        training: Place | None = None
+        if "trainer" in settings.elsewhere:
+            count = len(devices.trainer)
+            logger.info(f"starting {count} training ranks, {count - 1} of them in the cluster")
+            training = RayRanks(
+                "trainer",
+                cluster,
+                count,
+                room=room(devices.trainer[-1].type),
+                spread=chosen.spread,
+                setup=setup,
+            )
+            stack.callback(training.close)
+        actors: dict[str, Place] = {}
+        for model, device in devices.scoring(sorted(settings.elsewhere - {"trainer"})).items():
+            logger.info(f"starting the actor of the {model} in the cluster")
+            actors[model] = RayPlace(
+                model,
+                cluster,
+                room=room(device.type),
+                setup=setup,
+                restarts=0 if model == "policy" else settings.run.scorer_restarts,
+            )
+            stack.callback(actors[model].close)
+        return Elsewhere(actors.pop("policy", None), actors, training, stack.pop_all().close)
+
+
+SERVING: Final = "lower step.batch, step.extra or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
+"""Advice to a served model that runs out of memory."""
+
+
+class Worker(Protocol):
+    """Something that works for a run, and tells of it: a place, or the reporter of an engine that lives elsewhere.
+
+    Attributes:
+        listener: called with the span of each call.
+    """
+
+    listener: SpanListener
+
+    @property
+    def at_work(self) -> str:
+        """The call in progress; empty when there is none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Serving:
+    """The policy of a run on its engine.
+
+    Attributes:
+        policy: the actor.
+        positions: the longest sequence, in tokens, that the engine can read.
+        workers: what tells of its work, besides the places of the run.
+        abort: ends an engine whose calls may hang; safe to call from any thread.
+        close: ends the engine; idempotent.
+    """
+
+    policy: Policy
+    positions: int
+    workers: tuple[Worker, ...] = ()
+    abort: Callable[[], None] = lambda: None
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServeRequest:
+    """The policy that an engine is to serve.
+
+    Attributes:
+        actor: the model that is trained, as transformers has loaded it.
+        served: the same; or, of a policy on another machine, how it is loaded there.
+        share: of the memory of each of the engine's GPUs that it may take; ``None``: as it chooses.
+        log: the file for what the engine's processes write; ``None``: nowhere.
+    """
+
+    settings: Settings
+    actor: PreTrainedModel
+    served: Loadable
+    sampling: Sampling
+    tokenizer: HfTokenizer
+    places: DeviceLayout
+    devices: Devices
+    share: float | None = None
+    log: Path | None = None
+
+
+Serve: TypeAlias = Callable[[ServeRequest], Serving]
+
+
+def serve(request: ServeRequest) -> Serving:
+    """Return the policy on the engine that ``models.engine`` names, started.
+
+    Raises:
+        ConfigError: the engine cannot be started with its arguments.
+        ModelRefused: the engine cannot serve the model exactly.
+    """
+    return ENGINES[request.settings.models.engine](request)
+
+
+def require_engine_installed(name: str) -> None:
+    """Raise ``ConfigError`` unless the engine of this name is installed."""
+    if name == "vllm":
+        from oppo.vllm.arguments import require_installed  # noqa: PLC0415 - likewise
+
+        require_installed()
+
+
+def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
+    """Check, before anything is loaded, that an engine is installed, and takes its arguments and the trainer's weights.
+
+    Args:
+        assumed: the hardware that is meant, where the engine need not be installed here; ``None``: this machine.
+
+    Raises:
+        ConfigError: it is not, or it does not.
+    """
+    if settings.models.engine == "vllm":
+        from oppo.vllm.arguments import computes_on_cpu, require_arguments  # noqa: PLC0415 - takes seconds to import
+        from oppo.vllm.sync import placed, route_of  # noqa: PLC0415
+
+        require_arguments(settings.vllm, settings=True, planned=assumed is not None)
+        devices = devices_of(settings, assumed)
+        on_cpu = computes_on_cpu() if assumed is None else devices.policy.type == "cpu"
+        gpus = None if assumed is None else assumed.gpus
+        route_of(placed(settings.vllm, devices.policy), devices.weights, on_cpu=on_cpu, gpus=gpus)
+
+
+def served_dtype(settings: Settings, trained: torch.dtype) -> str:
+    """Return the name of the type in which vLLM serves the policy: that of the trained weights, unless chosen.
+
+    Merged adapters are served in float32: they change a weight by less than 16 bits can hold.
+    """
+    chosen = settings.vllm.get("dtype", "auto")
+    if chosen != "auto":
+        return str(chosen)
+    return "float32" if settings.models.lora_rank else str(trained).removeprefix("torch.")
+
+
+def _on_transformers(request: ServeRequest) -> Serving:
+    policy = HfPolicy(
+        request.served,
+        sampling=request.sampling,
+        thread=ModelPlace(request.places.acting, "policy", SERVING),
+        exact=request.settings.run.exact,
+        on_publish=request.settings.step.on_publish,
+        decode=request.tokenizer.decode,
+    )
+    return Serving(policy, longest(request.actor))
+
+
+def _on_vllm(request: ServeRequest) -> Serving:
+    from oppo.vllm import VllmEngine, VllmPolicy  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
+    from oppo.vllm.sync import placed  # noqa: PLC0415
+
+    settings, models, data = request.settings, request.settings.models, request.settings.data
+    directory = located(models.policy, weights=True, allow_pickle=models.allow_pickle)
+    if request.log is not None:
+        make(request.log.parent)
+    reach = min(longest(request.actor), data.max_prompt_tokens + request.sampling.max_new_tokens)
+    given: dict[str, object] = {
+        "dtype": served_dtype(settings, request.actor.dtype),
+        "trust_remote_code": models.trust_remote_code,
+        "max_model_len": reach,
+        **({} if request.share is None else {"gpu_memory_utilization": request.share}),
+    }
+    engine = VllmEngine.start(
+        directory,
+        arguments=placed({**given, **settings.vllm}, request.devices.policy),
+        trainer=request.devices.weights,
+        cores=acting_share(settings.run.cores or available_cores()),
+        log=request.log,
+    )
+    try:
+        policy = VllmPolicy(
+            engine, sampling=request.sampling, on_publish=settings.step.on_publish, decode=request.tokenizer.decode
+        )
+    except BaseException:
+        engine.close()
+        raise
+    return Serving(policy, engine.longest, (policy.reporter,), engine.abort, engine.close)
+
+
+ENGINES: Final[Mapping[str, Serve]] = {"transformers": _on_transformers, "vllm": _on_vllm}

@@ -1,0 +1,203 @@
+"""The prompts of a run: read once when it begins, and how many steps they last for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, cast
+
+from oppo.config.sections import ROWS, DataSection, PromptSource, named, sources
+from oppo.config.settings import Settings
+from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
+from oppo.errors import ConfigError, DataError, RunComplete
+from oppo.events import Prompt
+from oppo.log import logger
+from oppo.report.records import ended
+from oppo.run.checkpoint import Provenance
+
+Rows: TypeAlias = Iterable[Mapping[str, object]] | AsyncIterable[Mapping[str, object]]
+"""Rows of a program, a mapping of columns each. Those of a length are read at once; others as they come."""
+
+Supply: TypeAlias = PromptStream | RowStream
+"""The prompts of a run."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProgramRows:
+    """Rows that a program gives in place of what settings name.
+
+    Attributes:
+        prompts: in place of ``data.prompts``.
+        held_out: in place of ``eval.prompts``.
+    """
+
+    prompts: Rows | None = None
+    held_out: Iterable[Mapping[str, object]] | None = None
+
+
+NOTHING: Final = ProgramRows()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Supplied:
+    """The prompts of a run.
+
+    Attributes:
+        stream: those that are trained on.
+        held_out: those of evaluations.
+        steps: of the run: ``run.steps``, or as many as the prompts last for.
+        provenance: of the run, with digests of what no file holds.
+        columns: those of all prompts that are trained on, and of all that are held out, as far as they are known.
+    """
+
+    stream: Supply
+    held_out: Sequence[Prompt]
+    steps: int
+    provenance: Provenance
+    columns: Sequence[frozenset[str]]
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest prompt."""
+        return max(self.stream.longest, *(len(prompt.tokens) for prompt in self.held_out), 0)
+
+
+def supplied(
+    settings: Settings,
+    tokenizer: Tokenizer,
+    provenance: Provenance,
+    rows: ProgramRows = NOTHING,
+) -> Supplied:
+    """Return the prompts of a run, tokenized.
+
+    Args:
+        provenance: from before any file was read.
+
+    Raises:
+        DataError: a source cannot be used, or changed while it was read.
+        ConfigError: prompts are a program's rows, and there are none.
+    """
+    data, prompts, held_out = settings.data, rows.prompts, rows.held_out
+    named_by = {"prompts": (prompts, data.prompts), "eval_prompts": (held_out, settings.eval.prompts)}
+    for argument, (given, chosen) in named_by.items():
+        if given is None and ROWS in [each.path for each in sources(chosen)]:
+            raise ConfigError(
+                f"prompts of the run are rows of a program: go on with it there, oppo.train(directory, {argument}=rows)"
+            )
+    as_they_come = prompts is not None and not isinstance(prompts, Sized)
+    trained = {} if as_they_come else _pools("data.prompts", settings, tokenizer, prompts)
+    apart = _pools("eval.prompts", settings, tokenizer, held_out)
+    for file in provenance.changed(settings):
+        raise DataError(f"{file} changed while it was read: start again when its writer is done")
+    pools = trained | apart
+    unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
+    stream = (
+        RowStream(cast("Rows", prompts), tokenizer, **_encoding(data))
+        if as_they_come
+        else _stream(data, list(trained.values()))
+    )
+    every = [prompt for pool in apart.values() for prompt in pool]
+    wanted = settings.run.steps
+    if (steps := steps_of(wanted, data, settings.step.batch, stream)) < wanted:
+        logger.info(short_of(wanted, steps, data))
+    return Supplied(
+        stream=stream,
+        held_out=every[: settings.eval.count or len(every)],
+        steps=steps,
+        provenance=provenance.with_digests(unfiled),
+        columns=[_columns(pools) for pools in (trained, apart) if pools],
+    )
+
+
+def _columns(pools: Mapping[str, Sequence[Prompt]]) -> frozenset[str]:
+    return frozenset(name for pool in pools.values() for prompt in pool for name in prompt.columns)
+
+
+def _pools(
+    key: Literal["data.prompts", "eval.prompts"],
+    settings: Settings,
+    tokenizer: Tokenizer,
+    rows: Rows | None,
+) -> dict[str, list[Prompt]]:
+    found = named(key, settings.data.prompts if key == "data.prompts" else settings.eval.prompts)
+    return {name: read(each, settings.data, tokenizer, rows) for name, each in found.items()}
+
+
+def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStream:
+    weights = [each.weight for each in sources(data.prompts) if each.weight is not None]
+    if weights:
+        return PromptStream.mixed(list(zip(weights, pools, strict=True)), seed=data.seed, epochs=data.epochs)
+    return PromptStream([prompt for pool in pools for prompt in pool], seed=data.seed, epochs=data.epochs)
+
+
+def read(source: PromptSource, data: DataSection, tokenizer: Tokenizer, rows: Rows | None = None) -> list[Prompt]:
+    """Return the prompts of a source, or of a program's rows.
+
+    Raises:
+        DataError: it cannot be used.
+    """
+    if rows is None:
+        logger.info(f"reading {source.path}")
+    found = source.file or source.path if rows is None else cast("Iterable[Mapping[str, object]]", rows)
+    encoding = _encoding(data) | ({} if source.column is None else {"column": source.column})
+    return read_prompts(found, tokenizer, split=source.split, subset=source.subset, **encoding)
+
+
+def _encoding(data: DataSection) -> dict[str, Any]:
+    return {name: getattr(data, name) for name in ("column", "max_prompt_tokens", "over_long")}
+
+
+def content_digest(prompts: Sequence[Prompt]) -> str:
+    """Return the SHA-256 of prompts, and of what their columns hold besides."""
+    found = hashlib.sha256()
+    for prompt in prompts:
+        columns = json.dumps(prompt.columns, sort_keys=True, default=lambda value: type(value).__name__)
+        found.update(f"{prompt.tokens.tolist()} {columns}\n".encode())
+    return found.hexdigest()
+
+
+def require_unfinished(directory: Path, lasts: int) -> None:
+    """Check that a complete run in ``directory`` made fewer than the ``lasts`` steps that its prompts last for.
+
+    Raises:
+        RunComplete: the prompts last for no further step.
+    """
+    made = ended(directory)
+    if made is not None and lasts <= made:
+        raise RunComplete(
+            f"the run has made all of the {made} steps that its data lasts for: there is nothing to resume"
+        )
+
+
+def steps_of(steps: int, data: DataSection, batch: int, prompts: Supply) -> int:
+    """Return the steps of a run: ``steps``, or as many as its prompts last for, the last one smaller.
+
+    How many rows will come is not known.
+    """
+    known = data.epochs and isinstance(prompts, PromptStream)
+    return min(steps, math.ceil(len(prompts) / batch)) if known and isinstance(prompts, Sized) else steps
+
+
+def short_of(steps: int, lasts: int, data: DataSection) -> str:
+    """Return the notice that the data ends before the steps do."""
+    return (
+        f"the data lasts for {lasts} of {steps} steps: run and learning-rate schedule end after these; set run.steps = "
+        f"{lasts}, or raise data.epochs from {data.epochs} (0: as many as the steps need)"
+    )
+
+
+def require_room(longest: int, max_new_tokens: int, positions: int) -> None:
+    """Check that the longest prompt and the longest response fit together into every model.
+
+    Raises:
+        ConfigError: a model has too few positions.
+    """
+    if longest + max_new_tokens > positions:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and a response of sampling.max_new_tokens = {max_new_tokens} do not fit "
+            f"into the models' {positions} positions: lower sampling.max_new_tokens or data.max_prompt_tokens"
+        )

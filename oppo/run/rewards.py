@@ -1,0 +1,306 @@
+"""The rewards and the environment of a run, as the settings name them: functions, scorers and reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from oppo.config.sections import (
+    DataSection,
+    EnvironmentSection,
+    FunctionRewardSection,
+    ModelRewardSection,
+    RewardSection,
+)
+from oppo.config.settings import Settings
+from oppo.environments import FunctionEnvironment
+from oppo.errors import ConfigError
+from oppo.events import Drop
+from oppo.hf.as_text.rendering import Form
+from oppo.hf.as_text.streamed import Bridge, BridgedReward
+from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
+from oppo.hf.model_files import RewardKind
+from oppo.hf.recipe import ModelRecipe, positions_of
+from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
+from oppo.hf.tokenizer import HfTokenizer
+from oppo.libraries import require
+from oppo.log import logger
+from oppo.models import Scorer
+from oppo.placement import Hosting
+from oppo.rewards import FunctionReward, Rewards, load_reward
+from oppo.rewards.gym import LIBRARY, verify
+from oppo.run.loading import RoleLoader
+
+OPTIONS: Final = ("on_failure", "process", "concurrency", "timeout", "each")
+"""The settings of a reward that are arguments of its function."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserCode:
+    """The user's own code in a run, loaded and checked before any model is.
+
+    Attributes:
+        settings: of all rewards, by their place in the file: ``rewards.0``, ``rewards.1``, ...
+        environment: ``None`` where responses have no turns.
+        rewards: those that are code.
+    """
+
+    settings: Mapping[str, RewardSection]
+    environment: FunctionEnvironment | None
+    rewards: Mapping[str, Scorer[float | Drop]]
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        tokenizer: HfTokenizer,
+        place: Hosting,
+    ) -> UserCode:
+        """Return the code that the settings name; scorers that a file makes work in ``place``.
+
+        Raises:
+            OppoError: a file has no such function, or one that is of no use here.
+        """
+        leave_retries_to_notices()
+
+        def loaded(key: str, reward: FunctionRewardSection) -> Scorer[float | Drop]:
+            decode = tokenizer.decode_whole if reward.keep_special_tokens else tokenizer.decode
+            options: dict[str, Any] = {
+                "prompt_column": settings.data.column,
+                "optional": reward.name is not None,
+            }
+            options |= {name: getattr(reward, name) for name in OPTIONS}
+            if reward.source == LIBRARY:
+                return _of_tasks(key, decode, options)
+            return load_reward(reward.source, decode, place=place, on_drop=reward.on_drop, **options)
+
+        tables = settings.reward_tables
+        rewards = {key: loaded(key, each) for key, each in tables.items() if isinstance(each, FunctionRewardSection)}
+        return cls(tables, _environment(settings.environment, settings.data, tokenizer), rewards)
+
+    def check_columns(self, names: Collection[str]) -> None:
+        """Check that the data has the columns that the rewards need.
+
+        Raises:
+            RewardError: one is not there, or bears the name of an argument of a reward function.
+            ConfigError: a sentence encoder would compare with a column that is not there.
+        """
+        for scorer in self.rewards.values():
+            for function in scorer.functions if isinstance(scorer, Rewards) else [scorer]:
+                if isinstance(function, FunctionReward):
+                    function.arguments_of(names)
+        for key, reward in self.settings.items():
+            if isinstance(reward, ModelRewardSection) and reward.column and reward.column not in names:
+                raise ConfigError(
+                    f"{key} compares responses with {reward.column!r}, which is no column of the data; the columns "
+                    f"there are {', '.join(sorted(names))}"
+                )
+
+    def reward(self, models: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
+        """Return the reward.
+
+        Args:
+            models: the reward models, by their place in the file.
+        """
+        scorers = {**self.rewards, **models}
+        named = {each.name: (each, scorers[key]) for key, each in self.settings.items() if each.name is not None}
+        if not named:
+            return next(iter(scorers.values()))
+        parts = {name: (each.weight, scorer) for name, (each, scorer) in named.items()}
+        return Rewards(parts, on_drop={name: each.on_drop for name, (each, _) in named.items()})
+
+
+def leave_retries_to_notices() -> None:
+    """Silence stamina's log in this process: the run's notices report the retries of HTTP rewards."""
+    with suppress(ImportError):  # an extra
+        from stamina.instrumentation import set_on_retry_hooks  # noqa: PLC0415 - an extra
+
+        set_on_retry_hooks(())
+
+
+def _of_tasks(key: str, decode: Callable[[Sequence[int]], str], options: Mapping[str, Any]) -> FunctionReward:
+    """Return the verifier of the tasks of reasoning-gym.
+
+    Raises:
+        ConfigError: reasoning-gym is not installed.
+    """
+    require(LIBRARY, f"{key}: {LIBRARY}", module="reasoning_gym")
+    return FunctionReward(verify, decode, name=LIBRARY, **{**options, "process": bool(options["process"])})
+
+
+def _environment(section: EnvironmentSection, data: DataSection, tokenizer: HfTokenizer) -> FunctionEnvironment | None:
+    if not section.source:
+        return None
+    keeps = section.keep_special_tokens
+    return FunctionEnvironment(
+        section.source,
+        tokenizer.decode_whole if keeps else tokenizer.decode,
+        tokenizer.encode_whole if keeps else tokenizer.encode_exactly,
+        on_failure=section.on_failure,
+        timeout=section.timeout,
+        concurrency=section.concurrency,
+        process=section.process,
+        prompt_column=data.column,
+    )
+
+
+FORMS: dict[Form, str] = {
+    "chat": "prompt and response by its own chat template",
+    "joined": "the prompt and then the response",
+    "pair": "prompt and response as two segments",
+    "response": "the response alone",
+}
+
+
+def named_reward(reward: RewardSection) -> str:
+    """Return the name of a reward among the models of a run: ``reward``, or ``reward.NAME``."""
+    return "reward" if reward.name is None else f"reward.{reward.name}"
+
+
+def kind_of(key: str, reward: ModelRewardSection, found: RewardKind) -> RewardKind:
+    """Return the kind that a model is served as, of what its architecture says.
+
+    Args:
+        key: its place in the file, ``rewards.0``.
+
+    Raises:
+        ConfigError: the settings are those of a model of another kind.
+    """
+    if found == "scalar" and (reward.reading == "whole" or reward.label):
+        found = "classifier"
+    if found != "similarity" and reward.column:
+        raise ConfigError(
+            f"{reward.source} is no sentence encoder, which would compare a response with the column that {key}.column "
+            f"= {reward.column!r} names: leave it out"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedRewardModel:
+    """A reward model that is served.
+
+    Attributes:
+        source: its directory or hub name.
+        positions: the longest sequence of the policy's tokens that it reads; ``None`` if it reads text.
+        may_be_critic: whether the critic can start from it.
+    """
+
+    source: str
+    scorer: Scorer[float | Drop]
+    positions: int | None = None
+    may_be_critic: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardModels:
+    """Loads and serves the reward models of a run.
+
+    Attributes:
+        tokenizer: the policy's.
+        prompt_column: the column of the data with the prompt.
+    """
+
+    tokenizer: HfTokenizer
+    load: RoleLoader
+    prompt_column: str
+    exact: bool
+
+    def serve(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        """Return a reward model, loaded and served in ``place``.
+
+        Raises:
+            ConfigError: it cannot be loaded, or read in the form that the settings name.
+            ModelRefused: it cannot be served.
+        """
+        with self.load.attributed(named_reward(reward), key):
+            match kind_of(key, reward, self.load.reward_kind(reward.source)):
+                case "scalar":
+                    return self._scalar(key, reward, place)
+                case "process":
+                    return self._process(key, reward, place)
+                case "classifier":
+                    return self._classifier(key, reward, place)
+                case "similarity":
+                    return self._similarity(key, reward, place)
+
+    def _scalar(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        source, given = reward.source, reward.form
+        model, difference = self.load.scalar_reward(named_reward(reward), source)
+        if given in {"auto", "tokens"} and difference is None:
+            scorer = RewardModel(model, thread=place, exact=self.exact)
+            return ServedRewardModel(source, scorer, positions_of(model), may_be_critic=True)
+        reader = self.load.tokenizer(source)
+        form: Form = "chat" if reader.has_chat_template else "joined"
+        refused = f"{key}.form cannot be {given!r}"
+        if given == "tokens":
+            raise ConfigError(f"{source} {difference}, so {refused}: leave that out")
+        if given == "pair":
+            remedy = f"set {key}.reading = 'whole'"
+            raise ConfigError(f"{source} reads one text as it grows, and no pair, so {refused}: {remedy}")
+        if given != "auto":
+            form = given
+        if isinstance(model, ModelRecipe):
+            raise self.load.not_here(named_reward(reward), source)
+        bridge = Bridge(self.tokenizer, reader, form, self.prompt_column, reward.over_long)
+        why = difference or "is to read text"
+        self._say(key, reward, f"{why}: it reads rollouts as text while they grow, {FORMS[form]}")
+        return ServedRewardModel(source, BridgedReward(model, bridge, thread=place, exact=self.exact))
+
+    def _process(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        try:
+            ends = self.tokenizer.ending_with(reward.separators)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.separators: {error}") from error
+        model = self.load.process_reward(named_reward(reward), reward.source)
+        words = f"rewards steps: it scores the last token of a response, and the {len(ends)} tokens that end one"
+        self._say(key, reward, words)
+        scorer = ProcessRewardModel(model, thread=place, separators=ends, exact=self.exact)
+        return ServedRewardModel(reward.source, scorer, positions_of(model))
+
+    def _classifier(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        if reward.form == "tokens":
+            raise ConfigError(f"{reward.source} reads whole responses as text, so {key}.form cannot be 'tokens'")
+        encoder = self.load.encoder(named_reward(reward), reward.source)
+        form: Form = "chat" if encoder.tokenizer.has_chat_template else "pair"
+        if reward.form != "auto":
+            form = reward.form
+        try:
+            scorer = ClassifierReward(
+                encoder,
+                self.tokenizer,
+                thread=place,
+                form=form,
+                label=reward.label or None,
+                over_long=reward.over_long,
+                prompt_column=self.prompt_column,
+                exact=self.exact,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{error}; see {key}.label and {key}.form") from error
+        self._say(key, reward, f"({type(encoder.model).__name__}) scores whole responses as text, {FORMS[form]}")
+        return ServedRewardModel(reward.source, scorer)
+
+    def _similarity(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        if not reward.column:
+            raise ConfigError(
+                f"{reward.source} is a sentence encoder, whose reward is the similarity of a response to a text of "
+                f"its row: set {key}.column to the column of that text"
+            )
+        encoder = self.load.encoder(named_reward(reward), reward.source)
+        words = f"scores responses by their similarity to column {reward.column!r}"
+        self._say(key, reward, f"({type(encoder.model).__name__}) {words}")
+        scorer = SimilarityReward(
+            encoder,
+            self.tokenizer,
+            column=reward.column,
+            thread=place,
+            over_long=reward.over_long,
+            exact=self.exact,
+        )
+        return ServedRewardModel(reward.source, scorer)
+
+    def _say(self, key: str, reward: ModelRewardSection, words: str) -> None:
+        logger.info(f"{key}: {reward.source} {words}")

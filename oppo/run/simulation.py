@@ -1,0 +1,263 @@
+"""``oppo simulate``: a run that was measured, or a profile of hardware, models and lengths in a TOML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from oppo.admission import Admission
+from oppo.config.load import Faults, load, overridden, parsed, resolve
+from oppo.config.settings import Settings
+from oppo.declared import STRICT, Table, declared
+from oppo.errors import ConfigError
+from oppo.run.graph import admission_of
+from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, RunRecord, calibrated
+from oppo.simulate.costs import GPUS, MODELS, Gpu, System, Transformer, Workload
+from oppo.simulate.profile import (
+    EngineSection,
+    LayoutSection,
+    LengthsSection,
+    ModelsSection,
+    Profile,
+    ScheduleSection,
+    WorkloadSection,
+)
+from oppo.simulate.run import Schedule, ladder
+from oppo.simulate.study import Study, study
+
+AS_IT_RAN: Final = "as it ran"
+"""The schedule of the run that a simulation is calibrated on."""
+
+CLOSE: Final = 0.10
+"""The relative error of the simulated seconds of the run's own schedule up to which a calibration describes it."""
+
+ROLLOUTS: Final = 3072
+"""In a simulated run of as many steps as are usual: more take longer, and vary hardly less."""
+
+STEPS: Final = (12, 24)
+"""The fewest and the most steps of it."""
+
+Layout = Literal["shared", "split"]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A system, what it trains, and the schedules to compare.
+
+    Attributes:
+        baseline: name of the schedule that the others are compared with.
+        measured: median seconds for each trained token of the baseline, where it has run.
+        refused: why a schedule does not go with the settings of the run, by name.
+    """
+
+    system: System
+    workload: Workload
+    schedules: Mapping[str, Schedule]
+    baseline: str
+    measured: float | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, *, steps: int | None, seeds: int) -> Study:
+        """Simulate every schedule; ``None``: as many steps as hold about ``ROLLOUTS``, within ``STEPS``."""
+        if steps is None:
+            least, most = STEPS
+            steps = max(least, min(most, ROLLOUTS // (self.workload.batch * self.workload.samples)))
+        found = study(
+            self.system,
+            self.workload,
+            self.schedules,
+            baseline=self.baseline,
+            steps=steps,
+            seeds=range(seeds),
+        )
+        return replace(found, refused=self.refused)
+
+    def verdict(self, found: Study) -> str:
+        """Return how well the simulation describes the run that it is calibrated on; empty where there is none."""
+        if self.measured is None:
+            return ""
+        own = found.standings[self.baseline]
+        simulated = sum(each.per_token for each in own.outcomes) / len(own.outcomes)
+        seconds = self.measured * own.seconds.mean / simulated
+        off = simulated / self.measured - 1
+        said = f"as it ran, a step of as many tokens took {seconds:.3g} s; simulated it takes {off:+.0%}"
+        said = said.replace("%", " %")
+        if abs(off) <= CLOSE:
+            return said
+        return f"{said}: the calibration does not describe this run, so the figures below are not to be trusted"
+
+
+def of_profile(path: Path, overrides: Sequence[str] = ()) -> Simulation:
+    """Return the simulation of a profile.
+
+    Raises:
+        ConfigError: the profile, or the file of lengths that it names, cannot be used.
+    """
+    profile = load_profile(path, overrides)
+    given = profile.schedule
+    schedules = ladder(
+        profile.workload.batch,
+        extra=min(given.extra, profile.workload.batch),
+        chunk=given.chunk,
+        max_deferrals=given.max_deferrals,
+        price=given.lag_price,
+        on_publish="recompute" if given.recompute else "keep",
+    )
+    return Simulation(profile.system(), profile.work(), schedules, "serial")
+
+
+def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
+    """Return the simulation of a run that has finished, calibrated on its records.
+
+    Raises:
+        ConfigError: the directory holds no run, one that has not finished, or one of a kind that is not simulated.
+        DataError: its records lack what a calibration needs.
+    """
+    record = RunRecord.read(directory)
+    settings = load(directory / "config.toml")
+    if settings.environment.source:
+        raise ConfigError(f"the run in {directory} has an environment, whose answers a simulation does not know yet")
+    step = settings.step
+    if step.stream_updates:
+        raise ConfigError(
+            f"the run in {directory} trains groups while others are written (step.stream_updates), which a simulation "
+            "does not know yet"
+        )
+    system = calibrated(
+        record.steps,
+        prompt=record.prompt,
+        contention=LAYOUTS[layout],
+        recomputes=step.on_publish == "recompute",
+    )
+    workload = Workload(
+        batch=step.batch,
+        samples=settings.algorithm.responses,
+        prompt=round(record.prompt),
+        lengths=record.lengths,
+        cap=min(settings.sampling.max_new_tokens, record.cap),
+    )
+    own = own_schedule(settings, record.cap, directory / "config.toml")
+    rungs = ladder(
+        step.batch,
+        extra=step.extra or max(1, step.batch // 14),
+        chunk=own.chunk or 32,
+        max_deferrals=step.max_deferrals,
+        price=step.lag_price,
+        on_publish=step.on_publish,
+    )
+    return Simulation(
+        system,
+        workload,
+        {AS_IT_RAN: own, **rungs},
+        AS_IT_RAN,
+        _measured(record.steps),
+        {name: why for name, each in rungs.items() if (why := refusal(settings, each))},
+    )
+
+
+def refusal(settings: Settings, schedule: Schedule) -> str:
+    """Return why a schedule does not go with the other settings of a run; empty if it does."""
+    if not schedule.step:
+        return "no settings of oppo train give it"
+    document = settings.document()
+    try:
+        resolve({**document, "step": {**document["step"], **schedule.step}}, Path())
+    except ConfigError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def _admission(config: Path) -> Admission:
+    settings = load(config)
+    return settings.own_admission() or admission_of(settings.step)
+
+
+def own_schedule(settings: Settings, cap: int, config: Path) -> Schedule:
+    """Return the schedule of a run; a chunk size that is tuned is taken as the middle one of its candidates."""
+    step = settings.step
+    chunk = step.chunk if isinstance(step.chunk, int) else None if step.chunk == "whole" else max(1, cap // 8)
+    carried = "" if step.admission != "overcommit" else f", {step.extra or 0} carried"
+    ahead = f", lookahead {step.lookahead}" if step.lookahead else ""
+    in_flight = bool(step.lookahead) and step.publish == "in-flight"
+    return Schedule(
+        name=AS_IT_RAN,
+        about=f"{step.admission}{carried}, chunk {step.chunk}{ahead}{', in flight' if in_flight else ''}",
+        admission=partial(_admission, config),
+        chunk=chunk,
+        lookahead=step.lookahead,
+        in_flight=in_flight,
+    )
+
+
+def _measured(steps: Sequence[MeasuredStep]) -> float | None:
+    warm = [step.seen.seconds / step.tokens for step in steps[len(steps) // 4 :] if step.tokens]
+    return median(warm) if warm else None
+
+
+class ProfileFile(BaseModel):
+    """The sections of a profile; ``[gpus.NAME]`` and ``[sizes.NAME]`` add to those that are known."""
+
+    model_config = STRICT
+
+    workload: Annotated[WorkloadSection, Table()]
+    lengths: Annotated[LengthsSection, Table()]
+    models: Annotated[ModelsSection, Table()]
+    layout: Annotated[LayoutSection, Table()]
+    engine: Annotated[EngineSection, Table()] = EngineSection()
+    schedule: Annotated[ScheduleSection, Table()] = ScheduleSection()
+    gpus: dict[str, Annotated[Gpu, Table()]] = {}
+    sizes: dict[str, Annotated[Transformer, Table()]] = {}
+
+
+KINDS = {
+    "workload": WorkloadSection,
+    "lengths": LengthsSection,
+    "models": ModelsSection,
+    "layout": LayoutSection,
+    "engine": EngineSection,
+    "schedule": ScheduleSection,
+    "gpus": Gpu,
+    "sizes": Transformer,
+}
+"""The class of each section, or of its tables."""
+
+
+def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
+    """Return the profile in a TOML file, with ``section.key=value`` overrides.
+
+    Raises:
+        ConfigError: the file cannot be read or is no TOML, or a setting is unknown, missing or out of range.
+    """
+    return profile_of(overridden(parsed(path), overrides), path.absolute().parent)
+
+
+def profile_of(document: Mapping[str, object], folder: Path) -> Profile:
+    """Return the profile of a parsed file that lies in ``folder``.
+
+    Raises:
+        ConfigError: a setting is unknown, missing or out of range, or a name of a GPU or a model is unknown.
+    """
+    try:
+        file = ProfileFile.model_validate(document)
+    except ValidationError as error:
+        keys = {name: declared(kind) for name, kind in KINDS.items()}
+        raise ConfigError(Faults(keys, list(KINDS), named=("gpus", "sizes")).describe(error)) from error
+    profile = Profile(
+        workload=file.workload,
+        lengths=file.lengths,
+        models=file.models,
+        layout=file.layout,
+        engine=file.engine,
+        schedule=file.schedule,
+        gpus={**GPUS, **file.gpus},
+        sizes={**MODELS, **file.sizes},
+        folder=folder,
+    )
+    profile.system()
+    return profile

@@ -1,0 +1,495 @@
+"""``oppo train``: prepares models, prompts and graph, runs every step, and saves the trained models."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import anyio
+import anyio.to_thread
+from rich.console import Console
+
+from oppo.config.load import load, overridden, resolve
+from oppo.config.own import with_name
+from oppo.config.sections import ROWS
+from oppo.config.settings import Settings
+from oppo.errors import CheckpointError, HangError, NothingTrained, behind
+from oppo.events import Drop, StepReport
+from oppo.graph import Graph, Run
+from oppo.liveness import Heartbeat
+from oppo.liveness.watchdog import GAP
+from oppo.log import logger
+from oppo.observe import Observer
+from oppo.report import RunDirectory, RunLog
+from oppo.report.records import JOURNAL, Lock, Replay, read_replay, require_unused
+from oppo.run.checkpoint import (
+    CHECKPOINTS,
+    Checkpoint,
+    Checkpoints,
+    Provenance,
+    locked,
+    newest,
+    require_same_run,
+    settings_of,
+)
+from oppo.run.graph import (
+    MakeGraph,
+    compose,
+    evaluate_first,
+    evaluates,
+    is_due,
+    judged,
+    kind_of,
+    require_trainer,
+    show_progress,
+    trainer_of,
+    with_evaluations,
+)
+from oppo.run.observers import require_trackers, watching
+from oppo.run.prompts import NOTHING, ProgramRows, Rows, Supply, require_room, require_unfinished, steps_of, supplied
+from oppo.signals import Interrupt, Stopped, interruptible
+from oppo.stages import Generate, Update
+
+if TYPE_CHECKING:
+    from oppo.run.models import Assembly
+
+
+ENGINE_LOG = "vllm.log"
+"""The output of vLLM's processes, in the run directory."""
+
+FINAL = Path(CHECKPOINTS, "final")
+"""The trained models in a run directory: ``actor`` and, with one, ``critic``, each with its tokenizer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedRun:
+    """A run that is ready to begin; a context manager that ends the models' threads and releases the run directory.
+
+    Attributes:
+        provenance: what the run is made of, its files as they were read.
+        checkpoint: where the run is resumed; ``None`` for a new run.
+        lock: of the run directory of a resumed run.
+        replay: the decisions that a resumed run repeats.
+    """
+
+    settings: Settings
+    assembly: Assembly
+    graph: Graph[StepReport]
+    prompts: Supply
+    provenance: Provenance
+    checkpoints: Checkpoints
+    checkpoint: Checkpoint | None = None
+    lock: Lock | None = None
+    replay: Replay = field(default_factory=Replay)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run: ``run.steps``, or as many as the prompts last for."""
+        chosen = self.settings
+        return steps_of(chosen.run.steps, chosen.data, chosen.step.batch, self.prompts)
+
+    @property
+    def done(self) -> int:
+        """Steps made before this process; 0 for a new run."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    def is_checkpointed(self, index: int) -> bool:
+        """Return whether the run drains after this step and writes a checkpoint."""
+        return is_due(index, self.settings.run.checkpoint_every, self.steps) or index in self.replay.drains
+
+    async def restore(self, running: Run[StepReport]) -> None:
+        """Load the state of run, prompts and models from the checkpoint, if there is one.
+
+        Raises:
+            CheckpointError: it does not fit this run.
+        """
+        if self.checkpoint is None:
+            if self.assembly.served_apart:
+                await self._publish()
+            return
+        state = self.checkpoint.state()
+        require_trainer(state, self.assembly.trainer)
+        try:
+            running.load_state_dict(state["run"])
+            self.prompts.load_state_dict(state["prompts"])
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the state in {self.checkpoint.path} does not fit this run ({type(error).__name__}: {error}): it is "
+                "of another version of oppo, or was edited; start a new run"
+            ) from error
+        await self.assembly.trainer.restore(self.checkpoint.path)
+        await self._publish()
+
+    async def _publish(self) -> None:
+        await self.assembly.trainer.publish(*self.graph.stage("update", Update).publish)
+
+    async def keep(self, running: Run[StepReport], report: StepReport) -> None:
+        """Write a checkpoint after a step.
+
+        Raises:
+            CheckpointError: it could not be written; nothing half-written stays.
+        """
+        state = {
+            "run": running.state_dict(),
+            "prompts": self.prompts.state_dict(),
+            "trainer": kind_of(self.assembly.trainer),
+            **self.provenance.state(),
+        }
+        score = judged(self.settings, self.provenance, report)
+        await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, score, state)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        del kind, error, tb
+        self.assembly.close()
+        if self.lock is not None:
+            self.lock.release()
+
+
+def prepare(
+    settings: Settings,
+    *,
+    resume: bool = False,
+    dry_run: bool = False,
+    accept_changed_code: bool = False,
+    graph: MakeGraph | None = None,
+    rows: ProgramRows = NOTHING,
+) -> PreparedRun:
+    """Return a run with everything loaded and checked; writes nothing but the log of an engine with one.
+
+    Args:
+        resume: lock the run directory and go on from its newest checkpoint, or from the beginning if the run was killed
+            before its first. Otherwise the directory must be unused.
+        dry_run: prepare only, so the run directory may be in use.
+        accept_changed_code: resume with another content of a file of code than the run began with.
+        graph: makes the graph of a step, in place of that of ``step.algorithm``.
+        rows: of a program, in place of what settings name.
+
+    Raises:
+        OppoError: a setting, the data, the reward or a model cannot be used, or another run writes the run directory.
+    """
+    chosen = settings.run
+    checkpoints = Checkpoints(
+        settings.run_directory / CHECKPOINTS, keep_last=chosen.keep_last, keep_best=chosen.keep_best
+    )
+    with ExitStack() as stack:
+        lock, checkpoint = _resumed(settings, checkpoints, stack) if resume else (None, None)
+        if not resume and not dry_run:
+            require_unused(settings.run_directory)
+        from oppo.run.models import assemble, policy_tokenizer  # noqa: PLC0415 - torch takes seconds to import
+
+        require_installed(settings)
+        tokenizer = policy_tokenizer(settings.models)
+        supply = supplied(settings, tokenizer, Provenance.of(settings), rows)
+        stream, provenance = supply.stream, supply.provenance
+        if checkpoint is not None:
+            require_same_run(checkpoint, settings, provenance, accept_changed_code=accept_changed_code)
+            require_unfinished(settings.run_directory, supply.steps)
+        done = 0 if checkpoint is None else checkpoint.step
+        assembly = assemble(
+            settings.spanning(supply.steps),
+            tokenizer,
+            columns=supply.columns,
+            engine_log=None if dry_run else settings.run_directory / ENGINE_LOG,
+        )
+        stack.callback(assembly.close)
+        require_room(supply.longest, assembly.sampling.max_new_tokens, assembly.positions)
+        replay = read_replay(settings.run_directory / JOURNAL, done) if resume else Replay()
+        composed = compose(settings, assembly, stream, replay.observations, graph)
+        assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
+        due = partial(evaluates, settings, supply.steps)
+        composed = with_evaluations(composed, settings, assembly, supply.held_out, due)
+        stack.pop_all()
+    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, checkpoint, lock, replay)
+
+
+def _resumed(settings: Settings, checkpoints: Checkpoints, stack: ExitStack) -> tuple[Lock, Checkpoint | None]:
+    lock = locked(settings)
+    stack.callback(lock.release)
+    checkpoint = newest(settings, checkpoints)
+    if checkpoint is None:
+        logger.info(f"the run in {settings.run_directory} ended before its first checkpoint, so it begins anew")
+    return lock, checkpoint
+
+
+def require_installed(settings: Settings) -> None:
+    """Check that the engine and the trackers that the settings name are installed.
+
+    Raises:
+        ConfigError: one is not, or the engine has other arguments.
+    """
+    from oppo.run.places import require_engine  # noqa: PLC0415 - torch takes seconds to import
+
+    require_engine(settings)
+    require_trackers(settings.run.track)
+
+
+async def run(
+    session: PreparedRun,
+    console: Console,
+    observers: Sequence[Observer] = (),
+    *,
+    last_resort: Callable[[HangError], None] | None = None,
+) -> RunDirectory:
+    """Run every step, write the run directory, and save the trained models under ``checkpoints/final``.
+
+    They are saved however the run ends, once it has made an update. Ctrl-C, SIGTERM and SIGHUP end the run after the
+    steps in flight, with a checkpoint. A second signal ends it at once, after an update in progress.
+
+    ``console`` shows the panel and the effect of Ctrl-C; ``last_resort`` is that of :class:`oppo.liveness.Watchdog`.
+
+    Raises:
+        ConfigError: the run directory cannot be written.
+        HangError: nothing had moved for ``run.watchdog_seconds``.
+        ModelError: the trained models could not be saved.
+        CheckpointError: a checkpoint could not be written.
+        NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
+        Stopped: a signal came; in the last step, once the run is complete.
+    """
+    settings, assembly = session.settings, session.assembly
+    heartbeat = Heartbeat()
+    directory = directory_of(session)
+    with (
+        directory,
+        watching(settings, assembly, directory, console, first=session.done, last_resort=last_resort) as watch,
+    ):
+        show_progress(session.graph, watch.panel.on_evaluation)
+        async with (
+            interruptible(watch.on_signal) as interrupt,
+            saving(assembly, directory.path / FINAL),
+            heartbeat.beating(),
+            watch.watchdog.guarding(),
+            session.graph.open(
+                session.prompts,
+                observers=[*watch.observers, *observers],
+                lookahead=settings.step.lookahead,
+                gauges={GAP: heartbeat.take},
+            ) as running,
+        ):
+            watch.look_at(running)
+            await make_steps(session, running, interrupt, directory)
+        note_data(session, watch.log, directory.made)
+        directory.conclude()
+    if interrupt.by is not None:  # it came in the last step: the run is complete, and the program is still to end
+        raise Stopped(interrupt.by)
+    return directory
+
+
+def note_data(session: PreparedRun, log: RunLog, made: int) -> None:
+    """Log that the data ended early, and which files changed meanwhile."""
+    chosen = session.settings
+    if made < chosen.run.steps:
+        log.note("data ended", steps=made, wanted=chosen.run.steps)
+    for file in session.provenance.changed(chosen):
+        log.note("file changed", file=str(file), used="as it was when the run began")
+
+
+def directory_of(session: PreparedRun) -> RunDirectory:
+    """Return the run directory; a resumed one is rewound to the checkpoint.
+
+    Raises:
+        ConfigError: it cannot be written, or another run writes it.
+    """
+    settings = session.settings
+    return RunDirectory(
+        settings.run_directory,
+        config=settings.toml(),
+        decode=session.assembly.tokenizer.decode,
+        keep=settings.run.logged_samples,
+        trace=None if settings.run.trace == "all" else settings.run.trace,
+        resumed_at=None if session.lock is None else session.done,
+        lock=session.lock,
+    )
+
+
+async def make_steps(
+    session: PreparedRun, running: Run[StepReport], interrupt: Interrupt, directory: RunDirectory
+) -> None:
+    """Make the remaining steps; write a checkpoint every ``run.checkpoint_every``, after the last and after a signal.
+
+    No step is in flight at a checkpoint. A signal lets those end that are, and the journal says which is the last: the
+    next step begins from another state than it would have. The records of all steps are on the disk before their
+    checkpoint is, so a resumed run has them.
+
+    Raises:
+        NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
+        Stopped: a signal came.
+    """
+    chosen = session.settings.run
+    empty, last, draining = EmptySteps(chosen.max_empty), None, False
+    await session.restore(running)
+    if not session.done and not directory.evaluated:
+        await evaluate_first(session.graph, running)
+    if session.done >= session.steps:  # it was killed between its last step and its end
+        await session.assembly.saving.save(directory.path / FINAL)
+    async for report in running.steps(chosen.steps - session.done, drain_after=session.is_checkpointed):
+        goes_on = report.index + 1 < session.steps
+        ends = interrupt.by if goes_on else None
+        if ends and running.alive and not draining:
+            draining = True
+            directory.drained(running.alive[-1])
+            running.drain()
+        if not running.alive and (ends or session.is_checkpointed(report.index)):
+            await anyio.to_thread.run_sync(directory.flush)
+            await session.keep(running, report)
+            ends = interrupt.by if goes_on else None  # it may have come meanwhile
+        if ends and not running.alive:
+            raise Stopped(ends)
+        empty.after(report)
+        last = report
+    if last is not None and chosen.checkpoint_every and not session.is_checkpointed(last.index):
+        await anyio.to_thread.run_sync(directory.flush)  # the prompts ended earlier than could be known
+        await session.keep(running, last)
+    empty.require_trained(directory.trained, session.steps)
+
+
+@asynccontextmanager
+async def saving(assembly: Assembly, path: Path) -> AsyncIterator[None]:
+    """Save the trained models when the context ends, however it ends; a failure never hides what ended the run.
+
+    Without an update in this run, ``path`` stays as it is.
+    """
+
+    async def save() -> None:
+        if assembly.trainer.has_learned:
+            with anyio.CancelScope(shield=True):
+                await assembly.saving.save(path)
+
+    try:
+        yield
+    except BaseException as error:
+        with behind(error, f"saving {path}"):
+            await save()
+        raise
+    await save()
+
+
+def train(
+    config: str | Path | Mapping[str, object] | Settings,
+    overrides: Sequence[str] = (),
+    *,
+    prompts: Rows | None = None,
+    eval_prompts: Iterable[Mapping[str, object]] | None = None,
+    graph: MakeGraph | None = None,
+    observers: Sequence[Observer] = (),
+) -> RunDirectory:
+    """Train as settings say, with run directory, checkpoints, panel and watchdog; return the run directory.
+
+    Blocks; call it in the main thread, where Ctrl-C ends the run after the steps in flight.
+
+    Args:
+        config: a TOML file; or the directory of a run, which is then resumed; or what a file would hold, as a mapping
+            of sections, whose paths are relative to the working directory and whose ``step.algorithm`` may be an
+            object, such as ``GRPO(samples=8)``; or settings that were checked already.
+        overrides: ``section.key=value`` each.
+        prompts: rows, each a mapping of columns, in place of what ``data.prompts`` names: a sequence, which is read at
+            once and served like a file; or any iterable or async iterable, served as it comes until it ends, in its
+            own order (:class:`oppo.data.RowStream`). A resumed run is given the same rows again.
+        eval_prompts: held-out rows, in place of what ``eval.prompts`` names.
+        graph: makes the graph of a step of the run's models and schedule, in place of that of ``step.algorithm``, whose
+            loss and settings stay. Its stages ``generate`` and ``update`` are a ``Generate`` and an ``Update``. A
+            trainer of its own is a :class:`oppo.models.ResumableTrainer`; the run saves and restores it. A resumed run
+            is given the same function again: unlike files, it is not compared.
+        observers: see every item and step, beside those of the run.
+
+    Raises:
+        OppoError: settings, data or models cannot be used, or the run failed.
+        KeyboardInterrupt: a signal ended it.
+
+    Example:
+        >>> directory = train("config.toml", ["run.steps=20"])  # doctest: +SKIP
+        >>> directory = train(directory.path, ["run.steps=40"])  # goes on  # doctest: +SKIP
+    """
+    resume = isinstance(config, str | Path) and Path(config).is_dir()
+    held_out = None if eval_prompts is None else list(eval_prompts)
+    given = {"data.prompts": prompts, "eval.prompts": held_out}
+    named = [f"{key}={ROWS}" for key, rows in given.items() if rows is not None]
+    settings, rows = _settings(config, [*overrides, *named]), ProgramRows(prompts, held_out)
+    with prepare(settings, resume=resume, graph=graph, rows=rows) as session:
+        return anyio.run(run, session, Console(), observers)
+
+
+def _settings(config: str | Path | Mapping[str, object] | Settings, overrides: Sequence[str]) -> Settings:
+    if isinstance(config, str | Path):
+        path = Path(config)
+        return settings_of(path, overrides) if path.is_dir() else load(path, overrides)
+    if isinstance(config, Settings):
+        if not overrides:
+            return config
+        config = config.document()
+    return resolve(overridden(with_name(config), overrides), Path.cwd())
+
+
+SHOWN = 3
+"""Reasons in the message."""
+
+_KINDS = 1000  # distinct reasons that are counted one by one
+
+
+@dataclass(slots=True)
+class Reasons:
+    """Counts drops by reason; reasons that differ only in numbers are one kind, named by its first."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    _first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, drops: Iterable[Drop]) -> None:
+        """Count these too."""
+        for drop in drops:
+            kind = re.sub(r"\d+", "", drop.reason) if len(self._first) < _KINDS else ""
+            self.counts[self._first.setdefault(kind, drop.reason if kind else "other reasons")] += 1
+
+    def __str__(self) -> str:
+        shown = [f"{count} x {reason}" for reason, count in self.counts.most_common(SHOWN)]
+        rest = len(self.counts) - len(shown)
+        return "; ".join([*shown, *([f"{rest} other reasons"] if rest > 0 else [])]) or "no rollout ended"
+
+
+@dataclass(slots=True)
+class EmptySteps:
+    """Counts consecutive steps that train nothing.
+
+    Attributes:
+        limit: this many in a row end the run; 0: no limit.
+    """
+
+    limit: int
+    _in_a_row: int = 0
+    _since_trained: Reasons = field(default_factory=Reasons)
+    _in_all: Reasons = field(default_factory=Reasons)
+
+    def after(self, report: StepReport) -> None:
+        """Count a step.
+
+        Raises:
+            NothingTrained: ``limit`` steps in a row trained nothing.
+        """
+        self._in_all.add(report.dropped)
+        if report.trained:
+            self._in_a_row, self._since_trained = 0, Reasons()
+            return
+        self._in_a_row += 1
+        self._since_trained.add(report.dropped)
+        if self._in_a_row == self.limit:
+            raise NothingTrained(
+                f"no rollout was trained in {self.limit} steps in a row ({self._since_trained}): look at these "
+                f"reasons; run.max_empty = {self.limit} is the limit, 0 sets none"
+            )
+
+    def require_trained(self, trained: int, steps: int) -> None:
+        """Check at the end of a run that its ``steps`` steps trained a rollout.
+
+        Raises:
+            NothingTrained: there were steps, and no rollout was trained.
+        """
+        if steps and not trained:
+            raise NothingTrained(f"no rollout was trained in the {steps} steps of the run: {self._in_all}")

@@ -1,0 +1,411 @@
+"""Whatever is wrong with what a run is given is a sentence: what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from oppo.cli import UNTRAINED
+from oppo.data import read_prompts
+from oppo.hf.train.packing import MicroBatch
+from oppo.liveness import StallLimits
+from oppo.report.records import Lock
+from tests.hf import tiny
+from tests.workplace import furnish, oppo, records, run, tokenizer
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with good models, and with one of each kind of bad one."""
+    folder = furnish(tmp_path_factory.mktemp("workplace"))
+    tiny.scalar("llama", labels=2).save_pretrained(folder / "two-labels")
+    tokenizer().save_pretrained(folder / "two-labels")
+    tiny.scalar("llama").save_pretrained(folder / "foreign")
+    tokenizer(shifted=True).save_pretrained(folder / "foreign")
+    small = tiny.causal("llama")
+    small.resize_token_embeddings(64)
+    small.save_pretrained(folder / "small")
+    shutil.copytree(folder / "actor", folder / "pickled")
+    torch.save(load_file(folder / "actor" / "model.safetensors"), folder / "pickled" / "pytorch_model.bin")
+    (folder / "pickled" / "model.safetensors").unlink()
+    with_code(folder / "actor", folder / "with-code")
+    small.save_pretrained(folder / "narrow")
+    tokenizer().save_pretrained(folder / "narrow")
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    shutil.copytree(folder / "actor", folder / "int8")
+    weights = load_file(folder / "actor" / "model.safetensors")
+    weights = {name: (each * 100).to(torch.int8) for name, each in weights.items()}
+    save_file(weights, folder / "int8" / "model.safetensors", metadata={"format": "pt"})
+    (folder / "clash.jsonl").write_text('{"prompt": "w3 w4", "completions": 1}\n')
+    (folder / "bare.jsonl").write_text('{"prompt": "w3 w4", "gaol": 1}\n')
+    (folder / "empty.jsonl").write_text('{"prompt": "w3 w4"}\n{"prompt": "  "}\n')
+    (folder / "nothing.jsonl").write_text("\n")
+    (folder / "file").write_text("")
+    return folder
+
+
+def with_code(model: Path, target: Path) -> None:
+    """Copy a model and have it ask for code of its own, which would leave a mark."""
+    shutil.copytree(model, target)
+    config = json.loads((target / "config.json").read_text())
+    config |= {"model_type": "novel", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (target / "config.json").write_text(json.dumps(config))
+    (target / "code.py").write_text(f"from pathlib import Path\nPath({str(target / 'ran')!r}).touch()\n")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_here() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentences"),
+    [
+        ("data.column=question", ["line 1: no column 'question'; the columns there are prompt, goal"]),
+        ("data.prompts=empty.jsonl", ["empty.jsonl, line 2, column 'prompt': the prompt is empty"]),
+        ("data.prompts=nothing.jsonl", ["nothing.jsonl holds no prompt"]),
+        ("data.max_prompt_tokens=1", ["no prompt of ", "is left: all are over-long"]),
+        ("data.prompts=file", ["file: expected a file of prompts whose name ends in .jsonl, .csv or .parquet"]),
+        ("run.steps=many", ["run.steps: expected a whole number, got 'many'"]),
+        ("models.policy=", ["models.policy: "]),
+        ("models.policy=file", ["models.policy: ", "file' is no directory here"]),
+        ("models.reference=small", ["models.reference: ", "knows the token ids below 64", "go up to 95"]),
+        ("rewards.0.source=two-labels", ["rewards.0: ", "score.weight is [2, 32]", "'file.py:function'"]),
+        (
+            "rewards.0.source=foreign rewards.0.form=tokens",
+            ["rewards.0: ", "does not share the policy's tokenizer", "rewards.0.form cannot be 'tokens': leave"],
+        ),
+        ("rewards.0.source=foreign rewards.0.form=pair", ["rewards.0: ", "no pair", "rewards.0.reading = 'whole'"]),
+        ("models.critic=foreign", ["models.critic: ", "does not share the policy's tokenizer"]),
+        ("models.policy=narrow", ["models.policy: ", "tokenizer go up to 95", "narrow' reads those below 64"]),
+        ("models.policy=adapter", ["models.policy: ", "an adapter of PEFT for the model 'org/base'", "merge"]),
+        ("models.policy=int8", ["models.policy: ", "int8/model.safetensors holds ", "as I8, without the quantization"]),
+        ("models.policy=./acter", ["models.policy: ", "acter' is no directory here (did you mean 'actor'?)"]),
+        ("models.lora_rank=1000000", ["models.lora_rank = 1000000 is more than the rank of any layer", "at most 32"]),
+        ("data.prompts=promts.jsonl", ["there is no prompt file", "(did you mean 'prompts.jsonl'?)"]),
+        ("models.policy=pickled", ["models.policy: ", "as pickles (pytorch_model.bin)", "models.allow_pickle = true"]),
+        ("models.dtype=float16", ["models.policy: float16 is not for a CPU", "'float32' or 'bfloat16'"]),
+        ("models.shared_trunk=true models.critic=reward", ["[models]: shared_trunk = true makes the critic a head on"]),
+        ("models.policy=with-code", ["models.policy: ", "its own (code.py)", "models.trust_remote_code = true"]),
+        ("models.reference=with-code", ["models.reference: ", "models.trust_remote_code = true"]),
+        ("run.directory=file", ["file is no directory; choose another run.directory"]),
+        ("run.directory=/proc/1/fdinfo/x", ["the run directory /proc/1/fdinfo/x/refused cannot be"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_before_anything_is_written(
+    workplace: Path, override: str, sentences: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(workplace.rglob("*"))
+    assert oppo(workplace, "", "run.name=refused", *override.split(" ")) == 2
+    said = capsys.readouterr().err
+    assert "error: " in said
+    assert "Traceback" not in said
+    for sentence in sentences:
+        assert sentence in said
+    assert sorted(workplace.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            "rewards.0.source=reward.py:odd data.prompts=clash.jsonl",
+            "column 'completions' bears the name of an argument",
+        ),
+        ("rewards.0.source=reward.py:short data.prompts=bare.jsonl", "asks for 'goal', which is no column"),
+        ("rewards.0.source=reward.py:short eval.prompts=bare.jsonl", "asks for 'goal', which is no column"),
+        ("rewards.0.column=gole", "rewards.0 compares responses with 'gole', which is no column of the data"),
+    ],
+)
+def test_columns_that_a_reward_needs_are_checked_before_a_model_is_loaded(
+    workplace: Path, overrides: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(workplace, "", "run.name=refused", *overrides.split(" ")) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "loading" not in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("sampling.min_new_tokens=12", True),
+        ("sampling.eos=false", True),
+        ("sampling.min_new_tokens=12 step.extra=0", False),
+        ("", False),
+    ],
+)
+def test_carrying_where_all_responses_are_equally_long_is_said_to_gain_nothing(
+    workplace: Path, overrides: str, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(workplace, "--dry-run", "run.name=equal", *filter(None, overrides.split(" "))) == 0
+    captured = capsys.readouterr()
+    assert ("beyond the batch gain nothing" in captured.out + captured.err) is said
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "sentence"),
+    [
+        ("filter", 0, "12 of 20 prompts of {file} are longer than 3 tokens: left out"),
+        ("truncate", 0, "12 of 20 prompts of {file} are longer than 3 tokens: their beginnings are cut off"),
+        ("error", 2, "12 of 20 prompts of {file} are longer than 3 tokens, the first at {file}, line 3; filter or"),
+    ],
+)
+def test_over_long_prompts_are_counted(
+    workplace: Path, how: str, code: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(workplace, "--dry-run", "run.name=long", "data.max_prompt_tokens=3", f"data.over_long={how}") == code
+    assert sentence.format(file=workplace / "prompts.jsonl") in capsys.readouterr().err
+
+
+def test_a_second_run_in_the_same_directory_is_told_who_is_there(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workplace / "runs" / "shared").mkdir(parents=True)
+    first = Lock(workplace / "runs" / "shared")
+    assert oppo(workplace, "", "run.name=shared") == 2
+    said = capsys.readouterr().err
+    assert f"{workplace / 'runs' / 'shared'} is being written by another run (process " in said
+    first.release()
+    assert list((workplace / "runs" / "shared").iterdir()) == [], "the second has touched nothing"
+
+
+def test_a_disk_that_is_full_leaves_nothing_half_written(workplace: Path) -> None:
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
+    overrides = ("run.name=full", "run.steps=1", "run.trace=0", "run.checkpoint_every=0")
+    code, _, said = run(workplace, *overrides, before=limit)
+    assert code == 1, said
+    final = workplace / "runs" / "full" / "checkpoints" / "final"
+    assert f"error: what was learned could not be saved in {final}, and nothing half-written is left there: " in said
+    assert f"{final / 'actor'}: Error while serializing: I/O error: File too large" in said
+    assert "Traceback" not in said
+    directory = workplace / "runs" / "full"
+    assert [path for path in directory.rglob("*") if "partial" in path.name or "safetensors" in path.name] == []
+    assert not (directory / "checkpoints" / "final").exists()
+    assert len(records(workplace, "full", "metrics.jsonl")) == 1
+    assert records(workplace, "full", "log.jsonl")[-1]["event"] == "failed"
+
+
+def test_a_disk_that_is_full_when_a_checkpoint_is_written_is_a_sentence(workplace: Path) -> None:
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
+    overrides = ("run.name=full-early", "run.steps=2", "run.trace=0", "run.checkpoint_every=1")
+    code, _, said = run(workplace, *overrides, before=limit)
+    assert code == 1, said
+    checkpoints = workplace / "runs" / "full-early" / "checkpoints"
+    assert f"error: the checkpoint {checkpoints / 'step-000001'} could not be written, and nothing half-" in said
+    assert f"and then, while saving {checkpoints / 'final'}, ModelError: what was learned could not be saved" in said
+    assert "Traceback" not in said
+    assert list(checkpoints.iterdir()) == []
+    assert len(records(workplace, "full-early", "metrics.jsonl")) == 1
+
+
+def test_running_out_of_memory_names_the_model_and_the_setting_that_helps(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_much(*_: object) -> MicroBatch:
+        torch.empty(1 << 50, dtype=torch.uint8)
+        raise AssertionError("there is no machine with a pebibyte")
+
+    monkeypatch.setattr("oppo.hf.train.trainer.pack", too_much)
+    assert oppo(workplace, "", "run.name=memory") == 1
+    said = capsys.readouterr().err
+    assert "error: the trainer ran out of memory while it did 'update': lower trainer.micro_batch_tokens (" in said
+    assert "in stage 'update' of graph 'ppo', step 1" in said
+    assert "Traceback" not in said
+
+
+LIMITED = """
+import resource
+import oppo.run.train
+
+loading = oppo.run.train.prepare
+
+def prepare(*arguments, **options):
+    session = loading(*arguments, **options)
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, size + ROOM))
+    return session
+
+oppo.run.train.prepare = prepare
+"""
+"""Leaves a process ``ROOM`` more bytes of address space than it has when everything is loaded."""
+
+WIDE = 1 << 17
+"""Of a layer that takes half a mebibyte for each token it reads."""
+
+
+def wide(folder: Path, role: str) -> None:
+    """Add such a model to a workplace, and prompts that are long for it."""
+    config = tiny.build(LlamaConfig, tiny.GROUPED, intermediate_size=WIDE, num_hidden_layers=1, num_labels=1)
+    (tiny.of if role == "actor" else tiny.scalar_of)(config, seed=1).save_pretrained(folder / "wide")
+    tokenizer().save_pretrained(folder / "wide")
+    rows = [{"prompt": " ".join(f"w{3 + (7 * i + k) % 90}" for k in range(480))} for i in range(8)]
+    (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited, and its use told, on Linux")
+@pytest.mark.parametrize(
+    ("role", "overrides", "sentence"),
+    [
+        (
+            "reward",
+            "rewards.0.source=wide models.critic=reward data.prompts=long.jsonl",
+            "error: the reward model ran out of memory while it did 'extend': lower step.batch, step.extra or",
+        ),
+        pytest.param(
+            "actor",
+            "models.policy=wide models.reference=actor rewards.0.source=reward.py:short models.critic=reward "
+            "sampling.max_new_tokens=160 sampling.min_new_tokens=160",
+            "error: the trainer ran out of memory while it did 'update': lower trainer.micro_batch_tokens (",
+            marks=pytest.mark.deep,
+        ),
+    ],
+    ids=["serving", "training"],
+)
+def test_a_process_that_may_have_no_more_memory_says_which_model_wanted_it(
+    tmp_path: Path, role: str, overrides: str, sentence: str
+) -> None:
+    furnish(tmp_path)
+    wide(tmp_path, role)
+    limit = LIMITED.replace("ROOM", str(200 << 20))  # the least that is asked for at once is 240 MiB
+    code, _, said = run(tmp_path, *overrides.split(), before=limit, MALLOC_ARENA_MAX="1")
+    assert code == 1, said
+    assert sentence in said
+    assert "Traceback" not in said
+    assert records(tmp_path, "first", "log.jsonl")[-1]["event"] == "failed"
+
+
+def test_a_prompt_file_that_changes_meanwhile_changes_nothing_and_is_noted(workplace: Path) -> None:
+    moving = workplace / "moving.jsonl"
+    shutil.copy(workplace / "prompts.jsonl", moving)
+    (workplace / "meddler.py").write_text(
+        "def meddle(prompts, completions):\n"
+        f"    open({str(moving)!r}, 'w').close()\n"
+        "    return [0.0 for _ in prompts]\n"
+    )
+    overrides = ("data.prompts=moving.jsonl", "rewards.0.source=meddler.py:meddle", "run.panel=off")
+    assert oppo(workplace, "", "run.name=moving", *overrides) == 0
+    assert sum(each["event"] == "trained" for each in records(workplace, "moving", "journal.jsonl")) == 8
+    noted = [each for each in records(workplace, "moving", "log.jsonl") if each["event"] == "file changed"]
+    assert [each["level"] for each in noted] == ["warning"]
+
+
+def test_a_prompt_file_that_changes_while_it_is_read_is_refused(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    growing = workplace / "growing.jsonl"
+    shutil.copy(workplace / "prompts.jsonl", growing)
+
+    def read(path: Path, *arguments: object, **options: object) -> object:
+        with path.open("a") as file:
+            file.write('{"prompt": "w5"}\n')
+        return read_prompts(path, *arguments, **options)  # type: ignore[arg-type]  # passed on as they came
+
+    monkeypatch.setattr("oppo.run.prompts.read_prompts", read)
+    assert oppo(workplace, "", "run.name=growing", "data.prompts=growing.jsonl") == 2
+    assert "growing.jsonl changed while it was read: start again" in capsys.readouterr().err
+
+
+def test_a_reward_that_blocks_is_named_on_the_terminal_and_in_the_log(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = workplace / "runs" / "blocked" / "log.jsonl"
+    (workplace / "blocking.py").write_text(
+        "import time\nfrom pathlib import Path\n"
+        "def block(prompts, completions):\n"
+        f"    while 'stalled' not in Path({str(log)!r}).read_text():\n        time.sleep(0.01)\n"
+        "    return [0.0 for _ in completions]\n"
+    )
+    monkeypatch.setattr("oppo.run.observers.StallLimits", partial(StallLimits, notice=0.2))
+    assert oppo(workplace, "", "run.name=blocked", "run.steps=1", "rewards.0.source=blocking.py:block") == 0
+    stalls = [each for each in records(workplace, "blocked", "log.jsonl") if each["event"] == "stalled"]
+    assert {"advantage": "waits for reward", "reward": "at work"}.items() <= stalls[-1]["steps"]["1"].items()
+    assert "advantage waits for reward; " in capsys.readouterr().out
+
+
+def test_a_reward_that_never_returns_ends_the_run_with_a_report(workplace: Path) -> None:
+    overrides = ("rewards.0.source=reward.py:stuck", "run.name=stuck", "run.watchdog_seconds=4", "run.call_timeout=4")
+    code, _, said = run(workplace, *overrides)
+    assert code == 1, said
+    directory = workplace / "runs" / "stuck"
+    assert "advantage waits for reward; " in said
+    assert str(directory / "hang-report.json") in said
+    assert "Traceback" not in said
+    report = json.loads((directory / "hang-report.json").read_text())
+    assert [(step["step"], step["at_work"]) for step in report["steps"]] == [(1, ["reward"])]
+    assert any("in stuck" in line for thread in report["threads"] for line in thread["stack"])
+    assert not (directory / "checkpoints").exists(), "nothing was learned"
+    assert records(workplace, "stuck", "log.jsonl")[-1]["event"] == "failed"
+
+
+@pytest.mark.deep
+def test_a_model_that_never_returns_ends_the_process_with_a_report(workplace: Path) -> None:
+    hang = (
+        "import functools, threading\n"
+        "import oppo.hf.train.trainer, oppo.run.observers\n"
+        "oppo.hf.train.trainer.pack = lambda *_: threading.Event().wait()\n"
+        "oppo.run.observers.StallLimits = functools.partial(oppo.run.observers.StallLimits, grace=1)\n"
+    )
+    code, _, said = run(workplace, "run.name=model-stuck", "run.watchdog_seconds=4", "run.call_timeout=4", before=hang)
+    assert code == 1, said
+    assert "update is at work; in a call: trainer: update (see " in said
+    report = json.loads((workplace / "runs" / "model-stuck" / "hang-report.json").read_text())
+    assert [(step["step"], step["at_work"]) for step in report["steps"]] == [(1, ["update"])]
+    assert any(thread["name"] == "oppo-trainer_0" for thread in report["threads"])
+
+
+def test_a_reward_that_fails_for_some_is_trained_on_the_others(workplace: Path) -> None:
+    overrides = ("rewards.0.source=reward.py:picky", "rewards.0.on_failure=drop", "run.panel=off")
+    assert oppo(workplace, "", "run.name=picky", *overrides) == 0
+    for record in records(workplace, "picky", "metrics.jsonl"):
+        assert record["trained"] + record["dropped"] == 4
+    dropped = [each for each in records(workplace, "picky", "journal.jsonl") if each["event"] == "dropped"]
+    assert dropped
+    assert all("it returned nan" in str(each["reason"]) for each in dropped)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "sentence"),
+    [
+        ("run.max_empty=2 run.steps=9", 2, "error: no rollout was trained in 2 steps in a row (8 x reward function "),
+        (
+            "run.max_empty=0",
+            2,
+            "error: no rollout was trained in the 2 steps of the run: 8 x reward function 'broken' ",
+        ),
+    ],
+)
+def test_a_run_that_trains_nothing_ends_with_the_reasons_and_a_code_of_its_own(
+    workplace: Path, settings: str, steps: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"nothing-{steps}-{len(settings)}"
+    overrides = ("rewards.0.source=reward.py:broken", "rewards.0.on_failure=drop", "run.panel=off", *settings.split())
+    assert oppo(workplace, "", f"run.name={name}", *overrides) == UNTRAINED
+    made = records(workplace, name, "metrics.jsonl")
+    assert [(each["trained"], each["dropped"], each["version"]) for each in made] == [(0, 4, 1), (0, 4, 2)]
+    assert sentence in capsys.readouterr().err
+    assert json.loads((workplace / "runs" / name / "summary.json").read_text())["complete"] is False
+    assert records(workplace, name, "log.jsonl")[-1]["event"] == "failed"
+
+
+def test_a_step_measures_how_long_the_loop_was_kept_from_its_work(workplace: Path) -> None:
+    assert oppo(workplace, "", "run.name=measured", "run.steps=1", "run.panel=off") == 0
+    (record,) = records(workplace, "measured", "metrics.jsonl")
+    gap = record["loop/worst_gap_s"]
+    assert isinstance(gap, float)
+    assert gap >= 0
+
+
+async def test_a_forward_pass_on_the_loop_is_caught_by_the_guard() -> None:
+    with pytest.raises(AssertionError, match="Linear runs on the event loop's thread"):
+        torch.nn.Linear(1, 1)(torch.zeros(1))

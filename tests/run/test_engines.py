@@ -1,0 +1,239 @@
+"""``oppo train`` on an engine that lives elsewhere, as far as the application goes: a stand-in takes vLLM's place.
+
+It decodes with transformers, on weights of its own that only a publish reaches, as vLLM would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import pytest
+import torch
+
+from oppo.cli import main
+from oppo.config.load import load
+from oppo.errors import ConfigError, ModelError
+from oppo.hf.loading import load_causal
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import ProximalLogprobs, RecomputedLogprobs
+from oppo.log import logger
+from oppo.models import Sampling, Weights
+from oppo.observe import Reporter
+from oppo.placement import Thread
+from oppo.run.train import prepare
+from tests.workplace import furnish, oppo, records
+
+
+@dataclass
+class StandIn:
+    """In the place of ``VllmEngine``."""
+
+    directory: Path
+    arguments: Mapping[str, object]
+    trainer: torch.device
+    cores: int | None
+    log: Path | None
+    thread: Thread = field(default_factory=lambda: Thread("engine"))
+    longest: int = 500
+    closed: bool = False
+    loads: list[int] = field(default_factory=list)
+
+    started: ClassVar[list[StandIn]] = []
+
+    @classmethod
+    def start(
+        cls,
+        model: str | Path,
+        *,
+        arguments: Mapping[str, object],
+        trainer: torch.device,
+        cores: int | None = None,
+        log: Path | None = None,
+    ) -> Self:
+        logger.info("starting vLLM")
+        engine = cls(Path(model), arguments, trainer, cores, log)
+        StandIn.started.append(engine)
+        if log is not None:
+            log.write_text("started\n")
+        return engine
+
+    def abort(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.closed = True
+        self.thread.close()
+
+
+class StandInPolicy(HfPolicy):
+    """In the place of ``VllmPolicy``."""
+
+    def __init__(self, engine: StandIn, *, sampling: Sampling, on_publish: Any, decode: Any) -> None:
+        if sampling.top_k == 7:
+            raise ConfigError("seven is refused")
+        self._engine = engine
+        self.reporter = Reporter("policy")
+        model = load_causal(engine.directory)
+        super().__init__(model, sampling=sampling, thread=engine.thread, on_publish=on_publish, decode=decode)
+
+    async def load(self, weights: Weights) -> None:
+        with self.reporter.reported("load"):
+            await super().load(weights)
+        self._engine.loads.append(weights.version)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return furnish(tmp_path_factory.mktemp("workplace"))
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandIn]]:
+    def require(arguments: Mapping[str, object], *, settings: bool, planned: bool) -> None:
+        assert settings
+        assert not planned
+        if "max_num_seq" in arguments:
+            raise ConfigError("unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)")
+
+    StandIn.started.clear()
+    monkeypatch.setattr("oppo.vllm.VllmEngine", StandIn)
+    monkeypatch.setattr("oppo.vllm.VllmPolicy", StandInPolicy)
+    monkeypatch.setattr("oppo.vllm.arguments.require_arguments", require)
+    monkeypatch.setattr("oppo.vllm.arguments.computes_on_cpu", lambda: True)
+    yield StandIn.started
+    assert all(engine.closed for engine in StandIn.started)
+
+
+def on_vllm(workplace: Path, name: str, *overrides: str, command: str = "") -> int:
+    return oppo(workplace, command, f"run.name={name}", "models.engine=vllm", "run.panel=off", *overrides)
+
+
+def test_a_run_serves_published_copies_and_corrects_every_token(workplace: Path, stand_in: list[StandIn]) -> None:
+    assert on_vllm(workplace, "run", "run.steps=3", "vllm.max_num_seqs=8") == 0
+    lines = records(workplace, "run", "metrics.jsonl")
+    assert [line["trained"] for line in lines] == [4, 4, 4]
+    for line in lines:
+        assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
+        assert abs(line["mismatch/kl_current"]) < 1e-9, "decoded with the weights that were trained"
+    (engine,) = stand_in
+    assert engine.loads == [1, 2, 3]
+    assert engine.directory == workplace / "actor"
+    assert engine.trainer == torch.device("cpu")
+    assert engine.cores == 1
+    assert engine.log == workplace / "runs" / "run" / "vllm.log"
+    assert engine.log.read_text() == "started\n", "what the engine has said stays when the run begins"
+    assert engine.arguments == {
+        "dtype": "float32",
+        "trust_remote_code": False,
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+    }, "as long as the model reads, which is less than the longest prompt and response"
+    again = load(workplace / "runs" / "run" / "config.toml")
+    assert (again.models.engine, again.vllm) == ("vllm", {"max_num_seqs": 8})
+
+
+def test_a_run_is_evaluated_with_the_weights_that_are_published(workplace: Path, stand_in: list[StandIn]) -> None:
+    chosen = ("eval.prompts=prompts.jsonl", "eval.count=3", "eval.every=1", "eval.samples=2", "run.steps=2")
+    assert on_vllm(workplace, "evaluated", *chosen) == 0
+    assert [each["version"] for each in records(workplace, "evaluated", "eval.jsonl")] == [0, 1, 2]
+    assert stand_in[0].loads == [1, 2]
+
+
+def test_a_sequence_is_no_longer_than_prompt_and_response(workplace: Path, stand_in: list[StandIn]) -> None:
+    assert on_vllm(workplace, "short", "data.max_prompt_tokens=20", command="--dry-run") == 0
+    assert stand_in[0].arguments["max_model_len"] == 32
+    assert on_vllm(workplace, "given", "vllm.max_model_len=99", command="--dry-run") == 0
+    assert stand_in[1].arguments["max_model_len"] == 99
+
+
+def test_a_dry_run_starts_the_engine_and_leaves_nothing(
+    workplace: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert on_vllm(workplace, "dry", "vllm.seed=3", command="--dry-run") == 0
+    said = capsys.readouterr()
+    assert "starting vLLM" in said.err
+    assert "[vllm]\nseed = 3" in said.out
+    assert stand_in[0].log is None
+    assert not (workplace / "runs" / "dry").exists()
+
+
+def test_a_run_is_resumed_on_its_checkpoints_weights(workplace: Path, stand_in: list[StandIn]) -> None:
+    assert on_vllm(workplace, "again", "run.steps=2") == 0
+    arguments = ["resume", str(workplace / "runs" / "again"), "--set", "run.steps=4", "--set", "vllm.max_num_seqs=3"]
+    assert main(arguments) == 0
+    assert stand_in[1].loads == [2, 3, 4], "first those of the checkpoint"
+    lines = records(workplace, "again", "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(abs(line["mismatch/kl_current"]) < 1e-9 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("vllm.max_num_seq=3", "unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)"),
+        ("run.exact=true", "run.exact makes every bit independent of timing"),
+        ("sampling.top_p=0.5", "vLLM does not say which those were"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(
+    workplace: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str], override: str, sentence: str
+) -> None:
+    assert on_vllm(workplace, "refused", override) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "loading" not in said
+    assert not stand_in
+    assert not (workplace / "runs" / "refused").exists()
+
+
+def test_a_policy_that_is_refused_takes_its_engine_with_it(
+    workplace: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert on_vllm(workplace, "seven", "sampling.top_k=7") == 2
+    assert "seven is refused" in capsys.readouterr().err
+    assert stand_in[0].closed
+    assert on_vllm(workplace, "seven") == 0, "its log is no reason against another run of that name"
+
+
+def test_its_tokens_are_scored_again_only_where_another_engine_made_them(workplace: Path) -> None:
+    def proximal(*overrides: str) -> object:
+        settings = load(workplace / "config.toml", overrides)
+        with prepare(settings, dry_run=True) as session:
+            return type(session.assembly.proximal)
+
+    assert proximal("models.engine=vllm") is RecomputedLogprobs
+    assert proximal("models.engine=vllm", "algorithm.is_correction=none") is type(None)
+    assert proximal("algorithm.is_correction=truncated") is ProximalLogprobs
+
+
+def test_its_work_is_told_like_that_of_a_place(workplace: Path) -> None:
+    with prepare(load(workplace / "config.toml", ["models.engine=vllm"]), dry_run=True) as session:
+        assembly = session.assembly
+        spans: list[object] = []
+        assembly.listen(spans.append)
+        (worker,) = assembly.serving.workers
+        assert isinstance(worker, Reporter)
+        with worker.reported("decode"):
+            assert assembly.at_work() == ("policy: decode",)
+        assert not assembly.at_work()
+        assert len(spans) == 1
+
+
+def test_an_engine_is_ended_also_if_a_place_cannot_be(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = prepare(load(workplace / "config.toml", ["models.engine=vllm"]), dry_run=True)
+    close = session.assembly.places.training.close
+
+    def broken() -> None:
+        close()
+        raise ModelError("the trainer does not end")
+
+    monkeypatch.setattr(session.assembly.places.training, "close", broken)
+    with pytest.raises(ModelError, match="does not end"):
+        session.assembly.close()
+    session.assembly.places.scoring["reward"].close()
+    session.assembly.places.acting.close()

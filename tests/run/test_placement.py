@@ -1,0 +1,168 @@
+"""``[placement]``: each model on its device, several training ranks, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from oppo.cli import DONE, FAILED, UNUSABLE
+from oppo.config.load import load
+from oppo.hf.devices import DeviceThread
+from oppo.hf.train.actor_critic import ActorCritic
+from oppo.placement import Place, Process, Ranks, Thread
+from oppo.run.places import devices_of, layout_of
+from oppo.run.train import FINAL
+from tests.hf import tiny
+from tests.placement.instances import gone
+from tests.workplace import furnish, oppo, resume, start
+
+BOTH = 'placement.trainer=["cpu", "cpu"]'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return furnish(tmp_path_factory.mktemp("placement"))
+
+
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch say that there are three CUDA devices; nothing is moved to one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+
+
+def weights(folder: Path, name: str) -> dict[str, np.ndarray]:
+    return {
+        f"{model}/{key}": tensor
+        for model in ("actor", "critic")
+        for key, tensor in load_file(folder / "runs" / name / FINAL / model / "model.safetensors").items()
+    }
+
+
+def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    return float(np.sqrt(sum(float(np.square(one[name] - other[name]).sum()) for name in one)))
+
+
+@pytest.mark.parametrize("shard", ["true", pytest.param("false", marks=pytest.mark.deep)])
+def test_two_ranks_learn_what_one_process_learns_and_either_goes_on_with_the_other_s_checkpoint(
+    folder: Path, shard: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone, ranked = (f"{name}-{shard}" for name in ("alone", "ranked"))
+    still = ("run.steps=2", "run.checkpoint_every=1", "step.extra=0", "sampling.temperature=0")
+    assert oppo(folder, "", *still, f"run.name={alone}") == DONE
+    assert oppo(folder, "", *still, f"run.name={ranked}", BOTH, f"placement.shard={shard}") == DONE
+    assert "starting 2 training ranks" in capsys.readouterr().err
+    begun = {
+        f"{model}/{key}": tensor
+        for model, path in (("actor", "actor"), ("critic", "reward"))
+        for key, tensor in load_file(folder / path / "model.safetensors").items()
+    }
+    moved = apart(weights(folder, alone), begun)
+    assert moved > 0
+    assert apart(weights(folder, ranked), weights(folder, alone)) < 0.01 * moved
+    assert resume(folder, alone, "run.steps=3", BOTH, f"placement.shard={shard}") == DONE
+    assert resume(folder, ranked, "run.steps=3", "placement.trainer=[]") == DONE
+    assert apart(weights(folder, ranked), weights(folder, alone)) < 0.01 * moved
+
+
+def test_a_rank_that_is_killed_ends_the_run_and_the_others_and_it_can_be_resumed(folder: Path) -> None:
+    overrides = ("run.name=killed", "run.steps=100000", "run.scorers=thread", "run.checkpoint_every=1", BOTH)
+    with start(folder, *overrides) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        os.kill(ranks[-1], signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == FAILED, said
+    assert "was killed by SIGKILL" in said
+    assert "go on from there (oppo resume)" in said
+    assert gone(ranks)
+    made = len((folder / "runs" / "killed" / "metrics.jsonl").read_text().splitlines())
+    assert resume(folder, "killed", f"run.steps={made + 1}") == DONE
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_each_model_has_the_device_and_the_place_that_the_settings_name(folder: Path) -> None:
+    settings = load(
+        folder / "config.toml",
+        ["models.device=cuda", "placement.scorers=cuda:1", "placement.critic=cpu", "placement.trainer=cuda:2"],
+    )
+    devices = devices_of(settings)
+    assert [str(each) for each in (devices.policy, *devices.trainer, devices.reference, devices.reward)] == [
+        "cuda:0",
+        "cuda:2",
+        "cuda:1",
+        "cuda:1",
+    ]
+    assert str(devices.critic) == "cpu"
+    assert not settings.shares_weights
+    places = layout_of(settings, devices)
+    try:
+        assert places.scoring["reward"] is places.scoring["reference"]
+        assert isinstance(places.scoring["reward"], DeviceThread)
+        assert isinstance(places.scoring["critic"], Process | Thread)
+        assert {place.name for place in places} == {"actor", "scorers on cuda:1", "scorers on cpu", "trainer", "saver"}
+        assert len(list[Place](places)) == 5
+    finally:
+        places.close()
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_ranks_on_gpus_train_copies_whose_whole_weights_are_kept_on_the_cpu(folder: Path) -> None:
+    settings = load(folder / "config.toml", ["models.device=cuda", 'placement.trainer=["cuda:1", "cuda:2"]'])
+    assert not settings.shares_weights
+    places = layout_of(settings, devices_of(settings))
+    try:
+        assert isinstance(places.training, Ranks)
+        assert places.training.count == 2
+    finally:
+        places.close()
+
+
+def test_a_copy_on_another_device_has_all_parameters_there_and_leaves_the_original_alone() -> None:
+    actor, critic = tiny.causal(seed=1), tiny.scalar(seed=3)
+    actor.get_input_embeddings().requires_grad_(requires_grad=False)
+    models = ActorCritic(actor, critic)
+    moved = models.copied(torch.device("meta"))
+    assert {each.device.type for each in (*moved.parameters(), *moved.buffers())} == {"meta"}
+    assert {each.device.type for each in (*models.parameters(), *models.buffers())} == {"cpu"}
+    assert [each.requires_grad for each in moved.parameters()] == [each.requires_grad for each in models.parameters()]
+    near = models.copied()
+    frozen = [(ours, theirs) for ours, theirs in zip(models.parameters(), near.parameters(), strict=True)]
+    assert all((ours is theirs) != ours.requires_grad for ours, theirs in frozen)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("placement.policy=gpu",), "placement.policy: expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1'"),
+        (("placement.reward=cuda:7",), "placement.reward: there is no 'cuda:7' here"),
+        (("placement.scorers=cuda:7",), "placement.scorers: there is no 'cuda:7' here"),
+        (('placement.trainer=["cuda:7", "cuda:8"]',), "placement.trainer: there is no 'cuda:7' here"),
+        (('placement.trainer=["cuda:7", "cuda:7"]',), "names a device twice"),
+        (('placement.trainer=["cuda:7", "cpu"]',), "devices of several kinds"),
+        (('placement.trainer=["cpu", "tpu"]',), "expected 'auto', 'cpu', 'cuda'"),
+        ((BOTH, "run.trainer=process"), "run.trainer = 'process' is one process, and placement.trainer has 2 ranks"),
+        (("models.share_weights=true", "placement.trainer=cuda:7"), "models.share_weights = true trains the weights"),
+        (("models.shared_trunk=true", "placement.critic=cuda:7"), "set placement.critic = 'auto'"),
+        (("step.algorithm=rloo", "placement.critic=cpu"), "has no critic and cannot use placement.critic = 'cpu'"),
+        (("run.exact=true", "placement.reward=cuda"), "run.exact needs placement.reward = 'cpu'"),
+        (("placement.actor=cpu",), "placement.actor"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.device_count() > 7, reason="names devices that are not there")
+def test_what_cannot_be_placed_is_refused_by_name(
+    folder: Path, overrides: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(folder, "", "run.name=refused", *overrides) == UNUSABLE
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "loading" not in said
+    assert not (folder / "runs" / "refused").exists()

@@ -1,0 +1,470 @@
+"""A real run that is killed and resumed ends with the weights of one that was never killed, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+
+import pytest
+from safetensors.numpy import load_file
+
+from oppo.cli import DONE, FAILED, UNUSABLE, main
+from oppo.config.load import load
+from oppo.errors import CheckpointError, ConfigError, ModelError, RunComplete
+from oppo.report import observations
+from oppo.report.records import JOURNAL, OBSERVED, SUMMARY, is_locked, rewind
+from oppo.run.checkpoint import COMPLETE, _seal as seal, fingerprints, settings_of, verified
+from oppo.run.train import FINAL, prepare
+from tests.forked import Program
+from tests.workplace import furnish, oppo, records, resume, start
+
+STEPS = 6
+EXACT = (f"run.steps={STEPS}", "run.exact=true", "run.checkpoint_every=2", "step.chunk=3", "run.trace=0")
+EXTRA = "deferral/extra"
+PREDICTED = "deferral/predicted_seconds"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = furnish(tmp_path_factory.mktemp("resume"))
+    assert oppo(folder, "", *EXACT, "run.name=whole") == DONE
+    return folder
+
+
+def weights(folder: Path, name: str) -> dict[str, bytes]:
+    """Return every tensor of the trained models, as bytes."""
+    files = sorted((folder / "runs" / name / FINAL).glob("*/model.safetensors"))
+    assert files
+    return {f"{file.parent.name}/{key}": each.tobytes() for file in files for key, each in load_file(file).items()}
+
+
+def whole_of(folder: Path, lookahead: int) -> str:
+    """Return the name of a run that was never killed, made when it is first asked for."""
+    if not lookahead:
+        return "whole"
+    name = f"whole-{lookahead}"
+    if not (folder / "runs" / name).exists():
+        assert oppo(folder, "", *EXACT, f"step.lookahead={lookahead}", f"run.name={name}") == DONE
+        assert weights(folder, name) != weights(folder, "whole")
+    return name
+
+
+def killed(folder: Path, name: str, when: float, *overrides: str, whole: str = "whole") -> None:
+    """Begin a run and kill it when ``when`` steps have been made, a fraction of a step meaning a moment within it."""
+    run = folder / "runs" / name
+    a_step = median([each["seconds"] for each in records(folder, whole, "metrics.jsonl")])
+    alike = "from tests.hf.child import set_up; set_up()"
+    with start(folder, *EXACT, *overrides, f"run.name={name}", before=alike) as process:
+        while process.poll() is None and steps_of(run) < math.floor(when):
+            wait(process, 0.005)
+        wait(process, when % 1 * a_step)
+        process.kill()
+        process.communicate()
+
+
+def steps_of(run: Path) -> int:
+    """Return how many steps a run has made; -1: it has not begun."""
+    metrics = run / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else -1
+
+
+def wait(process: Program, seconds: float) -> None:
+    """Let time pass, unless the process ends."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+
+
+def same_as_whole(folder: Path, name: str, whole: str = "whole") -> None:
+    assert weights(folder, name) == weights(folder, whole)
+    for file in ("metrics.jsonl", "journal.jsonl"):
+        ours, theirs = (sorted(stable(records(folder, run, file)), key=json.dumps) for run in (name, whole))
+        assert ours == theirs, file
+    assert sorted(observations(folder / "runs" / name / JOURNAL)) == list(range(STEPS))
+
+
+def stable(told: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Return records without what depends on time."""
+    timed = ("timing_s/", "throughput/", "overlap/", "queue/", "loop/", "bottleneck/", "deferral/predicted_seconds")
+    return [
+        {k: v for k, v in record.items() if k not in {"at", "seconds"} and not k.startswith(timed)}
+        for record in told
+        if record.get("event") != OBSERVED
+    ]
+
+
+def killed_and_resumed(folder: Path, when: float, lookahead: int) -> None:
+    """Check that a run killed at a moment and resumed ends like one that was not."""
+    whole, name = whole_of(folder, lookahead), f"killed-{lookahead}-{when:.3f}"
+    killed(folder, name, when, f"step.lookahead={lookahead}")
+    left = steps_of(folder / "runs" / name)
+    assert resume(folder, name) == DONE, f"killed at {when}, after {left} steps"
+    same_as_whole(folder, name, whole)
+    shutil.rmtree(folder / "runs" / name)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_run_killed_at_a_random_moment_and_resumed_ends_with_the_same_weights(folder: Path, lookahead: int) -> None:
+    killed_and_resumed(folder, random.Random(lookahead).uniform(2, STEPS), lookahead)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(100, 120))
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_twenty_runs_killed_at_random_moments_and_resumed_end_with_the_same_weights(
+    folder: Path, lookahead: int, seed: int
+) -> None:
+    killed_and_resumed(folder, random.Random(seed).uniform(0, STEPS), lookahead)
+
+
+DYNAMIC = (
+    "step.algorithm=dapo", "algorithm.samples=3", "algorithm.max_rounds=50", "rewards.0.source=reward.py:odd",
+    "step.extra=2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(2, 8))])
+def test_a_run_that_selects_its_groups_is_killed_and_selects_again_as_it_had(folder: Path, seed: int) -> None:
+    whole, name = "whole-dynamic", f"dynamic-{seed}"
+    if not (folder / "runs" / whole).exists():
+        assert oppo(folder, "", *EXACT, *DYNAMIC, f"run.name={whole}") == DONE
+    told = records(folder, whole, "journal.jsonl")
+    rounds = [each for each in told if each["event"] == "round"]
+    assert sum(len(each["rejected"]) for each in rounds) > 2, "groups are rejected"
+    assert any(each["round"] > 1 for each in rounds)
+    rejected = {3 * group + k for each in rounds for group in each["rejected"] for k in range(3)}
+    assert rejected == {each["rollout"] for each in told if each["event"] == "dropped"}
+    killed(folder, name, random.Random(seed).uniform(2, STEPS - 1), *DYNAMIC, whole=whole)
+    assert resume(folder, name) == DONE
+    same_as_whole(folder, name, whole)
+
+
+def test_an_adaptive_run_that_is_killed_decides_again_as_it_had(folder: Path) -> None:
+    """It predicts seconds from measured seconds, of which none would come out twice."""
+    name, run = "adaptive", folder / "runs" / "adaptive"
+    killed(folder, name, 8.2, "run.exact=false", "step.admission=adaptive", "run.steps=14", "run.checkpoint_every=6")
+    before, seen = records(folder, name, "metrics.jsonl"), observations(run / JOURNAL, 6)
+    assert set(seen) >= {6}
+    assert resume(folder, name) == DONE
+    after = records(folder, name, "metrics.jsonl")
+    assert [each["step"] for each in after] == list(range(1, 15))
+    for was, now in zip(before, after, strict=False):
+        assert [was.get(figure) for figure in (EXTRA, PREDICTED)] == [now.get(figure) for figure in (EXTRA, PREDICTED)]
+    assert PREDICTED in after[7]
+    assert before[6]["seconds"] != after[6]["seconds"]
+    again = observations(run / JOURNAL)
+    assert sorted(again) == list(range(14))
+    assert {step: again[step] for step in seen} == seen
+
+
+def test_a_signal_ends_after_a_step_with_a_checkpoint_from_which_the_run_goes_on(folder: Path) -> None:
+    """As a scheduler does that wants its machine back; a terminal's Ctrl-C takes the same way."""
+    with start(folder, *EXACT, "run.checkpoint_every=0", "run.name=stopped") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        out, said = process.communicate(timeout=120)
+    run = folder / "runs" / "stopped"
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "SIGTERM: ending after this step, then saving; once more ends the run at once\n" in out
+    assert f"interrupted by SIGTERM; what was learned is in {run / FINAL}; go on with `oppo resume {run}`" in said
+    logged = [each for each in records(folder, "stopped", "log.jsonl") if each["event"] == "interrupted"]
+    assert [each["by"] for each in logged] == ["SIGTERM", "SIGTERM"]
+    assert resume(folder, "stopped") == DONE
+    same_as_whole(folder, "stopped")
+
+
+def copied(folder: Path, whole: str, name: str) -> Path:
+    """Copy a run under another name, and return its directory."""
+    run = shutil.copytree(folder / "runs" / whole, folder / "runs" / name)
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace(f'name = "{whole}"', f'name = "{name}"'))
+    own = fingerprints(load(run / "config.toml"))
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        state = json.loads((checkpoint / "state.json").read_text())
+        state["provenance"]["settings"]["run.name"] = own["run.name"]
+        reseal(checkpoint, state)
+    return run
+
+
+def reseal(checkpoint: Path, state: object) -> None:
+    """Write another state into a checkpoint, which is whole afterwards."""
+    sealed = verified(checkpoint)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    (checkpoint / COMPLETE).unlink()
+    seal(checkpoint, sealed.step, sealed.score)
+
+
+def damaged(folder: Path, whole: str, name: str) -> None:
+    """Copy a run, as if it had been killed before its end, and damage the last checkpoint of the copy."""
+    run = copied(folder, whole, name)
+    (run / SUMMARY).unlink()
+    with (run / "checkpoints" / "step-000006" / "trainer.safetensors").open("r+b") as file:
+        file.truncate(100)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(
+    folder: Path, lookahead: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, name = whole_of(folder, lookahead), f"damaged-{lookahead}"
+    damaged(folder, whole, name)
+    assert resume(folder, name) == DONE
+    assert "step-000006 is damaged: trainer.safetensors" in capsys.readouterr().err
+    same_as_whole(folder, name, whole)
+
+
+def test_a_run_killed_after_its_last_step_is_brought_to_its_end(folder: Path) -> None:
+    run = copied(folder, "whole", "late")
+    shutil.rmtree(run / FINAL)
+    for name in ("summary.json", "report.html"):
+        (run / name).unlink()
+    assert resume(folder, "late") == DONE
+    assert (run / "summary.json").exists()
+    same_as_whole(folder, "late")
+
+
+def test_a_run_whose_end_could_not_be_saved_is_brought_to_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*_: object) -> None:
+        raise ModelError("the disk is full")
+
+    run = folder / "runs" / "unsaved"
+    with monkeypatch.context() as patch:
+        patch.setattr("oppo.run.models.Saving.save", full)
+        assert oppo(folder, "", *EXACT, "run.name=unsaved", "run.checkpoint_every=4") == FAILED
+    assert not (run / FINAL).exists()
+    assert len(records(folder, "unsaved", "metrics.jsonl")) == STEPS
+    assert not json.loads((run / SUMMARY).read_text())["complete"]
+    assert resume(folder, "unsaved") == DONE
+    assert json.loads((run / SUMMARY).read_text())["complete"]
+    same_as_whole(folder, "unsaved")
+
+
+def test_a_run_that_has_ended_is_left_as_it_is_wherever_its_last_checkpoint_is(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copied(folder, "whole", "ended")
+    shutil.rmtree(run / "checkpoints" / "step-000006")
+    assert resume(folder, "ended") == DONE, "a supervisor that repeats it until it is done ends"
+    assert "the run has made all of its 6 steps: raise run.steps" in capsys.readouterr().err
+    assert (run / SUMMARY).read_bytes() == (folder / "runs" / "whole" / SUMMARY).read_bytes()
+    same_as_whole(folder, "ended")
+
+
+def test_a_run_with_checkpoints_has_one_of_its_last_step(folder: Path) -> None:
+    assert oppo(folder, "", "run.name=odd", "run.steps=3", "run.checkpoint_every=2") == DONE
+    there = sorted(path.name for path in (folder / "runs" / "odd" / "checkpoints").iterdir())
+    assert there == ["final", "step-000002", "step-000003"]
+
+
+def test_who_goes_on_with_a_run_has_it_from_before_the_checkpoint_is_chosen(folder: Path) -> None:
+    run = copied(folder, "whole", "two")
+    settings = settings_of(run, ["run.steps=7"])
+    with prepare(settings, resume=True) as first:
+        assert first.done == STEPS
+        with pytest.raises(ConfigError, match="is being written by another run"):
+            prepare(settings, resume=True)
+    assert not is_locked(run)
+    with pytest.raises(RunComplete, match="the run has made all of its 6 steps"):
+        prepare(settings_of(run), resume=True)
+    assert not is_locked(run)
+
+
+@pytest.mark.parametrize("left", [".step-000002.partial", ".final.partial", "final"])
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(
+    folder: Path, left: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(folder / "runs" / "early", ignore_errors=True)
+    run = copied(folder, "whole", "early")
+    (run / SUMMARY).unlink()
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints" / left).mkdir(parents=True)
+    assert resume(folder, "early") == UNUSABLE, "it has made more steps than that, so somebody has taken them away"
+    said = capsys.readouterr().err
+    assert "no checkpoint in" in said
+    assert "those that this run wrote, after every 2 steps, are damaged or gone" in said
+    rewind(run / "metrics.jsonl", 2)
+    assert resume(folder, "early") == DONE
+    assert "ended before its first checkpoint, so it begins anew" in capsys.readouterr().err
+    same_as_whole(folder, "early")
+
+
+def test_a_run_that_corrects_for_stale_tokens_goes_on_as_if_never_interrupted(folder: Path) -> None:
+    corrected = ("algorithm.ratio_base=proximal", "algorithm.is_correction=truncated", "algorithm.is_cap=1.0")
+    assert oppo(folder, "", *EXACT, *corrected, "run.name=corrected") == DONE
+    assert weights(folder, "corrected") != weights(folder, "whole")
+    assert any(line["mismatch/weight"] != 1 for line in records(folder, "corrected", "metrics.jsonl"))
+    damaged(folder, "corrected", "corrected-again")
+    assert resume(folder, "corrected-again") == DONE
+    same_as_whole(folder, "corrected-again", "corrected")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("step.batch=5", "step.batch cannot change when a run is resumed"),
+        ("run.cores=2", "run.cores cannot change when a run is resumed that is exact"),
+        ("trainer.micro_batch_tokens=64", "sums would be rounded in another order"),
+        ("run.nonsense=6", "nonsense"),
+    ],
+)
+def test_what_cannot_be_resumed_is_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
+    assert resume(folder, "whole", override) == UNUSABLE
+    assert said in capsys.readouterr().err
+
+
+def test_a_finished_run_goes_on_when_it_is_given_more_steps(folder: Path) -> None:
+    copied(folder, "whole", "longer")
+    assert resume(folder, "longer", "run.steps=7") == DONE
+    assert [each["step"] for each in records(folder, "longer", "metrics.jsonl")] == list(range(1, 8))
+
+
+def test_a_used_directory_with_a_checkpoint_says_how_to_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert oppo(folder, "", *EXACT, "run.name=whole") == UNUSABLE
+    assert f"go on with `oppo resume {folder / 'runs' / 'whole'}`, choose another run.name" in capsys.readouterr().err
+
+
+def test_a_run_that_ran_out_of_memory_goes_on_as_its_error_advises(folder: Path) -> None:
+    assert oppo(folder, "", "run.name=tight", "run.checkpoint_every=1") == DONE
+    smaller = ("trainer.micro_batch_tokens=64", "trainer.gradient_checkpointing=1", "run.scorers=thread")
+    assert resume(folder, "tight", *smaller, "run.steps=3") == DONE
+    assert [each["step"] for each in records(folder, "tight", "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_run_that_could_not_be_taken_up_leaves_what_it_had_learned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied(folder, "whole", "kept")
+
+    def unreadable(*_: object) -> None:
+        raise CheckpointError("the disk is gone")
+
+    monkeypatch.setattr("oppo.hf.train.trainer.read_training", unreadable)
+    assert resume(folder, "kept", "run.steps=7") == FAILED
+    assert "the disk is gone" in capsys.readouterr().err
+    assert weights(folder, "kept") == weights(folder, "whole")
+
+
+def test_other_prompts_are_not_taken_for_the_run_s_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = folder / "prompts.jsonl"
+    before = prompts.read_text()
+    prompts.write_text(before + before.splitlines()[0] + "\n")
+    try:
+        assert resume(folder, "whole", "run.steps=7") == UNUSABLE
+    finally:
+        prompts.write_text(before)
+    assert "prompts.jsonl is not what it was when the run began" in capsys.readouterr().err
+
+
+def test_another_reward_function_is_not_taken_for_the_run_s_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = folder / "brevity.py"
+    reward.write_text("def score(prompts, completions):\n    return [-float(len(each)) for each in completions]\n")
+    brief = ("run.steps=1", "run.checkpoint_every=1", "run.name=brief", "rewards.0.source=brevity.py:score")
+    assert oppo(folder, "", *brief) == DONE
+    reward.write_text(reward.read_text().replace("-float", "float"))
+    assert resume(folder, "brief", "run.steps=2") == UNUSABLE
+    assert f"{reward} is not what it was when the run began" in capsys.readouterr().err
+    reward.write_text(reward.read_text().replace("float", "-float"))
+    assert resume(folder, "brief", "run.steps=2") == DONE
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_another_reward_function_is_gone_on_with_only_where_that_is_asked_for(
+    folder: Path, accepted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward, name = folder / "length.py", f"accepted-{accepted}"
+    reward.write_text("def score(prompts, completions):\n    return [1.0 for _ in completions]\n")
+    ones = ("run.steps=1", f"run.name={name}", "rewards.0.source=length.py:score")
+    assert oppo(folder, "", *ones) == DONE
+    reward.write_text(reward.read_text().replace("1.0", "2.0"))
+    command = ["resume", str(folder / "runs" / name), "--set", "run.steps=2"]
+    assert main([*command, *["--accept-changed-code"] * accepted]) == (DONE if accepted else UNUSABLE)
+    said = capsys.readouterr().err
+    if accepted:
+        assert f"{reward} is not what it was when the run began; the run goes on with it as it is now" in said
+        assert [each["score"] for each in records(folder, name, "metrics.jsonl")] == [1.0, 2.0]
+    else:
+        assert "or go on with it as it is now (--accept-changed-code)" in said
+
+
+def test_a_checkpoint_of_another_run_is_not_taken_for_the_run_s_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = ("run.name=other", "run.steps=6", "algorithm.kl=0.5")
+    assert oppo(folder, "", *other) == DONE
+    run = copied(folder, "whole", "taken")
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(folder / "runs" / "other" / "checkpoints", run / "checkpoints")
+    assert resume(folder, "taken", "run.steps=7") == UNUSABLE
+    said = capsys.readouterr().err
+    assert (
+        "algorithm.kl, run.exact, run.name, step.chunk cannot change when a run is resumed, and its checkpoint was"
+        in said
+    )
+
+
+def test_settings_that_were_edited_by_hand_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = copied(folder, "whole", "edited")
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace("\nkl = 0.05\n", "\nkl = 0.9\n"))
+    assert resume(folder, "edited", "run.steps=7") == UNUSABLE
+    assert "algorithm.kl cannot change when a run is resumed, and its checkpoint was written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"provenance": 3}, "does not say what its run was made of (TypeError: "),
+        ({"run": {}}, "does not fit this run (KeyError: 'stages')"),
+        ({"prompts": []}, "does not fit this run (TypeError: "),
+    ],
+)
+def test_a_state_that_was_edited_by_hand_is_a_sentence(
+    folder: Path, change: dict[str, object], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(folder / "runs" / "forged", ignore_errors=True)
+    run = copied(folder, "whole", "forged")
+    checkpoint = run / "checkpoints" / "step-000006"
+    reseal(checkpoint, json.loads((checkpoint / "state.json").read_text()) | change)
+    assert resume(folder, "forged", "run.steps=7") != DONE
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
+
+
+def test_other_libraries_and_damaged_records_are_told_and_the_run_goes_on(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copied(folder, "whole", "aged")
+    checkpoint = run / "checkpoints" / "step-000006"
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["provenance"]["libraries"]["torch"] = "2.0.0"
+    reseal(checkpoint, state)
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes().replace(b'"step"', b'"st\xffp"', 1))
+    assert resume(folder, "aged", "run.steps=7") == DONE
+    assert "the run was made with torch 2.0.0 so far, and goes on with torch " in capsys.readouterr().err
+    assert [each["step"] for each in records(folder, "aged", "metrics.jsonl")] == [2, 3, 4, 5, 6, 7]
+    notices = [str(each["text"]) for each in records(folder, "aged", "log.jsonl") if each["event"] == "notice"]
+    assert f"{metrics}: left out as damaged: line 1; see metrics.jsonl.damaged" in notices
+    assert f"{metrics}: no record of step 1, nor of what was trained then" in notices
+
+
+def test_a_directory_without_a_run_or_a_checkpoint_says_so(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["resume", str(tmp_path)]) == UNUSABLE
+    assert "there is no run to resume in" in capsys.readouterr().err
+    assert oppo(folder, "", "run.name=none", "run.steps=1", "run.checkpoint_every=0") == DONE
+    assert resume(folder, "none") == UNUSABLE
+    assert "writes them if run.checkpoint_every is set" in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""``oppo train`` on prompts of every kind: mixtures, CSV, datasets, and rows of a program; resumed, and refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from oppo import train
+from oppo.cli import DONE, UNUSABLE, main
+from oppo.config.load import load
+from oppo.errors import ConfigError, DataError
+from oppo.run.checkpoint import CHECKPOINTS, read_state
+from oppo.run.train import FINAL
+from tests.workplace import furnish, oppo, records, start
+
+QUIET = ("run.exact=true", "run.panel=off", "run.trace=0", "rewards.0.source=tagged.py:score", "run.checkpoint_every=2")
+MIXED = 'data.prompts=[{path="prompts.jsonl", weight=2}, {path="more.csv", weight=1, column="question"}]'
+
+TAGGED = """
+def score(prompts, completions, kind):
+    with open("SEEN", "a") as seen:
+        seen.writelines(f"{each}\\n" for each in kind)
+    return [len(each.split()) / 10 for each in completions]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    furnish(tmp_path)
+    (tmp_path / "tagged.py").write_text(TAGGED.replace("SEEN", str(tmp_path / "seen")))
+    rows = [json.loads(line) | {"kind": "json"} for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "more.csv").write_text("question,kind\n" + "".join(f"w{50 + i} w{60 + i},csv\n" for i in range(7)))
+    return tmp_path
+
+
+def weights(folder: Path, name: str) -> dict[str, bytes]:
+    found = load_file(folder / "runs" / name / FINAL / "actor" / "model.safetensors")
+    return {key: tensor.tobytes() for key, tensor in found.items()}
+
+
+def seen(folder: Path) -> Counter[str]:
+    """Return how many responses were scored of each kind of prompt, and forget them."""
+    found = Counter((folder / "seen").read_text().split())
+    (folder / "seen").unlink()
+    return found
+
+
+def test_a_mixture_trains_by_its_shares_and_a_killed_run_goes_on_as_if_it_had_not_been(folder: Path) -> None:
+    chosen = (*QUIET, MIXED, "run.steps=6", "step.batch=6", "step.extra=2")
+    assert oppo(folder, "", *chosen, "run.name=whole") == DONE
+    assert seen(folder) == {"json": 24, "csv": 12}
+    with start(folder, *chosen, "run.name=killed") as process:
+        while not list((folder / "runs" / "killed" / CHECKPOINTS).glob("step-*2/COMPLETE")):
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.kill()
+        process.communicate()
+    assert main(["resume", str(folder / "runs" / "killed")]) == DONE
+    assert weights(folder, "killed") == weights(folder, "whole")
+
+
+def test_a_source_that_has_changed_is_named_when_a_run_is_resumed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"prompt": ["w5 w6", "w7"], "kind": ["set", "set"]}).save_to_disk(folder / "set")
+    chosen = (*QUIET, 'data.prompts=["prompts.jsonl", "set"]', "run.steps=2")
+    assert oppo(folder, "", *chosen) == DONE
+    run = folder / "runs" / "first"
+    resolved = load(run / "config.toml").toml()
+    assert f'path = "{folder / "set"}"' in resolved
+    digests = read_state(run / CHECKPOINTS / "step-000002")["provenance"]["files"]
+    assert {"data.prompts[0]", "data.prompts[1]", "rewards.0.source"} <= digests.keys()
+    shutil.rmtree(folder / "set")
+    datasets.Dataset.from_dict({"prompt": ["w5 w6", "w8"], "kind": ["set", "set"]}).save_to_disk(folder / "set")
+    assert main(["resume", str(run), "--set", "run.steps=3"]) == UNUSABLE
+    assert f"{folder / 'set'} is not what it was when the run began" in capsys.readouterr().err
+
+
+def test_without_weights_every_prompt_comes_once_in_an_epoch(folder: Path) -> None:
+    chosen = (*QUIET, 'data.prompts=["prompts.jsonl", {path="more.csv", column="question"}]', "data.epochs=1")
+    assert oppo(folder, "", *chosen, "run.steps=100", "step.batch=9", "step.extra=0") == DONE
+    assert seen(folder) == {"json": 20, "csv": 7}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sentence"),
+    [
+        ("[]", "data.prompts: expected a file, a directory or a dataset's name, or a list of such with their weights"),
+        ("7", "data.prompts: expected a file, a directory or a dataset's name, or a list of such"),
+        ('[{path="a.jsonl", weigth=1}]', "source 1: unknown key 'weigth' (did you mean 'weight'?); the keys are path,"),
+        ('["a.jsonl", {weight=1}]', "source 2: path is missing: a file, a directory that datasets wrote, or a"),
+        ('[{path="a.jsonl", weight=0}]', "source 1: weight: expected more than 0, got 0"),
+        ('[{path="a.jsonl", weight=1}, "b.jsonl"]', "source 2 has no weight, and others have one: give each a weight"),
+        ('[{path="a.jsonl", weight=0.33333}, {path="b.csv", weight=1}]', "are as 33333 to 100000: give rounder ones"),
+        ('["a.jsonl", 3]', "source 2: expected text or a table, got 3"),
+        ("somebody/prompts", "'somebody/prompts' is no file or directory here, and as a dataset of a hub it could not"),
+        ("./somebody/prompts", "there is no prompt file "),
+    ],
+)
+def test_what_is_no_source_is_a_sentence(
+    folder: Path, prompts: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(folder, "", f"data.prompts={prompts}") == UNUSABLE
+    said = capsys.readouterr().err
+    assert sentence in " ".join(said.split())
+    assert "loading" not in said
+
+
+def test_rows_of_a_program_are_served_like_a_file_and_the_run_goes_on_with_the_same(folder: Path) -> None:
+    given = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    chosen = [*QUIET, "step.extra=0"]  # the last step of a run takes nothing for a later one
+    train(folder / "config.toml", [*chosen, "run.name=file", "run.steps=4"])
+    run = train(folder / "config.toml", [*chosen, "run.name=rows"], prompts=given).path
+    with pytest.raises(ConfigError, match=r"prompts of the run are rows of a program: .* oppo.train\(directory"):
+        train(run, ["run.steps=4"])
+    with pytest.raises(DataError, match=r"what data.prompts names is not what it was when the run began"):
+        train(run, ["run.steps=4"], prompts=given[1:])
+    train(run, ["run.steps=4"], prompts=given)
+    assert weights(folder, "rows") == weights(folder, "file")
+    assert main(["resume", str(run), "--set", "run.steps=5"]) == UNUSABLE
+
+
+async def coming(given: list[dict[str, object]]) -> AsyncIterator[dict[str, object]]:
+    for row in given:
+        await anyio.lowlevel.checkpoint()
+        yield row
+
+
+@pytest.mark.parametrize(("lookahead", "extra"), [(0, 0), (0, 2), (1, 2)])
+def test_rows_that_come_one_by_one_end_the_run_with_their_end_and_are_resumed(
+    folder: Path, lookahead: int, extra: int
+) -> None:
+    given = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    chosen = [*QUIET, "data.max_prompt_tokens=20", f"step.lookahead={lookahead}", f"step.extra={extra}"]
+    whole = train(folder / "config.toml", [*chosen, "run.name=whole", "run.steps=100"], prompts=coming(given))
+    assert whole.made == 5
+    assert (whole.path / CHECKPOINTS / "step-000005").is_dir(), "the last step has a checkpoint, though none was due"
+    trained = [each["rollout"] for each in records(folder, "whole", "journal.jsonl") if each["event"] == "trained"]
+    assert sorted(trained) == list(range(20))
+    noted = [each for each in records(folder, "whole", "log.jsonl") if each["event"] == "data ended"]
+    assert [(each["steps"], each["wanted"]) for each in noted] == [(5, 100)]
+
+    def synchronous() -> Iterator[dict[str, object]]:
+        yield from given
+
+    parts = train(folder / "config.toml", [*chosen, "run.name=parts", "run.steps=2"], prompts=synchronous())
+    assert read_state(parts.path / CHECKPOINTS / "step-000002")["prompts"]["rows"] >= 8
+    train(parts.path, ["run.steps=100"], prompts=coming(given))
+    if not extra:
+        assert weights(folder, "parts") == weights(folder, "whole")
+    trained = [each["rollout"] for each in records(folder, "parts", "journal.jsonl") if each["event"] == "trained"]
+    assert sorted(trained) == list(range(20))

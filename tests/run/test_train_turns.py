@@ -1,0 +1,125 @@
+"""``oppo train`` with an environment: answers in the responses, exact and resumed runs, and functions that fail."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from oppo.cli import DONE, UNUSABLE
+from oppo.run.checkpoint import CHECKPOINTS
+from oppo.run.train import FINAL
+from tests.workplace import furnish, oppo, records, resume, run, start
+
+TOOLS = """
+import time
+
+def tool(turn):
+    calls = (turn.state or {"calls": 0})["calls"]
+    assert calls == turn.number
+    return None if turn.number == 2 else ("w80 w81", {"calls": calls + 1})
+
+def slow(turn):
+    time.sleep(0.03 * (1 + len(turn.text) % 3))
+    return tool(turn)
+
+def broken(turn):
+    raise OSError("no network")
+
+def hangs(turn):
+    time.sleep(3600)
+"""
+TURNS = (
+    "environment.source=tools.py:tool",
+    'sampling.stop=["w5", "w9", "w13", "w21", "w33", "w40", "w44", "w52", "w60", "w77"]',
+    "sampling.max_new_tokens=40",
+    "step.batch=4",
+    "step.extra=2",
+    "run.panel=off",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = furnish(tmp_path_factory.mktemp("turns"))
+    (folder / "tools.py").write_text(TOOLS)
+    return folder
+
+
+def weights(folder: Path, name: str) -> dict[str, bytes]:
+    found = load_file(folder / "runs" / name / FINAL / "actor" / "model.safetensors")
+    return {key: tensor.tobytes() for key, tensor in found.items()}
+
+
+def test_responses_go_on_with_what_the_tool_says(folder: Path) -> None:
+    assert oppo(folder, "", *TURNS, "run.name=first") == DONE
+    texts = [str(each["completion"]) for each in records(folder, "first", "samples.jsonl")]
+    assert any("w80 w81" in text for text in texts)
+    assert all("turns/answer_seconds" in line for line in records(folder, "first", "metrics.jsonl"))
+    answered = [line for line in records(folder, "first", "journal.jsonl") if line["event"] == "answered"]
+    assert {(line["turn"], line["tokens"]) for line in answered} >= {(0, 2), (1, 2)}
+    assert len({(line["rollout"], line["turn"]) for line in answered}) == len(answered)
+    assert all(isinstance(line["seconds"], float) and "error" not in line for line in answered)
+
+
+@pytest.mark.parametrize("policy", ["thread", "process"])
+def test_an_exact_run_does_not_depend_on_how_long_the_tool_takes(folder: Path, policy: str) -> None:
+    exact = (*TURNS, "run.exact=true", f"run.policy={policy}")
+    assert oppo(folder, "", *exact, f"run.name=quick-{policy}") == DONE
+    assert oppo(folder, "", *exact, f"run.name=slow-{policy}", "environment.source=tools.py:slow") == DONE
+    assert weights(folder, f"quick-{policy}") == weights(folder, f"slow-{policy}")
+
+
+def test_a_killed_run_that_is_resumed_is_the_one_that_was_not_killed(folder: Path) -> None:
+    exact = (*TURNS, "run.exact=true", "run.steps=6", "run.checkpoint_every=2")
+    assert run(folder, *exact, "run.name=whole")[0] == DONE
+    with start(folder, *exact, "run.name=parts") as process:
+        while not list((folder / "runs" / "parts" / CHECKPOINTS).glob("step-*2/COMPLETE")):
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert resume(folder, "parts") == DONE
+    assert weights(folder, "parts") == weights(folder, "whole")
+
+
+def test_a_tool_that_fails_ends_the_run_with_its_words_or_drops_its_rollouts(folder: Path) -> None:
+    code, _, said = run(folder, *TURNS, "run.name=broken", "environment.source=tools.py:broken")
+    assert code not in {DONE, UNUSABLE}
+    assert "environment 'broken' raised OSError: no network" in said
+    dropping = (
+        "environment.source=tools.py:hangs",
+        "environment.on_failure=drop",
+        "environment.timeout=0.2",
+    )
+    code, _, said = run(folder, *TURNS, "run.name=dropping", *dropping, "run.max_empty=2")
+    lines = records(folder, "dropping", "journal.jsonl")
+    reasons = {str(line["reason"]) for line in lines if line["event"] == "dropped"}
+    assert {str(line["error"]) for line in lines if line["event"] == "answered"} == reasons
+    assert all("environment 'hangs' took longer than 0.2 s" in reason for reason in reasons)
+    assert reasons
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("environment.source=nothing.py:tool", "there is no file .*nothing.py"),
+        ("environment.source=tools.py:nothing", "has no 'nothing'; the functions and classes there are"),
+        ("environment.timeout=-1", "environment.timeout"),
+        ("environment.source=tool", "file.py:function"),
+    ],
+)
+def test_what_is_no_environment_is_refused(
+    folder: Path, setting: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(folder, "--dry-run", *TURNS, "run.name=refused", setting) == UNUSABLE
+    captured = capsys.readouterr()
+    text = " ".join((captured.err + captured.out).split())
+
+    assert re.search(sentence, text), text
