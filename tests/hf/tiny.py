@@ -173,7 +173,7 @@ WHOLE: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "jetmoe": lambda: build(JetMoeConfig, GROUPED, kv_channels=8, num_local_experts=4, num_experts_per_tok=2),
     "doge": lambda: build(DogeConfig, GROUPED),
 }
-"""Models that read keys or values between cache and attention, so that rows cannot attend in segments."""
+"""Models that read keys or values between cache and attention: only latents are then expanded segment by segment."""
 
 _LINEAR = {
     "linear_num_key_heads": 2,

@@ -12,9 +12,9 @@ memory and time. So rows are split into segments of similar length; decode steps
 than another segment costs. The cache hands out keys and values as :class:`Segments`, and the attention function that
 this module registers with transformers, SDPA in all else, computes them one by one.
 
-Segmented attention requires that segments reach the attention function as they leave the cache. A model that reads
-keys or values in between, for example to expand latent ones, cannot use it. :func:`~oppo.hf.probe.probe` tries: there
-is no list of such models. The model's config records the choice.
+Segmented attention requires that segments reach the attention function as they leave the cache. Latent keys and values
+are expanded segment by segment (:class:`Latents`); a model that reads them otherwise in between cannot use it.
+:func:`~oppo.hf.probe.probe` tries: there is no list of such models. The model's config records the choice.
 
 transformers passes four-dimensional masks through unchanged. Under SDPA a mask is boolean (true: may attend), except
 that of a single token, which is additive: SDPA would convert it again in every layer of a short pass. Under eager
@@ -26,7 +26,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, TypeAlias, cast, get_args
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -223,6 +224,33 @@ class Segments(NamedTuple):
     """Keys, or values, of consecutive batch rows: [n_i, heads, columns_i, head_dim] for each segment."""
 
     tensors: tuple[Tensor, ...]
+
+
+class Latents:
+    """The layers of a model whose cache holds latents, from which keys and values are expanded at every pass."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._layers: list[Any] = [module for module in model.modules() if hasattr(module, "expand_kv")]
+
+    @contextmanager
+    def expanded_in_segments(self) -> Iterator[None]:
+        """Expand the latents of each segment apart, in the body."""
+        for layer in self._layers:
+            layer.expand_kv = partial(_expanded, layer.expand_kv)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                del layer.expand_kv  # the class's is left
+
+
+def _expanded(
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], latents: Tensor | Segments, rotary: Tensor | Segments
+) -> tuple[Tensor | Segments, Tensor | Segments]:
+    if not (isinstance(latents, Segments) and isinstance(rotary, Segments)):
+        return expand(cast("Tensor", latents), cast("Tensor", rotary))
+    keys, values = zip(*map(expand, latents.tensors, rotary.tensors), strict=True)
+    return Segments(keys), Segments(values)
 
 
 def segmented(lengths: Sequence[int], overhead: int) -> list[list[int]]:

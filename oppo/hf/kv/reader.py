@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Chunk, Given, Prompt, Support
 from oppo.hf.introspection import cache_argument, keeps_logits, longest
-from oppo.hf.kv.attention import Masks, attend_in_segments, overhead_of, segmented
+from oppo.hf.kv.attention import Latents, Masks, attend_in_segments, overhead_of, segmented
 from oppo.hf.kv.cache import KVRegion, KVView, Slab, as_slice, index
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.states import Gates, RowCache, StateSlots
@@ -102,6 +102,7 @@ class Incremental:
         self._decode_batch: DecodeBatch | None = None
         self._states = self._cache.states
         self._gates = Gates(model)
+        self._latents = Latents(model)
         self._pads: bool | None = None if self._states is not None else True
 
     @property
@@ -371,7 +372,7 @@ class Incremental:
         if self._keeps_logits:
             options["logits_to_keep"] = keep
         pads = None if real is None else (~real).sum(1)
-        with self._cache.reading(views, rows, pads), self._gates.neutral(real):
+        with self._cache.reading(views, rows, pads), self._gates.neutral(real), self._latents.expanded_in_segments():
             output = self._model(
                 input_ids=ids,
                 attention_mask=self._masks(positions, max(region.end for _, region in views)),
