@@ -173,6 +173,13 @@ async def test_a_streamed_ppo_step_with_states_agrees_with_plain_forward_passes(
     await assert_a_step_is_what_plain_forwards_say(models_around(actor), prompts(), tolerance=5e-5)
 
 
+@pytest.mark.parametrize("name", tiny.INDEXED)
+async def test_a_streamed_ppo_step_with_an_indexer_agrees_with_plain_forward_passes(name: str) -> None:
+    actor = tiny.of(tiny.INDEXED[name]())
+    assert tiny.apart(probe)(actor) == "padded"
+    await assert_a_step_is_what_plain_forwards_say(models_around(actor), prompts())
+
+
 @pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1", "lfm2"])
 async def test_in_exact_mode_a_model_with_states_gives_the_same_bits_twice(name: str) -> None:
     first, second = [await models_around(tiny.of(tiny.STATEFUL[name]())).step(prompts(), exact=True) for _ in "ab"]

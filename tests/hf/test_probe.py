@@ -272,8 +272,8 @@ def test_a_cache_that_loses_a_token_in_a_move_is_found(monkeypatch: pytest.Monke
 def test_a_cache_that_returns_another_rows_keys_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Slab.store
 
-    def swapped(slab: Slab, layer: int, keys: Tensor, values: Tensor, region: KVRegion) -> tuple[Tensor, Tensor]:
-        ours, theirs = store(slab, layer, keys, values, region)
+    def swapped(slab: Slab, layer: int, region: KVRegion, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        ours, theirs = store(slab, layer, region, keys, values)
         return ours.flip(0), theirs
 
     monkeypatch.setattr(Slab, "store", swapped)

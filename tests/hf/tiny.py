@@ -244,6 +244,15 @@ STATEFUL: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 """Models with recurrent or convolution states beside the KV cache, by their names: not every transformers has them."""
 
+# With few heads, or for a token whose embedding is zero as that of padding is, scores tie at 0, and the pick is any.
+_INDEXER = {"index_n_heads": 32, "index_head_dim": 32, "index_topk": 12, "pad_token_id": None}
+
+INDEXED: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "deepseek-v3.2": lambda: build(_named("deepseek_v32"), _LATENT, _DEEPSEEK, _INDEXER),
+    "glm-dsa": lambda: build(_named("glm_moe_dsa"), _LATENT, _DEEPSEEK, _INDEXER),
+}
+"""Models whose tokens attend to the keys that an indexer picks, by their names: not every transformers has them."""
+
 PLAIN = ("llama", "qwen2", "qwen3", "gpt2", "neox")
 """Those without a sliding window."""
 

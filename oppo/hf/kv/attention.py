@@ -55,13 +55,16 @@ COSTS: Mapping[AttentionKind, str] = {
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 """The kinds of attention layers that can be served row by row."""
 
+INDEXED = "indexed_attention"
+"""The kind of layers whose tokens attend to the keys that an indexer picks, which keeps keys of its own."""
+
 STATES = ("linear_attention", "mamba", "conv")
 """The kinds of layers with a state in place of a KV cache (:mod:`oppo.hf.kv.states`): they take no mask."""
 
 MASKS: Mapping[str, str | None] = (
     {kind: kind for kind in (FULL, SLIDING, CHUNKED)}
     | dict.fromkeys((*STATES, "moe", "mlp"))
-    | {"hybrid": FULL, "attention": FULL}
+    | {"hybrid": FULL, "attention": FULL, INDEXED: FULL}
 )
 """The attention by whose mask a kind of layer attends; ``None``: it does not attend."""
 
@@ -89,6 +92,8 @@ def kinds_of(model: PreTrainedModel) -> tuple[AttentionKind, ...]:
     """
     if attends_eagerly(model):
         return ("eager",)
+    if INDEXED in layer_kinds(model.config):  # transformers attends to what was picked under its own names only
+        return ("padded",)
     return ("segmented", "padded") if model._supports_attention_backend else ("padded",)  # noqa: SLF001
 
 
@@ -142,6 +147,16 @@ def window_of(config: PretrainedConfig) -> int | None:
     return None if window is None or (kinds and SLIDING not in kinds) else int(window)
 
 
+def layer_kinds(config: PretrainedConfig) -> tuple[str, ...]:
+    """Return the kinds of a model's layers, as transformers names them, each once."""
+    text = config.get_text_config()
+    if declared := getattr(text, "layer_types", None):
+        return tuple(dict.fromkeys(declared))
+    if window_of(config) is not None:
+        return (SLIDING,)
+    return (FULL if getattr(text, "attention_chunk_size", None) is None else CHUNKED,)
+
+
 class Masks:
     """Builds the attention masks of one model from each row's own positions, one for each kind of layer.
 
@@ -155,16 +170,17 @@ class Masks:
         self._dtype = model.dtype
         self._window = window_of(model.config)
         self._chunk = getattr(text, "attention_chunk_size", None)
-        alike = FULL if self._window is None and self._chunk is None else CHUNKED if self._window is None else SLIDING
-        declared = tuple(dict.fromkeys(getattr(text, "layer_types", None) or [alike]))
-        if unsupported := [kind for kind in declared if kind not in MASKS]:
+        layers = layer_kinds(model.config)
+        if unsupported := [kind for kind in layers if kind not in MASKS]:
             raise ModelRefused(
                 f"{type(model).__name__} has layers of kind {', '.join(map(repr, unsupported))}; those that can be "
                 f"served row by row are {', '.join(map(repr, MASKS))}"
             )
-        attending = (MASKS[kind] for kind in declared)
-        self._kinds = tuple(dict.fromkeys(kind for kind in attending if kind is not None))
-        self._has_states = any(kind in STATES or kind == "hybrid" for kind in declared)
+        self._masks = {kind: MASKS[kind] for kind in layers}
+        if any(kind in STATES or kind == "hybrid" for kind in layers):
+            # Such a model asks for masks by names that its layers do not have.
+            self._masks |= dict.fromkeys((*layers, FULL, "attention"), FULL) | dict.fromkeys((*STATES, "moe", "mlp"))
+        self._kinds = tuple({kind: None for kind in map(MASKS.get, layers) if kind is not None})
 
     def __call__(self, positions: Tensor, end: int) -> Tensor | dict[str, Tensor | None] | None:
         """Return the mask [n, 1, q, end] of queries at ``positions`` (int64 [n, q]) over keys ``0 .. end``.
@@ -176,7 +192,7 @@ class Masks:
         keys = torch.arange(end, device=positions.device)
         queries = positions[:, None, :, None]
         causal = keys <= queries
-        masks = dict[str, Tensor]()
+        masks: dict[str | None, Tensor | None] = {None: None}
         for kind in self._kinds:
             allowed = causal
             if kind == SLIDING and self._window:
@@ -184,9 +200,9 @@ class Masks:
             elif kind == CHUNKED and self._chunk:
                 allowed = causal & (keys // self._chunk == queries // self._chunk)
             masks[kind] = self._encoded(allowed)
-        if self._has_states:
-            return {**masks, "attention": masks[self._kinds[0]], **dict.fromkeys(STATES)}
-        return {**masks} if len(masks) > 1 else masks[self._kinds[0]]
+        if len(self._masks) > 1 or INDEXED in self._masks:
+            return {name: masks[kind] for name, kind in self._masks.items()}
+        return masks[self._kinds[0]]
 
     def _encoded(self, allowed: Tensor) -> Tensor:
         if not self._eager and allowed.shape[2] > 1:

@@ -13,8 +13,9 @@ Capacity and columns follow the sequences held. Three invariants make a slice of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple, cast
 
 import torch
@@ -162,20 +163,20 @@ class Slab(Slots):
         super().__init__()
         self.longest = _aligned(longest)
         self.columns = 0
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[tuple[int, str], tuple[Tensor, ...]] = {}
 
-    def store(self, layer: int, keys: Tensor, values: Tensor, region: KVRegion) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values [n, heads, q, head_dim]; return those that the rows attend to."""
-        stores = self._layers.get(layer)
+    def store(self, layer: int, region: KVRegion, *news: Tensor, of: str = "attention") -> tuple[Tensor, ...]:
+        """Write new keys and values, or an indexer's keys, [n, heads, q, size]; return those of all tokens."""
+        stores = self._layers.get((layer, of))
         if stores is None:
-            stores = self._layers[layer] = self._empty(keys), self._empty(values)
-        for store, new in zip(stores, (keys, values), strict=True):
+            stores = self._layers[layer, of] = tuple(map(self._empty, news))
+        for store, new in zip(stores, news, strict=True):
             flat = new.transpose(1, 2)  # [n, q, heads, head_dim]
             if region.unpadded is not None:
                 flat = flat.flatten(0, 1)[region.unpadded]
             size = new.shape[-1]
             store.view(-1, size).index_copy_(0, region.indices(new.shape[1], self.columns), flat.reshape(-1, size))
-        return stores[0][region.slots, :, : region.end], stores[1][region.slots, :, : region.end]
+        return tuple(store[region.slots, :, : region.end] for store in stores)
 
     def reserve(self, count: int, columns: int) -> None:
         """Make room for ``count`` more rows and for sequences of ``columns`` tokens, with one copy."""
@@ -202,7 +203,7 @@ class Slab(Slots):
         self.add(rows)
         for layer, old_stores in source._layers.items():
             if layer not in self._layers:
-                self._layers[layer] = self._empty(old_stores[0]), self._empty(old_stores[1])
+                self._layers[layer] = tuple(map(self._empty, old_stores))
             for store, old in zip(self._layers[layer], old_stores, strict=True):
                 for row, length in rows.items():
                     store[self._slots[row], :, :length] = old[source._slots[row], :, :length]
@@ -220,10 +221,8 @@ class Slab(Slots):
         source._capacity = source.columns = 0
         self._resize(capacity, columns)
 
-    def _tensors(self) -> Iterator[Tensor]:
-        for keys, values in self._layers.values():
-            yield keys
-            yield values
+    def _tensors(self) -> Iterable[Tensor]:
+        return chain.from_iterable(self._layers.values())
 
     def _empty(self, like: Tensor) -> Tensor:
         return like.new_zeros(self._capacity, like.shape[1], self.columns, like.shape[3])
@@ -235,8 +234,8 @@ class Slab(Slots):
         if (capacity, columns) == (self._capacity, self.columns):
             return
         self._capacity, self.columns = capacity, columns
-        for layer, (keys, values) in self._layers.items():  # one by one, so that only one is in memory twice
-            self._layers[layer] = self._resized(keys), self._resized(values)
+        for layer, stores in self._layers.items():  # one by one, so that only one is in memory twice
+            self._layers[layer] = tuple(map(self._resized, stores))
 
     def _resized(self, store: Tensor) -> Tensor:
         live, kept = len(self.rows), min(self.columns, store.shape[2])
@@ -294,12 +293,19 @@ class SlabLayer(CacheLayerMixin):
         del args, kwargs
         if len(self.views) == 1:
             slab, region = self.views[0]
-            return slab.store(self._number, key_states, value_states, region)
+            keys, values = slab.store(self._number, region, key_states, value_states)
+            return keys, values
         sizes = [region.rows for _, region in self.views]
         written = zip(self.views, key_states.split_with_sizes(sizes), value_states.split_with_sizes(sizes), strict=True)
-        stored = [slab.store(self._number, keys, values, region) for (slab, region), keys, values in written]
-        keys, values = zip(*stored, strict=True)
-        return cast("Tensor", Segments(keys)), cast("Tensor", Segments(values))  # models only pass them on
+        stored = [slab.store(self._number, region, keys, values) for (slab, region), keys, values in written]
+        all_keys, all_values = zip(*stored, strict=True)
+        return cast("Tensor", Segments(all_keys)), cast("Tensor", Segments(all_values))  # models only pass them on
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write an indexer's new keys [n, q, size]; return those of all tokens of the rows, which are one rectangle."""
+        ((slab, region),) = self.views
+        (keys,) = slab.store(self._number, region, indexer_key_states[:, None], of="indexer")
+        return keys[:, 0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of key columns and the position of the first."""

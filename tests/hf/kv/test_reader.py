@@ -310,16 +310,15 @@ def slab_with(rows: list[int]) -> Slab:
         None,
     )
     new = torch.tensor(rows, dtype=torch.float32)[:, None, None, None]
-    slab.store(0, new, -new, everywhere)
+    slab.store(0, everywhere, new, -new)
     return slab
 
 
 def first_keys(slab: Slab) -> list[float]:
     region = KVRegion(slice(0, 0), 1, index([], torch.device("cpu")), index([], torch.device("cpu")), None)
     nothing = torch.zeros(0, 1, 0, 1)
-    keys, _ = slab.store(
-        0, nothing, nothing, KVRegion(slice(0, len(slab)), 1, region.to_slots, region.to_columns, None)
-    )
+    first = KVRegion(slice(0, len(slab)), 1, region.to_slots, region.to_columns, None)
+    keys, _ = slab.store(0, first, nothing, nothing)
     return keys[:, 0, 0, 0].tolist()
 
 
@@ -353,19 +352,19 @@ def test_a_row_that_outgrows_its_slab_takes_its_tokens_along() -> None:
 
 def test_all_rows_of_a_slab_move_into_an_empty_one_without_being_copied() -> None:
     small, large = slab_with([1, 2, 3]), Slab(64)
-    stores = small._layers[0]
+    stores = small._layers[0, "attention"]
     large.reserve(3, 2)
     large.adopt({1: 1, 2: 1, 3: 1}, small)
     assert (large.rows, first_keys(large)) == ([1, 2, 3], [1, 2, 3])
-    assert large._layers[0] is stores
+    assert large._layers[0, "attention"] is stores
     assert (small.rows, small.bytes_allocated()) == ([], 0)
 
 
 def test_a_nan_does_not_outlive_its_row() -> None:
     slab = slab_with([1, 2, 3])
-    (keys, values) = slab._layers[0]
+    (keys, values) = slab._layers[0, "attention"]
     keys[2], values[2] = torch.nan, torch.nan
     slab.remove([3])
     slab.add([4])
     assert first_keys(slab) == [1, 2, 0]
-    assert slab._layers[0][1].isfinite().all()
+    assert slab._layers[0, "attention"][1].isfinite().all()
