@@ -82,16 +82,24 @@ def assert_same(serial: Sequence[Batch], other: Sequence[Batch]) -> None:
             assert np.array_equal(getattr(a, name), getattr(b, name)), name
 
 
+@functools.cache
+def serial(sampling: Sampling = SAMPLING) -> tuple[list[Batch], dict[str, str]]:
+    """Return the batches of the serial oracle, and the digests of what it has trained."""
+    example = oracle()
+    models = example.tiny_models()
+    batches = anyio.run(example.serial_ppo, models, prompts(), BATCH, sampling, SETTINGS)
+    return batches, {name: weights_digest(models[name]) for name in ("actor", "critic")}
+
+
 @pytest.mark.parametrize("chunks", [Fixed(1), Fixed(7), Fixed(32), WholeRollout()], ids=str)
 def test_streamed_and_serial_runs_agree_bit_for_bit(chunks: ChunkSize) -> None:
     torch.set_num_threads(1)
-    example = oracle()
-    ours, theirs = example.tiny_models(), example.tiny_models()
-    serial = anyio.run(example.serial_ppo, theirs, prompts(), BATCH, SAMPLING, SETTINGS)
-    assert_same(serial, anyio.run(streamed, ours, chunks))
+    ours, untrained = oracle().tiny_models(), oracle().tiny_models()
+    batches, trained = serial()
+    assert_same(batches, anyio.run(streamed, ours, chunks))
     for name in ("actor", "critic"):
-        assert weights_digest(ours[name]) == weights_digest(theirs[name]), name
-        assert weights_digest(ours[name]) != weights_digest(example.tiny_models()[name]), f"{name} was not trained"
+        assert weights_digest(ours[name]) == trained[name], name
+        assert weights_digest(ours[name]) != weights_digest(untrained[name]), f"{name} was not trained"
 
 
 TRUNCATED = (
@@ -103,12 +111,11 @@ TRUNCATED = (
 @pytest.mark.parametrize("sampling", TRUNCATED, ids=["top_p", "top_k"])
 def test_streamed_and_serial_runs_agree_bit_for_bit_where_sampling_truncates(sampling: Sampling) -> None:
     torch.set_num_threads(1)
-    example = oracle()
-    ours, theirs = example.tiny_models(), example.tiny_models()
-    serial = anyio.run(example.serial_ppo, theirs, prompts(), BATCH, sampling, SETTINGS)
-    assert not any(batch.support(range(len(batch))).whole for batch in serial)
-    assert_same(serial, anyio.run(functools.partial(streamed, ours, Fixed(7), sampling=sampling)))
-    assert weights_digest(ours["actor"]) == weights_digest(theirs["actor"])
+    ours = oracle().tiny_models()
+    batches, trained = serial(sampling)
+    assert not any(batch.support(range(len(batch))).whole for batch in batches)
+    assert_same(batches, anyio.run(functools.partial(streamed, ours, Fixed(7), sampling=sampling)))
+    assert weights_digest(ours["actor"]) == trained["actor"]
 
 
 def test_a_run_with_deferral_is_the_same_twice() -> None:
