@@ -263,7 +263,7 @@ async def test_a_text_longer_than_the_model_reads_ends_as_chosen(
     await scorer.extend([long.prompt, made[1].prompt, long.chunk(), made[1].chunk()])
     if over_long == "error":
         with pytest.raises(
-            ModelError, match=rf"rollout 0 has \d+ tokens as text, more than the {encoder.limit} .*reward_"
+            ModelError, match=rf"rollout 0 has \d+ tokens as text, more than the {encoder.limit} .*over_long"
         ):
             await scorer.finish(finished)
         return
