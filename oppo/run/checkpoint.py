@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from oppo.config.load import OF_REWARDS, OLD, RENAMED, load
-from oppo.config.sections import EvalSection, PlacementSection
+from oppo.config.sections import EvalSection, PlacementSection, RewardSection, RunSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.durable import whole, writing
@@ -334,8 +334,8 @@ class Provenance:
         return replace(self, files={**self.files, **digests})
 
     @classmethod
-    def restored(cls, state: State, settings: Settings) -> Self:
-        """Return the provenance from :meth:`state`, of a run with these settings.
+    def restored(cls, state: State, rewards: Mapping[str, RewardSection]) -> Self:
+        """Return the provenance from :meth:`state`, of a run with these rewards.
 
         Raises:
             CheckpointError: the state holds none.
@@ -349,22 +349,25 @@ class Provenance:
                 f"the checkpoint does not say what its run was made of ({type(error).__name__}: {error}): it is of "
                 "another version of oppo, or was edited; start a new run"
             ) from error
-        return cls(under_todays_keys(recorded, settings), under_todays_keys(files, settings), libraries)
+        return cls(under_todays_keys(recorded, rewards), under_todays_keys(files, rewards), libraries)
 
     def state(self) -> State:
         """Return this as plain values."""
         return {"provenance": asdict(self)}
 
-    def changed(self, settings: Settings) -> list[Path]:
-        """Return the files of ``settings`` whose content is no longer the recorded one."""
-        return [file for name, file in settings.files.items() if digest(file) != self.files.get(name)]
+    def changed(self, files: Mapping[str, Path]) -> list[Path]:
+        """Return those of the run's files whose content is no longer the recorded one."""
+        return [file for name, file in files.items() if digest(file) != self.files.get(name)]
 
 
-def require_continued(before: Provenance, now: Provenance, settings: Settings, *, accept_changed_code: bool) -> None:
+def require_continued(
+    before: Provenance, now: Provenance, files: Mapping[str, Path], *, accept_changed_code: bool
+) -> None:
     """Check that a resumed run has the files it began with; report the differences that are accepted.
 
     Args:
         before: recorded in the checkpoint.
+        files: of the run, by their settings.
         accept_changed_code: accept another content of a file of code.
 
     Raises:
@@ -373,7 +376,7 @@ def require_continued(before: Provenance, now: Provenance, settings: Settings, *
     for name, digest_now in now.files.items():
         if before.files.get(name) == digest_now:
             continue
-        file: object = settings.files.get(name, f"what {name} names")
+        file: object = files.get(name, f"what {name} names")
         if name.startswith(HELD_OUT):
             logger.warning(
                 f"{file} is not what it was when the run began: held-out scores from now on are of other prompts"
@@ -401,13 +404,13 @@ def fingerprints(settings: Settings) -> dict[str, str]:
     return {name: fingerprint(value) for name, value in flat.items()}
 
 
-def under_todays_keys(before: Mapping[str, str], settings: Settings) -> dict[str, str]:
+def under_todays_keys(before: Mapping[str, str], rewards: Mapping[str, RewardSection]) -> dict[str, str]:
     """Return digests that an earlier version recorded under the keys of today; those of today as they are.
 
     Args:
-        settings: of the run, which say where each reward is.
+        rewards: of the run, by where they are.
     """
-    homes = {f"models.reward.{each.name}": key for key, each in settings.reward_tables.items()}
+    homes = {f"models.reward.{each.name}": key for key, each in rewards.items()}
     several = any(key.startswith("models.reward.") for key in before)
     found, absent = dict[str, str](), fingerprint(None)
     for key, value in sorted(before.items(), reverse=True):  # first what was for all rewards, models.reward_...
@@ -588,26 +591,24 @@ def require_same_run(
         DataError: a file has changed.
         CheckpointError: the checkpoint does not say what its run was made of.
     """
-    before = Provenance.restored(checkpoint.state(), settings)
+    before = Provenance.restored(checkpoint.state(), settings.reward_tables)
     require_same(before.settings, settings, of="its checkpoint")
-    require_continued(before, now, settings, accept_changed_code=accept_changed_code)
+    require_continued(before, now, settings.files, accept_changed_code=accept_changed_code)
 
 
-def locked(settings: Settings) -> Lock:
-    """Return the lock of the run directory, which other processes no longer change.
+def locked(directory: Path) -> Lock:
+    """Return the lock of a run directory, which other processes no longer change.
 
     Raises:
         ConfigError: another run holds the lock, or the directory cannot be written.
     """
     try:
-        return Lock(settings.run_directory)
+        return Lock(directory)
     except OSError as error:
-        raise ConfigError(
-            f"the run directory {settings.run_directory} cannot be written: {error.strerror or error}"
-        ) from error
+        raise ConfigError(f"the run directory {directory} cannot be written: {error.strerror or error}") from error
 
 
-def newest(settings: Settings, checkpoints: Checkpoints) -> Checkpoint | None:
+def newest(run: RunSection, directory: Path, checkpoints: Checkpoints) -> Checkpoint | None:
     """Return the checkpoint to resume from; ``None``: the run was killed before its first and begins anew.
 
     Raises:
@@ -617,22 +618,22 @@ def newest(settings: Settings, checkpoints: Checkpoints) -> Checkpoint | None:
     """
     found = checkpoints.newest()
     if found is None:
-        if not checkpoints.begun and is_young(settings):
+        if not checkpoints.begun and is_young(directory, run.checkpoint_every):
             return None
         advice = "a run is resumed from one, and writes them if run.checkpoint_every is set"
-        if every := settings.run.checkpoint_every:
+        if every := run.checkpoint_every:
             advice = (
                 f"a run is resumed from one, and those that this run wrote, after every {every} steps, are damaged or "
                 "gone; start a new run"
             )
-        raise CheckpointError(f"no checkpoint in {settings.run_directory / CHECKPOINTS} can be used: {advice}")
-    made = ended(settings.run_directory)
-    if made is not None and settings.run.steps <= made:
+        raise CheckpointError(f"no checkpoint in {directory / CHECKPOINTS} can be used: {advice}")
+    made = ended(directory)
+    if made is not None and run.steps <= made:
         raise RunComplete(f"the run has made all of its {made} steps: raise run.steps (--set run.steps=...) to go on")
     return found
 
 
-def is_young(settings: Settings) -> bool:
+def is_young(directory: Path, every: int) -> bool:
     """Return whether a run that writes checkpoints has made too few steps for its first."""
-    made = sum(1 for _ in read(settings.run_directory / METRICS))
-    return 0 < settings.run.checkpoint_every >= made
+    made = sum(1 for _ in read(directory / METRICS))
+    return 0 < every >= made

@@ -14,7 +14,7 @@ from oppo.admission.adaptive import SlopeRule
 from oppo.admission.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.algorithms.base import Roles
 from oppo.config.own import graph_of
-from oppo.config.sections import StepSection
+from oppo.config.sections import EvalSection, RunSection, StepSection
 from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, ConfigError, noted
 from oppo.evaluation import Evaluate, Evaluation
@@ -175,10 +175,9 @@ def is_due(index: int, every: int, steps: int) -> bool:
     return every > 0 and ((index + 1) % every == 0 or index + 1 == steps)
 
 
-def evaluates(settings: Settings, steps: int, index: int) -> bool:
+def evaluates(run: RunSection, section: EvalSection, steps: int, index: int) -> bool:
     """Return whether a run of so many steps is evaluated after this one."""
-    run = settings.run
-    return is_due(index, settings.eval.every, steps) or (run.keep_best and is_due(index, run.checkpoint_every, steps))
+    return is_due(index, section.every, steps) or (run.keep_best and is_due(index, run.checkpoint_every, steps))
 
 
 def with_evaluations(
@@ -253,13 +252,13 @@ async def evaluate_first(graph: Graph[StepReport], running: Run[StepReport]) -> 
         running.tell(STAGE, found)
 
 
-def judged(settings: Settings, provenance: Provenance, report: StepReport) -> tuple[float, str]:
+def judged(section: EvalSection, provenance: Provenance, report: StepReport) -> tuple[float, str]:
     """Return the score of a step by which the best checkpoint is chosen, and what it is a score of.
 
     Scores of other held-out prompts are of something else; a step without an evaluation has NaN.
     """
-    if not settings.eval.prompts:
+    if not section.prompts:
         return report.score, "score"
     digests = {name: digest for name, digest in provenance.files.items() if name.startswith(HELD_OUT)}
-    of = hashlib.sha256(json.dumps([digests, settings.eval.count], sort_keys=True).encode()).hexdigest()
+    of = hashlib.sha256(json.dumps([digests, section.count], sort_keys=True).encode()).hexdigest()
     return report.metrics.get(SCORE, float("nan")), f"{SCORE} of {of[:16]}"

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.config.sections import ModelsSection
-from oppo.config.settings import Settings
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.as_text.whole import Encoder
 from oppo.hf.devices import Devices, attributed
@@ -177,13 +176,13 @@ class RoleLoader:
         return None
 
 
-def critic_source(settings: Settings, fit: Sequence[str]) -> str:
+def critic_source(models: ModelsSection, rewards: Sequence[str], fit: Sequence[str]) -> str:
     """Return what the critic starts from: its model, unless that is a reward model that cannot be a critic.
 
     Args:
-        fit: the reward models that can; else the first of them, or the policy.
+        rewards: the reward models.
+        fit: those that can; else the first of them, or the policy.
     """
-    models = settings.models
-    if models.critic in fit or models.critic not in settings.reward_models:
+    if models.critic in fit or models.critic not in rewards:
         return models.critic
     return next(iter(fit), models.policy)

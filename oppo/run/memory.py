@@ -12,7 +12,7 @@ import torch
 from rich.filesize import decimal
 from transformers import PreTrainedModel
 
-from oppo.config.sections import ModelRewardSection
+from oppo.config.sections import ModelRewardSection, SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelRefused
@@ -149,7 +149,7 @@ class Outlines:
         rewards = self.settings.reward_tables.items()
         read = {key: each for key, each in rewards if isinstance(each, ModelRewardSection)}
         fit = [each.source for key, each in read.items() if self.kind(key, each) == "scalar"]
-        return self._made("models.critic", SCALAR, critic_source(self.settings, fit))
+        return self._made("models.critic", SCALAR, critic_source(models, self.settings.reward_models, fit))
 
     def trained(self) -> ActorCritic:
         """Return the models that are trained."""
@@ -196,7 +196,7 @@ def expected(
     needs, uncounted = list[Expected](), own_engine and not settings.shares_weights
     if not own_engine:
         _counting("policy")
-        policy = _policy(settings, made, load)
+        policy = _policy(settings.sampling, made, load)
         needs.append(Expected("policy", devices.policy, policy, "policy" in devices.elsewhere))
     for model in sorted(scored(settings), key=lambda model: model != "proximal"):
         device, elsewhere = devices.scoring()[model], model in devices.elsewhere
@@ -218,7 +218,7 @@ def expected(
         there = devices.elsewhere | ({"policy"} if own_engine else set())
         unshared = sum(at_rest(make).weights for model, make in apart.items() if model in there)
     _counting("trainer")
-    needs += _training(settings, devices, _trainer(settings, made, load), unshared)
+    needs += _training(devices, _trainer(settings, made, load), unshared, shard=settings.placement.shard)
     return [*_engine(settings, devices, made, needs, assumed), *needs] if own_engine else needs
 
 
@@ -230,12 +230,12 @@ def _engine(
     settings: Settings, devices: Devices, made: Outlines, others: Sequence[Expected], assumed: Hardware | None
 ) -> list[Expected]:
     arguments, trained = placed(settings.vllm, devices.policy), made.actor().dtype
-    served = getattr(torch, served_dtype(settings, trained), trained)
+    served = getattr(torch, served_dtype(settings.models, settings.vllm, trained), trained)
     replicas = int(str(arguments.get("data_parallel_size") or 1))
     each = at_rest(made.actor).weights * served.itemsize // trained.itemsize * replicas // workers_of(arguments)
     if devices.policy.type == "cpu":
         return [Expected("policy", CPU, Bytes(each, keys_values=int(str(arguments.get(CACHE) or GIB))))]
-    share = engine_share(settings, devices, others, assumed)
+    share = engine_share(settings.vllm, devices, others, assumed)
     gpus = gpus_of(arguments, None if assumed is None else assumed.gpus)
     needs = []
     for number, gpu in enumerate(gpus):
@@ -249,17 +249,17 @@ def _engine(
 
 
 def engine_share(
-    settings: Settings, devices: Devices, others: Sequence[Expected], assumed: Hardware | None = None
+    chosen: Mapping[str, object], devices: Devices, others: Sequence[Expected], assumed: Hardware | None = None
 ) -> float | None:
     """Return the share of a GPU's memory that an engine takes: the one that is chosen, or what others leave.
 
     ``None`` where the size of its cache is chosen, or it computes on a CPU.
     """
-    if devices.policy.type == "cpu" or settings.vllm.get(CACHE):
+    if devices.policy.type == "cpu" or chosen.get(CACHE):
         return None
-    if chosen := settings.vllm.get(SHARE):
-        return float(str(chosen))
-    gpus = gpus_of(placed(settings.vllm, devices.policy), None if assumed is None else assumed.gpus)
+    if share := chosen.get(SHARE):
+        return float(str(share))
+    gpus = gpus_of(placed(chosen, devices.policy), None if assumed is None else assumed.gpus)
     shares = [ALONE]
     for device, models in by_device(others).items():
         memory = memory_of(device, assumed)
@@ -269,10 +269,10 @@ def engine_share(
     return min(shares)
 
 
-def _policy(settings: Settings, made: Outlines, load: Load | None) -> Bytes:
+def _policy(section: SamplingSection, made: Outlines, load: Load | None) -> Bytes:
     if load is None:
         return Bytes(at_rest(made.actor).weights)
-    return of_policy(made.actor, load, _sampling(settings), prefill_tokens=PREFILL_TOKENS)
+    return of_policy(made.actor, load, _sampling(section), prefill_tokens=PREFILL_TOKENS)
 
 
 def _served(
@@ -294,14 +294,14 @@ def _shares_the_policy_s(settings: Settings, devices: Devices, model: str) -> bo
 def _trainer(settings: Settings, made: Outlines, load: Load | None) -> Bytes:
     if load is None:
         return at_rest(made.trained)
-    return of_trainer(made.trained, load, _sampling(settings), settings.trainer, settings.trained_loss())
+    return of_trainer(made.trained, load, _sampling(settings.sampling), settings.trainer, settings.trained_loss())
 
 
-def _training(settings: Settings, devices: Devices, whole: Bytes, unshared: int | None) -> list[Expected]:
+def _training(devices: Devices, whole: Bytes, unshared: int | None, *, shard: bool) -> list[Expected]:
     ranks, own = devices.trainer, whole.weights if unshared is None else unshared
     if len(ranks) == 1:
         return [Expected("trainer", ranks[0], replace(whole, weights=own))]
-    parts = len(ranks) if settings.placement.shard else 1
+    parts = len(ranks) if shard else 1
     needs = [Expected("trainer, whole weights", CPU, Bytes(own))] if own else []
     for rank, device in enumerate(ranks):
         in_place = rank == 0 and parts == 1 and device == CPU
@@ -321,9 +321,9 @@ def _training(settings: Settings, devices: Devices, whole: Bytes, unshared: int 
     return needs
 
 
-def _sampling(settings: Settings) -> Sampling:
+def _sampling(section: SamplingSection) -> Sampling:
     named = declared(SamplingSettings).keys() - {"stop_strings"}
-    return Sampling(**{name: getattr(settings.sampling, name) for name in named})
+    return Sampling(**{name: getattr(section, name) for name in named})
 
 
 def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:

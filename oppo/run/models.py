@@ -198,9 +198,9 @@ def _assembled(
     load: RoleLoader,
     serve: Serve,
 ) -> Assembly:
-    exact = settings.run.exact
+    exact, seed = settings.run.exact, settings.trainer.seed
     apart = devices.reference != devices.actor or "reference" in devices.elsewhere
-    actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=settings.trainer.seed)
+    actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=seed)
     rewards = _reward_models(settings, tokenizer, places, load)
     critic = load_critic(settings, actor, [*rewards.values()], load, devices=devices)
     read = [positions_of(model) for model in (actor, reference, critic.trained) if model is not None]
@@ -214,9 +214,13 @@ def _assembled(
     trained = ActorCritic(actor, critic.trained)
     if not settings.shares_weights:
         trained = trained.copied(devices.weights)
-    copies = _copies(settings, load, critic, devices) if "trainer" in devices.elsewhere else None
+    copies = (
+        _copies(settings.models, load, critic, device=devices.trainer[-1], seed=seed)
+        if "trainer" in devices.elsewhere
+        else None
+    )
     trainer = _trainer(settings, trained, sampling, places.training, devices.trainer, copies=copies)
-    served = _actor_recipe(settings, load, devices.policy) if "policy" in devices.elsewhere else actor
+    served = _actor_recipe(settings.models, load, devices.policy, seed) if "policy" in devices.elsewhere else actor
     serving = serve(ServeRequest(settings, actor, served, sampling, tokenizer, places, devices))
     value = None
     if critic.served is not None:
@@ -281,24 +285,24 @@ def _reward_models(
     return served
 
 
-def _copies(settings: Settings, load: RoleLoader, critic: Critic, devices: Devices) -> ActorCriticRecipe:
+def _copies(
+    models: ModelsSection, load: RoleLoader, critic: Critic, *, device: torch.device, seed: int
+) -> ActorCriticRecipe:
     """Return how ranks on other machines load what is trained."""
-    models, device = settings.models, devices.trainer[-1]
     return ActorCriticRecipe(
-        actor=_actor_recipe(settings, load, device),
+        actor=_actor_recipe(models, load, device, seed),
         critic=None if critic.source is None else load.recipe("critic", "scalar", critic.source, device),
         shared_trunk=models.shared_trunk,
     )
 
 
-def _actor_recipe(settings: Settings, load: RoleLoader, device: torch.device) -> ModelRecipe:
+def _actor_recipe(models: ModelsSection, load: RoleLoader, device: torch.device, seed: int) -> ModelRecipe:
     """Return how the policy is loaded on another machine, with its adapters."""
-    models = settings.models
     return replace(
         load.recipe("policy", "causal", models.policy, device),
         lora_rank=models.lora_rank,
         lora_alpha=models.lora_alpha,
-        lora_seed=settings.trainer.seed,
+        lora_seed=seed,
     )
 
 
@@ -377,7 +381,7 @@ def load_critic(
     if models.shared_trunk:
         trunk = value_model_on(actor)
         return Critic(trunk, trunk)
-    source = critic_source(settings, [each.source for each in rewards if each.may_be_critic])
+    source = critic_source(models, settings.reward_models, [each.source for each in rewards if each.may_be_critic])
     if source != models.critic:
         logger.info(
             f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "

@@ -16,7 +16,7 @@ from typing import Final, Protocol, TypeAlias
 import torch
 from transformers import PreTrainedModel
 
-from oppo.config.sections import FunctionRewardSection
+from oppo.config.sections import FunctionRewardSection, ModelsSection
 from oppo.config.settings import Settings
 from oppo.durable import make
 from oppo.hf.devices import (
@@ -251,15 +251,15 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
         route_of(placed(settings.vllm, devices.policy), devices.weights, on_cpu=on_cpu, gpus=gpus)
 
 
-def served_dtype(settings: Settings, trained: torch.dtype) -> str:
+def served_dtype(models: ModelsSection, arguments: Mapping[str, object], trained: torch.dtype) -> str:
     """Return the name of the type in which vLLM serves the policy: that of the trained weights, unless chosen.
 
     Merged adapters are served in float32: they change a weight by less than 16 bits can hold.
     """
-    chosen = settings.vllm.get("dtype", "auto")
+    chosen = arguments.get("dtype", "auto")
     if chosen != "auto":
         return str(chosen)
-    return "float32" if settings.models.lora_rank else str(trained).removeprefix("torch.")
+    return "float32" if models.lora_rank else str(trained).removeprefix("torch.")
 
 
 def _on_transformers(request: ServeRequest) -> Serving:
@@ -284,7 +284,7 @@ def _on_vllm(request: ServeRequest) -> Serving:
         make(request.log.parent)
     reach = min(longest(request.actor), data.max_prompt_tokens + request.sampling.max_new_tokens)
     given: dict[str, object] = {
-        "dtype": served_dtype(settings, request.actor.dtype),
+        "dtype": served_dtype(models, settings.vllm, request.actor.dtype),
         "trust_remote_code": models.trust_remote_code,
         "max_model_len": reach,
         **({} if request.share is None else {"gpu_memory_utilization": request.share}),

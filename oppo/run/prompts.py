@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast
 
-from oppo.config.sections import ROWS, DataSection, PromptSource, named, sources
+from oppo.config.sections import ROWS, DataSection, Prompts, PromptSource, named, sources
 from oppo.config.settings import Settings
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.errors import ConfigError, DataError, RunComplete
@@ -89,9 +89,9 @@ def supplied(
                 f"prompts of the run are rows of a program: go on with it there, oppo.train(directory, {argument}=rows)"
             )
     as_they_come = prompts is not None and not isinstance(prompts, Sized)
-    trained = {} if as_they_come else _pools("data.prompts", settings, tokenizer, prompts)
-    apart = _pools("eval.prompts", settings, tokenizer, held_out)
-    for file in provenance.changed(settings):
+    trained = {} if as_they_come else _pools("data.prompts", data.prompts, data, tokenizer, prompts)
+    apart = _pools("eval.prompts", settings.eval.prompts, data, tokenizer, held_out)
+    for file in provenance.changed(settings.files):
         raise DataError(f"{file} changed while it was read: start again when its writer is done")
     pools = trained | apart
     unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
@@ -119,12 +119,12 @@ def _columns(pools: Mapping[str, Sequence[Prompt]]) -> frozenset[str]:
 
 def _pools(
     key: Literal["data.prompts", "eval.prompts"],
-    settings: Settings,
+    chosen: Prompts,
+    data: DataSection,
     tokenizer: Tokenizer,
     rows: Rows | None,
 ) -> dict[str, list[Prompt]]:
-    found = named(key, settings.data.prompts if key == "data.prompts" else settings.eval.prompts)
-    return {name: read(each, settings.data, tokenizer, rows) for name, each in found.items()}
+    return {name: read(each, data, tokenizer, rows) for name, each in named(key, chosen).items()}
 
 
 def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStream:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from oppo.admission import Admission
 from oppo.config.load import Faults, load, overridden, parsed, resolve
+from oppo.config.sections import StepSection
 from oppo.config.settings import Settings
 from oppo.declared import STRICT, Table, declared
 from oppo.errors import ConfigError
@@ -142,7 +143,7 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
         lengths=record.lengths,
         cap=min(settings.sampling.max_new_tokens, record.cap),
     )
-    own = own_schedule(settings, record.cap, directory / "config.toml")
+    own = own_schedule(settings.step, record.cap, directory / "config.toml")
     rungs = ladder(
         step.batch,
         extra=step.extra or max(1, step.batch // 14),
@@ -178,9 +179,8 @@ def _admission(config: Path) -> Admission:
     return settings.own_admission() or admission_of(settings.step)
 
 
-def own_schedule(settings: Settings, cap: int, config: Path) -> Schedule:
+def own_schedule(step: StepSection, cap: int, config: Path) -> Schedule:
     """Return the schedule of a run; a chunk size that is tuned is taken as the middle one of its candidates."""
-    step = settings.step
     chunk = step.chunk if isinstance(step.chunk, int) else None if step.chunk == "whole" else max(1, cap // 8)
     carried = "" if step.admission != "overcommit" else f", {step.extra or 0} carried"
     ahead = f", lookahead {step.lookahead}" if step.lookahead else ""

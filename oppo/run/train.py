@@ -142,7 +142,7 @@ class PreparedRun:
             "trainer": kind_of(self.assembly.trainer),
             **self.provenance.state(),
         }
-        score = judged(self.settings, self.provenance, report)
+        score = judged(self.settings.eval, self.provenance, report)
         await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, score, state)
 
     def __enter__(self) -> Self:
@@ -206,16 +206,16 @@ def prepare(
         replay = read_replay(settings.run_directory / JOURNAL, done) if resume else Replay()
         composed = compose(settings, assembly, stream, replay.observations, graph)
         assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
-        due = partial(evaluates, settings, supply.steps)
+        due = partial(evaluates, settings.run, settings.eval, supply.steps)
         composed = with_evaluations(composed, settings, assembly, supply.held_out, due)
         stack.pop_all()
     return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, checkpoint, lock, replay)
 
 
 def _resumed(settings: Settings, checkpoints: Checkpoints, stack: ExitStack) -> tuple[Lock, Checkpoint | None]:
-    lock = locked(settings)
+    lock = locked(settings.run_directory)
     stack.callback(lock.release)
-    checkpoint = newest(settings, checkpoints)
+    checkpoint = newest(settings.run, settings.run_directory, checkpoints)
     if checkpoint is None:
         logger.info(f"the run in {settings.run_directory} ended before its first checkpoint, so it begins anew")
     return lock, checkpoint
@@ -289,7 +289,7 @@ def note_data(session: PreparedRun, log: RunLog, made: int) -> None:
     chosen = session.settings
     if made < chosen.run.steps:
         log.note("data ended", steps=made, wanted=chosen.run.steps)
-    for file in session.provenance.changed(chosen):
+    for file in session.provenance.changed(chosen.files):
         log.note("file changed", file=str(file), used="as it was when the run began")
 
 

@@ -300,7 +300,7 @@ def test_an_engine_is_counted_with_its_share_and_has_what_others_leave(folder: P
     large = [Expected("trainer", torch.device("cuda", 0), Bytes(60 * 10**9))]
     settings = load(folder / "config.toml", ["models.engine=vllm"])
     assumed = Hardware.assumed("1xH100-80GB")
-    assert engine_share(settings, devices_of(settings, assumed), large, assumed) == pytest.approx(0.16, abs=0.01)
+    assert engine_share(settings.vllm, devices_of(settings, assumed), large, assumed) == pytest.approx(0.16, abs=0.01)
 
 
 def test_adapters_are_counted_in_float32_where_vllm_serves_them(folder: Path) -> None:

@@ -111,7 +111,7 @@ def test_the_settings_of_each_schedule_are_ones_that_training_takes(name: str, t
     (tmp_path / "config.toml").write_text(own + pasted + "\n")
     settings, schedule = load(tmp_path / "config.toml"), SCHEDULES[name]
     assert type(admission_of(settings.step)) is type(schedule.admission())
-    taken = own_schedule(settings, 300, tmp_path / "config.toml")
+    taken = own_schedule(settings.step, 300, tmp_path / "config.toml")
     assert (taken.chunk, taken.lookahead, taken.in_flight) == (schedule.chunk, schedule.lookahead, schedule.in_flight)
     assert type(taken.admission()) is type(admission_of(settings.step))
 
