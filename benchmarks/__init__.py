@@ -10,7 +10,7 @@
     python -m benchmarks.peer.sweep    the fastest settings of the peer
     python -m benchmarks.convergence   docs/learning.md: what schedules and lookahead do to learning
     python -m benchmarks.controllers   docs/controllers.md: controllers of overcommit in virtual time
-    python -m benchmarks.on_publish    the KV cache after an update: recomputed or kept
+    python -m benchmarks.kv_on_sync    the KV cache after an update: recomputed or kept
     python -m benchmarks.policy_place  decoding in a thread and in a process
     python -m benchmarks.remote_call   a call in each place
     python -m benchmarks.turns         what a tool's answer costs the rollouts that are decoded on

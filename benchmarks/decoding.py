@@ -125,7 +125,9 @@ class _Contest:
         self._lengths = lengths
         self._prompts = [generator.integers(0, vocabulary, length).astype(np.int32) for length in prompts]
         self._model = model
-        self._decoder = Decoder(model, sampling=Sampling(max_new_tokens=max(lengths)), exact=False, prefill_tokens=2048)
+        self._decoder = Decoder(
+            model, sampling=Sampling(max_new_tokens=max(lengths)), deterministic=False, prefill_tokens=2048
+        )
         width = max(prompts)
         self._ids = torch.zeros(len(prompts), width, dtype=torch.int64, device=model.device)
         self._mask = torch.zeros_like(self._ids)

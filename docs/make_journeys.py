@@ -135,7 +135,13 @@ def _equal(number: float) -> Callable[[object], bool]:
 
 
 def _step(folder: Path, name: str, tracer: Tracer) -> Tracer:
-    settings = (f"run.name={name}", "run.steps=1", "run.exact=true", "run.panel=off", f"trainer.learning_rate={RATE}")
+    settings = (
+        f"run.name={name}",
+        "run.steps=1",
+        "run.deterministic=true",
+        "run.panel=off",
+        f"trainer.learning_rate={RATE}",
+    )
     with tracer.tracing():
         if code := run(folder, "", *settings):
             raise RuntimeError(f"the run ended with exit code {code}")

@@ -1,7 +1,8 @@
 """One PPO run with nothing overlapped: generate, score, estimate, train, one after another.
 
 This is the whole algorithm in plain lines, with the models that the streamed graph uses but no graph and no channel.
-It is also the oracle: in exact mode the graph reproduces its tokens, scores, advantages and weights bit for bit.
+It is also the oracle: in deterministic mode the graph reproduces its tokens, scores, advantages and weights bit for
+bit.
 
     python examples/00_serial_ppo.py
 
@@ -95,10 +96,10 @@ async def serial_ppo(
 ) -> list[Batch]:
     """Train ``models["actor"]`` and ``models["critic"]`` in place; return what each step trained on."""
     with Thread("serial") as thread:
-        policy = HfPolicy(models["actor"], sampling=sampling, thread=thread, exact=True)
-        reference = ReferenceLogprobs(models["reference"], sampling=sampling, thread=thread, exact=True)
-        reward = RewardModel(models["reward"], thread=thread, exact=True)
-        critic = ValueModel(models["critic"], thread=thread, exact=True)
+        policy = HfPolicy(models["actor"], sampling=sampling, thread=thread, deterministic=True)
+        reference = ReferenceLogprobs(models["reference"], sampling=sampling, thread=thread, deterministic=True)
+        reward = RewardModel(models["reward"], thread=thread, deterministic=True)
+        critic = ValueModel(models["critic"], thread=thread, deterministic=True)
         trainer = HfTrainer(models["actor"], models["critic"], sampling=sampling, thread=thread, settings=settings)
         batches = []
         for start in range(0, len(prompts), batch):

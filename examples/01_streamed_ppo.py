@@ -38,7 +38,7 @@ async def main() -> None:
             reward=RewardModel(reward, thread=scoring),
             critic=ValueModel(critic, thread=scoring),
             trainer=HfTrainer(actor, critic, sampling=sampling, thread=training, settings=settings),
-            admission=Overcommit(batch=4, extra=2),
+            admission=Overcommit(batch=4, overcommit=2),
             chunks=Fixed(8),
         )
         print(graph.table())

@@ -82,7 +82,7 @@ def others(one: ScoredRollout, compared: Sequence[ScoredRollout]) -> list[float]
 def rloo(policy: Policy, reward: Scorer[float | Drop], trainer: Trainer) -> Graph[StepReport]:
     """Return the pipeline: three edges, no critic."""
     g: GraphBuilder[Prompt] = GraphBuilder("rloo", merge=merge_chunks, key=rollout_of)
-    rollout = g.add("generate", Generate(policy, Overcommit(batch=4, extra=1), samples=SAMPLES), g.prompts)
+    rollout = g.add("generate", Generate(policy, Overcommit(batch=4, overcommit=1), samples=SAMPLES), g.prompts)
     score = g.add("reward", Score(reward), rollout)
     batch = g.add("advantage", LeaveOneOut(), rollout, score)
     return g.build(g.add("update", Update(trainer, publish=followers(policy)), batch))

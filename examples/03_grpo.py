@@ -52,7 +52,7 @@ async def train(steps: int = 12) -> list[StepReport]:
             reward=FunctionReward(even, words),
             reference=ReferenceLogprobs(reference, sampling=sampling, thread=scoring),
             trainer=HfTrainer(actor, sampling=sampling, thread=training, settings=settings, loss=loss),
-            admission=Overcommit(batch=4, extra=1),
+            admission=Overcommit(batch=4, overcommit=1),
             samples=SAMPLES,
         )
         async with graph.open(prompts) as run:

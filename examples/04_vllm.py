@@ -67,7 +67,7 @@ async def train(engine: VllmEngine, steps: int = 12) -> list[StepReport]:
             reference=ReferenceLogprobs(reference, sampling=sampling, thread=scoring),
             trainer=HfTrainer(actor, sampling=sampling, thread=training, settings=settings, loss=loss),
             proximal=RecomputedLogprobs(actor, sampling=sampling, thread=scoring),
-            admission=Overcommit(batch=4, extra=1),
+            admission=Overcommit(batch=4, overcommit=1),
             samples=SAMPLES,
         )
         async with graph.open(prompts) as run:

@@ -73,8 +73,8 @@ async def serial(actor: LlamaForCausalLM, judge: LlamaForSequenceClassification,
     """Train with one thing after the other."""
     learner = Learner(actor)
     with Thread("models", setup=one_core) as thread:
-        policy = HfPolicy(actor, sampling=SAMPLING, thread=thread, exact=True)
-        reward = RewardModel(judge, thread=thread, exact=True)
+        policy = HfPolicy(actor, sampling=SAMPLING, thread=thread, deterministic=True)
+        reward = RewardModel(judge, thread=thread, deterministic=True)
         for step in range(steps):
             finished = await generate(policy, prompts(8)[8 * step : 8 * step + 8])
             scores = await score(reward, finished)
@@ -89,13 +89,13 @@ async def overlapped(
     """Train with the same models and the same training step, streamed; carry up to ``extra`` responses over."""
     learner = Learner(actor)
     with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
-        policy = HfPolicy(actor, sampling=SAMPLING, thread=decoding, exact=True)
-        reward = RewardModel(judge, thread=scoring, exact=True)
+        policy = HfPolicy(actor, sampling=SAMPLING, thread=decoding, deterministic=True)
+        reward = RewardModel(judge, thread=scoring, deterministic=True)
 
         def step(batch: Batch) -> dict[str, float]:
             return learner.train_step(*tokens_of(batch.responses), torch.from_numpy(batch.scores))
 
-        admission = Overcommit(batch=8, extra=extra)
+        admission = Overcommit(batch=8, overcommit=extra)
         graph = wrap(step, actor, policy=policy, reward=reward, admission=admission, chunks=Fixed(8), thread=decoding)
         async with graph.open(prompts(steps)) as run:
             return [report async for report in run.steps(steps)]

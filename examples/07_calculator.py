@@ -73,7 +73,7 @@ async def train(steps: int = 12) -> list[StepReport]:
                 settings=TrainerSettings(learning_rate=2e-2, epochs=2),
                 loss=ClippedLoss(),
             ),
-            admission=Overcommit(batch=8, extra=2),
+            admission=Overcommit(batch=8, overcommit=2),
             samples=4,
             environment=FunctionEnvironment(calculator, decode, encode, timeout=5),
         )

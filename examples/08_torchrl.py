@@ -128,9 +128,9 @@ async def serial(models: Models, steps: int) -> None:
     """Train with one thing after the other."""
     ppo = PPO(models.actor, models.critic)
     with Thread("models", setup=one_core) as thread:
-        policy = HfPolicy(models.actor, sampling=SAMPLING, thread=thread, exact=True)
-        reward = RewardModel(models.judge, thread=thread, exact=True)
-        critic = ValueModel(models.critic, thread=thread, exact=True)
+        policy = HfPolicy(models.actor, sampling=SAMPLING, thread=thread, deterministic=True)
+        reward = RewardModel(models.judge, thread=thread, deterministic=True)
+        critic = ValueModel(models.critic, thread=thread, deterministic=True)
         for step in range(steps):
             finished = await generate(policy, prompts(8)[8 * step : 8 * step + 8])
             scores = torch.tensor(await read(reward, finished))
@@ -146,9 +146,9 @@ async def overlapped(models: Models, steps: int, extra: int = 0) -> list[StepRep
     """Train with the same update, streamed; carry up to ``extra`` responses over."""
     ppo = PPO(models.actor, models.critic)
     with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
-        policy = HfPolicy(models.actor, sampling=SAMPLING, thread=decoding, exact=True)
-        reward = RewardModel(models.judge, thread=scoring, exact=True)
-        critic = ValueModel(models.critic, thread=scoring, exact=True)
+        policy = HfPolicy(models.actor, sampling=SAMPLING, thread=decoding, deterministic=True)
+        reward = RewardModel(models.judge, thread=scoring, deterministic=True)
+        critic = ValueModel(models.critic, thread=scoring, deterministic=True)
 
         def step(batch: Batch) -> dict[str, float]:
             assert batch.values is not None
@@ -157,7 +157,7 @@ async def overlapped(models: Models, steps: int, extra: int = 0) -> list[StepRep
 
         graph = wrap(
             step, models.actor, policy=policy, reward=reward, critic=critic, critic_module=models.critic,
-            admission=Overcommit(batch=8, extra=extra), chunks=Fixed(8), thread=decoding,
+            admission=Overcommit(batch=8, overcommit=extra), chunks=Fixed(8), thread=decoding,
         )  # fmt: skip
         async with graph.open(prompts(steps)) as run:
             return [report async for report in run.steps(steps)]

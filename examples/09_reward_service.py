@@ -90,7 +90,7 @@ async def train(url: str, steps: int = 3) -> list[StepReport]:
             policy=HfPolicy(actor, sampling=sampling, thread=acting),
             reward=FunctionReward(HttpReward(url), decode=lambda tokens: " ".join(map(str, tokens)), timeout=60),
             trainer=HfTrainer(actor, sampling=sampling, thread=training, loss=ClippedLoss()),
-            admission=Overcommit(batch=4, extra=1),
+            admission=Overcommit(batch=4, overcommit=1),
             samples=4,
         )
         async with graph.open(prompts) as run:

@@ -124,7 +124,7 @@ def resume(
     override
         Change one setting of those that may change: section.key=value. Can be repeated.
     ray
-        The Ray cluster, if its address is another one now, or, unless the run is exact, there was none. Sets
+        The Ray cluster, if its address is another one now, or, unless the run is deterministic, there was none. Sets
         placement.cluster.
     accept_changed_code
         Go on with the file of the reward function as it is now, though the run began with another.

@@ -92,7 +92,7 @@ RATCHETS = {
     "protocols": 77,
     "functions that only require": 89,  # of metrics, that a batch has each rollout once, that names are distinct
     "modules that name turns": 33,
-    "modules that name exact": 27,
+    "modules that name deterministic": 27,
     "modules that name lookahead": 24,
     "modules that name restarts": 14,
     "modules that name elsewhere": 11,

@@ -78,7 +78,7 @@ def test_models_in_processes_make_the_same_run(
             f"run.name=in-a-{scorers}",
             f"run.scorers={scorers}",
             f"run.policy={scorers}",
-            "run.exact=true",
+            "run.deterministic=true",
             'sampling.stop_strings=["w9", "w40 w"]',
         )
         assert oppo(workplace, "", *settings) == 0, capsys.readouterr().err
@@ -143,10 +143,10 @@ def test_a_reward_function_trains_a_critic_with_a_new_head(workplace: Path) -> N
         "rewards.0.source=reward.py:short",
         "run.name=function",
         "run.steps=1",
-        "step.extra=0",
+        "step.overcommit=0",
         "step.chunk=whole",
     )
-    assert oppo(workplace, "", *overrides, "run.exact=true", "run.panel=off") == 0
+    assert oppo(workplace, "", *overrides, "run.deterministic=true", "run.panel=off") == 0
     record = json.loads((workplace / "runs" / "function" / "metrics.jsonl").read_text())
     assert -1.2 <= record["score"] <= -0.1
 
@@ -155,7 +155,10 @@ def test_exact_runs_learn_the_same_bits_streamed_and_serial(workplace: Path) -> 
     learned: dict[str, tuple[list[tuple[float, float, int]], bytes, bytes]] = {}
     for chunk in ("3", "whole"):
         name = f"exact-{chunk}"
-        assert oppo(workplace, "", f"run.name={name}", f"step.chunk={chunk}", "run.exact=true", "run.panel=off") == 0
+        assert (
+            oppo(workplace, "", f"run.name={name}", f"step.chunk={chunk}", "run.deterministic=true", "run.panel=off")
+            == 0
+        )
         run = workplace / "runs" / name
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         scores = [(each["score"], each["objective/kl"], each["deferred"]) for each in lines]

@@ -32,7 +32,7 @@ prompts = "prompts.jsonl"
 max_new_tokens = 12
 [step]
 batch = 4
-extra = 2
+overcommit = 2
 chunk = 4
 [trainer]
 learning_rate = 1e-3

@@ -60,7 +60,7 @@ class Arm:
 
     def settings(self, demo: Settings, batch: int) -> Settings:
         """Return the demo's settings in this schedule, without the files that a study does not read."""
-        extra = {} if self.share is None else {"admission": "overcommit", "extra": round(self.share * batch)}
+        extra = {} if self.share is None else {"admission": "overcommit", "overcommit": round(self.share * batch)}
         quiet = {"panel": "off", "trace": 0, "logged_samples": 0}
         step = {"batch": batch, **extra, **self.step}
         return demo.changed({"step": step, "algorithm": self.algorithm, "run": quiet})
@@ -266,7 +266,7 @@ IN_FLIGHT: Final = Arm(
     "n2-flight",
     "lookahead 2, published in flight",
     "#d97706",
-    step={"lookahead": 2, "publish": "in-flight"},
+    step={"lookahead": 2, "weight_sync": "in-flight"},
 )
 
 LOOKAHEAD_ARMS: Final = {
@@ -308,7 +308,7 @@ and as often. Each final policy answers the same {plan.examined} held-out prompt
 - `-tis` adds truncated importance weights: `algorithm.ratio_base = "proximal"` and
   `algorithm.is_correction = "truncated"`. Without lookahead no token is stale, and they change no bit.
 - `-tis-b` adds the weights alone: the ratio stays that to the behaviour policy, and so does the clip.
-- `-flight` is `step.publish = "in-flight"`.
+- `-flight` is `step.weight_sync = "in-flight"`.
 - The first half is the mean score of what was trained, by the number of updates that its writer had seen, from 1 to
   {plan.steps // 2}. By steps the curve of lookahead n would come n steps later, whatever is learned.
 - Updates is how many it takes until the mean score of what was trained has {TARGET:.0%} of `{BASELINE.name}`'s final

@@ -299,7 +299,7 @@ def _synchronous(workload: BenchWorkload) -> Admission:
 
 
 def _overcommitted(workload: BenchWorkload) -> Admission:
-    return Overcommit(batch=workload.batch, extra=workload.extra)
+    return Overcommit(batch=workload.batch, overcommit=workload.extra)
 
 
 def _adaptive(workload: BenchWorkload) -> Admission:

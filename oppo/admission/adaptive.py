@@ -20,25 +20,27 @@ SlopeRule: TypeAlias = Literal["text", "algorithm1"]
 
 @dataclass
 class SlopeAdaptive(AdaptiveOvercommit):
-    """Raises ``extra`` while the mean score rises and lowers it while it does not (OPPO, arXiv 2509.25762).
+    """Raises ``overcommit`` while the mean score rises and lowers it while it does not (OPPO, arXiv 2509.25762).
 
     With ``R_i`` the mean score of step i and w = ``window``::
 
         s_t = 1/w * sum over the last w steps of (R_i - R_{i-1})
-        text:        extra + 1 if s_t > 0 else extra - 1                    (the paper's section on the method)
-        algorithm1:  extra + k if s_t > 0 else extra - k,  k = max(1, extra // 4)        (its Algorithm 1)
+        text:        overcommit + 1 if s_t > 0 else overcommit - 1                    (the paper's section on the
+            method)
+        algorithm1:  overcommit + k if s_t > 0 else overcommit - k,  k = max(1, overcommit // 4)  (its Algorithm 1)
 
     bounded by ``least`` and ``most``. Both rules follow the paper, with their weakness: the sum telescopes to
     ``(R_t - R_{t-w}) / w``, so two noisy scores decide and the w - 1 between them do not count. On a noisy plateau both
-    directions are equally likely, and ``extra`` wanders around the middle of its range instead of decaying. The rules
-    ignore time, so they accept lag where deferral gains nothing. :class:`oppo.TailAdaptive` is the robust controller.
+    directions are equally likely, and ``overcommit`` wanders around the middle of its range instead of decaying. The
+    rules ignore time, so they accept lag where deferral gains nothing. :class:`oppo.TailAdaptive` is the robust
+    controller.
 
     Attributes:
         batch: units in a full batch.
         rule: one of the two.
-        least, most: bounds of ``extra``; the paper's are often 0 and 8.
-        window: steps of the slope; ``extra`` stays until there are as many.
-        initial: the first ``extra``; ``None`` for the middle of the range.
+        least, most: bounds of ``overcommit``; the paper's are often 0 and 8.
+        window: steps of the slope; ``overcommit`` stays until there are as many.
+        initial: the first ``overcommit``; ``None`` for the middle of the range.
         max_deferrals: the cut waits for units of this age.
 
     Raises:
@@ -48,7 +50,7 @@ class SlopeAdaptive(AdaptiveOvercommit):
         >>> rising = SlopeAdaptive(batch=16, window=2)
         >>> for step in range(4):
         ...     rising.observe(Observation(step, score=float(step)))
-        >>> rising.extra
+        >>> rising.overcommit
         6
     """
 
@@ -69,7 +71,7 @@ class SlopeAdaptive(AdaptiveOvercommit):
             raise AdmissionError(f"0 <= least <= initial <= most must hold, not 0, {self.least}, {first}, {self.most}")
         if self.window < 1:
             raise AdmissionError(f"window must be at least 1, not {self.window}")
-        Overcommit(self.batch, self.most, self.max_deferrals)  # checks the largest extra
+        Overcommit(self.batch, self.most, self.max_deferrals)  # checks the largest overcommit
         self._current = Overcommit(self.batch, first, self.max_deferrals)
 
     def observe(self, seen: Observation) -> None:
@@ -80,16 +82,16 @@ class SlopeAdaptive(AdaptiveOvercommit):
         if len(self._scores) <= self.window:
             return
         rising = self._scores[-1] - self._scores[0] > 0  # the sign of the telescoped sum
-        stride = 1 if self.rule == "text" else max(1, self.extra // 4)
-        moved = self.extra + (stride if rising else -stride)
-        self._current = replace(self._current, extra=min(self.most, max(self.least, moved)))
+        stride = 1 if self.rule == "text" else max(1, self.overcommit // 4)
+        moved = self.overcommit + (stride if rising else -stride)
+        self._current = replace(self._current, overcommit=min(self.most, max(self.least, moved)))
 
     def state_dict(self) -> dict[str, Json]:
-        """Return ``extra`` and the scores in the window."""
-        return {"extra": self.extra, "scores": list(self._scores)}
+        """Return ``overcommit`` and the scores in the window."""
+        return {"extra": self.overcommit, "scores": list(self._scores)}
 
     def load_state_dict(self, state: Mapping[str, Json]) -> None:
-        self._current = replace(self._current, extra=cast("int", state["extra"]))
+        self._current = replace(self._current, overcommit=cast("int", state["extra"]))
         self._scores = list(cast("list[float]", state["scores"]))
 
 
@@ -97,12 +99,12 @@ MARGIN = 0.0115
 """Costs within this share of the lowest count as equal: the precision of the estimates."""
 
 RISE = 4
-"""``extra`` at most doubles in a step, but may always rise by this many units."""
+"""``overcommit`` at most doubles in a step, but may always rise by this many units."""
 
 
 @dataclass
 class TailAdaptive(AdaptiveOvercommit):
-    """Chooses ``extra`` from a prediction of the step's time for each of its values (``docs/controllers.md``).
+    """Chooses ``overcommit`` from a prediction of the step's time for each of its values (``docs/controllers.md``).
 
     From the last ``window`` steps it estimates the survival function of the lengths (Kaplan-Meier: parked responses
     are censored), and the seconds per decode step, per token, of every scorer, and of the rest. These give, for each
@@ -121,7 +123,7 @@ class TailAdaptive(AdaptiveOvercommit):
         batch: units in a full batch.
         price: cost of a mean lag of 1 step, as a share of the step's time.
         max_deferrals: the cut waits for units of this age.
-        most: the largest ``extra``; ``None`` for a quarter of the batch.
+        most: the largest ``overcommit``; ``None`` for a quarter of the batch.
         window: steps that are remembered.
         kl_target: KL between the weights that sampled and those that are trained, nats per token, above which the
             price rises; ``None`` ignores it.
@@ -178,11 +180,11 @@ class TailAdaptive(AdaptiveOvercommit):
         self._window = [*self._window, seen][-self.window :]
         seconds = self.predictions()
         chosen = self._chosen(seconds * (1 + self.price * self._brake() * np.arange(len(seconds)) / self.batch))
-        self._current = replace(self._current, extra=chosen)
+        self._current = replace(self._current, overcommit=chosen)
         self._predicted = float(seconds[chosen])
 
     def predictions(self) -> FloatVector:
-        """Return the predicted seconds of a step for ``extra`` = 0, 1, .., float64."""
+        """Return the predicted seconds of a step for ``overcommit`` = 0, 1, .., float64."""
         finished = [length for seen in self._window for length in seen.finished]
         survival = kaplan_meier(finished, self._window[-1].parked)
         intervals = cut_intervals(survival, self.batch, self._limit, self.max_deferrals)
@@ -191,10 +193,10 @@ class TailAdaptive(AdaptiveOvercommit):
     def state_dict(self) -> dict[str, Json]:
         """Return the current decision and the observations in the window."""
         seen: list[Json] = [each.as_json() for each in self._window]
-        return {"extra": self.extra, "predicted_seconds": self._predicted, "seen": seen}
+        return {"extra": self.overcommit, "predicted_seconds": self._predicted, "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Json]) -> None:
-        self._current = replace(self._current, extra=cast("int", state["extra"]))
+        self._current = replace(self._current, overcommit=cast("int", state["extra"]))
         self._predicted = cast("float | None", state["predicted_seconds"])
         self._window = [Observation.from_json(each) for each in cast("list[dict[str, Json]]", state["seen"])]
 
@@ -213,9 +215,9 @@ class TailAdaptive(AdaptiveOvercommit):
         return brake
 
     def _chosen(self, cost: FloatVector) -> int:
-        # The least ``extra`` of nearly lowest cost, with a bounded rise above the current one.
+        # The least ``overcommit`` of nearly lowest cost, with a bounded rise above the current one.
         equal = np.flatnonzero(cost <= (1 + MARGIN) * cost.min())
-        return min(int(equal[0]), self.extra + max(RISE, self.extra))
+        return min(int(equal[0]), self.overcommit + max(RISE, self.overcommit))
 
 
 def _mean(measured: Sequence[float | None]) -> float | None:

@@ -15,36 +15,38 @@ from oppo.errors import AdmissionError
 
 @dataclass(frozen=True, slots=True)
 class Overcommit:
-    """Keeps ``extra`` units in flight beyond the batch and carries the stragglers (inter-step overlap).
+    """Keeps ``overcommit`` units in flight beyond the batch and carries the stragglers (inter-step overlap).
 
     Attributes:
         batch: units in a full batch.
-        extra: Delta, the units in flight beyond it; 0 is strictly on-policy.
+        overcommit: Delta, the units in flight beyond it; 0 is strictly on-policy.
         max_deferrals: the cut waits for units of this age.
 
     Raises:
-        AdmissionError: ``batch`` < 1, ``extra`` outside 0 .. batch, or ``max_deferrals`` < 1.
+        AdmissionError: ``batch`` < 1, ``overcommit`` outside 0 .. batch, or ``max_deferrals`` < 1.
     """
 
     batch: int
-    extra: int = 0
+    overcommit: int = 0
     max_deferrals: int = 2
 
     def __post_init__(self) -> None:
         require_declared(self, error=AdmissionError)
         if self.batch < 1:
             raise AdmissionError(f"batch must be at least 1, not {self.batch}")
-        if not 0 <= self.extra <= self.batch:
+        if not 0 <= self.overcommit <= self.batch:
             raise AdmissionError(
-                f"extra must lie in 0 .. batch = {self.batch}, not {self.extra}: with more, the units that may not be "
-                "deferred again would not fit in one batch"
+                f"overcommit must lie in 0 .. batch = {self.batch}, not {self.overcommit}: with more, the units that "
+                "may not be deferred again would not fit in one batch"
             )
         if self.max_deferrals < 1:
-            raise AdmissionError(f"max_deferrals must be at least 1, not {self.max_deferrals}; extra=0 defers nothing")
+            raise AdmissionError(
+                f"max_deferrals must be at least 1, not {self.max_deferrals}; overcommit=0 defers nothing"
+            )
 
     def admit(self, view: AdmitView) -> int:
-        """Fill up to ``batch + extra``; 0 if more than that is carried."""
-        return max(0, self.batch + self.extra - view.carried)
+        """Fill up to ``batch + overcommit``; 0 if more than that is carried."""
+        return max(0, self.batch + self.overcommit - view.carried)
 
     def cut(self, view: CutView) -> bool:
         """Stop once the batch is full and no overdue unit is decoding."""
@@ -54,18 +56,18 @@ class Overcommit:
         pass
 
     def metrics(self) -> Mapping[str, float]:
-        return {"deferral/extra": float(self.extra)}
+        return {"deferral/extra": float(self.overcommit)}
 
 
 class AdaptiveOvercommit:
-    """An overcommit whose ``extra`` a controller sets anew for each step, by replacing ``_current``."""
+    """An overcommit whose ``overcommit`` a controller sets anew for each step, by replacing ``_current``."""
 
     _current: Overcommit
 
     @property
-    def extra(self) -> int:
+    def overcommit(self) -> int:
         """Delta of the coming step."""
-        return self._current.extra
+        return self._current.overcommit
 
     def admit(self, view: AdmitView) -> int:
         return self._current.admit(view)
@@ -80,7 +82,7 @@ class AdaptiveOvercommit:
 
 def Synchronous(batch: int) -> Overcommit:  # noqa: N802 - reads as the policy it returns
     """Return the admission that waits for every response of its batch: strictly on-policy, none deferred."""
-    return Overcommit(batch=batch, extra=0)
+    return Overcommit(batch=batch, overcommit=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,44 +141,44 @@ class TailBatched:
 
 @dataclass(frozen=True, slots=True)
 class Continuous:
-    """Keeps ``extra`` units decoding: new ones join whenever some are completed.
+    """Keeps ``overcommit`` units decoding: new ones join whenever some are completed.
 
     So a decode step has all its rows until the cut, and a batch has the units that are completed first, of whatever
-    step. The others are carried: up to ``extra``, with a mean lag of about extra / batch steps. With lookahead and
-    weights that are published in flight this is PipelineRL (arXiv 2509.19128), but every prompt is trained once, and no
-    token is more than ``max_deferrals`` + lookahead updates old.
+    step. The others are carried: up to ``overcommit``, with a mean lag of about overcommit / batch steps. With
+    lookahead and weights that are published in flight this is PipelineRL (arXiv 2509.19128), but every prompt is
+    trained once, and no token is more than ``max_deferrals`` + lookahead updates old.
 
     Attributes:
         batch: units in a full batch.
-        extra: the units that are decoded at a time, and the most that are carried.
+        overcommit: the units that are decoded at a time, and the most that are carried.
         max_deferrals: the cut waits for units of this age.
 
     Raises:
-        AdmissionError: ``batch`` < 1, ``extra`` outside 1 .. batch, or ``max_deferrals`` < 1.
+        AdmissionError: ``batch`` < 1, ``overcommit`` outside 1 .. batch, or ``max_deferrals`` < 1.
 
     Example:
-        >>> Continuous(batch=64, extra=32).refill(RefillView(placed=10, decoding=30, unplaced=30))
+        >>> Continuous(batch=64, overcommit=32).refill(RefillView(placed=10, decoding=30, unplaced=30))
         2
     """
 
     batch: int
-    extra: int
+    overcommit: int
     max_deferrals: int = 2
 
     def __post_init__(self) -> None:
         require_declared(self, error=AdmissionError)
-        if self.extra < 1:
-            raise AdmissionError(f"extra units are decoded at a time, so it must be at least 1, not {self.extra}")
-        Overcommit(self.batch, self.extra, self.max_deferrals)  # checks the rest
+        if self.overcommit < 1:
+            raise AdmissionError(f"extra units are decoded at a time, so it must be at least 1, not {self.overcommit}")
+        Overcommit(self.batch, self.overcommit, self.max_deferrals)  # checks the rest
 
     def admit(self, view: AdmitView) -> int:
-        """Begin with ``extra`` units that decode, the carried ones included."""
-        return max(0, self.extra - (view.carried - view.complete))
+        """Begin with ``overcommit`` units that decode, the carried ones included."""
+        return max(0, self.overcommit - (view.carried - view.complete))
 
     def refill(self, view: RefillView) -> int:
-        """Keep ``extra`` units decoding, unless the batch and ``extra`` more belong to the step already."""
-        room = self.batch + self.extra - view.placed - view.unplaced
-        return max(0, min(self.extra - view.decoding, room))
+        """Keep ``overcommit`` units decoding, unless the batch and ``overcommit`` more belong to the step already."""
+        room = self.batch + self.overcommit - view.placed - view.unplaced
+        return max(0, min(self.overcommit - view.decoding, room))
 
     def cut(self, view: CutView) -> bool:
         """Stop once the batch is full and no overdue unit is decoding."""
@@ -186,4 +188,4 @@ class Continuous:
         pass
 
     def metrics(self) -> Mapping[str, float]:
-        return {"deferral/extra": float(self.extra)}
+        return {"deferral/extra": float(self.overcommit)}

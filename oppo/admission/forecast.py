@@ -141,19 +141,19 @@ TABLE = 4096
 """Points of the tabulated survival function."""
 
 KNOTS = 64
-"""Largest number of values of ``extra`` solved for: a large batch costs little more than a small one."""
+"""Largest number of values of ``overcommit`` solved for: a large batch costs little more than a small one."""
 
 ROUNDS = 16
 """Halvings of the bracket of N: its error is below ``longest / 2**16``."""
 
 
 def cut_intervals(survival: Survival, batch: int, most: int, max_deferrals: int) -> FloatVector:
-    """Return the expected decode steps between two cuts for ``extra`` = 0 .. ``most``, float64 [most + 1].
+    """Return the expected decode steps between two cuts for ``overcommit`` = 0 .. ``most``, float64 [most + 1].
 
     Args:
         survival: of the length of a unit.
         batch: units in a full batch.
-        most: the largest ``extra`` of interest.
+        most: the largest ``overcommit`` of interest.
         max_deferrals: the cut waits for units of this age.
     """
     longest = survival.longest
@@ -186,7 +186,7 @@ def cut_intervals(survival: Survival, batch: int, most: int, max_deferrals: int)
 
 
 def knots(most: int) -> list[int]:
-    """Return the values of ``extra`` to solve for: all if few, else 0 .. ``most`` with gaps equal in square roots.
+    """Return the values of ``overcommit`` to solve for: all if few, else 0 .. ``most`` with gaps equal in square roots.
 
     A gap is then at most the standard deviation of a Poisson variable of that mean.
     """

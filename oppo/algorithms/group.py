@@ -90,7 +90,7 @@ class GroupAlgorithm(ClippedAlgorithm):
     """The estimator; see :func:`oppo.returns.group_advantages`."""
 
     samples: Annotated[int, Ge(2), Lt(MOST)] = setting(
-        8, "responses to each prompt, which are compared; `step.batch` and `step.extra` count prompts"
+        8, "responses to each prompt, which are compared; `step.batch` and `step.overcommit` count prompts"
     )
 
     @property

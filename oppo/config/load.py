@@ -145,6 +145,11 @@ OF_REWARDS: Final[Mapping[str, str]] = {
 RENAMED: Final[Mapping[str, str]] = {
     "models.environment": "environment.source",
     **{f"models.environment_{old}": f"environment.{new}" for old, new in OF_FUNCTIONS.items()},
+    "run.exact": "run.deterministic",
+    "step.extra": "step.overcommit",
+    "step.lag_price": "step.staleness_price",
+    "step.on_publish": "step.kv_on_sync",
+    "step.publish": "step.weight_sync",
 }
 """Keys of today by those of earlier versions."""
 

@@ -401,7 +401,7 @@ OWN: Final[Mapping[str, OwnRequirements]] = {
     "admission": OwnRequirements(
         "oppo.Admission",
         ("batch", "max_deferrals", "admit", "cut", "observe"),
-        frozenset({"batch", "extra", "max_deferrals", "lag_price"}),
+        frozenset({"batch", "overcommit", "max_deferrals", "staleness_price"}),
     ),
     "loss": LOSS,
 }

@@ -439,7 +439,9 @@ class RunSection:
         "seeds the data order, sampling and training; `--set run.seed=N` moves the seeds of the sections "
         "with it that were the same",
     )
-    exact: bool = setting(default=False, description="make every bit independent of timing (slower; float32, CPU)")
+    deterministic: bool = setting(
+        default=False, description="make every bit independent of timing (slower; float32, CPU)"
+    )
     cores: Annotated[int, Field(ge=0, le=1024)] = setting(0, "cores to work with; 0: all that the process may use")
     policy: Literal["thread", "process"] = setting(
         "thread", "where the actor decodes: in a thread, or, on a CPU, in a process; the run ends if that dies"
@@ -522,7 +524,7 @@ class ModelsSection:
     device: DeviceName = setting(
         "auto",
         "where the models are that `[placement]` does not place: `auto`, `cpu`, `cuda`, or one of several as "
-        "`cuda:1`; auto: `cuda` where there is one and `run.exact` is off, else `cpu`",
+        "`cuda:1`; auto: `cuda` where there is one and `run.deterministic` is off, else `cpu`",
     )
     attention: Literal["auto", "segmented", "padded", "eager"] = setting(
         "auto",
@@ -591,7 +593,7 @@ class StepSection:
         + "; `file.py:name`: your own, a dataclass or a function with the settings of `[algorithm]`",
     )
     batch: Rollouts = setting(32, "prompts trained in a step, each with all of its responses")
-    extra: Count | None = setting(
+    overcommit: Count | None = setting(
         None,
         "prompts kept in flight beyond the batch, with all of their responses, or the most where `admission` adapts "
         "the number, or those decoded at a time where it is `continuous`; when absent 0 (none is ever carried over), "
@@ -600,14 +602,14 @@ class StepSection:
     max_deferrals: PositiveCount = setting(2, "a rollout carried over this often is waited for")
     admission: Annotated[str, OneOf(ADMISSIONS, "file.py:name", SPEC)] = setting(
         "overcommit",
-        "how many are kept in flight: `overcommit` always `extra`; `continuous` replaces each that has ended at once, "
-        "so that `extra` are decoded until the batch is full; `adaptive` as many as save time at the "
+        "how many are kept in flight: `overcommit` always `overcommit`; `continuous` replaces each that has ended at "
+        "once, so that `overcommit` are decoded until the batch is full; `adaptive` as many as save time at the "
         "price of their lag; `slope` and `slope-algorithm1` more while the score rises (the paper's two rules); "
         "`tail-batched` a quarter of the batch, and those that are late begin anew together in a later step, so that "
         "nothing is ever stale; `file.py:name` as your own class or function decides, with the settings of "
         "`[admission]`",
     )
-    lag_price: NonNegative = setting(
+    staleness_price: NonNegative = setting(
         1.0, "price of a mean lag of one step for `adaptive`, as a fraction of a step's time"
     )
     chunk: PositiveCount | Literal["whole", "tuned"] = setting(
@@ -615,7 +617,7 @@ class StepSection:
         "tokens streamed to the scorers at a time; `whole`: each response when it has ended; `tuned`: a "
         "part of `max_new_tokens` that is tried out every 50 steps",
     )
-    on_publish: Literal["recompute", "keep"] = setting(
+    kv_on_sync: Literal["recompute", "keep"] = setting(
         "recompute",
         "keys and values of a carried rollout after an update: computed again with the new weights, or kept (cheaper, "
         "but of several versions, and lost when a run is resumed)",
@@ -636,7 +638,7 @@ class StepSection:
         "is the same but for rounding; for algorithms that compare the responses of a group, with one epoch and one "
         "minibatch",
     )
-    publish: Literal["cut", "in-flight"] = setting(
+    weight_sync: Literal["cut", "in-flight"] = setting(
         "cut",
         "when the policy gets new weights, with `lookahead`: `cut`, between two steps, so that what a step is decoded "
         "with depends on no timing; `in-flight`, as soon as there are any, between two decode steps, so that tokens "
@@ -644,23 +646,23 @@ class StepSection:
     )
 
     def __post_init__(self) -> None:
-        if self.extra is not None and self.admission == "tail-batched":
-            raise ValueError("admission = 'tail-batched' launches a quarter of the batch more: leave extra out")
-        if self.extra == 0 and self.admission == "continuous":
+        if self.overcommit is not None and self.admission == "tail-batched":
+            raise ValueError("admission = 'tail-batched' launches a quarter of the batch more: leave overcommit out")
+        if self.overcommit == 0 and self.admission == "continuous":
             raise ValueError(
-                "admission = 'continuous' decodes so many at a time, so extra must be at least 1; as many as the batch "
-                "when absent"
+                "admission = 'continuous' decodes so many at a time, so overcommit must be at least 1; as many as the "
+                "batch when absent"
             )
-        if self.extra is not None and self.extra > self.batch:
+        if self.overcommit is not None and self.overcommit > self.batch:
             raise ValueError(
-                f"extra must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.extra}"
+                f"overcommit must be at most batch ({self.batch}), so that overdue rollouts fit; got {self.overcommit}"
             )
 
     @property
-    def most_extra(self) -> int:
+    def most_overcommit(self) -> int:
         """How many prompts ``admission`` keeps in flight beyond the batch at most."""
-        if self.extra is not None:
-            return self.extra
+        if self.overcommit is not None:
+            return self.overcommit
         if self.admission in ADMISSIONS:
             return {"overcommit": 0, "continuous": self.batch}.get(self.admission, self.batch // 4)
         return self.batch  # one's own may keep as many as may be

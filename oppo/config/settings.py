@@ -299,7 +299,7 @@ def require_consistent(settings: Settings) -> None:
         ConfigError: an admission of one's own cannot be made of them.
     """
     settings.own_admission()  # which may refuse its settings
-    if settings.run.exact:
+    if settings.run.deterministic:
         _require_exactness(settings)
     if settings.models.engine == "vllm":
         _require_possible_on_vllm(settings)
@@ -314,7 +314,7 @@ def require_consistent(settings: Settings) -> None:
             "models.share_weights = true would change the weights meanwhile: leave share_weights out"
         )
     _require_possible_placement(settings)
-    if settings.step.publish == "in-flight":
+    if settings.step.weight_sync == "in-flight":
         _require_possible_in_flight(settings)
     if settings.step.stream_updates:
         _require_a_sum(settings)
@@ -358,7 +358,7 @@ def _units(settings: Settings) -> tuple[int, str]:
 def _require_a_sum(settings: Settings) -> None:
     algorithm, trainer = settings.algorithm, settings.trainer
     faults = {
-        "run.exact = true, and parts come in an order that depends on timing": settings.run.exact,
+        "run.deterministic = true, and parts come in an order that depends on timing": settings.run.deterministic,
         "models.share_weights = true, and gradients are computed while responses are decoded": (
             settings.models.share_weights is True
         ),
@@ -386,31 +386,31 @@ def _require_exactness(settings: Settings) -> None:
     models = settings.models
     if models.engine == "vllm":
         raise ValueError(
-            "run.exact makes every bit independent of timing, and vLLM chooses its batches by time: leave it out, or "
-            "set models.engine = 'transformers'"
+            "run.deterministic makes every bit independent of timing, and vLLM chooses its batches by time: leave it "
+            "out, or set models.engine = 'transformers'"
         )
     if settings.step.admission == "adaptive":
         raise ValueError(
-            "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time: choose "
-            "another admission"
+            "run.deterministic makes every bit independent of timing, and step.admission = 'adaptive' decides by time: "
+            "choose another admission"
         )
     if settings.step.admission == "continuous":
         raise ValueError(
-            "run.exact makes every bit independent of timing, and with step.admission = 'continuous' rollouts join "
-            "others when a place is free: choose another admission"
+            "run.deterministic makes every bit independent of timing, and with step.admission = 'continuous' rollouts "
+            "join others when a place is free: choose another admission"
         )
-    if settings.step.publish == "in-flight":
+    if settings.step.weight_sync == "in-flight":
         raise ValueError(
-            "run.exact makes every bit independent of timing, and step.publish = 'in-flight' publishes weights when "
-            "they are ready: leave one of the two out"
+            "run.deterministic makes every bit independent of timing, and step.weight_sync = 'in-flight' publishes "
+            "weights when they are ready: leave one of the two out"
         )
     if models.dtype != "float32":
-        raise ValueError(f"run.exact needs models.dtype = 'float32', got {models.dtype!r}")
+        raise ValueError(f"run.deterministic needs models.dtype = 'float32', got {models.dtype!r}")
     for model, devices in settings.devices.items():
         for device in devices:
             if device.startswith("cuda"):
                 key = settings.placement.key_of(model)
-                raise ValueError(f"run.exact needs {key} = 'cpu' (or 'auto'), got {device!r}")
+                raise ValueError(f"run.deterministic needs {key} = 'cpu' (or 'auto'), got {device!r}")
 
 
 def _require_possible_placement(settings: Settings) -> None:
@@ -487,12 +487,12 @@ def _why_the_policy_is_here(settings: Settings) -> str:
 def _require_possible_in_flight(settings: Settings) -> None:
     if not settings.step.lookahead:
         raise ValueError(
-            "step.publish = 'in-flight' publishes weights while the next step is decoded, and with step.lookahead = 0 "
-            "nothing is decoded then: set step.lookahead to 1 or more, or leave publish out"
+            "step.weight_sync = 'in-flight' publishes weights while the next step is decoded, and with step.lookahead "
+            "= 0 nothing is decoded then: set step.lookahead to 1 or more, or leave publish out"
         )
     if settings.models.shared_trunk:
         raise ValueError(
-            "step.publish = 'in-flight' changes the policy while the critic reads, and models.shared_trunk = true "
+            "step.weight_sync = 'in-flight' changes the policy while the critic reads, and models.shared_trunk = true "
             "makes them one model: leave one of the two out"
         )
 

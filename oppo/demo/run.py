@@ -100,7 +100,7 @@ class Findings:
         hidden_fraction: fraction of the scoring seconds hidden behind decoding or training; ``None``: hardly any.
         deferred_fraction: fraction of the finished rollouts that were carried into a later step.
         deferral_steps: rollouts carried over, by the number of steps.
-        digests: of a serial and of a streamed run in exact mode.
+        digests: of a serial and of a streamed run in deterministic mode.
         directory: of the run.
         actor: directory of the trained policy.
         assets: directory of the models and prompts that the demo made.
@@ -157,7 +157,7 @@ class Findings:
             "length": f"{self.length_before:.0f} tokens before, {self.length_after:.0f} after{hack}",
             "overlap": self._overlap(),
             "deferral": self._deferral(),
-            "exactness": f"a serial and a streamed run, in exact mode, made {same} tokens: "
+            "exactness": f"a serial and a streamed run, in deterministic mode, made {same} tokens: "
             f"{self.digests.serial[:12]} and {self.digests.streamed[:12]}",
             "inputs": f"policy (actor), reward model (reward) and prompts.jsonl are in {self.assets}",
             "outputs": f"{self.directory}/report.html, {self.actor}",
@@ -268,7 +268,7 @@ def demo(
     trained = settings.run_directory / FINAL / "actor"
     narrator.say(f"examining both policies on {plan.examined} held-out prompts")
     before, after = (examined(actor, assets, sampling, plan.examined) for actor in (assets.actor, trained))
-    narrator.say("running two steps serially and streamed, in exact mode, on transformers")
+    narrator.say("running two steps serially and streamed, in deterministic mode, on transformers")
     digests = compare_schedules(settings)
     gains = None if plan.effort is None else compare_seconds(settings, plan.effort, narrator)
     deferred_fraction, deferral_steps = deferrals(settings.run_directory)

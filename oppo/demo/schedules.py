@@ -168,9 +168,11 @@ class DemoSchedule:
 def schedules(effort: Effort) -> list[DemoSchedule]:
     """Return the schedules, the serial one first."""
     return [
-        DemoSchedule("serial: decode, score, update", serial=True, step={"chunk": "whole", "extra": 0}),
-        DemoSchedule("streamed: score while decoding", serial=False, step={"extra": 0}),
-        DemoSchedule(f"streamed, up to {effort.extra} stragglers carried", serial=False, step={"extra": effort.extra}),
+        DemoSchedule("serial: decode, score, update", serial=True, step={"chunk": "whole", "overcommit": 0}),
+        DemoSchedule("streamed: score while decoding", serial=False, step={"overcommit": 0}),
+        DemoSchedule(
+            f"streamed, up to {effort.extra} stragglers carried", serial=False, step={"overcommit": effort.extra}
+        ),
     ]
 
 
@@ -299,8 +301,8 @@ def compare_schedules(settings: Settings) -> Digests:
     changes: Mapping[str, Mapping[str, object]] = {
         "models": {"engine": "transformers"},
         "algorithm": {"is_correction": "none"},  # of tokens that another engine would have made
-        "run": {"exact": True, "steps": STEPS, "scorers": "thread", "name": f"{settings.run.name}-exactness"},
-        "step": {"batch": BATCH, "extra": 0, "admission": "overcommit"},
+        "run": {"deterministic": True, "steps": STEPS, "scorers": "thread", "name": f"{settings.run.name}-exactness"},
+        "step": {"batch": BATCH, "overcommit": 0, "admission": "overcommit"},
     }
     exact = settings.changed(changes)
     with prepare(exact) as session:

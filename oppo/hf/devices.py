@@ -54,12 +54,12 @@ CPU = torch.device("cpu")
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def device_of(name: str, *, exact: bool = False, gpus: int | None = None) -> torch.device:
+def device_of(name: str, *, deterministic: bool = False, gpus: int | None = None) -> torch.device:
     """Return the available device of that name, with its number.
 
     Args:
         name: ``cpu``, ``cuda``, ``cuda:1`` ...; ``auto`` is the first CUDA device, or the CPU without one.
-        exact: ``auto`` is the CPU, whose kernels alone compute bits that do not depend on timing.
+        deterministic: ``auto`` is the CPU, whose kernels alone compute bits that do not depend on timing.
         gpus: how many CUDA devices there are on the machine that is meant; ``None``: this one.
 
     Raises:
@@ -67,7 +67,7 @@ def device_of(name: str, *, exact: bool = False, gpus: int | None = None) -> tor
     """
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = here if gpus is None else gpus
-    if name == "cpu" or (name == "auto" and (exact or not count)):
+    if name == "cpu" or (name == "auto" and (deterministic or not count)):
         return CPU
     number = torch.device("cuda" if name == "auto" else name).index or 0
     if number >= count:
@@ -189,7 +189,7 @@ class Devices:
         names: Mapping[str, Sequence[str]],
         key_of: Callable[[str], str],
         *,
-        exact: bool = False,
+        deterministic: bool = False,
         elsewhere: frozenset[str] = frozenset(),
         gpus: int | None = None,
     ) -> Devices:
@@ -198,7 +198,7 @@ class Devices:
         Args:
             names: by model, one or, of the trainer, several.
             key_of: returns the setting that names a model's device.
-            exact: see :func:`~oppo.hf.devices.device_of`.
+            deterministic: see :func:`~oppo.hf.devices.device_of`.
             gpus: likewise.
             elsewhere: models on other machines, whose devices are not looked for here; ``auto`` is as it is here.
 
@@ -210,7 +210,7 @@ class Devices:
             if model in elsewhere and (number or model != "trainer") and name != "auto":
                 return torch.device(name)
             try:
-                return device_of(name, exact=exact, gpus=gpus)
+                return device_of(name, deterministic=deterministic, gpus=gpus)
             except ConfigError as error:
                 raise ConfigError(f"{key_of(model)}: {error}") from error
 

@@ -341,7 +341,7 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
         weights, reader = live.now, Incremental(model)
         tokens = np.zeros(load.sequence - 1, np.int32)
         rows = [DecodeRow(key, Prompt(key, key, tokens), load.sequence) for key in range(load.rollouts)]
-        prefill = ChunkedPrefill(reader, rows, budget=prefill_tokens, exact=False)
+        prefill = ChunkedPrefill(reader, rows, budget=prefill_tokens, deterministic=False)
         signals = Signals.of(len(rows))
         while prefill:
             prefill.read(signals)

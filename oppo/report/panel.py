@@ -303,7 +303,7 @@ def held_out(metrics: Mapping[str, float]) -> str:
 
 
 def _responses(count: int) -> str:
-    # With groups, settings such as ``step.extra`` count prompts.
+    # With groups, settings such as ``step.overcommit`` count prompts.
     return f"{count} response{'s' * (count != 1)}"
 
 

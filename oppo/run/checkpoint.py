@@ -500,7 +500,7 @@ ROUNDING = frozenset(
         *(f"placement.{key}" for key in declared(PlacementSection) if key != "spread"),
     }
 )
-"""Settings that decide how sums are rounded: they may change too, except in exact runs.
+"""Settings that decide how sums are rounded: they may change too, except in deterministic runs.
 
 Of ``placement.cluster`` that is whether there is one, and not its address.
 """
@@ -543,22 +543,22 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
     changed = {
         key for key, value in before.items() if now.get(key, value) != value and not key.startswith(ENGINE_ARGUMENTS)
     }
-    exact, schedule = settings.run.exact, settings.trainer.schedule
+    deterministic, schedule = settings.run.deterministic, settings.trainer.schedule
     free = MAY_CHANGE - DRAINING if settings.step.lookahead else MAY_CHANGE
     where = f", and {of} was written with other values than config.toml has" if of else ""
     if refused := sorted(key for key in changed if of_rewards(key) not in free | ROUNDING):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed{where}: put it back as it was, or start a new "
-            f"run; what may change is {', '.join(sorted(free if exact else free | ROUNDING))}"
+            f"run; what may change is {', '.join(sorted(free if deterministic else free | ROUNDING))}"
             + ", and what [vllm] holds"
             * (settings.models.engine == "vllm")
         )
     if fingerprint("") not in (before.get(CLUSTER), now[CLUSTER]):
         changed -= {CLUSTER}
-    if exact and (refused := sorted(changed & ROUNDING)):
+    if deterministic and (refused := sorted(changed & ROUNDING)):
         raise ConfigError(
-            f"{', '.join(refused)} cannot change when a run is resumed that is exact{where}: sums would be rounded in "
-            "another order, and every bit is to be that of an uninterrupted run; start a new run for that"
+            f"{', '.join(refused)} cannot change when a run is resumed that is deterministic{where}: sums would be "
+            "rounded in another order, and every bit is to be that of an uninterrupted run; start a new run for that"
         )
     if "run.steps" in changed and not schedule.startswith("constant"):
         raise ConfigError(

@@ -88,7 +88,7 @@ def compose(
 def awaited(step: StepSection, after: Sequence[str]) -> tuple[str, ...]:
     """Return the stages that an update waits for before it publishes: the one that decodes unless in flight."""
     others = [name for name in after if name != "generate"]
-    return tuple(others if step.publish == "in-flight" else ("generate", *others))
+    return tuple(others if step.weight_sync == "in-flight" else ("generate", *others))
 
 
 def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
@@ -143,7 +143,7 @@ def roles_of(settings: Settings, assembly: Assembly) -> Roles:
 
 def admission_of(step: StepSection) -> Admission:
     """Return the policy of ours that ``step.admission`` names."""
-    most = step.most_extra
+    most = step.most_overcommit
     if step.admission == "overcommit":
         return Overcommit(step.batch, most, step.max_deferrals)
     if step.admission == "continuous":
@@ -151,7 +151,7 @@ def admission_of(step: StepSection) -> Admission:
     if step.admission == "tail-batched":
         return TailBatched(step.batch)
     if step.admission == "adaptive":
-        return TailAdaptive(step.batch, price=step.lag_price, max_deferrals=step.max_deferrals, most=most)
+        return TailAdaptive(step.batch, price=step.staleness_price, max_deferrals=step.max_deferrals, most=most)
     rule: SlopeRule = "text" if step.admission == "slope" else "algorithm1"
     return SlopeAdaptive(step.batch, rule=rule, most=most, max_deferrals=step.max_deferrals)
 

@@ -170,7 +170,7 @@ def load_of(settings: Settings, prompt: int) -> Load:
     """Return the most that a run asks of its models, with prompts of up to ``prompt`` tokens."""
     response, chunk = settings.sampling.max_new_tokens, settings.step.chunk
     # A stage has one step at a time, however many are alive: each model holds the rollouts of one, and the deferred.
-    rollouts = (settings.step.batch + settings.step.most_extra) * settings.algorithm.responses
+    rollouts = (settings.step.batch + settings.step.most_overcommit) * settings.algorithm.responses
     return Load(rollouts, prompt, response, chunk if isinstance(chunk, int) else response)
 
 

@@ -198,7 +198,7 @@ def _assembled(
     load: RoleLoader,
     serve: Serve,
 ) -> Assembly:
-    exact, seed = settings.run.exact, settings.trainer.seed
+    deterministic, seed = settings.run.deterministic, settings.trainer.seed
     apart = devices.reference != devices.actor or "reference" in devices.elsewhere
     actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=seed)
     rewards = _reward_models(settings, tokenizer, places, load)
@@ -206,10 +206,10 @@ def _assembled(
     read = [positions_of(model) for model in (actor, reference, critic.trained) if model is not None]
     read += [each.positions for each in rewards.values() if each.positions is not None]
     sampling = _sampling(settings.sampling, tokenizer, actor)
-    if settings.step.most_extra and not sampling.varies:
+    if settings.step.most_overcommit and not sampling.varies:
         logger.warning(
             f"every response has sampling.max_new_tokens = {sampling.max_new_tokens} tokens, so none is late, and "
-            "rollouts in flight beyond the batch gain nothing: set step.admission = 'overcommit', step.extra = 0"
+            "rollouts in flight beyond the batch gain nothing: set step.admission = 'overcommit', step.overcommit = 0"
         )
     trained = ActorCritic(actor, critic.trained)
     if not settings.shares_weights:
@@ -224,12 +224,14 @@ def _assembled(
     serving = serve(ServeRequest(settings, actor, served, sampling, tokenizer, places, devices))
     value = None
     if critic.served is not None:
-        value = ValueModel(critic.served, thread=_scoring(places, "critic"), exact=exact)
+        value = ValueModel(critic.served, thread=_scoring(places, "critic"), deterministic=deterministic)
     return Assembly(
         serving=serving,
         reference=None
         if reference is None
-        else ReferenceLogprobs(reference, sampling=sampling, thread=_scoring(places, "reference"), exact=exact),
+        else ReferenceLogprobs(
+            reference, sampling=sampling, thread=_scoring(places, "reference"), deterministic=deterministic
+        ),
         reward=code.reward({key: each.scorer for key, each in rewards.items()}),
         critic=value,
         proximal=_proximal(settings, actor, sampling, places) if settings.algorithm.corrects else None,
@@ -276,7 +278,7 @@ def _reward_models(
     settings: Settings, tokenizer: HfTokenizer, places: DeviceLayout, load: RoleLoader
 ) -> dict[str, ServedRewardModel]:
     """Return the rewards that are models, each served, by their place in the file."""
-    models = RewardModels(tokenizer, load, settings.data.column, settings.run.exact)
+    models = RewardModels(tokenizer, load, settings.data.column, settings.run.deterministic)
     served = {}
     for key, reward in settings.reward_tables.items():
         if isinstance(reward, ModelRewardSection):
@@ -332,10 +334,12 @@ def _proximal(
     settings: Settings, actor: PreTrainedModel, sampling: Sampling, places: DeviceLayout
 ) -> RecomputedLogprobs:
     """Return the scorer of proximal log-probs: of stale tokens only if the trainer's backend decodes too."""
-    thread, exact = _scoring(places, "proximal"), settings.run.exact
+    thread, deterministic = _scoring(places, "proximal"), settings.run.deterministic
     if settings.models.engine != "transformers":
-        return RecomputedLogprobs(actor, sampling=sampling, thread=thread, exact=exact)
-    return ProximalLogprobs(actor, sampling=sampling, thread=thread, exact=exact, on_publish=settings.step.on_publish)
+        return RecomputedLogprobs(actor, sampling=sampling, thread=thread, deterministic=deterministic)
+    return ProximalLogprobs(
+        actor, sampling=sampling, thread=thread, deterministic=deterministic, kv_on_sync=settings.step.kv_on_sync
+    )
 
 
 def _sampling(section: SamplingSection, tokenizer: HfTokenizer, actor: PreTrainedModel) -> Sampling:

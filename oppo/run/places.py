@@ -50,7 +50,7 @@ def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
     return Devices.found(
         {**settings.devices, "actor": (settings.actor_device,)},
         settings.placement.key_of,
-        exact=settings.run.exact,
+        deterministic=settings.run.deterministic,
         elsewhere=settings.elsewhere,
         gpus=None if assumed is None else assumed.gpus,
     )
@@ -151,7 +151,7 @@ def _elsewhere(settings: Settings, devices: Devices) -> Elsewhere:
         return Elsewhere(actors.pop("policy", None), actors, training, stack.pop_all().close)
 
 
-SERVING: Final = "lower step.batch, step.extra or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
+SERVING: Final = "lower step.batch, step.overcommit or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
 """Advice to a served model that runs out of memory."""
 
 
@@ -267,8 +267,8 @@ def _on_transformers(request: ServeRequest) -> Serving:
         request.served,
         sampling=request.sampling,
         thread=ModelPlace(request.places.acting, "policy", SERVING),
-        exact=request.settings.run.exact,
-        on_publish=request.settings.step.on_publish,
+        deterministic=request.settings.run.deterministic,
+        kv_on_sync=request.settings.step.kv_on_sync,
         decode=request.tokenizer.decode,
     )
     return Serving(policy, longest(request.actor))
@@ -298,7 +298,7 @@ def _on_vllm(request: ServeRequest) -> Serving:
     )
     try:
         policy = VllmPolicy(
-            engine, sampling=request.sampling, on_publish=settings.step.on_publish, decode=request.tokenizer.decode
+            engine, sampling=request.sampling, kv_on_sync=settings.step.kv_on_sync, decode=request.tokenizer.decode
         )
     except BaseException:
         engine.close()

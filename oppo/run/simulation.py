@@ -108,7 +108,7 @@ def of_profile(path: Path, overrides: Sequence[str] = ()) -> Simulation:
         chunk=given.chunk,
         max_deferrals=given.max_deferrals,
         price=given.lag_price,
-        on_publish="recompute" if given.recompute else "keep",
+        kv_on_sync="recompute" if given.recompute else "keep",
     )
     return Simulation(profile.system(), profile.work(), schedules, "serial")
 
@@ -134,7 +134,7 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
         record.steps,
         prompt=record.prompt,
         contention=LAYOUTS[layout],
-        recomputes=step.on_publish == "recompute",
+        recomputes=step.kv_on_sync == "recompute",
     )
     workload = Workload(
         batch=step.batch,
@@ -146,11 +146,11 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
     own = own_schedule(settings.step, record.cap, directory / "config.toml")
     rungs = ladder(
         step.batch,
-        extra=step.extra or max(1, step.batch // 14),
+        extra=step.overcommit or max(1, step.batch // 14),
         chunk=own.chunk or 32,
         max_deferrals=step.max_deferrals,
-        price=step.lag_price,
-        on_publish=step.on_publish,
+        price=step.staleness_price,
+        kv_on_sync=step.kv_on_sync,
     )
     return Simulation(
         system,
@@ -182,9 +182,9 @@ def _admission(config: Path) -> Admission:
 def own_schedule(step: StepSection, cap: int, config: Path) -> Schedule:
     """Return the schedule of a run; a chunk size that is tuned is taken as the middle one of its candidates."""
     chunk = step.chunk if isinstance(step.chunk, int) else None if step.chunk == "whole" else max(1, cap // 8)
-    carried = "" if step.admission != "overcommit" else f", {step.extra or 0} carried"
+    carried = "" if step.admission != "overcommit" else f", {step.overcommit or 0} carried"
     ahead = f", lookahead {step.lookahead}" if step.lookahead else ""
-    in_flight = bool(step.lookahead) and step.publish == "in-flight"
+    in_flight = bool(step.lookahead) and step.weight_sync == "in-flight"
     return Schedule(
         name=AS_IT_RAN,
         about=f"{step.admission}{carried}, chunk {step.chunk}{ahead}{', in flight' if in_flight else ''}",

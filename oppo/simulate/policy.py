@@ -1,7 +1,7 @@
 """A fake actor with a cost model: it decodes all rollouts together, or each at its own pace.
 
 It reads what its KV cache lacks before it goes on with a rollout: the prompt, a tool's answer, and everything
-once more when other weights were loaded, unless ``on_publish`` keeps the old ones.
+once more when other weights were loaded, unless ``kv_on_sync`` keeps the old ones.
 
 A fake token is a hash of (seed, admission, sample, position); a fake log-prob also depends on the version of the
 weights. Code that mixes up rollouts, positions or versions gets other numbers.
@@ -60,13 +60,13 @@ class FakePolicy:
         cap: a response of this many tokens ends with reason ``length``.
         given: the positions of a response that are not sampled but a tool's answer.
         turns: the lengths at which turns of a response end, answers not counted, and which are not its end.
-        holds: decoding waits while a turn is unanswered, as that of an exact engine does.
+        holds: decoding waits while a turn is unanswered, as that of a deterministic engine does.
         kept: the number of ids in each token's support; 0: all.
         capabilities: those it claims; it implements all of them.
         reading: seconds for each token that is read before its rollout goes on, or a function of the positions read.
             Decode steps wait meanwhile.
         ending: seconds for each rollout that ends. Decode steps wait meanwhile.
-        on_publish: whether the KV cache of other weights is recomputed or kept.
+        kv_on_sync: whether the KV cache of other weights is recomputed or kept.
         prefilled: tokens read so far before their rollouts went on.
         replicas: engines, each with rollouts and decode steps of its own; a rollout stays with the one that has the
             fewest when it is first decoded.
@@ -93,7 +93,7 @@ class FakePolicy:
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(turns=True))
     reading: float | ReadSeconds = 0.0
     ending: float = 0.0
-    on_publish: Literal["recompute", "keep"] = "recompute"
+    kv_on_sync: Literal["recompute", "keep"] = "recompute"
     prefilled: int = 0
 
     def __post_init__(self) -> None:
@@ -253,7 +253,7 @@ class FakePolicy:
         self._start(decode)
 
     def _read(self, decode: FakeDecode, load: int) -> None:
-        start, stop = decode.unread(load, again=self.on_publish == "recompute")
+        start, stop = decode.unread(load, again=self.kv_on_sync == "recompute")
         if start >= stop or decode.lane is None:
             return
         self.prefilled += stop - start

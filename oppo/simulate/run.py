@@ -202,7 +202,7 @@ def ladder(
     chunk: int,
     max_deferrals: int = 2,
     price: float = 1.0,
-    on_publish: str = "recompute",
+    kv_on_sync: str = "recompute",
 ) -> Mapping[str, Schedule]:
     """Return the schedules by name, each with one overlap more than one before it.
 
@@ -212,7 +212,7 @@ def ladder(
         chunk: tokens that travel at once.
         max_deferrals: of what is carried.
         price: of lag, to the adaptive schedules.
-        on_publish: what becomes of the KV cache of carried rollouts, as of ``step.on_publish``.
+        kv_on_sync: what becomes of the KV cache of carried rollouts, as of ``step.kv_on_sync``.
     """
     foreseen = min(max_deferrals, FORESEEN)
     live = max(1, batch // 2)
@@ -222,10 +222,15 @@ def ladder(
     adaptive = partial(TailAdaptive, batch, price=price, max_deferrals=foreseen)
     refilling = partial(Continuous, batch, live, max_deferrals)
     keys: Mapping[MakeAdmission, Mapping[str, object]] = {
-        waiting: {"admission": "overcommit", "extra": 0},
-        carrying: {"admission": "overcommit", "extra": extra},
-        adaptive: {"admission": "adaptive", "extra": batch // 4, "max_deferrals": foreseen, "lag_price": price},
-        refilling: {"admission": "continuous", "extra": live},
+        waiting: {"admission": "overcommit", "overcommit": 0},
+        carrying: {"admission": "overcommit", "overcommit": extra},
+        adaptive: {
+            "admission": "adaptive",
+            "overcommit": batch // 4,
+            "max_deferrals": foreseen,
+            "staleness_price": price,
+        },
+        refilling: {"admission": "continuous", "overcommit": live},
     }
     serial = Schedule(name="serial", about="decode, then score, then train", admission=waiting, held=True)
     rungs: Sequence[tuple[str, str, MakeAdmission, int, bool]] = (
@@ -242,8 +247,8 @@ def ladder(
     found = {"serial": serial}
     for name, about, admission, lookahead, in_flight in rungs:
         size = None if name == "rollout" else chunk
-        shared = {"batch": batch, "max_deferrals": max_deferrals, "chunk": size or "whole", "on_publish": on_publish}
-        step = {**shared, "lookahead": lookahead, "publish": "in-flight" if in_flight else "cut", **keys[admission]}
+        shared = {"batch": batch, "max_deferrals": max_deferrals, "chunk": size or "whole", "kv_on_sync": kv_on_sync}
+        step = {**shared, "lookahead": lookahead, "weight_sync": "in-flight" if in_flight else "cut", **keys[admission]}
         found[name] = Schedule(
             name=name,
             about=about,
@@ -407,7 +412,7 @@ class SimulatedRun:
             seconds,
             reading=partial(self._reading, decoder.prefill),
             ending=decoder.ending,
-            on_publish="recompute" if decoder.recomputes else "keep",
+            kv_on_sync="recompute" if decoder.recomputes else "keep",
             cap=max(1, self.workload.cap // grain),
             replicas=decoder.replicas,
             static=decoder.static and self.schedule.held,

@@ -63,7 +63,7 @@ class Generate:
     Example:
         >>> from oppo.admission import Overcommit
         >>> from oppo.testing import FakePolicy
-        >>> Generate(FakePolicy(), Overcommit(batch=64, extra=8), Fixed(32)).samples
+        >>> Generate(FakePolicy(), Overcommit(batch=64, overcommit=8), Fixed(32)).samples
         1
     """
 
@@ -90,7 +90,7 @@ class Generate:
             raise ConfigError(
                 f"{type(self.admission).__name__} lets rollouts join while others are decoded, and "
                 f"{type(self.policy).__name__} cannot, by its capabilities.adds_while_decoding: choose Overcommit, or "
-                "an engine that can (on transformers, one that is not exact)"
+                "an engine that can (on transformers, one that is not deterministic)"
             )
         if self._refills and isinstance(self.admission, Restarting):
             raise ConfigError(

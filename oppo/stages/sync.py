@@ -172,7 +172,7 @@ class _SyncedIn:
         await self.following.give(weights, self.step)
 
 
-_AT_THE_CUT = "name the stages that use them in Update.after (step.publish = 'cut')"
+_AT_THE_CUT = "name the stages that use them in Update.after (step.weight_sync = 'cut')"
 
 
 class WeightSync:

@@ -5,11 +5,11 @@ Proof: step ``j`` begins when step ``j - 1 - lookahead`` has ended, and a step e
 token written in step ``j`` has version ``j - lookahead`` or a newer one. Its rollout enters step ``i``, at the start or
 while others are decoded, and is deferred once for each step from then to its training, so ``i <= j <= t``, and
 ``t <= i + max_deferrals`` where each rollout of that age has a place in the batch. It has: the cut waits for it, and at
-most ``extra <= batch`` units are deferred into a step. For a step owns at most ``batch + extra`` units, and units that
-join it while it is decoded are counted: when ``batch`` of them are placed, at most ``extra`` are not. Rejected units
-leave their step, and others take their places by the same count. Step ``t`` updates version ``t``, and the lag is at
-most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights that are published earlier, in flight, only make it
-smaller.
+most ``overcommit <= batch`` units are deferred into a step. For a step owns at most ``batch + overcommit`` units, and
+units that join it while it is decoded are counted: when ``batch`` of them are placed, at most ``overcommit`` are not.
+Rejected units leave their step, and others take their places by the same count. Step ``t`` updates version ``t``, and
+the lag is at most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights that are published earlier, in flight,
+only make it smaller.
 """
 
 from __future__ import annotations

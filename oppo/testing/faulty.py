@@ -12,7 +12,7 @@ Example:
     ...     reward=FaultyScorer("judge", FakeScorer(fake_scalar), script),
     ...     critic=FaultyCritic("critic", FakeCritic(), script),
     ...     trainer=FakeTrainer(),
-    ...     admission=Overcommit(batch=4, extra=1),
+    ...     admission=Overcommit(batch=4, overcommit=1),
     ... )
     >>> async def main() -> list[str]:
     ...     async with graph.open(prompts(8)) as run:

@@ -52,7 +52,7 @@ class VllmPolicy:
         engine: is started, and used by one policy at a time; requests of an earlier policy are discarded.
         sampling: how tokens are drawn; ``top_p`` alone leaves it without :attr:`~oppo.models.Capabilities.supports`, so
             that nothing can be trained on them.
-        on_publish: what happens to the KV cache of deferred rollouts when weights are loaded. ``recompute``: the
+        kv_on_sync: what happens to the KV cache of deferred rollouts when weights are loaded. ``recompute``: the
             new weights read their tokens again before they continue. ``keep``: they continue with the old KV
             cache, which is cheaper but mixes versions.
         decode: returns the text of tokens; ``sampling.stop_strings`` need it. It is called on the event loop.
@@ -70,7 +70,7 @@ class VllmPolicy:
         engine: VllmEngine,
         *,
         sampling: Sampling,
-        on_publish: Literal["recompute", "keep"] = "recompute",
+        kv_on_sync: Literal["recompute", "keep"] = "recompute",
         decode: Detokenize | None = None,
         limit: Callable[[Prompt], int] | None = None,
     ) -> None:
@@ -82,7 +82,7 @@ class VllmPolicy:
         self.tokens = 0
         self.reporter = Reporter("policy")
         self._limit = limit or (lambda prompt: engine.longest)
-        self._recompute = on_publish == "recompute"
+        self._recompute = kv_on_sync == "recompute"
         self._nonce = uuid4().hex[:12]
         self._numbers = itertools.count()
         self._gate = anyio.Lock()

@@ -18,7 +18,7 @@ def told(controller: SlopeAdaptive, *scores: float) -> list[int]:
     chosen = []
     for step, score in enumerate(scores):
         controller.observe(Observation(step, score=score))
-        chosen.append(controller.extra)
+        chosen.append(controller.overcommit)
     return chosen
 
 
@@ -70,7 +70,7 @@ def test_it_goes_on_from_its_state() -> None:
     ("settings", "sentence"),
     [
         ({"least": 3, "most": 2}, "0 <= least <= initial <= most must hold, not 0, 3, 2, 2"),
-        ({"most": 5}, "extra must lie in 0 .. batch = 4, not 5"),
+        ({"most": 5}, "overcommit must lie in 0 .. batch = 4, not 5"),
         ({"most": 2, "window": 0}, "window must be at least 1, not 0"),
     ],
 )

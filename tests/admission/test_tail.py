@@ -68,7 +68,7 @@ def told(controller: TailAdaptive, observations: Sequence[Observation]) -> list[
     chosen = []
     for each in observations:
         controller.observe(each)
-        chosen.append(controller.extra)
+        chosen.append(controller.overcommit)
     return chosen
 
 
@@ -78,7 +78,7 @@ def adapted_extra(world: World, **settings: float) -> int:
 
 def test_it_defers_nothing_at_first_and_then_rises_by_doubling() -> None:
     controller = TailAdaptive(BATCH, price=0.1)
-    assert controller.extra == 0
+    assert controller.overcommit == 0
     chosen = told(controller, World().observations(8))
     assert chosen[:2] == [4, 8]
     assert 8 < max(chosen) <= BATCH // 4
@@ -196,7 +196,7 @@ def test_a_resumed_run_goes_on_with_what_was_learned(tmp_path: Path) -> None:
 def test_it_admits_and_cuts_as_fixed_overcommit_does() -> None:
     controller = TailAdaptive(BATCH)
     told(controller, World().observations(12))
-    assert controller.admit(AdmitView(carried=3, oldest=1, remaining=9)) == BATCH + controller.extra - 3
+    assert controller.admit(AdmitView(carried=3, oldest=1, remaining=9)) == BATCH + controller.overcommit - 3
     assert controller.admit(AdmitView(carried=BATCH + 40, oldest=1, remaining=9)) == 0
     assert controller.cut(CutView(placed=BATCH, decoding=5, overdue=0))
     assert not controller.cut(CutView(placed=BATCH, decoding=5, overdue=1))
@@ -205,7 +205,7 @@ def test_it_admits_and_cuts_as_fixed_overcommit_does() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"most": BATCH + 1}, "extra must lie in 0 .. batch = 64, not 65"),
+        ({"most": BATCH + 1}, "overcommit must lie in 0 .. batch = 64, not 65"),
         ({"window": 0}, "window must be at least 1 step, not 0"),
         ({"price": -1.0}, "price must be 0 or more, not -1.0"),
         ({"kl_target": 0.0}, "kl_target must be more than 0, not 0.0"),

@@ -308,13 +308,13 @@ def vars_of(step: StepSection, without: set[str]) -> dict[str, object]:
 @pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
 def test_arms_differ_from_the_demo_in_their_schedule_only(study: Study) -> None:
     ours = demo()
-    schedule = {"batch", "extra", "max_deferrals", "admission", "chunk", "lookahead", "publish"}
+    schedule = {"batch", "overcommit", "max_deferrals", "admission", "chunk", "lookahead", "weight_sync"}
     for name, arm in study.arms.items():
         settings = arm.settings(ours, batch=32)
         assert name == arm.name
         if study is LOOKAHEAD:
-            assert (settings.step.lookahead, settings.step.extra) == (int(name[1]), 0), "nothing is carried over"
-        assert (settings.run.steps, settings.run.seed, settings.run.exact) == (FULL.steps, 3, False)
+            assert (settings.step.lookahead, settings.step.overcommit) == (int(name[1]), 0), "nothing is carried over"
+        assert (settings.run.steps, settings.run.seed, settings.run.deterministic) == (FULL.steps, 3, False)
         assert vars_of(settings.step, schedule) == vars_of(ours.step, schedule)
         base = {"ratio_base": "proximal"} if name.endswith("-tis") else {}
         weights = {"is_correction": "truncated"} if "-tis" in name else {}

@@ -71,12 +71,10 @@ def test_a_stored_file_with_a_function_opens_as_it_did() -> None:
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_every_old_key_is_that_of_today(old: str, new: str, tmp_path: Path) -> None:
     (section, key), (home, name) = old.split("."), new.split(".")
-    values = {True: "true", "process": "true", "timeout": "7.0"}
-    value = next((each for end, each in values.items() if str(end) in key), '"drop"' if "failure" in key else "4")
-    value = {"environment": '"a.py:b"', "environment_keep_special_tokens": "true"}.get(key, value)
+    values = {"environment": '"a.py:b"', "environment_failure": '"drop"', "kv_on_sync": '"keep"', "publish": '"cut"'}
+    value = values.get(key, "true" if key.endswith(("process", "tokens", "exact")) else "4")
     reward = '[[rewards]]\nsource = "reward"\n'
-    today = MODELS.format("").replace("[data]", f"{name} = {value}\n[data]") if home == "models" else MODELS.format("")
-    (tmp_path / "today.toml").write_text(today + reward + (f"[{home}]\n{name} = {value}\n" if home != "models" else ""))
+    (tmp_path / "today.toml").write_text(MODELS.format("") + reward + f"[{home}]\n{name} = {value}\n")
     before = f"{key} = {value}" if section == "models" else ""
     file = written(tmp_path, before, reward + (f"[{section}]\n{key} = {value}\n" if section != "models" else ""))
     assert opened(file) == load(tmp_path / "today.toml")

@@ -96,8 +96,8 @@ def carry_out(folder, config, *overrides):
 '''
 
 SETTINGS = (
-    "run.exact=true", "run.panel=off", "run.steps=6", "run.checkpoint_every=2", "run.scorers=thread", "run.trace=0",
-    "step.algorithm=grpo", "step.batch=3", "step.extra=2", "rewards.0.source=reward.py:short",
+    "run.deterministic=true", "run.panel=off", "run.steps=6", "run.checkpoint_every=2", "run.scorers=thread",
+    "run.trace=0", "step.algorithm=grpo", "step.batch=3", "step.overcommit=2", "rewards.0.source=reward.py:short",
     "models.share_weights=false",
 )  # fmt: skip
 

@@ -158,7 +158,7 @@ number = 7
 
 CHOSEN = (
     "step.algorithm=own.py:Doubled", "algorithm.samples=2", "algorithm.kl=0.0", "rewards.0.source=reward.py:short",
-    "run.exact=true", "run.panel=off",
+    "run.deterministic=true", "run.panel=off",
 )  # fmt: skip
 
 
@@ -191,7 +191,12 @@ def test_a_class_of_a_file_trains_with_its_settings_and_its_run_goes_on(
 
 
 def test_a_function_of_a_file_is_given_what_it_names_and_its_other_keywords_are_settings(folder: Path) -> None:
-    chosen = ("rewards.0.source=reward.py:short", "run.exact=true", "run.panel=off", "step.algorithm=own.py:recipe")
+    chosen = (
+        "rewards.0.source=reward.py:short",
+        "run.deterministic=true",
+        "run.panel=off",
+        "step.algorithm=own.py:recipe",
+    )
     assert oppo(folder, "", *chosen, "algorithm.samples=3", "algorithm.scale=4.0") == DONE
     steps = records(folder, "first", "metrics.jsonl")
     assert [step["trained"] for step in steps] == [12, 12], "four prompts, three responses to each"

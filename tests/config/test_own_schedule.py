@@ -94,7 +94,7 @@ class Nothing:
     """No loss."""
 '''
 
-CHOSEN = ("run.exact=true", "run.panel=off", "rewards.0.source=reward.py:short")
+CHOSEN = ("run.deterministic=true", "run.panel=off", "rewards.0.source=reward.py:short")
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_a_program_trains_from_a_mapping_or_from_settings_as_from_a_file(
 ) -> None:
     monkeypatch.chdir(folder)
     document = {
-        "run": {"name": "mapped", "steps": 1, "panel": "off", "exact": True},
+        "run": {"name": "mapped", "steps": 1, "panel": "off", "deterministic": True},
         "models": {"policy": "actor"},
         "rewards": [{"source": "reward.py:short"}],
         "data": {"prompts": "prompts.jsonl"},

@@ -303,9 +303,11 @@ def test_the_resolved_file_means_the_same_anywhere(tmp_path: Path) -> None:
 
 
 def test_an_override_is_a_toml_value_or_else_text(tmp_path: Path) -> None:
-    settings = loaded(tmp_path, "", "algorithm.kl=0.2", "run.name=other", "sampling.stop=[3]", "run.exact = true")
+    settings = loaded(
+        tmp_path, "", "algorithm.kl=0.2", "run.name=other", "sampling.stop=[3]", "run.deterministic = true"
+    )
     assert (settings.algorithm, settings.run.name, settings.sampling.stop) == (PPO(kl=0.2), "other", (3,))
-    assert settings.run.exact
+    assert settings.run.deterministic
 
 
 @pytest.mark.parametrize("override", ["algorithm.kl", "kl=1", "=1", "a..c=1", ".kl=1"])
@@ -327,10 +329,13 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
     [
         ("[run]\nsteps = 0\n", "run.steps: expected more than 0, got 0"),
         ("[run]\nsteps = true\n", "run.steps: expected a whole number, got True"),
-        ('[run]\nexact = "yes"\n', "run.exact: expected true or false, got 'yes'"),
+        ('[run]\ndeterministic = "yes"\n', "run.deterministic: expected true or false, got 'yes'"),
         ('[run]\nname = "a/b"\n', "run.name: expected letters, digits"),
         ('[step]\nchunk = "half"\n', "step.chunk: expected a whole number or 'whole' or 'tuned', got 'half'"),
-        ("[step]\nbatch = 4\nextra = 5\n", "extra must be at most batch (4), so that overdue rollouts fit; got 5"),
+        (
+            "[step]\nbatch = 4\novercommit = 5\n",
+            "overcommit must be at most batch (4), so that overdue rollouts fit; got 5",
+        ),
         ("[algorithm]\nkl_target = 3.0\n", "kl_target and kl_horizon go together"),
         (
             "[algorithm]\nkl = 0.0\nkl_target = 3.0\nkl_horizon = 9\n",
@@ -343,12 +348,12 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
             "kl_target adapts the penalty in the reward: leave it out where kl_in = 'loss'",
         ),
         (
-            '[step]\nextra = 2\nadmission = "tail-batched"\n',
-            "admission = 'tail-batched' launches a quarter of the batch more: leave extra out",
+            '[step]\novercommit = 2\nadmission = "tail-batched"\n',
+            "admission = 'tail-batched' launches a quarter of the batch more: leave overcommit out",
         ),
         (
-            '[step]\nadmission = "adaptive"\n[run]\nexact = true\n',
-            "run.exact makes every bit independent of timing, and step.admission = 'adaptive' decides by time",
+            '[step]\nadmission = "adaptive"\n[run]\ndeterministic = true\n',
+            "run.deterministic makes every bit independent of timing, and step.admission = 'adaptive' decides by time",
         ),
         ("[algorithm]\nscore_clip = 0\n", "algorithm.score_clip: expected more than 0, got 0"),
         ('[algorithm]\nvalue_clip = "off"\n', "algorithm.value_clip: expected a number or 'none', got 'off'"),
@@ -381,8 +386,8 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
             "[sampling]\nstop = [1, 2.5]\n",
             "sampling.stop: expected item 1 to be a whole number or a string, got 2.5",
         ),
-        ('[run]\nexact = true\n[models]\ndtype = "auto"\n', "run.exact needs models.dtype = 'float32'"),
-        ('[run]\nexact = true\n[models]\ndevice = "cuda"\n', "run.exact needs models.device = 'cpu'"),
+        ('[run]\ndeterministic = true\n[models]\ndtype = "auto"\n', "run.deterministic needs models.dtype = 'float32'"),
+        ('[run]\ndeterministic = true\n[models]\ndevice = "cuda"\n', "run.deterministic needs models.device = 'cpu'"),
         ('[models]\ndevice = "gpu"\n', "models.device: expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1'"),
     ],
 )
@@ -439,8 +444,10 @@ def test_a_seed_out_of_range_is_one_fault_though_all_sections_follow_it(tmp_path
 
 
 def test_a_fault_of_several_sections_begins_with_what_it_is_about(tmp_path: Path) -> None:
-    said = refused(tmp_path, "", "run.exact=true", "models.dtype=auto")
-    assert said.removeprefix(f"{tmp_path / 'run.toml'}: ").startswith("run.exact needs models.dtype = 'float32'")
+    said = refused(tmp_path, "", "run.deterministic=true", "models.dtype=auto")
+    assert said.removeprefix(f"{tmp_path / 'run.toml'}: ").startswith(
+        "run.deterministic needs models.dtype = 'float32'"
+    )
 
 
 def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:

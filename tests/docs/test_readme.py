@@ -93,7 +93,7 @@ def test_the_recipe_of_the_readme_is_the_recipe_and_a_stage_keeps_its_other_opti
         reward=reward,
         critic=critic,
         trainer=trainer,
-        admission=Overcommit(batch=4, extra=1),
+        admission=Overcommit(batch=4, overcommit=1),
         advantage=GAE(kl=0.2),
     )
     assert graph.mermaid() == whole.mermaid()
@@ -147,7 +147,7 @@ def test_the_recipe_without_a_critic_is_the_recipe() -> None:
         FakeTrainer(),
     )
     models = {"policy": policy, "reference": reference, "reward": reward, "trainer": trainer}
-    names: dict[str, object] = PUBLIC | models | {"admission": Overcommit(batch=2, extra=1), "chunks": Fixed(8)}
+    names: dict[str, object] = PUBLIC | models | {"admission": Overcommit(batch=2, overcommit=1), "chunks": Fixed(8)}
     exec(recipe, names)
     graph = names["graph"]
     assert isinstance(graph, Graph)
@@ -164,7 +164,7 @@ def test_the_recipe_without_a_critic_is_the_recipe() -> None:
 def test_the_settings_of_the_readme_are_settings(tmp_path: Path) -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     (tmp_path / "config.toml").write_text(text)
-    assert load(tmp_path / "config.toml").step.extra == 2
+    assert load(tmp_path / "config.toml").step.overcommit == 2
 
 
 def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_the_algorithm_on_the_page_of_the_architecture_trains_and_bounds_its_adv
     }
     losses = {}
     for name, chosen in kinds.items():
-        assert oppo_train(tmp_path, "", "run.exact=true", f"run.name={name}", *chosen) == 0
+        assert oppo_train(tmp_path, "", "run.deterministic=true", f"run.name={name}", *chosen) == 0
         losses[name] = [step["loss/policy_avg"] for step in records(tmp_path, name, "metrics.jsonl")]
     assert losses["loose"] == losses["rloo"]
     assert losses["tight"] != losses["rloo"]
@@ -279,7 +279,7 @@ def test_the_loss_on_the_page_of_the_architecture_trains_by_its_scale(tmp_path: 
     _, file = fenced(ROOT / "docs" / "architecture.md", "python")
     furnish(tmp_path)
     (tmp_path / "ratio.py").write_text(file)
-    given = ["run.exact=true", "algorithm.samples=2", "step.batch=2"]
+    given = ["run.deterministic=true", "algorithm.samples=2", "step.batch=2"]
     kinds = {
         "clipped": ["step.algorithm=rloo", "algorithm.aggregation=tokens"],
         "ratio": ["step.algorithm=ratio.py:Unclipped"],

@@ -149,7 +149,7 @@ def test_no_opening_dominates_the_prompts() -> None:
 
 def test_the_configuration_is_valid_and_its_reward_loads() -> None:
     settings = load(EXAMPLE / "config.toml")
-    assert (settings.run.steps, settings.step.batch, settings.step.extra) == (20, 16, 4)
+    assert (settings.run.steps, settings.step.batch, settings.step.overcommit) == (20, 16, 4)
     assert settings.models.policy == settings.models.critic == str(EXAMPLE / "model")
     (reward,) = settings.rewards
     assert load_function(reward.source)(["Soap?"], [GOOD]) == [rules.HIGHEST]

@@ -95,11 +95,11 @@ def ppo(
 
 def paced(models: Models) -> oppo.Graph[StepReport]:
     models.policy = FakePolicy(length, 0.01, pace)
-    return ppo(models, Overcommit(3, extra=2))
+    return ppo(models, Overcommit(3, overcommit=2))
 
 
 def recomputed(models: Models) -> oppo.Graph[StepReport]:
-    return ppo(models, Overcommit(3, extra=2), proximal=FakeScorer(fake_per_token, 0.001))
+    return ppo(models, Overcommit(3, overcommit=2), proximal=FakeScorer(fake_per_token, 0.001))
 
 
 def groups(models: Models) -> oppo.Graph[StepReport]:
@@ -107,7 +107,7 @@ def groups(models: Models) -> oppo.Graph[StepReport]:
         policy=models.policy,
         reward=FakeScorer(fake_scalar, 0.002, 0.003),
         trainer=models.trainer,
-        admission=Overcommit(2, extra=1),
+        admission=Overcommit(2, overcommit=1),
         samples=3,
         chunks=Fixed(3),
     )
@@ -118,7 +118,7 @@ Make = Callable[[Models], oppo.Graph[StepReport]]
 CASES: Mapping[str, Make] = {
     "synchronous": lambda models: ppo(models, Overcommit(3)),
     "whole rollouts": lambda models: ppo(models, Overcommit(3), WholeRollout()),
-    "overcommit": lambda models: ppo(models, Overcommit(3, extra=2)),
+    "overcommit": lambda models: ppo(models, Overcommit(3, overcommit=2)),
     "slope": lambda models: ppo(models, SlopeAdaptive(3, most=3, window=1)),
     "tail": lambda models: ppo(models, TailAdaptive(3, price=0.0, most=3)),
     "batched": lambda models: ppo(models, TailBatched(3, 1.5)),

@@ -75,7 +75,7 @@ def prompts(load: Load) -> list[Prompt]:
 
 def decode(load: Load, *, small: bool) -> None:
     """Decode all rows almost to their ends, and read them again for other weights."""
-    decoder = Decoder(causal(small=small), sampling=SAMPLING, exact=False, prefill_tokens=PREFILL)
+    decoder = Decoder(causal(small=small), sampling=SAMPLING, deterministic=False, prefill_tokens=PREFILL)
     core, steps = PolicyCore(decoder, recompute=True), list[DecodeStep]()
     rows = [DecodeRow(each.rollout, each, load.response) for each in prompts(load)]
     everyone: dict[int, list[int]] = {row.key: [] for row in rows}

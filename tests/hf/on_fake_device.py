@@ -58,7 +58,9 @@ def decode(make: Make = causal, *, temperature: float = 1.0) -> Counts:
     model, found = bare(make), Counts()
     with watched() as watch:
         sampling = Sampling(max_new_tokens=64, stop=(STOP,), temperature=temperature)
-        core = PolicyCore(Decoder(moved(model), sampling=sampling, exact=False, prefill_tokens=4096), recompute=True)
+        core = PolicyCore(
+            Decoder(moved(model), sampling=sampling, deterministic=False, prefill_tokens=4096), recompute=True
+        )
         rows = [DecodeRow(k, Prompt(k, k, np.arange(8 + 40 * k, dtype=np.int32)), 6 if k else 3) for k in range(8)]
         given: dict[int, list[int]] = {row.key: [] for row in rows}
         names = ["prefill", "first step", "step", "after an end", "last"]

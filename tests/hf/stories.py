@@ -42,7 +42,7 @@ def serving(
     model: PreTrainedModel | None = None,
     *,
     sampling: Sampling = SAMPLING,
-    exact: bool = False,
+    deterministic: bool = False,
     keep: bool = False,
     portion: int = 8192,
     place: Hosting | None = None,
@@ -53,8 +53,8 @@ def serving(
             tiny.causal() if model is None else model,
             sampling=sampling,
             thread=thread if place is None else place,
-            exact=exact,
-            on_publish="keep" if keep else "recompute",
+            deterministic=deterministic,
+            kv_on_sync="keep" if keep else "recompute",
             prefill_tokens=portion,
         )
 

@@ -58,19 +58,21 @@ class Models:
     reward: PreTrainedModel
     critic: PreTrainedModel
 
-    async def step(self, asked: Sequence[Prompt], *, exact: bool = False) -> tuple[Batch, Mapping[str, float]]:
+    async def step(self, asked: Sequence[Prompt], *, deterministic: bool = False) -> tuple[Batch, Mapping[str, float]]:
         """Make one streamed step of PPO over all but one of the prompts; return its batch and metrics."""
 
         def one_core() -> None:
             torch.set_num_threads(1)
 
         with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
-            policy = HfPolicy(self.actor, sampling=SAMPLING, thread=decoding, exact=exact)
-            critic = ValueModel(self.critic, thread=scoring, exact=exact)
+            policy = HfPolicy(self.actor, sampling=SAMPLING, thread=decoding, deterministic=deterministic)
+            critic = ValueModel(self.critic, thread=scoring, deterministic=deterministic)
             graph = ppo(
                 policy=policy,
-                reference=ReferenceLogprobs(self.reference, sampling=SAMPLING, thread=scoring, exact=exact),
-                reward=RewardModel(self.reward, thread=scoring, exact=exact),
+                reference=ReferenceLogprobs(
+                    self.reference, sampling=SAMPLING, thread=scoring, deterministic=deterministic
+                ),
+                reward=RewardModel(self.reward, thread=scoring, deterministic=deterministic),
                 critic=critic,
                 trainer=HfTrainer(
                     self.actor,
@@ -79,7 +81,7 @@ class Models:
                     thread=decoding,
                     settings=TrainerSettings(learning_rate=1e-3, epochs=1, minibatches=1, micro_batch_tokens=200),
                 ),
-                admission=Overcommit(batch=len(asked) - 1, extra=1),
+                admission=Overcommit(batch=len(asked) - 1, overcommit=1),
                 chunks=Fixed(7),
             )
             tap = Tap()
@@ -182,7 +184,9 @@ async def test_a_streamed_ppo_step_with_an_indexer_agrees_with_plain_forward_pas
 
 @pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1", "lfm2"])
 async def test_in_exact_mode_a_model_with_states_gives_the_same_bits_twice(name: str) -> None:
-    first, second = [await models_around(tiny.of(tiny.STATEFUL[name]())).step(prompts(), exact=True) for _ in "ab"]
+    first, second = [
+        await models_around(tiny.of(tiny.STATEFUL[name]())).step(prompts(), deterministic=True) for _ in "ab"
+    ]
     for column in ("tokens", "logprobs", "reference", "values", "scores"):
         assert np.array_equal(getattr(first[0], column), getattr(second[0], column)), column
 
@@ -253,7 +257,7 @@ def test_the_experts_of_a_token_do_not_depend_on_its_batch_mates(name: str) -> N
 
 @pytest.mark.parametrize("name", MIXTURES)
 async def test_in_exact_mode_a_mixture_gives_the_same_bits_twice(name: str) -> None:
-    first, second = [await models_of(name).step(prompts(), exact=True) for _ in range(2)]
+    first, second = [await models_of(name).step(prompts(), deterministic=True) for _ in range(2)]
     for column in ("tokens", "logprobs", "reference", "values", "scores"):
         assert np.array_equal(getattr(first[0], column), getattr(second[0], column)), column
 

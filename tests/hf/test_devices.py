@@ -85,7 +85,7 @@ def test_a_device_that_is_not_there_is_a_sentence_that_names_those_that_are() ->
 
 @pytest.mark.usefixtures("two_gpus")
 def test_an_exact_run_is_on_the_cpu_where_nothing_else_is_asked_for() -> None:
-    assert device_of("auto", exact=True) == CPU
+    assert device_of("auto", deterministic=True) == CPU
 
 
 @without_cuda

@@ -90,7 +90,7 @@ async def train(kind: Callable[[str], Thread]) -> tuple[list[StepReport], bool]:
             trainer=HfTrainer(
                 actor, critic, sampling=sampling, thread=training, settings=TrainerSettings(learning_rate=1e-3)
             ),
-            admission=Overcommit(batch=8, extra=2),
+            admission=Overcommit(batch=8, overcommit=2),
             chunks=Fixed(8),
         )
         async with graph.open(prompts) as run:

@@ -75,14 +75,16 @@ async def assert_same(one: Scorer[object], other: Scorer[object]) -> None:
 
 async def test_in_exact_mode_the_values_are_a_threads_to_the_bit(process: Process, thread: Thread) -> None:
     causal, scalar, sampling = tiny.causal("qwen2"), tiny.scalar("gpt2"), Sampling(temperature=0.7)
-    one, other = (ReferenceLogprobs(causal, sampling=sampling, thread=place, exact=True) for place in (thread, process))
+    one, other = (
+        ReferenceLogprobs(causal, sampling=sampling, thread=place, deterministic=True) for place in (thread, process)
+    )
     await assert_same(one, other)
-    await assert_same(*(RewardModel(scalar, thread=place, exact=True) for place in (thread, process)))
+    await assert_same(*(RewardModel(scalar, thread=place, deterministic=True) for place in (thread, process)))
 
 
 async def test_the_critic_follows_shared_and_other_weights(process: Process, thread: Thread) -> None:
     model, other = tiny.scalar(seed=0), tiny.scalar(seed=1)
-    critic, expected = (ValueModel(model, thread=place, exact=True) for place in (process, thread))
+    critic, expected = (ValueModel(model, thread=place, deterministic=True) for place in (process, thread))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
@@ -92,7 +94,7 @@ async def test_the_critic_follows_shared_and_other_weights(process: Process, thr
     await assert_same(critic, expected)
     await critic.load(Weights(2, critic=other.state_dict()))
     assert critic.version == 2
-    await assert_same(critic, ValueModel(other, thread=thread, exact=True))
+    await assert_same(critic, ValueModel(other, thread=thread, deterministic=True))
     with pytest.raises(ModelError, match="cannot take these weights"):
         await critic.load(Weights(3))
     assert critic.version == 2
@@ -118,18 +120,18 @@ def models() -> dict[str, PreTrainedModel]:
 
 
 async def trained(scoring: Place, *, kill_between_steps: bool = False) -> tuple[str, str]:
-    """Make three steps of PPO in exact mode, with rollouts carried over; return what actor and critic have become."""
+    """Make three deterministic steps of PPO, with rollouts carried over; return what actor and critic have become."""
     ours, sampling = models(), Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
     settings = TrainerSettings(learning_rate=1e-3, epochs=2, minibatches=2)
     prompts = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(14)]
     with Thread("decode", setup=ONE) as decoding:
         graph = ppo(
-            policy=HfPolicy(ours["actor"], sampling=sampling, thread=decoding, exact=True),
-            reference=ReferenceLogprobs(ours["reference"], sampling=sampling, thread=scoring, exact=True),
-            reward=RewardModel(ours["reward"], thread=scoring, exact=True),
-            critic=ValueModel(ours["critic"], thread=scoring, exact=True),
+            policy=HfPolicy(ours["actor"], sampling=sampling, thread=decoding, deterministic=True),
+            reference=ReferenceLogprobs(ours["reference"], sampling=sampling, thread=scoring, deterministic=True),
+            reward=RewardModel(ours["reward"], thread=scoring, deterministic=True),
+            critic=ValueModel(ours["critic"], thread=scoring, deterministic=True),
             trainer=HfTrainer(ours["actor"], ours["critic"], sampling=sampling, thread=decoding, settings=settings),
-            admission=Overcommit(batch=4, extra=2),
+            admission=Overcommit(batch=4, overcommit=2),
             chunks=Fixed(5),
         )
         async with graph.open(prompts) as run:

@@ -1,4 +1,4 @@
-"""The streamed graph against the serial oracle, with real models: in exact mode they agree bit for bit."""
+"""The streamed graph against the serial oracle, with real models: in deterministic mode they agree bit for bit."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ async def streamed(
         torch.set_num_threads(1)
 
     with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
-        policy = HfPolicy(models["actor"], sampling=sampling, thread=decoding, exact=True)
-        critic = ValueModel(models["critic"], thread=scoring, exact=True)
+        policy = HfPolicy(models["actor"], sampling=sampling, thread=decoding, deterministic=True)
+        critic = ValueModel(models["critic"], thread=scoring, deterministic=True)
         graph = ppo(
             policy=policy,
-            reference=ReferenceLogprobs(models["reference"], sampling=sampling, thread=scoring, exact=True),
-            reward=RewardModel(models["reward"], thread=scoring, exact=True),
+            reference=ReferenceLogprobs(models["reference"], sampling=sampling, thread=scoring, deterministic=True),
+            reward=RewardModel(models["reward"], thread=scoring, deterministic=True),
             critic=critic,
             trainer=HfTrainer(models["actor"], models["critic"], sampling=sampling, thread=decoding, settings=SETTINGS),
-            admission=Overcommit(batch=BATCH, extra=extra),
+            admission=Overcommit(batch=BATCH, overcommit=extra),
             chunks=chunks,
         )
         tap = Tap()

@@ -122,7 +122,7 @@ async def test_a_run_that_is_interrupted_trains_every_prompt_once(tmp_path_facto
 
 def test_an_engine_that_rollouts_cannot_join_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Continuous lets rollouts join .* FakePolicy cannot, by its capabilities"):
-        Generate(FakePolicy(), Continuous(batch=4, extra=2))
+        Generate(FakePolicy(), Continuous(batch=4, overcommit=2))
 
 
 class Both(Continuous):
@@ -134,7 +134,7 @@ class Both(Continuous):
 def test_an_admission_that_refills_and_restarts_is_refused() -> None:
     policy = FakePolicy(capabilities=Capabilities(adds_while_decoding=True))
     with pytest.raises(ConfigError, match="an admission either refills or restarts"):
-        Generate(policy, Both(batch=4, extra=2))
+        Generate(policy, Both(batch=4, overcommit=2))
 
 
 class Nothing:

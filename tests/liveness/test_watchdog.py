@@ -181,7 +181,7 @@ def hanging(trap: Trap) -> Graph[StepReport]:
         reward=FunctionReward(stuck, str),
         critic=FakeCritic(),
         trainer=FakeTrainer(),
-        admission=Overcommit(batch=2, extra=1),
+        admission=Overcommit(batch=2, overcommit=1),
     )
 
 

@@ -66,7 +66,7 @@ async def steps(trainer: ResumableTrainer, policy: FakePolicy, critic: FakeCriti
         reward=FakeScorer(fake_scalar),
         critic=critic,
         trainer=trainer,
-        admission=Overcommit(batch=4, extra=2),
+        admission=Overcommit(batch=4, overcommit=2),
     )
     async with graph.open(prompts(30)) as run:
         return [anyio.current_time() async for _ in run.steps(3)]

@@ -30,7 +30,7 @@ async def run(*observers: Observer) -> list[StepReport]:
         reward=FakeScorer(fake_scalar, 0.002),
         critic=FakeCritic(),
         trainer=FakeTrainer(0.5),
-        admission=oppo.Overcommit(batch=4, extra=2),
+        admission=oppo.Overcommit(batch=4, overcommit=2),
     )
     async with graph.open(prompts(20), observers=observers) as opened:
         return [each async for each in opened.steps(2)]

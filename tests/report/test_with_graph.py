@@ -36,7 +36,7 @@ async def train(path: Path, out: io.StringIO, lookahead: int = 0) -> None:
         reward=FunctionReward(lambda prompts, completions: [len(c) for c in completions], decode, name="length"),
         critic=FakeCritic(per_token=0.125),
         trainer=FakeTrainer(4.0),
-        admission=Overcommit(batch=4, extra=2),
+        admission=Overcommit(batch=4, overcommit=2),
         chunks=Fixed(4),
     )
     panel = Panel(Console(file=out), 5, live=False)

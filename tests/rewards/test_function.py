@@ -283,7 +283,7 @@ def dropping(lengths: tuple[int, ...], on_failure: OnFailure = "drop") -> Sequen
             reward=FunctionReward(reward, decode, on_failure=on_failure),
             critic=FakeCritic(per_token=0.125),
             trainer=trainer,
-            admission=Overcommit(batch=4, extra=2),
+            admission=Overcommit(batch=4, overcommit=2),
         )
         numbered = (replace(each, columns={"number": each.admission}) for each in prompts(100))
         taken: list[int] = []

@@ -58,7 +58,7 @@ def actor(folder: Path, name: str) -> Mapping[str, bytes]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_streaming_changes_no_bit(folder: Path, algorithm: str) -> None:
-    exact = ("run.exact=true", "step.extra=0", "run.steps=3")
+    exact = ("run.deterministic=true", "step.overcommit=0", "run.steps=3")
     streamed = trained(folder, f"{algorithm}-streamed", algorithm, *exact, "step.chunk=3")
     whole = trained(folder, f"{algorithm}-whole", algorithm, *exact, "step.chunk=whole")
     weights = actor(folder, f"{algorithm}-streamed")
@@ -104,7 +104,7 @@ def test_the_penalty_of_dapo_grows_over_the_last_fifth_of_a_response(buffer: int
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_it_learns_to_be_short_with_responses_carried_over(folder: Path, algorithm: str) -> None:
     rate = "trainer.learning_rate=3e-3"
-    steps = trained(folder, f"{algorithm}-learns", algorithm, "step.batch=8", "step.extra=2", "run.steps=25", rate)
+    steps = trained(folder, f"{algorithm}-learns", algorithm, "step.batch=8", "step.overcommit=2", "run.steps=25", rate)
     scores = [step["objective/scores"] for step in steps]
     assert mean(scores[-5:]) > mean(scores[:5]) + 0.1, scores
     assert any(step["deferral/carried"] for step in steps)

@@ -140,7 +140,7 @@ def test_columns_that_a_reward_needs_are_checked_before_a_model_is_loaded(
     [
         ("sampling.min_new_tokens=12", True),
         ("sampling.eos=false", True),
-        ("sampling.min_new_tokens=12 step.extra=0", False),
+        ("sampling.min_new_tokens=12 step.overcommit=0", False),
         ("", False),
     ],
 )
@@ -260,7 +260,7 @@ def wide(folder: Path, role: str) -> None:
         (
             "reward",
             "rewards.0.source=wide models.critic=reward data.prompts=long.jsonl",
-            "error: the reward model ran out of memory while it did 'extend': lower step.batch, step.extra or",
+            "error: the reward model ran out of memory while it did 'extend': lower step.batch, step.overcommit or",
         ),
         pytest.param(
             "actor",

@@ -118,9 +118,11 @@ def test_ranks_on_gpus_share_no_weights_with_what_serves(
 def test_an_exact_run_goes_on_with_another_cluster_and_not_without(
     folder: Path, before: str, after: str, refused: bool
 ) -> None:
-    begun = fingerprints(settings(folder, f"placement.cluster={before}", "run.exact=true"))
+    begun = fingerprints(settings(folder, f"placement.cluster={before}", "run.deterministic=true"))
     with pytest.raises(ConfigError, match=r"placement\.cluster cannot change") if refused else nullcontext():
-        require_same(begun, settings(folder, f"placement.cluster={after}", "placement.spread=true", "run.exact=true"))
+        require_same(
+            begun, settings(folder, f"placement.cluster={after}", "placement.spread=true", "run.deterministic=true")
+        )
 
 
 def test_memory_of_other_machines_is_shown_and_not_counted_here(folder: Path) -> None:

@@ -63,7 +63,7 @@ def doctor(folder: Path, *arguments: str) -> int:
 def test_every_model_is_shown_with_its_device_and_what_it_needs(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert doctor(folder, "--set", "step.extra=3") == DONE
+    assert doctor(folder, "--set", "step.overcommit=3") == DONE
     said = capsys.readouterr().out
     assert f"torch {torch.__version__}" in said
     assert "for 7 rollouts in flight" in said

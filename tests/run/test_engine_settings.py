@@ -70,7 +70,10 @@ def test_tokens_of_vllm_are_weighted_unless_the_file_says_how(tmp_path: Path, al
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("run.exact=true", "run.exact makes every bit independent of timing, and vLLM chooses its batches by time"),
+        (
+            "run.deterministic=true",
+            "run.deterministic makes every bit independent of timing, and vLLM chooses its batches by time",
+        ),
         ("run.policy=process", "run.policy = 'process' places an actor of transformers, and vLLM has processes"),
         ("sampling.top_p=0.9", "sampling.top_p = 0.9 draws from the most likely tokens, and vLLM does not say which"),
     ],

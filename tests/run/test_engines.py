@@ -72,13 +72,13 @@ class StandIn:
 class StandInPolicy(HfPolicy):
     """In the place of ``VllmPolicy``."""
 
-    def __init__(self, engine: StandIn, *, sampling: Sampling, on_publish: Any, decode: Any) -> None:
+    def __init__(self, engine: StandIn, *, sampling: Sampling, kv_on_sync: Any, decode: Any) -> None:
         if sampling.top_k == 7:
             raise ConfigError("seven is refused")
         self._engine = engine
         self.reporter = Reporter("policy")
         model = load_causal(engine.directory)
-        super().__init__(model, sampling=sampling, thread=engine.thread, on_publish=on_publish, decode=decode)
+        super().__init__(model, sampling=sampling, thread=engine.thread, kv_on_sync=kv_on_sync, decode=decode)
 
     async def load(self, weights: Weights) -> None:
         with self.reporter.reported("load"):
@@ -176,7 +176,7 @@ def test_a_run_is_resumed_on_its_checkpoints_weights(workplace: Path, stand_in: 
     ("override", "sentence"),
     [
         ("vllm.max_num_seq=3", "unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)"),
-        ("run.exact=true", "run.exact makes every bit independent of timing"),
+        ("run.deterministic=true", "run.deterministic makes every bit independent of timing"),
         ("sampling.top_p=0.5", "vLLM does not say which those were"),
     ],
 )

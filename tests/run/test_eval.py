@@ -20,7 +20,7 @@ from tests.report.tracked import board
 from tests.run.test_resume_real import stable
 from tests.workplace import furnish, oppo, records, start
 
-EXACT = ("run.exact=true", "run.panel=off", "run.trace=0", "run.steps=4", "run.checkpoint_every=2")
+EXACT = ("run.deterministic=true", "run.panel=off", "run.trace=0", "run.steps=4", "run.checkpoint_every=2")
 EVAL = ("eval.prompts=held_out.jsonl", "eval.every=2")
 
 JUDGES = """

@@ -40,7 +40,7 @@ SLOW = replace(FAST, reference=0.004, reward=0.03, critic=0.0, per_call=0.001, u
 
 POLICIES: dict[str, Callable[[], Admission]] = {
     "synchronous": lambda: Overcommit(3),
-    "overcommit": lambda: Overcommit(3, extra=2),
+    "overcommit": lambda: Overcommit(3, overcommit=2),
     "slope": lambda: SlopeAdaptive(3, most=3, window=1),
     "tail": lambda: TailAdaptive(3, price=0.0, most=3),
     "batched": lambda: TailBatched(3, 1.5),

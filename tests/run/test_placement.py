@@ -54,7 +54,7 @@ def test_two_ranks_learn_what_one_process_learns_and_either_goes_on_with_the_oth
     folder: Path, shard: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone, ranked = (f"{name}-{shard}" for name in ("alone", "ranked"))
-    still = ("run.steps=2", "run.checkpoint_every=1", "step.extra=0", "sampling.temperature=0")
+    still = ("run.steps=2", "run.checkpoint_every=1", "step.overcommit=0", "sampling.temperature=0")
     assert oppo(folder, "", *still, f"run.name={alone}") == DONE
     assert oppo(folder, "", *still, f"run.name={ranked}", BOTH, f"placement.shard={shard}") == DONE
     assert "starting 2 training ranks" in capsys.readouterr().err
@@ -153,7 +153,7 @@ def test_a_copy_on_another_device_has_all_parameters_there_and_leaves_the_origin
         (("models.share_weights=true", "placement.trainer=cuda:7"), "models.share_weights = true trains the weights"),
         (("models.shared_trunk=true", "placement.critic=cuda:7"), "set placement.critic = 'auto'"),
         (("step.algorithm=rloo", "placement.critic=cpu"), "has no critic and cannot use placement.critic = 'cpu'"),
-        (("run.exact=true", "placement.reward=cuda"), "run.exact needs placement.reward = 'cpu'"),
+        (("run.deterministic=true", "placement.reward=cuda"), "run.deterministic needs placement.reward = 'cpu'"),
         (("placement.actor=cpu",), "placement.actor"),
     ],
 )

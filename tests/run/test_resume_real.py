@@ -26,7 +26,7 @@ from tests.forked import Program
 from tests.workplace import furnish, oppo, records, resume, start
 
 STEPS = 6
-EXACT = (f"run.steps={STEPS}", "run.exact=true", "run.checkpoint_every=2", "step.chunk=3", "run.trace=0")
+EXACT = (f"run.steps={STEPS}", "run.deterministic=true", "run.checkpoint_every=2", "step.chunk=3", "run.trace=0")
 EXTRA = "deferral/extra"
 PREDICTED = "deferral/predicted_seconds"
 
@@ -125,7 +125,7 @@ def test_twenty_runs_killed_at_random_moments_and_resumed_end_with_the_same_weig
 
 DYNAMIC = (
     "step.algorithm=dapo", "algorithm.samples=3", "algorithm.max_rounds=50", "rewards.0.source=reward.py:odd",
-    "step.extra=2",
+    "step.overcommit=2",
 )  # fmt: skip
 
 
@@ -148,7 +148,15 @@ def test_a_run_that_selects_its_groups_is_killed_and_selects_again_as_it_had(fol
 def test_an_adaptive_run_that_is_killed_decides_again_as_it_had(folder: Path) -> None:
     """It predicts seconds from measured seconds, of which none would come out twice."""
     name, run = "adaptive", folder / "runs" / "adaptive"
-    killed(folder, name, 8.2, "run.exact=false", "step.admission=adaptive", "run.steps=14", "run.checkpoint_every=6")
+    killed(
+        folder,
+        name,
+        8.2,
+        "run.deterministic=false",
+        "step.admission=adaptive",
+        "run.steps=14",
+        "run.checkpoint_every=6",
+    )
     before, seen = records(folder, name, "metrics.jsonl"), observations(run / JOURNAL, 6)
     assert set(seen) >= {6}
     assert resume(folder, name) == DONE
@@ -309,7 +317,7 @@ def test_a_run_that_corrects_for_stale_tokens_goes_on_as_if_never_interrupted(fo
     ("override", "said"),
     [
         ("step.batch=5", "step.batch cannot change when a run is resumed"),
-        ("run.cores=2", "run.cores cannot change when a run is resumed that is exact"),
+        ("run.cores=2", "run.cores cannot change when a run is resumed that is deterministic"),
         ("trainer.micro_batch_tokens=64", "sums would be rounded in another order"),
         ("run.nonsense=6", "nonsense"),
     ],
@@ -408,8 +416,8 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_the_run_s_own(
     assert resume(folder, "taken", "run.steps=7") == UNUSABLE
     said = capsys.readouterr().err
     assert (
-        "algorithm.kl, run.exact, run.name, step.chunk cannot change when a run is resumed, and its checkpoint was"
-        in said
+        "algorithm.kl, run.deterministic, run.name, step.chunk cannot change when a run is resumed, and its checkpoint "
+        "was" in said
     )
 
 

@@ -86,7 +86,7 @@ def test_a_run_is_the_same_bit_for_bit_when_a_bridged_model_reads_in_a_process(w
             workplace,
             f"exact-{place}",
             "rewards.0.source=chatty",
-            "run.exact=true",
+            "run.deterministic=true",
             f"run.scorers={place}",
             "run.cores=2",
         )

@@ -23,7 +23,13 @@ from oppo.run.checkpoint import CHECKPOINTS, read_state
 from oppo.run.train import FINAL
 from tests.workplace import furnish, oppo, records, start
 
-QUIET = ("run.exact=true", "run.panel=off", "run.trace=0", "rewards.0.source=tagged.py:score", "run.checkpoint_every=2")
+QUIET = (
+    "run.deterministic=true",
+    "run.panel=off",
+    "run.trace=0",
+    "rewards.0.source=tagged.py:score",
+    "run.checkpoint_every=2",
+)
 MIXED = 'data.prompts=[{path="prompts.jsonl", weight=2}, {path="more.csv", weight=1, column="question"}]'
 
 TAGGED = """
@@ -58,7 +64,7 @@ def seen(folder: Path) -> Counter[str]:
 
 
 def test_a_mixture_trains_by_its_shares_and_a_killed_run_goes_on_as_if_it_had_not_been(folder: Path) -> None:
-    chosen = (*QUIET, MIXED, "run.steps=6", "step.batch=6", "step.extra=2")
+    chosen = (*QUIET, MIXED, "run.steps=6", "step.batch=6", "step.overcommit=2")
     assert oppo(folder, "", *chosen, "run.name=whole") == DONE
     assert seen(folder) == {"json": 24, "csv": 12}
     with start(folder, *chosen, "run.name=killed") as process:
@@ -92,7 +98,7 @@ def test_a_source_that_has_changed_is_named_when_a_run_is_resumed(
 
 def test_without_weights_every_prompt_comes_once_in_an_epoch(folder: Path) -> None:
     chosen = (*QUIET, 'data.prompts=["prompts.jsonl", {path="more.csv", column="question"}]', "data.epochs=1")
-    assert oppo(folder, "", *chosen, "run.steps=100", "step.batch=9", "step.extra=0") == DONE
+    assert oppo(folder, "", *chosen, "run.steps=100", "step.batch=9", "step.overcommit=0") == DONE
     assert seen(folder) == {"json": 20, "csv": 7}
 
 
@@ -122,7 +128,7 @@ def test_what_is_no_source_is_a_sentence(
 
 def test_rows_of_a_program_are_served_like_a_file_and_the_run_goes_on_with_the_same(folder: Path) -> None:
     given = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    chosen = [*QUIET, "step.extra=0"]  # the last step of a run takes nothing for a later one
+    chosen = [*QUIET, "step.overcommit=0"]  # the last step of a run takes nothing for a later one
     train(folder / "config.toml", [*chosen, "run.name=file", "run.steps=4"])
     run = train(folder / "config.toml", [*chosen, "run.name=rows"], prompts=given).path
     with pytest.raises(ConfigError, match=r"prompts of the run are rows of a program: .* oppo.train\(directory"):
@@ -145,7 +151,7 @@ def test_rows_that_come_one_by_one_end_the_run_with_their_end_and_are_resumed(
     folder: Path, lookahead: int, extra: int
 ) -> None:
     given = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    chosen = [*QUIET, "data.max_prompt_tokens=20", f"step.lookahead={lookahead}", f"step.extra={extra}"]
+    chosen = [*QUIET, "data.max_prompt_tokens=20", f"step.lookahead={lookahead}", f"step.overcommit={extra}"]
     whole = train(folder / "config.toml", [*chosen, "run.name=whole", "run.steps=100"], prompts=coming(given))
     assert whole.made == 5
     assert (whole.path / CHECKPOINTS / "step-000005").is_dir(), "the last step has a checkpoint, though none was due"

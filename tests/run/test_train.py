@@ -14,14 +14,17 @@ from oppo.run.graph import admission_of, chunks_of
     ("step", "admission"),
     [
         (StepSection(batch=16), Overcommit(16)),
-        (StepSection(batch=16, extra=3, max_deferrals=1), Overcommit(16, 3, 1)),
+        (StepSection(batch=16, overcommit=3, max_deferrals=1), Overcommit(16, 3, 1)),
         (StepSection(batch=16, admission="adaptive"), TailAdaptive(16, most=4)),
         (
-            StepSection(batch=16, admission="adaptive", extra=6, lag_price=0.5, max_deferrals=3),
+            StepSection(batch=16, admission="adaptive", overcommit=6, staleness_price=0.5, max_deferrals=3),
             TailAdaptive(16, price=0.5, max_deferrals=3, most=6),
         ),
         (StepSection(batch=16, admission="slope"), SlopeAdaptive(16, most=4)),
-        (StepSection(batch=16, admission="slope-algorithm1", extra=8), SlopeAdaptive(16, rule="algorithm1", most=8)),
+        (
+            StepSection(batch=16, admission="slope-algorithm1", overcommit=8),
+            SlopeAdaptive(16, rule="algorithm1", most=8),
+        ),
         (StepSection(batch=16, admission="tail-batched"), TailBatched(16)),
     ],
 )

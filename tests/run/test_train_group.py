@@ -14,8 +14,8 @@ from oppo.run.train import FINAL
 from tests.workplace import furnish, oppo, records, resume, start
 
 GROUPS = (
-    "algorithm.samples=3", "step.batch=3", "step.extra=2", "run.steps=4", "run.exact=true", "run.panel=off",
-    "rewards.0.source=reward.py:short",
+    "algorithm.samples=3", "step.batch=3", "step.overcommit=2", "run.steps=4", "run.deterministic=true",
+    "run.panel=off", "rewards.0.source=reward.py:short",
 )  # fmt: skip
 
 

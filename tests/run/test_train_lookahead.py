@@ -23,7 +23,7 @@ from oppo.testing import Recorder
 from tests.report.synthetic import all_nested
 from tests.workplace import furnish, oppo, records, require_bounded_lag, resume, start
 
-EXACT = ("run.exact=true", "run.panel=off", "step.batch=4", "step.extra=2")
+EXACT = ("run.deterministic=true", "run.panel=off", "step.batch=4", "step.overcommit=2")
 AHEAD = ("step.lookahead=1", "run.checkpoint_every=3")
 
 
@@ -124,31 +124,31 @@ def test_a_critic_on_the_policys_trunk_is_exact_with_steps_in_flight(folder: Pat
     assert one == train(folder, f"trunk-{scorers}-again", *chosen, "run.scorers=thread", "step.chunk=3")
 
 
-@pytest.mark.parametrize(("policy", "on_publish"), [("thread", "keep"), ("process", "recompute")])
+@pytest.mark.parametrize(("policy", "kv_on_sync"), [("thread", "keep"), ("process", "recompute")])
 def test_weights_that_are_published_in_flight_are_adopted_within_a_step(
-    folder: Path, policy: str, on_publish: str
+    folder: Path, policy: str, kv_on_sync: str
 ) -> None:
-    name = f"flight-{policy}-{on_publish}"
+    name = f"flight-{policy}-{kv_on_sync}"
     overrides = (
-        *("run.panel=off", "step.batch=4", "step.extra=2", "step.lookahead=1", "step.publish=in-flight"),
+        *("run.panel=off", "step.batch=4", "step.overcommit=2", "step.lookahead=1", "step.weight_sync=in-flight"),
         *("algorithm.is_correction=truncated", "sampling.max_new_tokens=60", "run.steps=6", "run.checkpoint_every=3"),
     )
     assert (
-        oppo(folder, "", *overrides, f"run.name={name}", f"run.policy={policy}", f"step.on_publish={on_publish}")
+        oppo(folder, "", *overrides, f"run.name={name}", f"run.policy={policy}", f"step.kv_on_sync={kv_on_sync}")
         == DONE
     )
     lines = records(folder, name, "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 7))
     assert max(float(str(line["staleness/lag_max"])) for line in lines) <= 2 + 1
-    assert main(["resume", str(folder / "runs" / name), "--set", "step.publish=cut"]) != DONE
+    assert main(["resume", str(folder / "runs" / name), "--set", "step.weight_sync=cut"]) != DONE
 
 
 @pytest.mark.parametrize("policy", ["thread", "process"])
 def test_rollouts_join_while_others_are_decoded(folder: Path, policy: str) -> None:
     name = f"continuous-{policy}"
     overrides = (
-        *("run.panel=off", "step.batch=4", "step.admission=continuous", "step.extra=3", "step.lookahead=1"),
-        *("step.publish=in-flight", "algorithm.is_correction=truncated", "run.steps=6", "run.checkpoint_every=3"),
+        *("run.panel=off", "step.batch=4", "step.admission=continuous", "step.overcommit=3", "step.lookahead=1"),
+        *("step.weight_sync=in-flight", "algorithm.is_correction=truncated", "run.steps=6", "run.checkpoint_every=3"),
     )
     assert oppo(folder, "", *overrides, f"run.name={name}", f"run.policy={policy}") == DONE
     lines = records(folder, name, "metrics.jsonl")
@@ -161,24 +161,30 @@ def test_rollouts_join_while_others_are_decoded(folder: Path, policy: str) -> No
 
 
 def test_an_exact_run_lets_nothing_join(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert oppo(folder, "", "run.exact=true", "step.admission=continuous", "run.name=joined") not in {DONE, FAILED}
+    assert oppo(folder, "", "run.deterministic=true", "step.admission=continuous", "run.name=joined") not in {
+        DONE,
+        FAILED,
+    }
     assert "with step.admission = 'continuous' rollouts join others when a place is free" in capsys.readouterr().err
-    assert oppo(folder, "", "step.extra=0", "step.admission=continuous", "run.name=joined") not in {DONE, FAILED}
-    assert "extra must be at least 1; as many as the batch when absent" in capsys.readouterr().err
+    assert oppo(folder, "", "step.overcommit=0", "step.admission=continuous", "run.name=joined") not in {DONE, FAILED}
+    assert "overcommit must be at least 1; as many as the batch when absent" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (("step.lookahead=0",), "with step.lookahead = 0 nothing is decoded then"),
-        (("run.exact=true",), "run.exact makes every bit independent of timing, and step.publish = 'in-flight'"),
+        (
+            ("run.deterministic=true",),
+            "run.deterministic makes every bit independent of timing, and step.weight_sync = 'in-flight'",
+        ),
         (("models.shared_trunk=true",), "models.shared_trunk = true makes them one model"),
     ],
 )
 def test_what_cannot_be_published_in_flight_is_refused_before_anything_is_loaded(
     folder: Path, overrides: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flight = ("run.name=refused", "step.lookahead=1", "step.publish=in-flight")
+    flight = ("run.name=refused", "step.lookahead=1", "step.weight_sync=in-flight")
     assert oppo(folder, "", *flight, *overrides, "models.policy=nowhere") not in {DONE, FAILED}
     assert said in capsys.readouterr().err
 

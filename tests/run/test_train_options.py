@@ -35,7 +35,7 @@ top_k = 40
 stop_strings = ["w7", "w30 w"]
 [step]
 batch = 4
-extra = 2
+overcommit = 2
 [algorithm]
 kl_in = "loss"
 kl_estimator = "k2"

@@ -43,7 +43,7 @@ def test_what_is_streamed_is_the_same_update(folder: Path, trainer: str) -> None
         ("algorithm.score_norm=true", "algorithm.score_norm = true"),
         ("algorithm.entropy_coefficient=0.1", "a loss, ClippedLoss, that divides by sizes of several kinds"),
         ("models.share_weights=true", "models.share_weights = true"),
-        ("run.exact=true", "run.exact = true"),
+        ("run.deterministic=true", "run.deterministic = true"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused_before_anything_is_loaded(

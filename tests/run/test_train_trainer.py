@@ -17,7 +17,7 @@ from oppo.run.train import FINAL
 from tests.forked import Program
 from tests.workplace import furnish, oppo, resume, start
 
-EXACT = ("run.exact=true", "run.checkpoint_every=1", "run.scorers=thread", "run.panel=off")
+EXACT = ("run.deterministic=true", "run.checkpoint_every=1", "run.scorers=thread", "run.panel=off")
 
 
 @pytest.fixture(scope="module")

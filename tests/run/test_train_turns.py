@@ -39,7 +39,7 @@ TURNS = (
     'sampling.stop=["w5", "w9", "w13", "w21", "w33", "w40", "w44", "w52", "w60", "w77"]',
     "sampling.max_new_tokens=40",
     "step.batch=4",
-    "step.extra=2",
+    "step.overcommit=2",
     "run.panel=off",
 )
 
@@ -70,14 +70,14 @@ def test_responses_go_on_with_what_the_tool_says(folder: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["thread", "process"])
 def test_an_exact_run_does_not_depend_on_how_long_the_tool_takes(folder: Path, policy: str) -> None:
-    exact = (*TURNS, "run.exact=true", f"run.policy={policy}")
+    exact = (*TURNS, "run.deterministic=true", f"run.policy={policy}")
     assert oppo(folder, "", *exact, f"run.name=quick-{policy}") == DONE
     assert oppo(folder, "", *exact, f"run.name=slow-{policy}", "environment.source=tools.py:slow") == DONE
     assert weights(folder, f"quick-{policy}") == weights(folder, f"slow-{policy}")
 
 
 def test_a_killed_run_that_is_resumed_is_the_one_that_was_not_killed(folder: Path) -> None:
-    exact = (*TURNS, "run.exact=true", "run.steps=6", "run.checkpoint_every=2")
+    exact = (*TURNS, "run.deterministic=true", "run.steps=6", "run.checkpoint_every=2")
     assert run(folder, *exact, "run.name=whole")[0] == DONE
     with start(folder, *exact, "run.name=parts") as process:
         while not list((folder / "runs" / "parts" / CHECKPOINTS).glob("step-*2/COMPLETE")):

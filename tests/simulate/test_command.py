@@ -42,7 +42,7 @@ train = 2
 score = 1
 forward = "train"
 [schedule]
-extra = 2
+overcommit = 2
 """
 
 

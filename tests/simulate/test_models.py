@@ -163,7 +163,7 @@ def test_ten_thousand_rollouts_are_alive_for_three_steps() -> None:
         reward=FakeScorer(fake_scalar),
         critic=FakeCritic(),
         trainer=trainer,
-        admission=Overcommit(batch=9_000, extra=1_000),
+        admission=Overcommit(batch=9_000, overcommit=1_000),
     )
 
     async def train() -> None:

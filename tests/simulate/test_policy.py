@@ -14,10 +14,10 @@ from oppo.simulate.policy import FakeDecode
 from oppo.testing import FakePolicy, prompts, run_virtual
 
 
-def reading_policy(on_publish: Literal["recompute", "keep"] = "recompute") -> FakePolicy:
+def reading_policy(kv_on_sync: Literal["recompute", "keep"] = "recompute") -> FakePolicy:
     """Return a policy whose decode step takes a second, and which reads four tokens in one."""
     loads = Capabilities(adds_while_decoding=True, loads_while_decoding="between decode steps")
-    return FakePolicy(lambda prompt: 8, 1.0, reading=0.25, on_publish=on_publish, capabilities=loads)
+    return FakePolicy(lambda prompt: 8, 1.0, reading=0.25, kv_on_sync=kv_on_sync, capabilities=loads)
 
 
 async def timed(policy: FakePolicy, decodes: Sequence[FakeDecode], count: int) -> float:
@@ -45,12 +45,12 @@ def test_prompts_are_read_when_their_rollouts_join() -> None:
     run_virtual(main)
 
 
-@pytest.mark.parametrize(("on_publish", "again"), [("recompute", 4 + 4 - 1), ("keep", 0)])
+@pytest.mark.parametrize(("kv_on_sync", "again"), [("recompute", 4 + 4 - 1), ("keep", 0)])
 def test_parked_rollouts_are_read_again_under_other_weights(
-    on_publish: Literal["recompute", "keep"], again: int
+    kv_on_sync: Literal["recompute", "keep"], again: int
 ) -> None:
     async def main() -> None:
-        policy = reading_policy(on_publish)
+        policy = reading_policy(kv_on_sync)
         decodes = await policy.open(prompts(1, length=4))
         assert await timed(policy, decodes, 3) == 4 * 0.25 + 3
         assert await timed(policy, decodes, 1) == 1.0, "of the same weights there are keys and values"

@@ -122,13 +122,13 @@ def test_what_the_settings_of_a_run_refuse_is_not_recommended() -> None:
             "models": {"policy": "actor"},
             "rewards": [{"source": "reward"}],
             "data": {"prompts": "p.jsonl"},
-            "run": {"exact": True},
+            "run": {"deterministic": True},
         },
         Path("/nowhere"),
     )
     why = {name: refusal(settings, each) for name, each in SCHEDULES.items()}
     assert {name for name, said in why.items() if said} == {"serial", "adaptive", "in flight", "continuous"}
-    assert "run.exact" in why["in flight"]
+    assert "run.deterministic" in why["in flight"]
 
 
 def test_a_table_has_a_line_for_each_schedule_and_says_what_each_does() -> None:

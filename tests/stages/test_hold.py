@@ -77,16 +77,16 @@ def models() -> dict[str, Any]:
 
 
 MAKERS: dict[str, Callable[[dict[str, Any]], Graph[StepReport]]] = {
-    "ppo": lambda made: ppo(**made, critic=FakeCritic(per_token=0.01), admission=Overcommit(batch=4, extra=1)),
+    "ppo": lambda made: ppo(**made, critic=FakeCritic(per_token=0.01), admission=Overcommit(batch=4, overcommit=1)),
     "ppo without a critic": lambda made: ppo(
-        **{**made, "reference": None}, advantage=GAE(kl=0.0), admission=Overcommit(batch=4, extra=1)
+        **{**made, "reference": None}, advantage=GAE(kl=0.0), admission=Overcommit(batch=4, overcommit=1)
     ),
-    "grpo": lambda made: grpo(**made, samples=4, admission=Overcommit(batch=2, extra=1)),
+    "grpo": lambda made: grpo(**made, samples=4, admission=Overcommit(batch=2, overcommit=1)),
     "wrap": lambda made: wrap(
         lambda batch: {},
         Weightless(),
         **{name: each for name, each in made.items() if name != "trainer"},
-        admission=Overcommit(batch=4, extra=1),
+        admission=Overcommit(batch=4, overcommit=1),
     ),
 }
 

@@ -53,7 +53,7 @@ class Made:
             ),
             reward=FakeScorer(score),
             trainer=self.trainer,
-            admission=Overcommit(batch=self.batch, extra=self.extra),
+            admission=Overcommit(batch=self.batch, overcommit=self.extra),
             samples=SAMPLES,
             advantage=self.estimator,
         )

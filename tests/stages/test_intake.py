@@ -32,7 +32,7 @@ def pipeline() -> Graph[StepReport]:
         reward=FakeScorer(fake_scalar),
         critic=FakeCritic(),
         trainer=FakeTrainer(),
-        admission=Overcommit(batch=4, extra=2),
+        admission=Overcommit(batch=4, overcommit=2),
     )
 
 

@@ -100,7 +100,7 @@ def runs(draw: st.DrawFn) -> tuple[Run, Kept, int]:
     batch = draw(st.integers(1, 6))
     admission: Kept = Overcommit(batch, draw(st.integers(0, batch)), draw(st.integers(1, 3)))
     if draw(st.booleans()):
-        admission = Continuous(batch, max(1, admission.extra), admission.max_deferrals)
+        admission = Continuous(batch, max(1, admission.overcommit), admission.max_deferrals)
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=30))
     samples = draw(st.sampled_from([1, 1, 2, 3]))
     run = Run(Ledger(admission), lengths, steps=draw(st.integers(1, 8)), samples=samples)
@@ -136,18 +136,18 @@ def test_at_most_extra_units_are_carried(played: tuple[Run, Kept, int]) -> None:
     order = {unit.admission: step for step, batch in enumerate(run.batches) for unit in batch}
     born = {unit.admission: step - unit.age for step, batch in enumerate(run.batches) for unit in batch}
     for step in range(run.steps):
-        assert sum(born[a] <= step < order[a] for a in order) <= admission.extra
+        assert sum(born[a] <= step < order[a] for a in order) <= admission.overcommit
 
 
 @given(runs())
 def test_at_most_so_many_units_are_decoded_at_a_time(played: tuple[Run, Kept, int]) -> None:
     run, admission, _ = played
-    most = admission.extra if isinstance(admission, Continuous) else admission.batch + admission.extra
+    most = admission.overcommit if isinstance(admission, Continuous) else admission.batch + admission.overcommit
     assert run.most_live <= most
 
 
 def test_a_completed_unit_is_replaced_and_what_joined_is_carried() -> None:
-    ledger = Ledger(Continuous(batch=4, extra=2))
+    ledger = Ledger(Continuous(batch=4, overcommit=2))
     assert ledger.wanted(9) == 2
     ledger.begin([group(0), group(1)])
     assert ledger.refill(9) == 0
@@ -164,7 +164,7 @@ def test_a_completed_unit_is_replaced_and_what_joined_is_carried() -> None:
 
 
 def test_no_more_join_than_the_remaining_steps_can_train() -> None:
-    ledger = Ledger(Continuous(batch=3, extra=3))
+    ledger = Ledger(Continuous(batch=3, overcommit=3))
     assert ledger.wanted(1) == 3
     ledger.begin([group(n) for n in range(3)])
     ledger.finished([0, 1])
@@ -173,14 +173,14 @@ def test_no_more_join_than_the_remaining_steps_can_train() -> None:
 
 
 def test_complete_units_that_were_carried_are_no_reason_to_decode_fewer() -> None:
-    ledger = Ledger(Continuous(batch=4, extra=2))
+    ledger = Ledger(Continuous(batch=4, overcommit=2))
     ledger.restore([(group(0), 1, set()), (group(1), 1, set())])
     assert ledger.wanted(9) == 2
     assert [unit.admission for unit in ledger.begin([group(2), group(3)])] == [0, 1]
 
 
 def test_an_overdue_unit_keeps_its_place_though_younger_ones_finish_first() -> None:
-    ledger = Ledger(Overcommit(batch=2, extra=1, max_deferrals=1))
+    ledger = Ledger(Overcommit(batch=2, overcommit=1, max_deferrals=1))
     ledger.begin([group(0), group(1), group(2)])
     assert ledger.finished([1, 2])
     assert [unit.admission for unit in ledger.end()] == [0]
@@ -194,7 +194,7 @@ def test_an_overdue_unit_keeps_its_place_though_younger_ones_finish_first() -> N
 
 
 def test_a_complete_unit_without_a_place_is_the_first_of_the_next_step() -> None:
-    ledger = Ledger(Overcommit(batch=1, extra=1))
+    ledger = Ledger(Overcommit(batch=1, overcommit=1))
     ledger.begin([group(0), group(1)])
     assert ledger.finished([0, 1]), "both end in one decode step"
     assert [unit.admission for unit in ledger.end()] == [1]
@@ -202,7 +202,7 @@ def test_a_complete_unit_without_a_place_is_the_first_of_the_next_step() -> None
 
 
 def test_what_is_carried_stands_oldest_first() -> None:
-    ledger = Ledger(Overcommit(batch=2, extra=2, max_deferrals=3))
+    ledger = Ledger(Overcommit(batch=2, overcommit=2, max_deferrals=3))
     ledger.begin([group(n) for n in range(4)])
     ledger.finished([0, 3])
     ledger.end()
@@ -231,9 +231,9 @@ def test_a_rollout_that_is_not_decoded_cannot_finish() -> None:
     ("settings", "sentence"),
     [
         ({"batch": 0}, "batch must be at least 1, not 0"),
-        ({"batch": 4, "extra": 5}, "extra must lie in 0 .. batch = 4, not 5"),
-        ({"batch": 4, "extra": -1}, "not -1"),
-        ({"batch": 4, "extra": 1, "max_deferrals": 0}, "max_deferrals must be at least 1, not 0"),
+        ({"batch": 4, "overcommit": 5}, "overcommit must lie in 0 .. batch = 4, not 5"),
+        ({"batch": 4, "overcommit": -1}, "not -1"),
+        ({"batch": 4, "overcommit": 1, "max_deferrals": 0}, "max_deferrals must be at least 1, not 0"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, int], sentence: str) -> None:
@@ -246,7 +246,7 @@ def test_impossible_settings_are_refused(settings: dict[str, int], sentence: str
 
 def test_something_must_be_decoded() -> None:
     with pytest.raises(AdmissionError, match="extra units are decoded at a time, so it must be at least 1, not 0"):
-        Continuous(batch=4, extra=0)
+        Continuous(batch=4, overcommit=0)
 
 
 class Greedy:

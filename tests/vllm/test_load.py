@@ -15,9 +15,9 @@ from tests.vllm.bench import WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender
 
 
-@pytest.mark.parametrize(("on_publish", "recomputed"), [("keep", 0), ("recompute", 2)])
-def test_parked_rollouts_keep_their_keys_and_values_or_compute_them_again(on_publish: str, recomputed: int) -> None:
-    bench = Bench(keywords={"on_publish": on_publish})
+@pytest.mark.parametrize(("kv_on_sync", "recomputed"), [("keep", 0), ("recompute", 2)])
+def test_parked_rollouts_keep_their_keys_and_values_or_compute_them_again(kv_on_sync: str, recomputed: int) -> None:
+    bench = Bench(keywords={"kv_on_sync": kv_on_sync})
 
     async def main() -> None:
         decodes = await bench.policy.open(varied(3))

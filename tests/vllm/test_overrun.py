@@ -56,10 +56,10 @@ CASES = st.builds(
 @example(Case(overrun=0, late=0.015), "recompute", False)
 @example(Case(overrun=0, late=0.05), "recompute", True)
 def test_no_token_is_lost_doubled_or_counted_to_other_weights_whatever_the_overrun(
-    case: Case, on_publish: str, loads: bool
+    case: Case, kv_on_sync: str, loads: bool
 ) -> None:
     count, at, limit, delay = case.count, case.at, case.limit, case.delay
-    bench = Bench(FakeAsyncLLM(overrun=case.overrun, late=case.late), keywords={"on_publish": on_publish})
+    bench = Bench(FakeAsyncLLM(overrun=case.overrun, late=case.late), keywords={"kv_on_sync": kv_on_sync})
     decodes: list[VllmDecode] = []
 
     async def main() -> None:

@@ -250,16 +250,16 @@ class BridgedSession(RolloutSession):
 class BridgeWorker:
     """Retokenizes rollouts and reads them; see :class:`BridgedReward`."""
 
-    def __init__(self, model: PreTrainedModel, exact: bool, bridge: Bridge) -> None:
+    def __init__(self, model: PreTrainedModel, deterministic: bool, bridge: Bridge) -> None:
         self._model = model
-        self._exact = exact
+        self._deterministic = deterministic
         self._bridge = bridge
         self._name = type(model).__name__
         self._padding = model.config.get_text_config().pad_token_id
         self._reader = Reader(bridge.reader, longest(model), bridge.over_long)
         self._rendering = Rendering(bridge.form, bridge.reader)
         self._prefill = IncrementalPrefill(
-            score_reader(model), name=self._name, vocabulary=vocabulary(model), keep=_keep, exact=exact
+            score_reader(model), name=self._name, vocabulary=vocabulary(model), keep=_keep, deterministic=deterministic
         )
         self._sessions = RolloutSessions(self._name, self._opened)
 
@@ -359,16 +359,16 @@ class BridgedReward:
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
         bridge: both tokenizers, and the form of the text.
         thread: where the model lives: any place.
-        exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
+        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
         ConfigError: the form is ``chat``, and the model's tokenizer has no chat template.
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
     """
 
-    def __init__(self, model: PreTrainedModel, bridge: Bridge, *, thread: Hosting, exact: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, bridge: Bridge, *, thread: Hosting, deterministic: bool = False) -> None:
         self._columns = (bridge.prompt_column,)
-        self._worker = thread.host(worker_maker(BridgeWorker, model, exact, bridge))
+        self._worker = thread.host(worker_maker(BridgeWorker, model, deterministic, bridge))
         self._samples: dict[str, list[float]] = {}
 
     @property

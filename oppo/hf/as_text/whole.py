@@ -181,13 +181,13 @@ class WholeReader(ABC):
         encoder: the model.
         policy: the policy's tokenizer.
         over_long: what becomes of a text that is longer than the model reads.
-        exact: read each text alone.
+        deterministic: read each text alone.
     """
 
-    def __init__(self, encoder: Encoder, policy: HfTokenizer, over_long: OverLong, *, exact: bool) -> None:
+    def __init__(self, encoder: Encoder, policy: HfTokenizer, over_long: OverLong, *, deterministic: bool) -> None:
         self._encoder = encoder
         self._policy = policy
-        self._exact = exact
+        self._deterministic = deterministic
         self._reader = Reader(encoder.tokenizer, encoder.limit, over_long)
 
     def finish(self, ended: Sequence[EndedRollout]) -> list[float | Drop]:
@@ -217,7 +217,7 @@ class WholeReader(ABC):
         flat = [features for rows in texts.values() for features in rows]
         if not flat:
             return [drops[each.rollout] for each in ended]
-        outputs = self._encoder.outputs(flat, alone=self._exact).split([len(rows) for rows in texts.values()])
+        outputs = self._encoder.outputs(flat, alone=self._deterministic).split([len(rows) for rows in texts.values()])
         scores = dict(zip(texts, map(self._score, outputs), strict=True))
         return [drops.get(each.rollout) or scores[each.rollout] for each in ended]
 
@@ -292,9 +292,9 @@ class ClassifierReader(WholeReader):
     """A logit of a classifier; see :class:`ClassifierReward`."""
 
     def __init__(
-        self, encoder: Encoder, policy: HfTokenizer, over_long: OverLong, *, form: Form, label: int, exact: bool
+        self, encoder: Encoder, policy: HfTokenizer, over_long: OverLong, *, form: Form, label: int, deterministic: bool
     ) -> None:
-        super().__init__(encoder, policy, over_long, exact=exact)
+        super().__init__(encoder, policy, over_long, deterministic=deterministic)
         self._rendering = Rendering(form, encoder.tokenizer)
         self._label = label
 
@@ -319,7 +319,7 @@ class ClassifierReward(WholeReward):
         label: name or index of the label; needed where there are several.
         over_long: ``error`` ends the run, ``drop`` drops the rollout, ``truncate`` cuts as the model's tokenizer does.
         prompt_column: the column of the data that holds the prompt.
-        exact: the bits of results do not depend on which rollouts end together; slower.
+        deterministic: the bits of results do not depend on which rollouts end together; slower.
 
     Raises:
         ConfigError: there is no such label, or the encoder has no classification head.
@@ -335,10 +335,12 @@ class ClassifierReward(WholeReward):
         label: str | int | None = None,
         over_long: OverLong = "error",
         prompt_column: str = "prompt",
-        exact: bool = False,
+        deterministic: bool = False,
     ) -> None:
         number = _label(encoder, label)
-        make = partial(ClassifierReader, encoder, policy, over_long, form=form, label=number, exact=exact)
+        make = partial(
+            ClassifierReader, encoder, policy, over_long, form=form, label=number, deterministic=deterministic
+        )
         super().__init__(make, thread=thread, policy=policy, prompt_column=prompt_column)
 
 
@@ -363,7 +365,7 @@ class SimilarityReward(WholeReward):
         column: the column that holds the text, or a list of texts, of which the most similar counts.
         thread: where the model lives: any place.
         over_long: ``error`` ends the run, ``drop`` drops the rollout, ``truncate`` cuts as the model's tokenizer does.
-        exact: the bits of results do not depend on which rollouts end together; slower.
+        deterministic: the bits of results do not depend on which rollouts end together; slower.
 
     Raises:
         ConfigError: the encoder is a classifier.
@@ -377,7 +379,7 @@ class SimilarityReward(WholeReward):
         column: str,
         thread: Hosting,
         over_long: OverLong = "error",
-        exact: bool = False,
+        deterministic: bool = False,
     ) -> None:
         if encoder.pooling is None:
             raise ConfigError(
@@ -385,7 +387,7 @@ class SimilarityReward(WholeReward):
                 "encoder, or oppo.hf.ClassifierReward"
             )
         self._column = column
-        make = partial(SimilarityReader, encoder, policy, over_long, exact=exact)
+        make = partial(SimilarityReader, encoder, policy, over_long, deterministic=deterministic)
         super().__init__(make, thread=thread, policy=policy, prompt_column="")
 
     def _wanted(self, finish: Finish) -> Sequence[str]:

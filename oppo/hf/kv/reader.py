@@ -14,8 +14,8 @@ causal LM computes logits there only. The keys and values of padding are never s
 
     Prompt | Chunk | Given  ->  ReadState.unread  ->  spans, batched  ->  keep(span, outputs)
 
-Tokens are read on arrival, in ragged batches. With ``exact`` each rollout is read alone, in blocks on an absolute grid
-of its sequence: neither the arrival pattern nor other rollouts can change a bit of the outputs.
+Tokens are read on arrival, in ragged batches. With ``deterministic`` each rollout is read alone, in blocks on an
+absolute grid of its sequence: neither the arrival pattern nor other rollouts can change a bit of the outputs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from oppo.hf.kv.states import Gates, RowCache, StateSlots
 from oppo.scorers import RolloutSession, RolloutSessions
 
 EXACT_BLOCK = 32
-"""In exact mode rows are read alone, in blocks that begin at multiples of this: bits then depend on that row only."""
+"""In deterministic mode rows are read alone, in blocks from multiples of this: bits then depend on that row only."""
 
 SHORTEST_CLASS = 64
 """Length of the first length class, in tokens; each next class is twice as long."""
@@ -499,7 +499,7 @@ class IncrementalPrefill:
         vocabulary: upper bound of token ids.
         keep: called with each span and the outputs [k, D] at its last k positions: all of them, or, with
             ``needs_logits``, those that predict the response.
-        exact: read each rollout alone, on the grid.
+        deterministic: read each rollout alone, on the grid.
         needs_logits: outputs are logits, computed at the predictive positions only; supports of tokens are kept.
     """
 
@@ -510,12 +510,12 @@ class IncrementalPrefill:
         name: str,
         vocabulary: int,
         keep: Callable[[TokenSpan, Tensor], None],
-        exact: bool,
+        deterministic: bool,
         needs_logits: bool = False,
     ) -> None:
         self._incremental = incremental
         self._keep = keep
-        self._exact = exact
+        self._deterministic = deterministic
         self._needs_logits = needs_logits
         self._states = RolloutSessions(
             name,
@@ -525,7 +525,7 @@ class IncrementalPrefill:
         )
 
     def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
-        """Receive the tokens of ``events`` and read them; with ``exact``, the whole blocks.
+        """Receive the tokens of ``events`` and read them; with ``deterministic``, the whole blocks.
 
         Raises:
             ModelError: a token is outside the vocabulary, or a sequence is longer than the model reads.
@@ -551,8 +551,8 @@ class IncrementalPrefill:
     def rewind(self, rollout: int, length: int) -> int:
         """Take back tokens of a rollout from ``length`` on, prompt included; return how many tokens stay.
 
-        With ``exact`` those are whole blocks, and fewer: a block is read in one pass or not at all. What a scorer kept
-        of tokens that are gone is the scorer's to drop.
+        With ``deterministic`` those are whole blocks, and fewer: a block is read in one pass or not at all. What a
+        scorer kept of tokens that are gone is the scorer's to drop.
 
         Raises:
             ProtocolError: the rollout was never opened.
@@ -561,7 +561,7 @@ class IncrementalPrefill:
         if length >= state.read:
             state.unread = state.unread[: length - state.read]
         else:
-            length = length // EXACT_BLOCK * EXACT_BLOCK if self._exact else length
+            length = length // EXACT_BLOCK * EXACT_BLOCK if self._deterministic else length
             length = self._incremental.rewind(rollout, length)
             state.read, state.unread = length, state.unread[:0]
         state.support = state.support.slice(0, len(state.unread))
@@ -586,7 +586,7 @@ class IncrementalPrefill:
         return state
 
     def _advance(self, states: Sequence[ReadState], *, final: bool) -> None:
-        for batch in self._blocks(states, final=final) if self._exact else self._batches(states):
+        for batch in self._blocks(states, final=final) if self._deterministic else self._batches(states):
             last = [span.predictive for span in batch] if self._needs_logits else None
             rows, tokens = [span.state.rollout for span in batch], [span.tokens for span in batch]
             for span, outputs in zip(batch, self._incremental.extend(rows, tokens, last=last), strict=True):

@@ -6,7 +6,8 @@
     rows whose KV cache is missing or stale prefill one portion of their tokens; fully read, they become live
     draw one token for each live row -> call the cut with the rollouts that ended -> deliver the step -> again
 
-A long prompt is prefilled between decode steps, so live rows do not wait for it. In exact mode all rows enter together.
+A long prompt is prefilled between decode steps, so live rows do not wait for it. In deterministic mode all rows enter
+together.
 
 Everything here is synchronous and runs in one thread, possibly of another process than the readers'. :class:`Signals`
 and :class:`Counters` are a few bytes of memory that both see.
@@ -90,7 +91,7 @@ class Decoder:
     Args:
         model: a causal LM.
         sampling: how tokens are drawn.
-        exact: prefill so that a row's bits depend on no other row, and keep rows in admission order.
+        deterministic: prefill so that a row's bits depend on no other row, and keep rows in admission order.
         prefill_tokens: tokens, padding included, that are prefilled between two decode steps.
         decode: returns the text of tokens, for stop strings.
         counters: continued; new ones unless given.
@@ -101,25 +102,26 @@ class Decoder:
         model: PreTrainedModel,
         *,
         sampling: Sampling,
-        exact: bool,
+        deterministic: bool,
         prefill_tokens: int,
         decode: Detokenize | None = None,
         counters: Counters | None = None,
     ) -> None:
         self.model = model
         self.counters = counters or Counters.new()
-        self.reader = Incremental(model, ordered=exact)
+        self.reader = Incremental(model, ordered=deterministic)
         self._sampling = sampling
         self._noise = Noise(sampling.seed)
         self._stopping = StopCriteria(sampling, decode)
-        self._exact = exact
+        self._deterministic = deterministic
         self._prefill_tokens = prefill_tokens
 
     @torch.inference_mode()
     def run(self, rows: Sequence[DecodeRow], cut: Cut, signals: Signals, deliver: Deliver) -> None:
         """Decode ``rows`` until each has ended, ``cut`` returns true or ``signals`` stop the loop; the rest is paused.
 
-        A row whose turn has ended is paused too. In exact mode all are then, so that it joins the others where it left.
+        A row whose turn has ended is paused too. In deterministic mode all are then, so that it joins the others where
+        it left.
 
         Raises:
             ModelError: logits were not finite. The cache then holds none of ``rows``, as after any other error.
@@ -135,7 +137,7 @@ class Decoder:
         live = [row for row in ordered if self._is_paused(row)]
         tokens = torch.tensor([row.tokens[-1] for row in live], dtype=torch.int64)
         others = [row for row in ordered if not self._is_paused(row)]
-        prefill = ChunkedPrefill(self.reader, others, budget=self._prefill_tokens, exact=self._exact)
+        prefill = ChunkedPrefill(self.reader, others, budget=self._prefill_tokens, deterministic=self._deterministic)
         while live or prefill:
             for at in signals.given_up():
                 rows[at].given_up = True
@@ -147,7 +149,7 @@ class Decoder:
                 cutting = bool(ended) and cut(ended)
                 deliver(step)
                 live, tokens = self._continuing(live, tokens)
-                if cutting or (waiting and self._exact):
+                if cutting or (waiting and self._deterministic):
                     return
             if signals.stopped:
                 return
@@ -218,20 +220,20 @@ class ChunkedPrefill:
     """Rows to be prefilled, the shortest remainder first; tokens that ``reader`` holds are not read again.
 
     A portion is a rectangle of at most ``budget`` tokens: as many whole rows of similar length as fit, or a piece of
-    one that does not fit. It is read in the passes that cost least. With ``exact`` a portion holds all rows, and each
-    is read alone, in blocks on an absolute grid.
+    one that does not fit. It is read in the passes that cost least. With ``deterministic`` a portion holds all rows,
+    and each is read alone, in blocks on an absolute grid.
 
     Attributes:
         tokens: read so far.
     """
 
-    def __init__(self, reader: Incremental, rows: Iterable[DecodeRow], *, budget: int, exact: bool) -> None:
+    def __init__(self, reader: Incremental, rows: Iterable[DecodeRow], *, budget: int, deterministic: bool) -> None:
         self.tokens = 0
         self._reader = reader
         self._budget = budget
-        self._exact = exact
+        self._deterministic = deterministic
         unread = [(row, row.sequence()[reader.length(row.key) :]) for row in rows]
-        self._waiting = unread if exact else sorted(unread, key=lambda pair: len(pair[1]))
+        self._waiting = unread if deterministic else sorted(unread, key=lambda pair: len(pair[1]))
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -239,14 +241,14 @@ class ChunkedPrefill:
     def read(self, signals: Signals) -> list[tuple[DecodeRow, Tensor]]:
         """Read one portion; return each row that is complete, with the logits [1, V] at its last position.
 
-        Rows given up meanwhile are forgotten. Once ``signals`` are stopped nothing is read, and with ``exact`` all
-        waiting rows are forgotten.
+        Rows given up meanwhile are forgotten. Once ``signals`` are stopped nothing is read, and with ``deterministic``
+        all waiting rows are forgotten.
         """
         gone = [row.key for row, _ in self._waiting if row.given_up]
         if gone:
             self._reader.forget(gone)
             self._waiting = [pair for pair in self._waiting if not pair[0].given_up]
-        if self._exact:
+        if self._deterministic:
             return self._read_all(signals)
         portion = [] if signals.stopped else self._portion()
         logits = self._pass(portion) if portion else []

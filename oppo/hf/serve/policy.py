@@ -7,7 +7,8 @@ The decode loop calls the core, and again whenever a turn was answered, a rollou
     decode what is ready -> weights come: the call returns with its rows paused -> they are loaded -> the next call
 
 Without turns, joins and new weights there is one call. Where every rollout waits for an answer there is none, so the
-model's place is free. In exact mode decoding waits with each turn, weights wait for its end, and no rollout joins.
+model's place is free. In deterministic mode decoding waits with each turn, weights wait for its end, and no rollout
+joins.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ class HfPolicy:
         sampling: how tokens are drawn.
         thread: where the model lives: a thread, a process, or, for a recipe, a place on another machine
             (:class:`oppo.placement.ray.RayPlace`). Places with ``restarts`` are refused, as rows are lost with them.
-        on_publish: what happens to the KV cache of rollouts, deferred or live, when weights are loaded.
+        kv_on_sync: what happens to the KV cache of rollouts, deferred or live, when weights are loaded.
             ``recompute``: the new weights read their tokens again before they continue. ``keep``: they continue with
             the old KV cache, which is cheaper but mixes versions.
-        exact: prefill row by row on a fixed grid; runs that decode the same rollouts together then agree bit for bit
-            (float32 on a CPU).
+        deterministic: prefill row by row on a fixed grid; runs that decode the same rollouts together then agree bit
+            for bit (float32 on a CPU).
         prefill_tokens: tokens, padding included, that are prefilled between two decode steps, so that live rows do not
-            wait for a long prompt; ignored if ``exact``, which prefills all at once.
+            wait for a long prompt; ignored if ``deterministic``, which prefills all at once.
         decode: returns the text of tokens; ``sampling.stop_strings`` need it. It is called where the model lives: for a
             process or a machine it must be picklable, as :meth:`oppo.hf.tokenizer.HfTokenizer.decode` is.
         limit: returns the length in tokens at which the response to a prompt ends; ``sampling.max_new_tokens`` bounds
@@ -87,8 +88,8 @@ class HfPolicy:
         *,
         sampling: Sampling,
         thread: Hosting,
-        on_publish: Literal["recompute", "keep"] = "recompute",
-        exact: bool = False,
+        kv_on_sync: Literal["recompute", "keep"] = "recompute",
+        deterministic: bool = False,
         prefill_tokens: int = PREFILL_TOKENS,
         decode: Callable[[Sequence[int]], str] | None = None,
         limit: Callable[[Prompt], int] | None = None,
@@ -100,8 +101,8 @@ class HfPolicy:
             HfPolicy,
             model,
             thread=thread,
-            on_publish=on_publish,
-            exact=exact,
+            kv_on_sync=kv_on_sync,
+            deterministic=deterministic,
             prefill_tokens=prefill_tokens,
             decode=decode,
             limit=limit,
@@ -112,19 +113,19 @@ class HfPolicy:
         self._longest = positions_of(model)
         self._vocabulary = vocabulary_of(model)
         self._keys = itertools.count()
-        self._exact = exact
+        self._deterministic = deterministic
         self._loop: DecodeLoop | None = None
         self._stopping = StopCriteria(sampling, decode)
         self.counters = counters or Counters.new()
         decoder = partial(
             Decoder,
             sampling=sampling,
-            exact=exact,
+            deterministic=deterministic,
             prefill_tokens=prefill_tokens,
             decode=decode if sampling.stop_strings else None,
             counters=self.counters,
         )
-        self._core = thread.host(core_maker(model, decoder, recompute=on_publish == "recompute"))
+        self._core = thread.host(core_maker(model, decoder, recompute=kv_on_sync == "recompute"))
 
     @property
     def version(self) -> int:
@@ -132,10 +133,10 @@ class HfPolicy:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Its capabilities: in exact mode, weights wait for the end of decoding, and no rollout joins others."""
-        loads: Loads = "when decoding ends" if self._exact else "between decode steps"
+        """In deterministic mode, weights wait for the end of decoding, and no rollout joins others."""
+        loads: Loads = "when decoding ends" if self._deterministic else "between decode steps"
         return Capabilities(
-            adds_while_decoding=not self._exact,
+            adds_while_decoding=not self._deterministic,
             loads_while_decoding=loads,
             turns=True,
             varies_sampling=True,
@@ -161,10 +162,10 @@ class HfPolicy:
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.actor`` from the next decode step on; tensors that are the model's own are not copied.
 
-        Live rollouts go on with the new weights, their KV cache recomputed or kept as ``on_publish`` says.
-        In exact mode this waits for the end of decoding. An empty ``weights.actor`` changes the version only: the actor
-        was not trained. No tensor crosses to another process of this machine: this process writes the memory that both
-        share, while no other call is made there. To another machine all tensors are sent.
+        Live rollouts go on with the new weights, their KV cache recomputed or kept as ``kv_on_sync`` says.
+        In deterministic mode this waits for the end of decoding. An empty ``weights.actor`` changes the version only:
+        the actor was not trained. No tensor crosses to another process of this machine: this process writes the memory
+        that both share, while no other call is made there. To another machine all tensors are sent.
 
         Raises:
             ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
@@ -211,13 +212,13 @@ class HfPolicy:
             raise ProtocolError("the policy is decoding already: leave that context before opening another")
         decodes = unfinished(live, self)
         errors = list[Exception]()
-        loop = DecodeLoop(self, self._core, decodes, cut, exact=self._exact)
+        loop = DecodeLoop(self, self._core, decodes, cut, deterministic=self._deterministic)
         async with anyio.create_task_group() as tasks:
-            if decodes or not self._exact:
+            if decodes or not self._deterministic:
                 self._loop = loop
                 tasks.start_soon(self._decode, loop, errors, name="decode")
             try:
-                yield FixedDecoding(self._name) if self._exact else loop
+                yield FixedDecoding(self._name) if self._deterministic else loop
             except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
                 errors.append(error)
             finally:
@@ -272,24 +273,24 @@ class HfPolicy:
 
 
 class DecodeLoop:
-    """Decodes rollouts until the cut returns true or :meth:`stop` is called; in exact mode, until each has ended.
+    """Decodes until the cut returns true or :meth:`stop` is called; in deterministic mode, until each has ended.
 
     Args:
         policy: whose rollouts they are.
         core: where the model lives.
         decodes: of rollouts that have not ended; they are live from now on.
         cut: called with the rollouts that ended together.
-        exact: wait with all rollouts while a turn is unanswered.
+        deterministic: wait with all rollouts while a turn is unanswered.
     """
 
     def __init__(
-        self, policy: HfPolicy, core: Hosted[PolicyCore], decodes: Sequence[HfDecode], cut: Cut, *, exact: bool
+        self, policy: HfPolicy, core: Hosted[PolicyCore], decodes: Sequence[HfDecode], cut: Cut, *, deterministic: bool
     ) -> None:
         self.decodes = list(decodes)
         self._policy = policy
         self._core = core
         self._cut = cut
-        self._exact = exact
+        self._deterministic = deterministic
         self._over = False
         self._ready: Sequence[HfDecode] = ()  # of the call in progress, in the order of its signals
         self._signals: Signals | None = None
@@ -308,7 +309,7 @@ class DecodeLoop:
 
     def note_answer(self) -> None:
         """Have a rollout that was added, answered or given up join or leave at the next decode step."""
-        if not self._exact:
+        if not self._deterministic:
             self._interrupt()
         self._news.set()
 
@@ -346,8 +347,8 @@ class DecodeLoop:
 
     @asynccontextmanager
     async def between_steps(self) -> AsyncIterator[None]:
-        """Keep the model from decoding, between two decode steps; in exact mode, wait for the end of all."""
-        if self._exact:
+        """Keep the model from decoding, between two decode steps; in deterministic mode, wait for the end of all."""
+        if self._deterministic:
             await self._ended.wait()
         self._interrupt()
         async with self._call:
@@ -370,12 +371,12 @@ class DecodeLoop:
             await self._end_finished()
             async with self._call:
                 open_ = [decode for decode in self.decodes if decode.live and not decode.given_up]
-                if self._over or (self._exact and not open_):
+                if self._over or (self._deterministic and not open_):
                     return
                 if any(decode.ending for decode in open_):  # an answer that came meanwhile
                     continue
                 ready = [decode for decode in open_ if not decode.unanswered]
-                if ready and not (self._exact and len(ready) < len(open_)):
+                if ready and not (self._deterministic and len(ready) < len(open_)):
                     await self._decode(ready)
                     continue
                 self._news = anyio.Event()

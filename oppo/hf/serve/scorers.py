@@ -97,21 +97,21 @@ class ScorerWorker(ABC, Generic[T]):
     Args:
         model: whose weights are loaded.
         incremental: reads with it, or with its backbone and score layer.
-        exact: read each rollout alone, on the grid.
+        deterministic: read each rollout alone, on the grid.
         needs_logits: see :class:`~oppo.hf.kv.reader.IncrementalPrefill`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, incremental: Incremental, *, exact: bool, needs_logits: bool = False
+        self, model: PreTrainedModel, incremental: Incremental, *, deterministic: bool, needs_logits: bool = False
     ) -> None:
         self._model = model
-        self._exact = exact
+        self._deterministic = deterministic
         self._reader = IncrementalPrefill(
             incremental,
             name=type(model).__name__,
             vocabulary=vocabulary(model),
             keep=self._keep,
-            exact=exact,
+            deterministic=deterministic,
             needs_logits=needs_logits,
         )
 
@@ -147,9 +147,9 @@ class ScorerWorker(ABC, Generic[T]):
 class ReferenceWorker(ScorerWorker[FloatArray]):
     """Log-probs of a response under a causal LM, float32 [n]; see :class:`oppo.hf.serve.scorers.ReferenceLogprobs`."""
 
-    def __init__(self, model: PreTrainedModel, exact: bool, sampling: Sampling) -> None:
+    def __init__(self, model: PreTrainedModel, deterministic: bool, sampling: Sampling) -> None:
         self._sampling = sampling
-        super().__init__(model, Incremental(model), exact=exact, needs_logits=True)
+        super().__init__(model, Incremental(model), deterministic=deterministic, needs_logits=True)
 
     def load(self, weights: Mapping[str, object]) -> None:
         """Compute with ``weights`` from now on; without any, go on with those there are."""
@@ -176,9 +176,9 @@ class ReferenceWorker(ScorerWorker[FloatArray]):
 class RewardWorker(ScorerWorker[float]):
     """The score of a rollout; see :class:`oppo.hf.serve.scorers.RewardModel`."""
 
-    def __init__(self, model: PreTrainedModel, exact: bool) -> None:
+    def __init__(self, model: PreTrainedModel, deterministic: bool) -> None:
         self._padding = model.config.get_text_config().pad_token_id
-        super().__init__(model, score_reader(model), exact=exact)
+        super().__init__(model, score_reader(model), deterministic=deterministic)
 
     def _result(self, state: ReadState) -> float:
         return float(state.kept[0])
@@ -197,8 +197,8 @@ class RewardWorker(ScorerWorker[float]):
 class ValueWorker(ScorerWorker[FloatArray]):
     """Values of the states around the tokens, float32 [n + 1]; see :class:`oppo.hf.serve.scorers.ValueModel`."""
 
-    def __init__(self, model: PreTrainedModel, exact: bool) -> None:
-        super().__init__(model, score_reader(model), exact=exact)
+    def __init__(self, model: PreTrainedModel, deterministic: bool) -> None:
+        super().__init__(model, score_reader(model), deterministic=deterministic)
 
     def _result(self, state: ReadState) -> FloatArray:
         return _joined(state)
@@ -282,14 +282,14 @@ class ReferenceLogprobs(StreamedScorer[FloatArray]):
         model: a causal LM that shares the policy's tokenizer; or its recipe, for a place on another machine.
         sampling: the policy's; only the temperature and the ids that may be drawn count.
         thread: where the model lives: any place.
-        exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
+        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
         ModelRefused: the model cannot be served row by row.
     """
 
-    def __init__(self, model: Loadable, *, sampling: Sampling, thread: Hosting, exact: bool = False) -> None:
-        super().__init__(worker_maker(ReferenceWorker, model, exact, sampling), thread, supports=True)
+    def __init__(self, model: Loadable, *, sampling: Sampling, thread: Hosting, deterministic: bool = False) -> None:
+        super().__init__(worker_maker(ReferenceWorker, model, deterministic, sampling), thread, supports=True)
 
 
 class RewardModel(StreamedScorer[float]):
@@ -302,14 +302,14 @@ class RewardModel(StreamedScorer[float]):
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``; or its recipe, see
             :class:`~oppo.hf.recipe.ModelRecipe`.
         thread: where the model lives: any place.
-        exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
+        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
     """
 
-    def __init__(self, model: Loadable, *, thread: Hosting, exact: bool = False) -> None:
-        super().__init__(worker_maker(RewardWorker, model, exact), thread)
+    def __init__(self, model: Loadable, *, thread: Hosting, deterministic: bool = False) -> None:
+        super().__init__(worker_maker(RewardWorker, model, deterministic), thread)
 
 
 class ValueModel(StreamedScorer[FloatArray]):
@@ -326,14 +326,14 @@ class ValueModel(StreamedScorer[FloatArray]):
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``; or its recipe, see
             :class:`~oppo.hf.recipe.ModelRecipe`.
         thread: where the model lives: any place.
-        exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
+        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
     """
 
-    def __init__(self, model: Loadable, *, thread: Hosting, exact: bool = False) -> None:
-        super().__init__(worker_maker(ValueWorker, model, exact), thread)
+    def __init__(self, model: Loadable, *, thread: Hosting, deterministic: bool = False) -> None:
+        super().__init__(worker_maker(ValueWorker, model, deterministic), thread)
         self._model = model
 
     def serves(self, weights: Weights) -> bool:
@@ -362,7 +362,9 @@ class ValueModel(StreamedScorer[FloatArray]):
 class ProcessRewardWorker(ScorerWorker[TokenRewards]):
     """The rewards of a response's steps; see :class:`ProcessRewardModel`."""
 
-    def __init__(self, model: PreTrainedModel, exact: bool, separators: Sequence[int], label: int, baseline: float):
+    def __init__(
+        self, model: PreTrainedModel, deterministic: bool, separators: Sequence[int], label: int, baseline: float
+    ):
         labels = int(model.config.num_labels or 0)
         if not -labels <= label < labels:
             raise ConfigError(f"{type(model).__name__} has {labels} labels, and none with the index {label}")
@@ -370,7 +372,7 @@ class ProcessRewardWorker(ScorerWorker[TokenRewards]):
         self._label = label
         self._baseline = baseline
         head = token_head(model)
-        super().__init__(model, Incremental(backbone(model), head=head), exact=exact)
+        super().__init__(model, Incremental(backbone(model), head=head), deterministic=deterministic)
         self._ids = torch.tensor(self._separators, dtype=torch.int64, device=model.device)
 
     @torch.inference_mode()
@@ -404,7 +406,7 @@ class ProcessRewardModel(StreamedScorer[TokenRewards]):
         separators: ids of the tokens that end a step (:meth:`oppo.hf.tokenizer.HfTokenizer.ending_with`).
         label: the label whose probability counts, by its index; the last one by default.
         baseline: subtracted from each reward of a step.
-        exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
+        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
         ConfigError: there is no such label.
@@ -419,9 +421,9 @@ class ProcessRewardModel(StreamedScorer[TokenRewards]):
         separators: Sequence[int],
         label: int = -1,
         baseline: float = 0.0,
-        exact: bool = False,
+        deterministic: bool = False,
     ) -> None:
-        super().__init__(worker_maker(ProcessRewardWorker, model, exact, separators, label, baseline), thread)
+        super().__init__(worker_maker(ProcessRewardWorker, model, deterministic, separators, label, baseline), thread)
 
 
 class RecomputedLogprobs(ReferenceLogprobs):
@@ -434,7 +436,7 @@ class RecomputedLogprobs(ReferenceLogprobs):
         model: the actor. It may be the module that is trained: nothing of it is changed here.
         sampling: the policy's; only the temperature and the ids that may be drawn count.
         thread: where rollouts are read: any place.
-        exact: the bits of results do not depend on arrival patterns and other rollouts; slower.
+        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
         ModelRefused: the model cannot be served row by row.
@@ -463,8 +465,8 @@ class ProximalLogprobs(RecomputedLogprobs):
         model: the actor. It may be the module that decodes: nothing of it is changed here.
         sampling: the policy's; only the temperature and the ids that may be drawn count.
         thread: where rollouts are read: any place.
-        exact: the bits of results do not depend on which rollouts finish together; slower.
-        on_publish: what the policy does with the KV cache of deferred rollouts. With ``keep``, no single version
+        deterministic: the bits of results do not depend on which rollouts finish together; slower.
+        kv_on_sync: what the policy does with the KV cache of deferred rollouts. With ``keep``, no single version
             sampled the tokens that follow older ones, so they are recomputed too.
 
     Raises:
@@ -477,11 +479,11 @@ class ProximalLogprobs(RecomputedLogprobs):
         *,
         sampling: Sampling,
         thread: Hosting,
-        exact: bool = False,
-        on_publish: Literal["recompute", "keep"] = "recompute",
+        deterministic: bool = False,
+        kv_on_sync: Literal["recompute", "keep"] = "recompute",
     ) -> None:
-        super().__init__(model, sampling=sampling, thread=thread, exact=exact)
-        self._mixed = on_publish == "keep"
+        super().__init__(model, sampling=sampling, thread=thread, deterministic=deterministic)
+        self._mixed = kv_on_sync == "keep"
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
         """Read nothing: which tokens are stale is known when a rollout finishes."""

@@ -71,7 +71,7 @@ def close(a: object, b: object) -> bool:
     return bool(np.allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5))
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("policy", "reader", "name"),
     [
@@ -85,11 +85,11 @@ def close(a: object, b: object) -> bool:
     ids=lambda given: given if isinstance(given, str) else "chat" if given.has_chat_template else "joined",
 )
 async def test_a_score_streamed_as_text_is_that_of_the_librarys_own_call_on_the_whole_text(
-    policy: str, reader: HfTokenizer, name: str, exact: bool, thread: Thread
+    policy: str, reader: HfTokenizer, name: str, deterministic: bool, thread: Thread
 ) -> None:
     bridge = Bridge(spot(policy), reader, "chat" if reader.has_chat_template else "joined")
     model, made = model_of(name), rollouts(spot(policy))
-    scorer = BridgedReward(model, bridge, thread=thread, exact=exact)
+    scorer = BridgedReward(model, bridge, thread=thread, deterministic=deterministic)
     for seed in (1, 2):
         values = await stream(scorer, made, seed)
         for response in made:
@@ -114,7 +114,7 @@ async def test_exact_scores_are_equal_to_the_bit_for_any_arrival_pattern_and_in_
     made = rollouts(spot("unigram"), 4)
 
     async def seen(place: Place, seed: int) -> list[object]:
-        values = await stream(BridgedReward(model_of(), bridge, thread=place, exact=True), made, seed)
+        values = await stream(BridgedReward(model_of(), bridge, thread=place, deterministic=True), made, seed)
         return [values[response.prompt.rollout] for response in made]
 
     first = await seen(thread, 0)
@@ -123,14 +123,14 @@ async def test_exact_scores_are_equal_to_the_bit_for_any_arrival_pattern_and_in_
         assert await seen(process, 9) == first
 
 
-@pytest.mark.parametrize("exact", [False, True])
-async def test_it_keeps_the_contract_of_a_scorer(exact: bool, thread: Thread) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_it_keeps_the_contract_of_a_scorer(deterministic: bool, thread: Thread) -> None:
     policy = spot("byte-level")
     finished = [Finish(each.prompt.rollout, each, "eos") for each in rollouts(policy, 4, seed=4) if len(each) >= 4]
 
     async def make() -> BridgedReward:
         bridge = Bridge(policy, spot("sentence-piece"))
-        return BridgedReward(model_of(), bridge, thread=thread, exact=exact)
+        return BridgedReward(model_of(), bridge, thread=thread, deterministic=deterministic)
 
     assert len(finished) >= 2
     await check_scorer(make, finished, close)
@@ -236,7 +236,7 @@ async def test_a_run_trains_with_it_and_its_metrics_are_in_the_report(thread: Th
         policy=FakePolicy(length=lambda prompt: 9 + prompt.admission % 7),
         reward=BridgedReward(model_of(), Bridge(spot("byte-level"), spot("unigram")), thread=thread),
         trainer=FakeTrainer(),
-        admission=Overcommit(batch=4, extra=1),
+        admission=Overcommit(batch=4, overcommit=1),
         advantage=GAE(kl=0.0),
         chunks=Fixed(4),
     )

@@ -152,17 +152,17 @@ def close(a: object, b: object) -> bool:
     return bool(np.allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5))
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 async def test_the_score_is_the_librarys_own_call_on_the_whole_text(
-    name: str, exact: bool, thread: Thread, tmp_path: Path, messages: list[str]
+    name: str, deterministic: bool, thread: Thread, tmp_path: Path, messages: list[str]
 ) -> None:
     encoder = load_encoder(classifier(tmp_path, name))
     assert encoder.beside is (name != "fnet")
     assert any("one by one: padding would change its outputs" in note for note in messages) is (name == "fnet")
     made = rollouts()
     form: Form = "pair" if name in {"bert", "roberta", "deberta"} else "joined"
-    scorer = ClassifierReward(encoder, POLICY, thread=thread, form=form, exact=exact)
+    scorer = ClassifierReward(encoder, POLICY, thread=thread, form=form, deterministic=deterministic)
     values = await stream(scorer, made, seed=1)
     for response in made:
         parts = ("say it", said(response)) if form == "pair" else ("say it" + said(response),)
@@ -213,7 +213,7 @@ async def test_exact_scores_do_not_depend_on_which_rollouts_end_together_nor_on_
     encoder, made = load_encoder(classifier(tmp_path)), rollouts()
 
     async def seen(place: Thread | Process, seed: int) -> list[object]:
-        values = await stream(ClassifierReward(encoder, POLICY, thread=place, exact=True), made, seed)
+        values = await stream(ClassifierReward(encoder, POLICY, thread=place, deterministic=True), made, seed)
         return [values[each.prompt.rollout] for each in made]
 
     first = await seen(thread, 0)

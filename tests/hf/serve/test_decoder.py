@@ -29,8 +29,8 @@ def row(number: int, length: int, *, limit: int = 12) -> DecodeRow:
     return DecodeRow(number, Prompt(number, number, tokens), limit)
 
 
-def decoder(*, portion: int = PORTION, exact: bool = False) -> Decoder:
-    return Decoder(tiny.causal(), sampling=SAMPLING, exact=exact, prefill_tokens=portion)
+def decoder(*, portion: int = PORTION, deterministic: bool = False) -> Decoder:
+    return Decoder(tiny.causal(), sampling=SAMPLING, deterministic=deterministic, prefill_tokens=portion)
 
 
 @dataclass
@@ -160,7 +160,7 @@ def test_an_error_frees_what_was_read_and_what_was_half_read() -> None:
 
 
 def test_exact_rows_enter_together_and_stopped_ones_are_forgotten() -> None:
-    log = Log(decoder(exact=True))
+    log = Log(decoder(deterministic=True))
     log.run([row(0, 9), row(1, HUGE), row(2, 5)])
     assert log.steps == [[0, 1, 2]] * 12
     log.signals.stop()

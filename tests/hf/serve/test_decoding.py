@@ -16,10 +16,10 @@ from oppo.models import Sampling, Weights
 from tests.hf.stories import Serving, Story, assert_close, prompts, told
 
 
-@pytest.mark.parametrize("exact", [False, True])
-async def test_a_parked_rollout_goes_on_as_if_it_had_never_been_cut(serving: Serving, exact: bool) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_a_parked_rollout_goes_on_as_if_it_had_never_been_cut(serving: Serving, deterministic: bool) -> None:
     asked = prompts(10)
-    with serving(exact=exact) as policy:
+    with serving(deterministic=deterministic) as policy:
         whole = await told(policy, asked)
         story = Story(await policy.open(asked), cut_after=3)
         read_at_first = policy.counters.prefilled
@@ -54,12 +54,12 @@ async def test_rollouts_may_join_the_parked_ones(serving: Serving) -> None:
     assert story.tokens() == whole
 
 
-@pytest.mark.parametrize("exact", [False, True])
-async def test_runs_agree_bit_for_bit_however_they_are_read(serving: Serving, exact: bool) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_runs_agree_bit_for_bit_however_they_are_read(serving: Serving, deterministic: bool) -> None:
     asked = prompts(8, longest=90)
     stories = []
     for limit in (1, 3, 1000):
-        with serving(exact=exact) as policy:
+        with serving(deterministic=deterministic) as policy:
             story = Story(await policy.open(asked), cut_after=4)
             await story.step(policy, limit)
             story.cut_after = 1_000_000

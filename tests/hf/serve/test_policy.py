@@ -61,12 +61,12 @@ async def test_log_probs_agree_with_one_full_forward(serving: Serving) -> None:
         assert_close(logprobs, full_logprobs(model, prompt, tokens))
 
 
-@pytest.mark.parametrize("exact", [False, True])
-async def test_the_policy_keeps_the_contract_of_its_seam(exact: bool, serving: Serving) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_the_policy_keeps_the_contract_of_its_seam(deterministic: bool, serving: Serving) -> None:
     with ExitStack() as stack:
 
         async def make() -> HfPolicy:
-            return stack.enter_context(serving(exact=exact))
+            return stack.enter_context(serving(deterministic=deterministic))
 
         await check_policy(make, prompts(6))
 
@@ -100,7 +100,7 @@ async def test_tokens_do_not_depend_on_the_neighbours(serving: Serving) -> None:
 
 async def test_exact_first_log_probs_do_not_depend_on_the_neighbours_to_the_last_bit() -> None:
     asked = prompts(8, longest=90)
-    with serving(sampling=Sampling(max_new_tokens=1), exact=True) as policy:
+    with serving(sampling=Sampling(max_new_tokens=1), deterministic=True) as policy:
         together = (await told(policy, asked)).logprobs()
         alone = [(await told(policy, [prompt])).logprobs()[0] for prompt in asked]
     assert together == alone

@@ -64,7 +64,7 @@ async def ran(
     groups: bool = False,
     served: ModelRecipe | None = None,
 ) -> Ran:
-    """Three exact steps that carry rollouts over: PPO, or GRPO with groups of two.
+    """Three deterministic steps that carry rollouts over: PPO, or GRPO with groups of two.
 
     Args:
         served: how the policy is loaded; in place of the model that is trained.
@@ -76,14 +76,14 @@ async def ran(
         served or actor,
         sampling=sampling,
         thread=acting,
-        exact=True,
-        on_publish="keep" if keep else "recompute",
+        deterministic=True,
+        kv_on_sync="keep" if keep else "recompute",
         decode=HfTokenizer(tokenizer()).decode,
     )
-    reference = ReferenceLogprobs(tiny.causal(seed=1), sampling=sampling, thread=scoring, exact=True)
-    reward = RewardModel(tiny.scalar(seed=2), thread=scoring, exact=True)
+    reference = ReferenceLogprobs(tiny.causal(seed=1), sampling=sampling, thread=scoring, deterministic=True)
+    reward = RewardModel(tiny.scalar(seed=2), thread=scoring, deterministic=True)
     made = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(18)]
-    admission, chunks = Overcommit(batch=4, extra=2), Fixed(5)
+    admission, chunks = Overcommit(batch=4, overcommit=2), Fixed(5)
     if groups:
         trainer = HfTrainer(actor, None, sampling=sampling, thread=scoring, settings=settings, loss=ClippedLoss())
         graph = grpo(
@@ -97,7 +97,7 @@ async def ran(
         )
     else:
         trainer = HfTrainer(actor, critic, sampling=sampling, thread=scoring, settings=settings)
-        values = ValueModel(critic, thread=scoring, exact=True)
+        values = ValueModel(critic, thread=scoring, deterministic=True)
         graph = ppo(
             policy=policy,
             reference=reference,
@@ -201,7 +201,9 @@ async def test_the_trainers_own_weights_are_served_without_a_copy(actor_process:
 def test_rows_read_their_tokens_again_before_their_memory_is_freed() -> None:
     """As in a decoding that begins between the load and the call that frees memory."""
     versions: list[int] = []
-    core = PolicyCore(Decoder(tiny.causal(), sampling=SAMPLING, exact=False, prefill_tokens=100), recompute=True)
+    core = PolicyCore(
+        Decoder(tiny.causal(), sampling=SAMPLING, deterministic=False, prefill_tokens=100), recompute=True
+    )
     (prompt,) = prompts(1)
 
     def run_one_step(*new: DecodeRow) -> None:

@@ -52,14 +52,14 @@ def rewards_of(values: dict[int, object], made: Sequence[Response]) -> list[Floa
     return [score.rewards for score in scores if isinstance(score, TokenRewards)]
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("labels", [1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2-sliding", "neox"])
 async def test_streamed_rewards_are_those_of_the_librarys_own_call(
-    name: str, labels: int, exact: bool, thread: Thread
+    name: str, labels: int, deterministic: bool, thread: Thread
 ) -> None:
     model, made = tiny.steps(name, labels=labels), responses()
-    scorer = ProcessRewardModel(model, thread=thread, separators=SEPARATORS, exact=exact)
+    scorer = ProcessRewardModel(model, thread=thread, separators=SEPARATORS, deterministic=deterministic)
     for response, rewards in zip(made, rewards_of(await stream(scorer, made, seed=2), made), strict=True):
         np.testing.assert_allclose(rewards, expected(model, response), rtol=1e-5, atol=1e-5)
         assert np.count_nonzero(rewards) > 1 or len(response) < 8
@@ -82,7 +82,7 @@ async def test_exact_rewards_are_equal_to_the_bit_for_any_arrival_pattern_and_in
     made = responses(4)
 
     async def seen(place: Place, seed: int) -> list[bytes]:
-        scorer = ProcessRewardModel(tiny.steps(), thread=place, separators=SEPARATORS, exact=True)
+        scorer = ProcessRewardModel(tiny.steps(), thread=place, separators=SEPARATORS, deterministic=True)
         return [rewards.tobytes() for rewards in rewards_of(await stream(scorer, made, seed), made)]
 
     first = await seen(thread, 0)

@@ -83,12 +83,14 @@ def expected(event: Finish, seed: int) -> FloatArray:
     )
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 async def test_stale_tokens_are_computed_again_and_current_ones_keep_what_was_recorded(
-    exact: bool, thread: Thread
+    deterministic: bool, thread: Thread
 ) -> None:
     finished = [aged(event, (0, 2)) for event in await rolled_out(thread)]
-    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, thread=thread, exact=exact), 2)
+    scorer = await at_version(
+        ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, thread=thread, deterministic=deterministic), 2
+    )
     for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
         assert logprobs.dtype == np.float32
         assert_array_equal(logprobs[4:], event.response.logprobs[4:])
@@ -117,7 +119,7 @@ async def test_where_nothing_is_stale_the_model_is_not_called(thread: Thread, mo
 async def test_exact_log_probs_do_not_depend_on_what_finishes_together(thread: Thread) -> None:
     finished = [aged(event, (0, 1)) for event in await rolled_out(thread)]
     model = tiny.causal(seed=7)
-    scorer = await at_version(ProximalLogprobs(model, sampling=SAMPLING, thread=thread, exact=True), 1)
+    scorer = await at_version(ProximalLogprobs(model, sampling=SAMPLING, thread=thread, deterministic=True), 1)
     together = await scorer.finish(finished)
     alone = [(await scorer.finish([event]))[0] for event in reversed(finished)]
     for one, other in zip(together, reversed(alone), strict=True):
@@ -126,7 +128,7 @@ async def test_exact_log_probs_do_not_depend_on_what_finishes_together(thread: T
 
 async def test_where_keys_and_values_are_kept_everything_after_a_stale_token_is_stale(thread: Thread) -> None:
     finished = [aged(event, (0, 2)) for event in await rolled_out(thread)]
-    mixed = ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, thread=thread, on_publish="keep")
+    mixed = ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, thread=thread, kv_on_sync="keep")
     for event, logprobs in zip(finished, await (await at_version(mixed, 2)).finish(finished), strict=True):
         assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
 
@@ -202,11 +204,15 @@ async def ran(correction: Correction | None, *, extra: int, keep: bool = False, 
     with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
         graph = ppo(
             policy=HfPolicy(
-                actor, sampling=SAMPLING, thread=decoding, exact=True, on_publish="keep" if keep else "recompute"
+                actor,
+                sampling=SAMPLING,
+                thread=decoding,
+                deterministic=True,
+                kv_on_sync="keep" if keep else "recompute",
             ),
-            reference=ReferenceLogprobs(tiny.causal(seed=3), sampling=SAMPLING, thread=scoring, exact=True),
-            reward=RewardModel(tiny.scalar(seed=4), thread=scoring, exact=True),
-            critic=ValueModel(critic, thread=scoring, exact=True),
+            reference=ReferenceLogprobs(tiny.causal(seed=3), sampling=SAMPLING, thread=scoring, deterministic=True),
+            reward=RewardModel(tiny.scalar(seed=4), thread=scoring, deterministic=True),
+            critic=ValueModel(critic, thread=scoring, deterministic=True),
             trainer=HfTrainer(
                 actor,
                 critic,
@@ -215,12 +221,12 @@ async def ran(correction: Correction | None, *, extra: int, keep: bool = False, 
                 settings=TrainerSettings(learning_rate=2e-3, epochs=2),
                 loss=PPOLoss(correction=Correction() if correction is None else correction),
             ),
-            admission=Overcommit(batch=4, extra=extra),
+            admission=Overcommit(batch=4, overcommit=extra),
             chunks=Fixed(7),
             proximal=None
             if correction is None
             else ProximalLogprobs(
-                actor, sampling=SAMPLING, thread=scoring, exact=True, on_publish="keep" if keep else "recompute"
+                actor, sampling=SAMPLING, thread=scoring, deterministic=True, kv_on_sync="keep" if keep else "recompute"
             ),
         )
         async with graph.open(prompts(40), observers=[tap]) as run:

@@ -1,4 +1,4 @@
-"""Weights that come while a model decodes: adopted between two decode steps, or after the last in exact mode."""
+"""Weights that come while a model decodes: adopted between decode steps, or after the last in deterministic mode."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_a_rollout_goes_on_as_one_that_was_opened_with_the_new_weights(ser
 
 async def test_in_exact_mode_weights_wait_for_the_end_of_decoding(serving: Serving) -> None:
     asked = prompts(3)
-    with serving(tiny.causal(), sampling=LONG, exact=True) as policy:
+    with serving(tiny.causal(), sampling=LONG, deterministic=True) as policy:
         story = Story(await policy.open(asked))
         await decoded(policy, story, lambda: policy.load(NEW))
         assert policy.version == 1
@@ -94,12 +94,12 @@ async def test_in_exact_mode_weights_wait_for_the_end_of_decoding(serving: Servi
     assert story.states() == ["length"] * 3
 
 
-@pytest.mark.parametrize("exact", [False, True])
-async def test_weights_that_come_while_every_rollout_waits_for_its_tool(exact: bool, serving: Serving) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_weights_that_come_while_every_rollout_waits_for_its_tool(deterministic: bool, serving: Serving) -> None:
     """The place is free then, but decoding has not ended."""
     turns = replace(SAMPLING, max_new_tokens=90, stop=tuple(range(2, 14)))
-    with serving(tiny.causal(), sampling=turns, exact=exact) as policy:
-        decodes = await policy.open_turns(prompts(1 if exact else 3))
+    with serving(tiny.causal(), sampling=turns, deterministic=deterministic) as policy:
+        decodes = await policy.open_turns(prompts(1 if deterministic else 3))
         async with policy.decoding(decodes, lambda finished: False), anyio.create_task_group() as tasks:
             for decode in decodes:
                 assert await decode.turn() is not None
@@ -110,7 +110,7 @@ async def test_weights_that_come_while_every_rollout_waits_for_its_tool(exact: b
                 loading.set()
 
             tasks.start_soon(load)
-            if exact:
+            if deterministic:
                 await anyio.sleep(0.05)
                 assert policy.version == 0
             else:
@@ -124,7 +124,7 @@ async def test_weights_that_come_while_every_rollout_waits_for_its_tool(exact: b
                 await decode.read(1_000)
                 assert (await decode.read(1_000)).given
                 last = await decode.read(1_000)
-                assert set(last.versions.tolist()) == {0 if exact else 1}
+                assert set(last.versions.tolist()) == {0 if deterministic else 1}
         assert policy.version == 1
 
 

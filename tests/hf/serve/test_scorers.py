@@ -59,11 +59,15 @@ def assert_close(got: object, want: object) -> None:
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", [*tiny.PLAIN, *tiny.WINDOWED])
-async def test_streamed_reference_logprobs_equal_one_forward_pass(name: str, exact: bool, thread: Thread) -> None:
+async def test_streamed_reference_logprobs_equal_one_forward_pass(
+    name: str, deterministic: bool, thread: Thread
+) -> None:
     model = tiny.causal(name)
-    scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), thread=thread, exact=exact)
+    scorer = ReferenceLogprobs(
+        model, sampling=Sampling(temperature=TEMPERATURE), thread=thread, deterministic=deterministic
+    )
     made = responses()
     values = await stream(scorer, made, seed=1)
     for response in made:
@@ -73,12 +77,12 @@ async def test_streamed_reference_logprobs_equal_one_forward_pass(name: str, exa
         assert_close(got, expected_logprobs(model, response))
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", [*tiny.PLAIN, *tiny.WINDOWED])
-async def test_a_streamed_score_equals_the_librarys_own_call(name: str, exact: bool, thread: Thread) -> None:
+async def test_a_streamed_score_equals_the_librarys_own_call(name: str, deterministic: bool, thread: Thread) -> None:
     model = tiny.scalar(name)
     made = responses()
-    values = await stream(RewardModel(model, thread=thread, exact=exact), made, seed=2)
+    values = await stream(RewardModel(model, thread=thread, deterministic=deterministic), made, seed=2)
     for response in made:
         assert_close(values[response.prompt.rollout], library_score(model, response))
 
@@ -93,8 +97,8 @@ async def test_wherever_padding_stands_the_score_is_that_of_the_librarys_own_cal
 ) -> None:
     model = tiny.scalar(name, pad=pad)
     made = endings()
-    for seed, exact in ((3, False), (4, True)):
-        values = await stream(RewardModel(model, thread=thread, exact=exact), made, seed)
+    for seed, deterministic in ((3, False), (4, True)):
+        values = await stream(RewardModel(model, thread=thread, deterministic=deterministic), made, seed)
         for response in made:
             assert_close(values[response.prompt.rollout], library_score(model, response))
 
@@ -120,12 +124,14 @@ async def test_a_streamed_score_is_that_of_the_librarys_batch_padded_on_either_s
     assert_close([values[response.prompt.rollout] for response in made], padded)
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", tiny.PLAIN)
-async def test_streamed_values_equal_the_score_head_on_one_forward_pass(name: str, exact: bool, thread: Thread) -> None:
+async def test_streamed_values_equal_the_score_head_on_one_forward_pass(
+    name: str, deterministic: bool, thread: Thread
+) -> None:
     model = tiny.scalar(name)
     made = responses()
-    values = await stream(ValueModel(model, thread=thread, exact=exact), made, seed=3)
+    values = await stream(ValueModel(model, thread=thread, deterministic=deterministic), made, seed=3)
     for response in made:
         assert_close(values[response.prompt.rollout], expected_values(model, response))
 
@@ -133,9 +139,9 @@ async def test_streamed_values_equal_the_score_head_on_one_forward_pass(name: st
 async def test_exact_results_are_equal_to_the_bit_for_any_arrival_pattern(thread: Thread) -> None:
     made = responses(4)
     scorers: list[Scorer[object]] = [
-        ReferenceLogprobs(tiny.causal("qwen2"), sampling=Sampling(), thread=thread, exact=True),
-        RewardModel(tiny.scalar("gpt2"), thread=thread, exact=True),
-        ValueModel(tiny.scalar("llama"), thread=thread, exact=True),
+        ReferenceLogprobs(tiny.causal("qwen2"), sampling=Sampling(), thread=thread, deterministic=True),
+        RewardModel(tiny.scalar("gpt2"), thread=thread, deterministic=True),
+        ValueModel(tiny.scalar("llama"), thread=thread, deterministic=True),
     ]
     for scorer in scorers:
         first = await stream(scorer, made, seed=0)
@@ -279,18 +285,18 @@ def test_a_model_with_several_labels_or_no_score_layer_is_refused(thread: Thread
         ValueModel(model, thread=thread)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-async def test_every_scorer_keeps_the_contract(thread: Thread, exact: bool) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_every_scorer_keeps_the_contract(thread: Thread, deterministic: bool) -> None:
     finished = [Finish(response.prompt.rollout, response, "eos") for response in responses(3, seed=4)]
 
     async def reference() -> ReferenceLogprobs:
-        return ReferenceLogprobs(tiny.causal(), sampling=Sampling(), thread=thread, exact=exact)
+        return ReferenceLogprobs(tiny.causal(), sampling=Sampling(), thread=thread, deterministic=deterministic)
 
     async def reward() -> RewardModel:
-        return RewardModel(tiny.scalar(), thread=thread, exact=exact)
+        return RewardModel(tiny.scalar(), thread=thread, deterministic=deterministic)
 
     async def critic() -> ValueModel:
-        return ValueModel(tiny.scalar(), thread=thread, exact=exact)
+        return ValueModel(tiny.scalar(), thread=thread, deterministic=deterministic)
 
     def close(a: FloatArray, b: FloatArray) -> bool:
         return np.allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -96,13 +96,13 @@ async def test_before_the_first_step_the_ratio_of_every_token_is_one(
     assert metrics["policy/approxkl_avg"] == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 async def test_of_a_reference_equal_to_the_policy_the_kl_is_zero(
-    name: str, exact: bool, sampling: Sampling, thread: Thread
+    name: str, deterministic: bool, sampling: Sampling, thread: Thread
 ) -> None:
     finished = await rolled_out(tiny.causal(name, seed=1), sampling, thread)
-    scorer = ReferenceLogprobs(tiny.causal(name, seed=1), sampling=sampling, thread=thread, exact=exact)
+    scorer = ReferenceLogprobs(tiny.causal(name, seed=1), sampling=sampling, thread=thread, deterministic=deterministic)
     reference = await score_serially(scorer, finished)
     for event, logprobs in zip(finished, reference, strict=True):
         np.testing.assert_allclose(logprobs, event.response.logprobs, atol=1e-5)
@@ -110,13 +110,13 @@ async def test_of_a_reference_equal_to_the_policy_the_kl_is_zero(
     assert batch.metrics["objective/kl"] == pytest.approx(0, abs=1e-4)  # nats a response, of up to 24 tokens
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 async def test_reference_log_probs_are_over_the_support_however_the_tokens_come(
-    exact: bool, sampling: Sampling, thread: Thread
+    deterministic: bool, sampling: Sampling, thread: Thread
 ) -> None:
     finished = await rolled_out(tiny.causal(seed=1), sampling, thread)
     model, dice = tiny.causal(seed=7), random.Random(3)
-    scorer = ReferenceLogprobs(model, sampling=sampling, thread=thread, exact=exact)
+    scorer = ReferenceLogprobs(model, sampling=sampling, thread=thread, deterministic=deterministic)
     await scorer.extend([event.response.prompt for event in finished])
     for event in finished:
         start = 0

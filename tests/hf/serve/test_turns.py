@@ -19,10 +19,12 @@ from tests.hf.stories import SAMPLING, Serving, Story, full_logprobs, prompts
 MOST = replace(SAMPLING, max_new_tokens=90, stop=tuple(range(2, 14)))
 
 
-@pytest.mark.parametrize("exact", [False, True])
-async def test_the_tokens_after_an_answer_are_those_of_the_whole_sequence(serving: Serving, exact: bool) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_the_tokens_after_an_answer_are_those_of_the_whole_sequence(
+    serving: Serving, deterministic: bool
+) -> None:
     model, asked = tiny.causal(), prompts(5)
-    with serving(model, sampling=MOST, exact=exact) as policy:
+    with serving(model, sampling=MOST, deterministic=deterministic) as policy:
         talk = await dialogue(policy, asked)
     assert sorted(rollout for told in talk.told for rollout in told) == [prompt.rollout for prompt in asked]
     for k, response in enumerate(talk.responses()):
@@ -79,9 +81,9 @@ async def test_the_others_decode_while_a_tool_works(serving: Serving) -> None:
 @pytest.mark.parametrize("cuts", [0, 2])
 async def test_exact_decoding_does_not_depend_on_how_long_tools_take(serving: Serving, cuts: int) -> None:
     asked, model = prompts(5), tiny.causal()
-    with serving(model, sampling=MOST, exact=True) as policy:
+    with serving(model, sampling=MOST, deterministic=True) as policy:
         quick = await dialogue(policy, asked, cuts=range(1, cuts + 1))
-    with serving(model, sampling=MOST, exact=True) as policy:
+    with serving(model, sampling=MOST, deterministic=True) as policy:
         slow = await dialogue(policy, asked, lambda k, turn: 0.03 * ((k + turn) % 3), cuts=range(1, cuts + 1))
     assert quick.tokens() == slow.tokens()
     for one, other in zip(quick.responses(), slow.responses(), strict=True):

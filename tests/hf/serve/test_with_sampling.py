@@ -30,10 +30,10 @@ async def test_it_makes_the_tokens_of_a_policy_of_its_own(serving: Serving) -> N
         ).tokens()
 
 
-async def carried(serving: Serving, *, between: bool, exact: bool, keep: bool) -> Story:
+async def carried(serving: Serving, *, between: bool, deterministic: bool, keep: bool) -> Story:
     """Decode up to a cut, then to the end; meanwhile another sampling answers other prompts."""
     model = tiny.causal()
-    with serving(model, exact=exact, keep=keep) as policy:
+    with serving(model, deterministic=deterministic, keep=keep) as policy:
         greedy = policy.with_sampling(GREEDY)
         story = Story(await policy.open(prompts(6)), cut_after=2)
         await story.step(policy)
@@ -48,10 +48,10 @@ async def carried(serving: Serving, *, between: bool, exact: bool, keep: bool) -
         return story
 
 
-@pytest.mark.parametrize(("exact", "keep"), [(True, False), (False, True), (False, False)])
-async def test_parked_rollouts_go_on_as_if_nothing_had_been(serving: Serving, exact: bool, keep: bool) -> None:
-    plain = await carried(serving, between=False, exact=exact, keep=keep)
-    disturbed = await carried(serving, between=True, exact=exact, keep=keep)
+@pytest.mark.parametrize(("deterministic", "keep"), [(True, False), (False, True), (False, False)])
+async def test_parked_rollouts_go_on_as_if_nothing_had_been(serving: Serving, deterministic: bool, keep: bool) -> None:
+    plain = await carried(serving, between=False, deterministic=deterministic, keep=keep)
+    disturbed = await carried(serving, between=True, deterministic=deterministic, keep=keep)
     assert disturbed.tokens() == plain.tokens()
     assert disturbed.logprobs() == plain.logprobs()
     assert disturbed.told == plain.told

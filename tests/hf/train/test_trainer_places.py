@@ -90,16 +90,16 @@ MARKED = [pytest.param(kind, marks=[pytest.mark.adapters] * (kind == "lora")) fo
 
 
 def graph_of(models: Models, trainer: HfTrainer, acting: Hosting, scoring: Place) -> Graph[StepReport]:
-    policy = HfPolicy(models.actor, sampling=SAMPLING, thread=acting, exact=True)
-    reference = ReferenceLogprobs(models.reference, sampling=SAMPLING, thread=scoring, exact=True)
-    reward = RewardModel(tiny.scalar(seed=2), thread=scoring, exact=True)
+    policy = HfPolicy(models.actor, sampling=SAMPLING, thread=acting, deterministic=True)
+    reference = ReferenceLogprobs(models.reference, sampling=SAMPLING, thread=scoring, deterministic=True)
+    reward = RewardModel(tiny.scalar(seed=2), thread=scoring, deterministic=True)
     if models.critic is None:
         return grpo(
             policy=policy,
             reference=reference,
             reward=reward,
             trainer=trainer,
-            admission=Overcommit(batch=2, extra=1),
+            admission=Overcommit(batch=2, overcommit=1),
             samples=2,
             chunks=Fixed(5),
         )
@@ -107,9 +107,9 @@ def graph_of(models: Models, trainer: HfTrainer, acting: Hosting, scoring: Place
         policy=policy,
         reference=reference,
         reward=reward,
-        critic=ValueModel(models.critic, thread=scoring, exact=True),
+        critic=ValueModel(models.critic, thread=scoring, deterministic=True),
         trainer=trainer,
-        admission=Overcommit(batch=4, extra=2),
+        admission=Overcommit(batch=4, overcommit=2),
         chunks=Fixed(5),
     )
 
@@ -129,7 +129,7 @@ async def steps(graph: Graph[StepReport], count: int) -> None:
 
 
 async def trained(kind: str, training: Place, acting: Hosting, scoring: Place, *, share: bool) -> Mapping[str, str]:
-    """Make two exact steps; return what the served models have become, which is what was trained."""
+    """Make two deterministic steps; return what the served models have become, which is what was trained."""
     models = tiny.apart(KINDS[kind])()
     trainer = trainer_of(models, training, share=share)
     await steps(graph_of(models, trainer, acting, scoring), 2)

@@ -146,7 +146,7 @@ async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_an
         policy=HfPolicy(trainer.core.actor, sampling=Sampling(max_new_tokens=8, stop=(1, 2), seed=3), thread=thread),
         reward=RewardModel(tiny.scalar(seed=4), thread=thread),
         trainer=trainer,
-        admission=Overcommit(batch=2, extra=0),
+        admission=Overcommit(batch=2, overcommit=0),
         samples=2,
     )
 
@@ -177,13 +177,15 @@ async def ran(correction: Correction | None, *, extra: int) -> tuple[str, Sequen
     loss = ClippedLoss(correction=correction or Correction())
     with Thread("decode", setup=lambda: torch.set_num_threads(1)) as decoding:
         graph = grpo(
-            policy=HfPolicy(actor, sampling=sampling, thread=decoding, exact=True),
-            reward=RewardModel(tiny.scalar(seed=4), thread=decoding, exact=True),
+            policy=HfPolicy(actor, sampling=sampling, thread=decoding, deterministic=True),
+            reward=RewardModel(tiny.scalar(seed=4), thread=decoding, deterministic=True),
             trainer=HfTrainer(actor, sampling=sampling, thread=decoding, settings=settings, loss=loss),
-            admission=Overcommit(batch=2, extra=extra),
+            admission=Overcommit(batch=2, overcommit=extra),
             samples=3,
             chunks=Fixed(7),
-            proximal=ProximalLogprobs(actor, sampling=sampling, thread=decoding, exact=True) if correction else None,
+            proximal=ProximalLogprobs(actor, sampling=sampling, thread=decoding, deterministic=True)
+            if correction
+            else None,
         )
         async with graph.open(prompts(40)) as run:
             reports = [report async for report in run.steps(3)]

@@ -104,9 +104,9 @@ async def test_a_critic_follows_and_its_replacement_has_the_weights_that_were_pu
 ) -> None:
     other, (response,) = tiny.scalar("llama", seed=9), responses(1, seed=6)
     finish = Finish(response.prompt.rollout, response, "eos")
-    expected = ValueModel(other, thread=thread, exact=True)
+    expected = ValueModel(other, thread=thread, deterministic=True)
     with RayPlace("critic", cluster, setup=child.set_up, restarts=1) as place, anyio.fail_after(300):
-        critic = ValueModel(recipe(folder, "critic"), thread=place, exact=True)
+        critic = ValueModel(recipe(folder, "critic"), thread=place, deterministic=True)
         await critic.load(Weights(1, critic=other.state_dict()))
         assert critic.version == 1
         assert not critic.serves(Weights(1, critic=other.state_dict()))
@@ -131,7 +131,7 @@ async def test_a_model_that_is_not_there_is_an_error_as_it_would_be_here(place: 
 
 
 async def trained(folder: Path, scoring: Place, between: Callable[[int], None]) -> tuple[str, str]:
-    """Make three steps of PPO in exact mode, with rollouts carried over; return what actor and critic have become."""
+    """Make three deterministic steps of PPO, with rollouts carried over; return what actor and critic have become."""
     recipes = {name: recipe(folder, name) for name in ("actor", "reference", "reward", "critic")}
     models = {name: tiny.apart(each.load)() for name, each in recipes.items()}
     actor, critic = models["actor"], models["critic"]
@@ -142,12 +142,12 @@ async def trained(folder: Path, scoring: Place, between: Callable[[int], None]) 
     ]
     with Thread("decode", setup=child.set_up) as decoding:
         graph = ppo(
-            policy=HfPolicy(actor, sampling=SAMPLING, thread=decoding, exact=True),
-            reference=ReferenceLogprobs(given["reference"], sampling=SAMPLING, thread=scoring, exact=True),
-            reward=RewardModel(given["reward"], thread=scoring, exact=True),
-            critic=ValueModel(given["critic"], thread=scoring, exact=True),
+            policy=HfPolicy(actor, sampling=SAMPLING, thread=decoding, deterministic=True),
+            reference=ReferenceLogprobs(given["reference"], sampling=SAMPLING, thread=scoring, deterministic=True),
+            reward=RewardModel(given["reward"], thread=scoring, deterministic=True),
+            critic=ValueModel(given["critic"], thread=scoring, deterministic=True),
             trainer=HfTrainer(actor, critic, sampling=SAMPLING, thread=decoding, settings=settings),
-            admission=Overcommit(batch=4, extra=2),
+            admission=Overcommit(batch=4, overcommit=2),
             chunks=Fixed(5),
         )
         async with graph.open(prompts) as run:

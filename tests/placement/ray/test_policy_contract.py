@@ -70,8 +70,8 @@ def serving(place: RayPlace, folder: Path) -> Serving:
             ModelRecipe(path=str(path)),
             sampling=sampling,
             thread=place,
-            exact=exact,
-            on_publish="keep" if keep else "recompute",
+            deterministic=exact,
+            kv_on_sync="keep" if keep else "recompute",
             prefill_tokens=portion,
         )
 

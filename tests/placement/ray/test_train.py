@@ -22,7 +22,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 BOTH = 'placement.trainer=["cpu", "cpu"]'
 SPREAD = "placement.spread=true"
-EXACT = ("run.exact=true", "models.dtype=float32", "run.scorers=thread", "run.cores=1", "run.checkpoint_every=1")
+EXACT = (
+    "run.deterministic=true",
+    "models.dtype=float32",
+    "run.scorers=thread",
+    "run.cores=1",
+    "run.checkpoint_every=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +87,7 @@ def test_a_policy_on_another_machine_changes_no_bit(
 
 def test_a_run_whose_policy_was_here_goes_on_with_one_on_another_machine(two: Machines, folder: Path) -> None:
     for name in ("stayed", "moved"):
-        still = ("step.extra=0", "sampling.temperature=0", "run.checkpoint_every=1", "run.steps=1")
+        still = ("step.overcommit=0", "sampling.temperature=0", "run.checkpoint_every=1", "run.steps=1")
         assert oppo(folder, "", *still, f"run.name={name}") == DONE
     begun = weights(folder, "stayed")
     assert resume(folder, "stayed", "run.steps=3") == DONE
@@ -93,7 +99,7 @@ def test_a_run_whose_policy_was_here_goes_on_with_one_on_another_machine(two: Ma
 
 
 def test_weights_reach_a_policy_on_another_machine_while_it_decodes(two: Machines, folder: Path) -> None:
-    flying = ("step.lookahead=1", "step.publish=in-flight", "run.steps=4", "run.name=flying")
+    flying = ("step.lookahead=1", "step.weight_sync=in-flight", "run.steps=4", "run.name=flying")
     assert oppo(folder, f"--ray {two.address}", *flying, 'placement.remote=["policy"]') == DONE
     assert len(records(folder, "flying", "metrics.jsonl")) == 4
 
@@ -130,7 +136,7 @@ def require_equal_runs(folder: Path, one: str, other: str) -> None:
 def test_two_ranks_on_two_machines_learn_what_one_learns_and_either_goes_on_with_the_other_s_checkpoint(
     two: Machines, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    still = ("run.steps=2", "run.checkpoint_every=1", "step.extra=0", "sampling.temperature=0")
+    still = ("run.steps=2", "run.checkpoint_every=1", "step.overcommit=0", "sampling.temperature=0")
     assert oppo(folder, "", *still, "run.name=alone") == DONE
     assert oppo(folder, f"--ray {two.address}", *still, "run.name=ranked", BOTH, SPREAD) == DONE
     assert "starting 2 training ranks, 1 of them in the cluster" in capsys.readouterr().err

@@ -161,7 +161,7 @@ async def test_rollouts_that_are_preempted_go_on_with_their_noise(engine: VllmEn
     model, prompts = tiny_actor(), some(4)
     sampling = Sampling(max_new_tokens=80, seed=3)
     undisturbed = await whole(VllmPolicy(engine, sampling=sampling), prompts)
-    policy = VllmPolicy(engine, sampling=sampling, on_publish="recompute")
+    policy = VllmPolicy(engine, sampling=sampling, kv_on_sync="recompute")
     decodes = await policy.open(prompts)
     pieces: list[list[Piece]] = [[] for _ in decodes]
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
@@ -174,16 +174,16 @@ async def test_rollouts_that_are_preempted_go_on_with_their_noise(engine: VllmEn
     assert [tokens_of(each) for each in pieces] == [tokens_of(each) for each in undisturbed]
 
 
-@pytest.mark.parametrize("on_publish", ["keep", "recompute"])
+@pytest.mark.parametrize("kv_on_sync", ["keep", "recompute"])
 async def test_publishing_while_it_decodes_counts_every_token_to_the_weights_that_made_it(
-    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, on_publish: Literal["keep", "recompute"]
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, kv_on_sync: Literal["keep", "recompute"]
 ) -> None:
     """The engine names the same versions, and the log-probs are those of their weights.
 
     With ``keep`` these read the keys and values that the weights before have left.
     """
     models, named = [tiny_actor(seed) for seed in range(11)], spans_named(monkeypatch)
-    policy = VllmPolicy(engine, sampling=Sampling(max_new_tokens=900, seed=4), on_publish=on_publish)
+    policy = VllmPolicy(engine, sampling=Sampling(max_new_tokens=900, seed=4), kv_on_sync=kv_on_sync)
     await policy.load(Weights(0, models[0].state_dict()))
     prompts = some(14)
     decodes = await policy.open(prompts)
@@ -202,7 +202,7 @@ async def test_publishing_while_it_decodes_counts_every_token_to_the_weights_tha
         assert len(set(made.tolist())) > 3, "three publishes within one response"
         spans = named[prompt.rollout]
         assert [policy.number_of(span.version) for span in spans for _ in range(span.start, span.end)] == made.tolist()
-        wanted = await reference.logprobs(models, prompt, each, kept=on_publish == "keep")
+        wanted = await reference.logprobs(models, prompt, each, kept=kv_on_sync == "keep")
         np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
 
 
@@ -221,14 +221,14 @@ def spans_named(monkeypatch: pytest.MonkeyPatch) -> dict[int, Sequence[WeightVer
     return named
 
 
-@pytest.mark.parametrize("on_publish", ["keep", "recompute"])
+@pytest.mark.parametrize("kv_on_sync", ["keep", "recompute"])
 async def test_a_straggler_is_carried_over_publishes(
-    engine: VllmEngine, on_publish: Literal["keep", "recompute"]
+    engine: VllmEngine, kv_on_sync: Literal["keep", "recompute"]
 ) -> None:
     policy = VllmPolicy(
         engine,
         sampling=Sampling(max_new_tokens=700, seed=1),
-        on_publish=on_publish,
+        kv_on_sync=kv_on_sync,
         limit=lambda prompt: 8 + 300 * prompt.rollout,
     )
     prompts, models = some(3), [tiny_actor(seed) for seed in range(4)]
@@ -243,7 +243,7 @@ async def test_a_straggler_is_carried_over_publishes(
     assert [len(tokens_of(each)) for each in pieces] == [8, 308, 608]
     assert set(np.concatenate([piece.versions for piece in pieces[2]]).tolist()) == {0, 1, 2}
     for prompt, each in zip(prompts, pieces, strict=True):
-        wanted = await reference.logprobs(models, prompt, each, kept=on_publish == "keep")
+        wanted = await reference.logprobs(models, prompt, each, kept=kv_on_sync == "keep")
         np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
 
 

@@ -1,8 +1,8 @@
-"""``python -m benchmarks.on_publish config.toml [STEPS] [section.key=value ...]``: both ways, step by step in turn.
+"""``python -m benchmarks.kv_on_sync config.toml [STEPS] [section.key=value ...]``: both ways, step by step in turn.
 
 Two runs of the same settings, models and prompts live in one process and take turns, a step each, so that disturbances
-meet both. The runs are those of ``oppo train`` with ``step.on_publish`` set, and should have a ``step.extra``; their
-steps drift apart as the weights do. Prints the table and writes no file.
+meet both. The runs are those of ``oppo train`` with ``step.kv_on_sync`` set, and should have a ``step.overcommit``;
+their steps drift apart as the weights do. Prints the table and writes no file.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def compare(config: Path, /, *given: str) -> None:
     with ExitStack() as stack:
         sessions = [
             stack.enter_context(
-                prepare(load(config, [*overrides, f"step.on_publish={way}", f"run.name=on-publish-{way}"]))
+                prepare(load(config, [*overrides, f"step.kv_on_sync={way}", f"run.name=on-publish-{way}"]))
             )
             for way in WAYS
         ]
         measured = anyio.run(alternate, sessions, steps)
-        heads = ["on_publish", "s/step", "s decoding and scoring", "tokens prefilled", "KL stale", "KL current", "ESS"]
+        heads = ["kv_on_sync", "s/step", "s decoding and scoring", "tokens prefilled", "KL stale", "KL current", "ESS"]
         rows = [[*heads, "stale"], *([way, *one.row()] for way, one in zip(WAYS, measured, strict=True))]
     print(aligned(rows))
     ratio = Spread.of_ratios(measured[1].seconds, measured[0].seconds).median
@@ -95,7 +95,7 @@ def compare(config: Path, /, *given: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return command("benchmarks.on_publish", "The KV cache after an update: recomputed or kept.", compare, arguments)
+    return command("benchmarks.kv_on_sync", "The KV cache after an update: recomputed or kept.", compare, arguments)
 
 
 if __name__ == "__main__":
