@@ -23,7 +23,8 @@ from oppo.report.records import JOURNAL, OBSERVED, SUMMARY, is_locked, rewind
 from oppo.run.checkpoint import COMPLETE, _seal as seal, fingerprints, settings_of, verified
 from oppo.run.train import FINAL, prepare
 from tests.forked import Program
-from tests.workplace import furnish, oppo, records, resume, start
+from tests.hf import tiny
+from tests.workplace import furnish, oppo, records, resume, start, tokenizer
 
 STEPS = 6
 EXACT = (f"run.steps={STEPS}", "run.deterministic=true", "run.checkpoint_every=2", "step.chunk=3", "run.trace=0")
@@ -476,3 +477,36 @@ def test_a_directory_without_a_run_or_a_checkpoint_says_so(
     assert oppo(folder, "", "run.name=none", "run.steps=1", "run.checkpoint_every=0") == DONE
     assert resume(folder, "none") == UNUSABLE
     assert "writes them if run.checkpoint_every is set" in capsys.readouterr().err
+
+
+PPO = ("models.critic=reward",)
+GRPO = ("step.algorithm=grpo", "algorithm.samples=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [
+        ("qwen3.5", PPO),
+        ("falcon-h1", GRPO),
+        pytest.param("lfm2", PPO, marks=pytest.mark.deep),
+        pytest.param("qwen3.5", GRPO, marks=pytest.mark.deep),
+        pytest.param("falcon-h1", PPO, marks=pytest.mark.deep),
+        pytest.param("deepseek-v3", PPO, marks=pytest.mark.deep),
+        pytest.param("deepseek-v3", GRPO, marks=pytest.mark.deep),
+    ],
+)
+def test_a_policy_with_states_or_latents_is_trained_alike_streamed_whole_and_killed(
+    folder: Path, name: str, algorithm: tuple[str, ...]
+) -> None:
+    policy, run = folder / name, f"{name}-{len(algorithm)}"
+    tiny.of({**tiny.STATEFUL, **tiny.WHOLE}[name]()).save_pretrained(policy)
+    tokenizer().save_pretrained(policy)
+    settings = (f"models.policy={policy}", "rewards.0.source=reward.py:short", *algorithm)
+    assert oppo(folder, "", *EXACT, *settings, f"run.name={run}") == DONE
+    assert oppo(folder, "", *EXACT, *settings, "step.chunk=whole", f"run.name={run}-whole") == DONE
+    killed(folder, f"{run}-killed", 3.5, *settings)
+    assert resume(folder, f"{run}-killed") == DONE
+    trained = weights(folder, run)
+    assert trained == weights(folder, f"{run}-whole") == weights(folder, f"{run}-killed")
+    before = load_file(policy / "model.safetensors")
+    assert any(trained[f"actor/{key}"] != each.tobytes() for key, each in before.items())
