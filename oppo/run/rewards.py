@@ -63,7 +63,7 @@ class UserCode:
         Raises:
             OppoError: a file has no such function, or one that is of no use here.
         """
-        leave_retries_to_notices()
+        _leave_retries_to_our_log()
 
         def loaded(key: str, reward: FunctionRewardSection) -> Scorer[float | Drop]:
             decode = tokenizer.decode_whole if reward.keep_special_tokens else tokenizer.decode
@@ -112,8 +112,8 @@ class UserCode:
         return Rewards(parts, on_drop={name: each.on_drop for name, (each, _) in named.items()})
 
 
-def leave_retries_to_notices() -> None:
-    """Silence stamina's log in this process: the run's notices report the retries of HTTP rewards."""
+def _leave_retries_to_our_log() -> None:
+    """Silence stamina's log in this process: ours has the retries of HTTP rewards."""
     with suppress(ImportError):  # an extra
         from stamina.instrumentation import set_on_retry_hooks  # noqa: PLC0415 - an extra
 
