@@ -209,7 +209,8 @@ PREFACE = """\
 
 Every key of the file that `oppo train` reads, made from the dataclasses that check it: change those, then run
 `python -m docs.make_settings`. A key without a default must be given. *Known as* is the field's common name, *in TRL*
-the name in TRL's `PPOConfig`, `PPOTrainer` or `ModelConfig`.
+the name in TRL's `PPOConfig`, `PPOTrainer` or `ModelConfig`. A file with keys of an earlier version opens, and
+a message names each of them with the key of today.
 """
 
 VLLM = """## `[vllm]`

@@ -619,8 +619,8 @@ class StepSection:
     )
     kv_on_sync: Literal["recompute", "keep"] = setting(
         "recompute",
-        "keys and values of a carried rollout after an update: computed again with the new weights, or kept (cheaper, "
-        "but of several versions, and lost when a run is resumed)",
+        "KV cache of a deferred rollout after a weight sync: recomputed with the new weights, or kept (cheaper, but of "
+        "several versions, and lost when a run is resumed)",
     )
     lookahead: Annotated[int, Field(ge=0, le=100)] = setting(
         0,

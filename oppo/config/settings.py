@@ -488,7 +488,7 @@ def _require_possible_in_flight(settings: Settings) -> None:
     if not settings.step.lookahead:
         raise ValueError(
             "step.weight_sync = 'in-flight' publishes weights while the next step is decoded, and with step.lookahead "
-            "= 0 nothing is decoded then: set step.lookahead to 1 or more, or leave publish out"
+            "= 0 nothing is decoded then: set step.lookahead to 1 or more, or leave weight_sync out"
         )
     if settings.models.shared_trunk:
         raise ValueError(

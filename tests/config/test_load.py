@@ -71,7 +71,7 @@ def test_a_stored_file_with_a_function_opens_as_it_did() -> None:
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_every_old_key_is_that_of_today(old: str, new: str, tmp_path: Path) -> None:
     (section, key), (home, name) = old.split("."), new.split(".")
-    values = {"environment": '"a.py:b"', "environment_failure": '"drop"', "kv_on_sync": '"keep"', "publish": '"cut"'}
+    values = {"environment": '"a.py:b"', "environment_failure": '"drop"', "on_publish": '"keep"', "publish": '"cut"'}
     value = values.get(key, "true" if key.endswith(("process", "tokens", "exact")) else "4")
     reward = '[[rewards]]\nsource = "reward"\n'
     (tmp_path / "today.toml").write_text(MODELS.format("") + reward + f"[{home}]\n{name} = {value}\n")
