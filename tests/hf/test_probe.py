@@ -177,11 +177,11 @@ def minimax() -> PreTrainedModel:
     [
         (mpt, "MptForCausalLM .* ALiBi"),
         (gpt_neo, "GPTNeoForCausalLM .*'gpt_neo'.* local layers"),
-        (minimax, "MiniMaxForCausalLM .* cache of its own"),
+        (minimax, "MiniMaxForCausalLM .* cache of its own|minimax.* from transformers 5.19 on"),
         (bloom, "BloomForCausalLM .*'bloom'.* ALiBi"),
         (alibi_falcon, "FalconForCausalLM .* ALiBi"),
         (t5, "T5ForConditionalGeneration .* encoder-decoder"),
-        (mamba, "MambaForCausalLM .* read in pieces"),
+        (mamba, "MambaForCausalLM .* read in pieces|mamba.* from transformers 5.19 on"),
         (bert, "BertModel .* not causal"),
     ],
 )
