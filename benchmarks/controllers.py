@@ -340,7 +340,7 @@ step has shown decides it, with a prior of how decoding is paid for.
 ## How `SlopeAdaptive` decides
 
 As the OPPO paper writes it, once in its text and once, differently, in its Algorithm 1: by the sign of the score's
-slope over 10 steps. The sum of the differences telescopes, so that two noisy scores decide. On a plateau `extra`
+slope over 10 steps. The sum of the differences telescopes, so that two noisy scores decide. On a plateau overcommit
 wanders around the middle of its range and does not decay; where scoring, the update or the cap takes the time it pays
 lag for nothing.
 

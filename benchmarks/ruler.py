@@ -85,7 +85,10 @@ RESUMED: Final = ("ppo", "grpo", "lora", "shared-trunk", "proximal")
 RESUMED_SUFFIX: Final = "-resumed"
 
 RENAMED: Final[Mapping[str, str]] = {
+    "run.exact": "run.deterministic",
     "run.samples": "run.logged_samples",
+    "step.extra": "step.overcommit",
+    "step.on_publish": "step.kv_on_sync",
     "step.samples": "algorithm.samples",
     "step.whiten_rewards": "algorithm.whiten_rewards",
     "step.score_norm": "algorithm.score_norm",

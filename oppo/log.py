@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final, Literal, ParamSpec, TypeAlias, TypeVar
 
+from oppo.redact import harmless, redacted
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -40,6 +42,10 @@ class _Route:
         self._onward = onward
         self.said: set[str] = set()
 
+    def end(self, onward: _Route) -> None:
+        """Send what a thread says that goes on after the body to ``onward``."""
+        self._sinks, self._onward = (), onward
+
     def send(self, level: Level, message: str) -> None:
         for sink in self._sinks:
             sink(message)
@@ -52,10 +58,9 @@ class _Structlog(_Route):
         import structlog  # noqa: PLC0415 - `import oppo` should be quick
 
         if structlog.is_configured():
-            logger = structlog.get_logger("oppo")
+            getattr(structlog.get_logger("oppo"), level)(redacted(message))
         else:  # by default it would write to standard output
-            logger = structlog.wrap_logger(structlog.PrintLogger(sys.stderr))
-        getattr(logger, level)(message)
+            getattr(structlog.wrap_logger(structlog.PrintLogger(sys.stderr)), level)(harmless(message))
 
 
 _ROUTE: Final[ContextVar[_Route]] = ContextVar("oppo.log.route", default=_Structlog())  # noqa: B039 - `said` is meant
@@ -94,14 +99,17 @@ def routed(*sinks: Sink, onward: bool = False) -> Iterator[None]:
         >>> messages
         ['loading the policy']
     """
-    token = _ROUTE.set(_Route(sinks, _ROUTE.get() if onward else None))
+    before = _ROUTE.get()
+    route = _Route(sinks, before if onward else None)
+    token = _ROUTE.set(route)
     try:
         yield
     finally:
         _ROUTE.reset(token)
+        route.end(before)
 
 
-def carried(work: Callable[P, R]) -> Callable[P, R]:
+def with_route(work: Callable[P, R]) -> Callable[P, R]:
     """Return ``work`` for another thread: its messages go where those of this code go."""
     route = _ROUTE.get()
 

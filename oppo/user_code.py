@@ -26,7 +26,7 @@ import anyio
 
 from oppo.declared import require_real, require_whole
 from oppo.errors import ConfigError, ModelError, OppoError, awaited, contained, running_loop, shown
-from oppo.log import carried, logger
+from oppo.log import logger, with_route
 from oppo.placement.detached import DisposableProcess, run_detached
 
 SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")
@@ -352,7 +352,7 @@ class UserCalls(Generic[G, W, R]):
             f"{self._title} has not ended {BLOCKED_SECONDS:g} s after its timeout of {self._timeout:g} s: it blocks "
             "the event loop, so make it sync, or let it await what takes long"
         )
-        alarm = Timer(self._timeout + BLOCKED_SECONDS, carried(logger.warning), [message])
+        alarm = Timer(self._timeout + BLOCKED_SECONDS, with_route(logger.warning), [message])
         alarm.daemon = True
         alarm.start()
         try:

@@ -10,7 +10,7 @@ import anyio
 import pytest
 import structlog
 
-from oppo.log import carried, logger, routed
+from oppo.log import logger, routed, with_route
 from oppo.placement import Thread
 
 
@@ -68,17 +68,25 @@ async def test_the_thread_of_a_place_says_what_it_does_where_its_caller_does() -
 
 
 def test_work_is_carried_to_a_thread(messages: list[str]) -> None:
-    thread = threading.Thread(target=carried(logger.info), args=("in a thread",))
+    thread = threading.Thread(target=with_route(logger.info), args=("in a thread",))
     thread.start()
     thread.join()
     assert messages == ["in a thread"]
 
 
-def test_without_a_route_messages_are_on_standard_error() -> None:
-    program = "from oppo.log import logger; logger.warning('the service is left alone')"
+def test_a_thread_that_outlives_a_route_speaks_where_messages_went_before(messages: list[str]) -> None:
+    inner = list[str]()
+    with routed(inner.append):
+        late = with_route(logger.warning)
+    late("the function has returned")
+    assert (inner, messages) == ([], ["the function has returned"])
+
+
+def test_without_a_route_messages_are_harmless_on_standard_error() -> None:
+    program = "from oppo.log import logger; logger.warning('the service is left alone\x1b[2J https://u:secretpw@host')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == ""
-    assert "the service is left alone" in done.stderr
+    assert "the service is left alone\\x1b[2J https://***@host" in done.stderr
     assert "warning" in done.stderr
 
 

@@ -168,7 +168,7 @@ class Continuous:
     def __post_init__(self) -> None:
         require_declared(self, error=AdmissionError)
         if self.overcommit < 1:
-            raise AdmissionError(f"extra units are decoded at a time, so it must be at least 1, not {self.overcommit}")
+            raise AdmissionError(f"overcommit units are decoded at a time: expected at least 1, not {self.overcommit}")
         Overcommit(self.batch, self.overcommit, self.max_deferrals)  # checks the rest
 
     def admit(self, view: AdmitView) -> int:

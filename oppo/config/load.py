@@ -192,14 +192,20 @@ def converted(document: Mapping[str, object], file: str) -> dict[str, object]:
     return found
 
 
-def _rewards(models: dict[str, Any]) -> list[object]:
-    given = models.pop("reward", None)
-    shared = {new: models.pop(f"reward_{old}") for old, new in OF_REWARDS.items() if f"reward_{old}" in models}
-    of_all = {"on_drop": models.pop("reward_drop")} if "reward_drop" in models else {}
+def _rewards(section: dict[str, Any]) -> list[object]:
+    given = section.pop("reward", None)
+    shared = {new: section.pop(f"reward_{old}") for old, new in OF_REWARDS.items() if f"reward_{old}" in section}
+    of_all = {"on_drop": section.pop("reward_drop")} if "reward_drop" in section else {}
     if not isinstance(given, Mapping):
         return [_of_one(shared, of_all | ({} if given is None else {"source": given}))]
     if shared.get("process") is True:
         shared["process"] = "sync"  # of several rewards, those that are sync functions
+    models = [name for name, part in given.items() if isinstance(part, Mapping) and not is_code(part.get("source"))]
+    if (only := [key for key in ("label", "column") if shared.get(key)]) and len(models) > 1:
+        raise ConfigError(
+            f"models.reward_{only[0]} was for whichever of several reward models takes one: give it as "
+            f"models.reward.NAME.{only[0]} to one of {', '.join(models)}"
+        )
     return [
         _of_one({OF_REWARDS.get(key, key): each for key, each in part.items()}, of_all | {"name": name}, shared)
         if isinstance(part, Mapping)
@@ -392,7 +398,7 @@ class Faults:
             return f"{where} is missing: {self._wanted(place)}"
         if detail["type"] == "value_error":
             return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
-        if detail["type"] in {"model_type", "dataclass_type"}:
+        if detail["type"] in {"model_type", "dataclass_type"} or (detail["type"] == "tuple_type" and len(place) == 1):
             return f"{where}: expected {self._wanted(place)}, got {shortened(repr(detail['input']), SHOWN)}"
         if detail["loc"][-1:] == ("[key]",):
             home = ".".join(place[:2])

@@ -81,7 +81,7 @@ def reach(config: PreTrainedConfig) -> int:
     return min([limit, *original])
 
 
-def routed(model: PreTrainedModel) -> bool:
+def has_experts(model: PreTrainedModel) -> bool:
     """Return whether ``model`` is a mixture of experts.
 
     Rounding decides between experts with nearly equal router logits, so outputs are discontinuous.

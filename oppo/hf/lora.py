@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.peft_utils import check_peft_version
 
 from oppo.errors import ConfigError, ModelRefused, one_line
-from oppo.hf.introspection import routed
+from oppo.hf.introspection import has_experts
 from oppo.libraries import require
 
 
@@ -47,7 +47,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
             more than that of the largest layer.
         ModelRefused: the model is a mixture of experts, whose linear layers PEFT does not find.
     """
-    if routed(model):
+    if has_experts(model):
         raise ModelRefused(
             f"{type(model).__name__} is a mixture of experts, to which no adapters are added: set models.lora_rank = 0"
         )

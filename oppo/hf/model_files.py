@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils._validators import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, though not marked as exported
 from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
-from oppo.hf.introspection import backbone, cache_argument, keeps_logits, routed, vocabulary
+from oppo.hf.introspection import backbone, cache_argument, has_experts, keeps_logits, vocabulary
 from oppo.hf.kv.attention import AttentionKind, Choice, attend, attending_as_loaded, kinds_of, window_of
 from oppo.hf.kv.reader import Incremental
 
@@ -80,7 +80,7 @@ def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: 
     if reason is not None:
         raise ModelRefused(f"{_name(model)} cannot be served row by row: {reason}")
     limit = TOLERANCES.get(model.dtype, 1e-4) if tolerance is None else tolerance
-    if routed(model) and tolerance is None and model.dtype.itemsize == 2:
+    if has_experts(model) and tolerance is None and model.dtype.itemsize == 2:
         limit = max(limit, ROUTED_TOLERANCE)
     *faster, last = kinds_of(served) if attention == "auto" else (attention,)
     for kind in faster:
@@ -171,7 +171,7 @@ def _require_causal(model: PreTrainedModel, tokens: Tensor, limit: float) -> Non
     changed = tokens.clone()
     changed[-1] = (changed[-1] + 1) % 2
     expected = _one_shot(model, tokens, len(tokens))[:-1]
-    limit = limit if routed(model) else limit * CAUSAL_SHARE
+    limit = limit if has_experts(model) else limit * CAUSAL_SHARE
     difference, at = _difference(model, _one_shot(model, changed, len(tokens))[:-1], expected)
     if not difference <= limit:
         raise ModelRefused(
@@ -184,7 +184,7 @@ def _difference(model: PreTrainedModel, found: Tensor, expected: Tensor) -> tupl
     # Relative to the position's largest output, and the index: of the worst position, with experts of the median one.
     scale = expected.float().abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
     relative = ((found.float() - expected.float()).abs().amax(-1) / scale).nan_to_num(nan=torch.inf)
-    difference, at = relative.median(0) if routed(model) else relative.max(0)
+    difference, at = relative.median(0) if has_experts(model) else relative.max(0)
     return float(difference), int(at)
 
 

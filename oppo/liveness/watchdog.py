@@ -39,7 +39,7 @@ from oppo.durable import opened
 from oppo.errors import HangError, as_itself, note_others, running_loop
 from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, StepReport
 from oppo.graph import Run, Snapshot
-from oppo.log import carried, logger
+from oppo.log import logger, with_route
 from oppo.models import Scorer
 from oppo.observe import Observer, Span, now
 from oppo.redact import redacted_values
@@ -502,7 +502,7 @@ async def watched(
     Raises:
         HangError: nothing had moved for too long.
     """
-    warn = carried(logger.warning)
+    warn = with_route(logger.warning)
     watchdog = Watchdog(
         StallLimits(seconds, call_timeout=call_timeout, notice=notice, names=("seconds", "call_timeout")),
         report=report,

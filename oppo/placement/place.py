@@ -20,7 +20,7 @@ import anyio.lowlevel
 
 from oppo import observe
 from oppo.errors import ModelError, ModelLost, running_loop
-from oppo.log import carried
+from oppo.log import with_route
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority, TimeSlice
 
 P = ParamSpec("P")
@@ -288,7 +288,7 @@ class Thread(Place):
         """Do the same with a priority, for one of several models that share the thread; see :meth:`Place.call_at`."""
         running_loop()
         self._require_open("thread of", label)
-        future = self._queued(priority, track, label, carried(lambda: work(*args, **kwargs)))
+        future = self._queued(priority, track, label, with_route(lambda: work(*args, **kwargs)))
         with anyio.CancelScope(shield=True):
             result = await _outlasting(asyncio.wrap_future(future))
         await anyio.lowlevel.checkpoint_if_cancelled()

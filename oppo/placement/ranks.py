@@ -19,7 +19,7 @@ from oppo import observe
 from oppo.declared import require_whole
 from oppo.durable import temporary
 from oppo.errors import ModelError, ProtocolError
-from oppo.log import carried
+from oppo.log import with_route
 from oppo.placement.place import Make
 from oppo.placement.process import Child, ChildProcess, Gone, Process, Setup, Start
 from oppo.placement.wire import Call, Callbacks, Failure, Outcome, Packet, pack
@@ -142,7 +142,7 @@ class RankedChild(Child):
             if self._lost is not None:
                 raise self._lost
             asked = [
-                self._pool.submit(carried(rank.ask), each) for rank, each in zip(self._ranks, packets, strict=True)
+                self._pool.submit(with_route(rank.ask), each) for rank, each in zip(self._ranks, packets, strict=True)
             ]
             _wait(asked)
             return self._outcome(asked)

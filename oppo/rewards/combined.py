@@ -72,6 +72,8 @@ class Rewards(Scorer["float | Drop"]):
         if not parts:
             raise ConfigError("Rewards sums several rewards, and got none: give {name: (weight, reward)}")
         self._on_drop = dict(on_drop) if isinstance(on_drop, Mapping) else dict.fromkeys(parts, on_drop)
+        if unknown := sorted(self._on_drop.keys() - parts.keys()):
+            raise ConfigError(f"on_drop names {', '.join(unknown)}; the rewards are {', '.join(parts)}")
         for choice in self._on_drop.values():
             if choice not in get_args(OnDrop):
                 raise ConfigError(f"on_drop must be one of {', '.join(get_args(OnDrop))}, not {choice!r}")

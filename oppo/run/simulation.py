@@ -17,6 +17,7 @@ from oppo.config.sections import StepSection
 from oppo.config.settings import Settings
 from oppo.declared import STRICT, Table, declared
 from oppo.errors import ConfigError
+from oppo.log import routed
 from oppo.run.graph import admission_of
 from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, RunRecord, calibrated
 from oppo.simulate.costs import GPUS, MODELS, Gpu, System, Transformer, Workload
@@ -175,7 +176,8 @@ def refusal(settings: Settings, schedule: Schedule) -> str:
 
 
 def _admission(config: Path) -> Admission:
-    settings = load(config)
+    with routed():  # the process that simulates has said what there is to say of the file
+        settings = load(config)
     return settings.own_admission() or admission_of(settings.step)
 
 

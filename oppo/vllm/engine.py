@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 
 from oppo.errors import ConfigError, OppoError, ProtocolError, one_line, running_loop
-from oppo.log import carried, logger
+from oppo.log import logger, with_route
 from oppo.observe import now
 from oppo.signals import SIGNALS
 from oppo.vllm.arguments import computes_on_cpu, engine_arguments, require_arguments
@@ -238,7 +238,7 @@ def _progress_logged(began: float, log: Path) -> Iterator[None]:
             last = last_line(log)
             logger.info(f"starting vLLM: {now() - began:.0f} s{f', {last}' if last else ''}")
 
-    thread = threading.Thread(target=carried(work), name="vLLM's start", daemon=True)
+    thread = threading.Thread(target=with_route(work), name="vLLM's start", daemon=True)
     thread.start()
     try:
         yield

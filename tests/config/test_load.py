@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo.config.load import OLD, RENAMED, load, resolve
+from oppo.config.load import OLD, RENAMED, converted, load, resolve
 from oppo.config.sections import EnvironmentSection, FunctionRewardSection, ModelRewardSection
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
@@ -105,3 +105,17 @@ def test_an_override_with_an_old_key_is_refused_with_that_of_today(tmp_path: Pat
         load(file, ["models.reward_timeout=3", "models.environment=a.py:b"])
     assert all(OLD[key] in str(caught.value) for key in ("models.reward_timeout", "models.environment"))
     assert load(file, ["rewards.0.source=reward.py:score"]).reward_models == []
+
+
+@pytest.mark.parametrize("key", ["reward_label", "reward_column"])
+def test_what_was_for_one_of_several_reward_models_is_refused_by_where_to_put_it(key: str) -> None:
+    models = {"policy": "actor", "reward": {"one": {"source": "a"}, "two": {"source": "b"}}, key: "helpful"}
+    with pytest.raises(ConfigError, match=rf"models\.{key} .* models\.reward\.NAME\.{key[7:]} to one of one, two"):
+        converted({"models": models}, "old.toml")
+
+
+@pytest.mark.parametrize("rewards", [{"source": "reward"}, "reward.py:short"])
+def test_one_reward_that_is_no_list_is_told_how_a_list_of_them_is_written(rewards: object) -> None:
+    document = {"models": {"policy": "actor"}, "rewards": rewards, "data": {"prompts": "prompts.jsonl"}}
+    with pytest.raises(ConfigError, match=r"\[rewards\]: expected tables \[\[rewards\]\], each with a source"):
+        resolve(document, Path())

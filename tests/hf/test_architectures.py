@@ -24,7 +24,7 @@ from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError
 from oppo.events import Batch, FloatArray, IntArray, Prompt
-from oppo.hf.introspection import backbone, longest, routed, score_head, vocabulary
+from oppo.hf.introspection import backbone, has_experts, longest, score_head, vocabulary
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.loading import load_causal, load_tokenizer
 from oppo.hf.probe import probe
@@ -234,7 +234,7 @@ def routes(model: PreTrainedModel) -> list[Tensor]:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_experts_of_a_token_do_not_depend_on_its_batch_mates(name: str) -> None:
     model = tiny.causal(name)
-    assert routed(model)
+    assert has_experts(model)
     model.train(mode=False)
     picked, tokens = routes(model), sequences(6, 30)
     with torch.no_grad():

@@ -48,7 +48,7 @@ from transformers import (
     YoutuConfig,
 )
 
-from oppo.log import carried
+from oppo.log import with_route
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -268,7 +268,7 @@ def apart(work: Callable[P, R]) -> Callable[P, R]:
 
     def done(*args: P.args, **kwargs: P.kwargs) -> R:
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return pool.submit(carried(work), *args, **kwargs).result()
+            return pool.submit(with_route(work), *args, **kwargs).result()
 
     return done
 

@@ -464,3 +464,8 @@ def test_functions_are_not_called_again_when_a_model_beside_them_has_lost_its_se
     run_virtual(disturbed.run)
     assert same_batches(alone.batches, disturbed.batches)
     assert sum(calls) == sum(len(batch) for batch in alone.batches)
+
+
+def test_a_choice_for_a_reward_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="on_drop names lnog; the rewards are long"):
+        Rewards({"long": (1, length)}, decode=str, on_drop={"lnog": "skip"})

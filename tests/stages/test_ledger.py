@@ -245,7 +245,7 @@ def test_impossible_settings_are_refused(settings: dict[str, int], sentence: str
 
 
 def test_something_must_be_decoded() -> None:
-    with pytest.raises(AdmissionError, match="extra units are decoded at a time, so it must be at least 1, not 0"):
+    with pytest.raises(AdmissionError, match="overcommit units are decoded at a time: expected at least 1, not 0"):
         Continuous(batch=4, overcommit=0)
 
 
