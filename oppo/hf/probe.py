@@ -117,6 +117,8 @@ def _known_reason(model: PreTrainedModel) -> str | None:
         return "its attention has ALiBi biases, which transformers derives from one length for all rows"
     if "local" in getattr(text, "attention_layers", ()):
         return "its local layers apply their window by the column of a key, the same for all rows"
+    if any(hasattr(module, "A_log") and hasattr(module, "x_proj") for module in model.modules()):
+        return "its recurrent layers (Mamba 1) begin each chunk of a sequence anew in transformers"
     if cache_argument(model) is None:
         return "its forward pass takes no KV cache (cache or past_key_values), so it cannot continue a sequence"
     return None
@@ -150,6 +152,25 @@ def _compare(model: PreTrainedModel, limit: float) -> None:
             read[row].append((starts[row], output))
     for row, tokens in rows.items():
         _require_same(model, tokens, read[row], limit)
+    if incremental.has_states and has_experts(model):
+        _require_neutral_padding(model, limit)
+
+
+def _require_neutral_padding(model: PreTrainedModel, limit: float) -> None:
+    # What padding adds to a state fades, so that the median position hides it. It is in all tokens right after padding.
+    rows = {row: _tokens(model, row, 10 + 4 * row) for row in range(5)}
+    together = Incremental(model, classes=CLASSES)
+    together.extend(list(rows), [tokens[:8] for tokens in rows.values()])
+    together.extend(list(rows), [tokens[8:-1] for tokens in rows.values()])
+    after = together.step(list(rows), torch.stack([tokens[-1] for tokens in rows.values()]))
+    alone = [Incremental(model, classes=CLASSES).extend([row], [tokens], last=[1])[0] for row, tokens in rows.items()]
+    least = float(_relative(after, torch.cat(alone))[:-1].min())
+    if not least <= limit:
+        raise ModelRefused(
+            f"{_name(model)} cannot be served row by row: padding before a chunk changes the states of its recurrent "
+            f"layers, and its output after it by at least {least:.1e} of the largest output; at most {limit:.0e} is "
+            f"allowed in {model.dtype}"
+        )
 
 
 def _require_same(model: PreTrainedModel, tokens: Tensor, read: Sequence[tuple[int, Tensor]], limit: float) -> None:
@@ -182,10 +203,14 @@ def _require_causal(model: PreTrainedModel, tokens: Tensor, limit: float) -> Non
 
 def _difference(model: PreTrainedModel, found: Tensor, expected: Tensor) -> tuple[float, int]:
     # Relative to the position's largest output, and the index: of the worst position, with experts of the median one.
-    scale = expected.float().abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
-    relative = ((found.float() - expected.float()).abs().amax(-1) / scale).nan_to_num(nan=torch.inf)
+    relative = _relative(found, expected)
     difference, at = relative.median(0) if has_experts(model) else relative.max(0)
     return float(difference), int(at)
+
+
+def _relative(found: Tensor, expected: Tensor) -> Tensor:
+    scale = expected.float().abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return ((found.float() - expected.float()).abs().amax(-1) / scale).nan_to_num(nan=torch.inf)
 
 
 def _one_shot(model: PreTrainedModel, tokens: Tensor, keep: int) -> Tensor:

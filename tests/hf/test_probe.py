@@ -181,7 +181,7 @@ def minimax() -> PreTrainedModel:
         (bloom, "BloomForCausalLM .*'bloom'.* ALiBi"),
         (alibi_falcon, "FalconForCausalLM .* ALiBi"),
         (t5, "T5ForConditionalGeneration .* encoder-decoder"),
-        (mamba, "MambaForCausalLM .* read in pieces|mamba.* from transformers 5.19 on"),
+        (mamba, "MambaForCausalLM .* begin each chunk of a sequence anew"),
         (bert, "BertModel .* not causal"),
     ],
 )

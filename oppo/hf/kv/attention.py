@@ -13,8 +13,8 @@ than another segment costs. The cache hands out keys and values as :class:`Segme
 this module registers with transformers, SDPA in all else, computes them one by one.
 
 Segmented attention requires that segments reach the attention function as they leave the cache. Latent keys and values
-are expanded segment by segment (:class:`Latents`); a model that reads them otherwise in between cannot use it.
-:func:`~oppo.hf.probe.probe` tries: there is no list of such models. The model's config records the choice.
+are expanded segment by segment (:func:`expand_in_segments`); a model that reads them otherwise in between cannot use
+it. :func:`~oppo.hf.probe.probe` tries: there is no list of such models. The model's config records the choice.
 
 transformers passes four-dimensional masks through unchanged. Under SDPA a mask is boolean (true: may attend), except
 that of a single token, which is additive: SDPA would convert it again in every layer of a short pass. Under eager
@@ -242,22 +242,12 @@ class Segments(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-class Latents:
-    """The layers of a model whose cache holds latents, from which keys and values are expanded at every pass."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._layers: list[Any] = [module for module in model.modules() if hasattr(module, "expand_kv")]
-
-    @contextmanager
-    def expanded_in_segments(self) -> Iterator[None]:
-        """Expand the latents of each segment apart, in the body."""
-        for layer in self._layers:
+def expand_in_segments(model: PreTrainedModel) -> None:
+    """Have the layers of ``model`` whose cache holds latents expand those of each segment apart, from now on."""
+    for module in model.modules():
+        layer: Any = module
+        if hasattr(layer, "expand_kv") and not isinstance(layer.expand_kv, partial):
             layer.expand_kv = partial(_expanded, layer.expand_kv)
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                del layer.expand_kv  # the class's is left
 
 
 def _expanded(

@@ -165,6 +165,11 @@ class Slab(Slots):
         self.columns = 0
         self._layers: dict[tuple[int, str], tuple[Tensor, ...]] = {}
 
+    @property
+    def layers(self) -> int:
+        """Number of layers that have written keys and values."""
+        return len({layer for layer, _ in self._layers})
+
     def store(self, layer: int, region: KVRegion, *news: Tensor, of: str = "attention") -> tuple[Tensor, ...]:
         """Write new keys and values, or an indexer's keys, [n, heads, q, size]; return those of all tokens."""
         stores = self._layers.get((layer, of))

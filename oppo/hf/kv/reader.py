@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,7 +34,7 @@ from transformers import PreTrainedModel
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Chunk, Given, Prompt, Support
 from oppo.hf.introspection import cache_argument, keeps_logits, longest
-from oppo.hf.kv.attention import Latents, Masks, attend_in_segments, overhead_of, segmented
+from oppo.hf.kv.attention import Masks, attend_in_segments, expand_in_segments, overhead_of, segmented
 from oppo.hf.kv.cache import KVRegion, KVView, Slab, as_slice, index
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.states import Gates, RowCache, StateSlots
@@ -90,6 +91,8 @@ class Incremental:
         self._model = model.train(False)
         self._head = head
         self._segmented = attend_in_segments(model)
+        if self._segmented:
+            expand_in_segments(model)
         self._ordered = ordered
         self._masks = Masks(model)
         self._keeps_logits = keeps_logits(model)
@@ -102,13 +105,17 @@ class Incremental:
         self._decode_batch: DecodeBatch | None = None
         self._states = self._cache.states
         self._gates = Gates(model)
-        self._latents = Latents(model)
         self._pads: bool | None = None if self._states is not None else True
 
     @property
     def device(self) -> torch.device:
         """The model's device."""
         return torch.device(self._model.device)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers have a recurrent or convolution state."""
+        return self._states is not None
 
     def length(self, row: int) -> int:
         """Return the number of tokens of ``row`` read; 0 for an unknown row."""
@@ -231,7 +238,7 @@ class Incremental:
 
     def clear(self) -> None:
         """Forget every row."""
-        self.forget(list(self._lengths))
+        self.forget(list(self._slab_of))
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
@@ -262,7 +269,8 @@ class Incremental:
         lengths = self._lengths_after(rows, [1] * len(rows))
         segments = [list(range(len(rows)))]
         if self._segmented and rows and (per_token := self._bytes_per_token()):
-            own = overhead_of(per_token / len(self._cache.layers), self.device)
+            layers = max(slab.layers for slab in (*self._class_slabs, *self._decode_slabs))
+            own = overhead_of(per_token / layers, self.device)
             segments = segmented(list(lengths.values()), own if overhead is None else overhead)
         by_slab: dict[Slab, list[int]] = {}
         for segment in segments:
@@ -352,11 +360,26 @@ class Incremental:
 
     def _make_states(self, states: StateSlots) -> None:
         """Read a token of no row, so that the states of every row exist, and are zero, before its first token."""
-        self._pads = True
         none = -1
-        self.extend([none], [torch.zeros(1, dtype=torch.int64)])
-        self._pads = self._gates.layers >= states.recurrent_layers
-        self.forget([none])
+        try:
+            self._pads = True
+            self.extend([none], [torch.zeros(1, dtype=torch.int64)])
+            self._pads = self._gates.layers >= states.recurrent_layers
+        except BaseException:
+            self._pads = None
+            raise
+        finally:
+            self.forget([none])
+
+    @contextmanager
+    def _losing(self, rows: Sequence[int]) -> Iterator[None]:
+        """Forget ``rows`` if the body fails and they have states, some of which may have moved on."""
+        try:
+            yield
+        except BaseException:
+            if self._states is not None:
+                self.forget(rows)
+            raise
 
     def _forward(
         self,
@@ -372,17 +395,18 @@ class Incremental:
         if self._keeps_logits:
             options["logits_to_keep"] = keep
         pads = None if real is None else (~real).sum(1)
-        with self._cache.reading(views, rows, pads), self._gates.neutral(real), self._latents.expanded_in_segments():
-            output = self._model(
-                input_ids=ids,
-                attention_mask=self._masks(positions, max(region.end for _, region in views)),
-                position_ids=positions,
-                use_cache=True,
-                **options,
-            )
-        outputs: Tensor = output.logits if "logits" in output else output.last_hidden_state
-        outputs = outputs[:, -keep:]
-        return outputs if self._head is None else self._head(outputs)
+        with self._losing(rows):
+            with self._cache.reading(views, rows, pads), self._gates.neutral(real):
+                output = self._model(
+                    input_ids=ids,
+                    attention_mask=self._masks(positions, max(region.end for _, region in views)),
+                    position_ids=positions,
+                    use_cache=True,
+                    **options,
+                )
+            outputs: Tensor = output.logits if "logits" in output else output.last_hidden_state
+            outputs = outputs[:, -keep:]
+            return outputs if self._head is None else self._head(outputs)
 
 
 def _of_equal_sizes(

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
+from weakref import WeakSet
 
 import torch
 import transformers
@@ -96,6 +98,10 @@ class StateSlots(Slots):
         finally:
             self._lent, self.pads = {}, None
 
+    def has(self, key: StateKey) -> bool:
+        """Return whether sequences have this state: not before the first pass."""
+        return key in self._states
+
     def lend(self, key: StateKey) -> Tensor | None:
         """Return the states [n, ...] of the rows being read, which may change in place; ``None`` if none was kept."""
         if key not in self._states:
@@ -129,6 +135,17 @@ class StateSlots(Slots):
         return self._states.values()
 
 
+class _Lent(dict[int, Tensor | None]):
+    """States that are lent when a layer reads them: those of all layers at once would be a copy of all states."""
+
+    def __init__(self, lend: Callable[[int], Tensor | None]) -> None:
+        super().__init__()
+        self._lend = lend
+
+    def __missing__(self, number: int) -> Tensor | None:
+        return self._lend(number)
+
+
 class StateLayer(LinearAttentionCacheLayerMixin, SlabLayer):
     """The states of one layer, and its KV cache if it has one."""
 
@@ -138,21 +155,17 @@ class StateLayer(LinearAttentionCacheLayerMixin, SlabLayer):
         SlabLayer.__init__(self, number)
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states=states)
         self._slots = slots
+        self.conv_states = _Lent(partial(self._lent, "window"))
+        self.recurrent_states = _Lent(partial(self._lent, "recurrent"))
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
-        pass  # slots are allocated at the first write
+        """Do nothing: slots are allocated at the first write."""
 
     def begin(self) -> None:
-        """Show a forward pass the states of its rows."""
+        """Tell a forward pass which states its rows have."""
         for number in range(self.number_of_states):
-            window, recurrent = (self._slots.lend(self._key(kind, number)) for kind in ("window", "recurrent"))
-            self.conv_states[number], self.recurrent_states[number] = window, recurrent
-            self.has_previous_state[number] = window is not None or recurrent is not None
-
-    def end(self) -> None:
-        """Let go of the states of a pass."""
-        for number in range(self.number_of_states):
-            self.conv_states[number] = self.recurrent_states[number] = None
+            keys = (self._key("window", number), self._key("recurrent", number))
+            self.has_previous_state[number] = any(map(self._slots.has, keys))
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
@@ -176,6 +189,9 @@ class StateLayer(LinearAttentionCacheLayerMixin, SlabLayer):
         del kwargs
         self._slots.keep(self._key("recurrent", state_idx), recurrent_states)
         return recurrent_states
+
+    def _lent(self, kind: Literal["window", "recurrent"], number: int) -> Tensor | None:
+        return self._slots.lend(self._key(kind, number))
 
     def _key(self, kind: Literal["window", "recurrent"], number: int) -> StateKey:
         return StateKey(self._number, kind, number)
@@ -222,78 +238,107 @@ class RowCache(Cache):
             yield
             return
         with self.states.reading(rows, pads):
-            stateful = [layer for layer in self._slab_layers if isinstance(layer, StateLayer)]
-            for layer in stateful:
-                layer.begin()
+            for layer in self._slab_layers:
+                if isinstance(layer, StateLayer):
+                    layer.begin()
             yield
-            for layer in stateful:
-                layer.end()
 
 
 class Gates:
-    """The gates of a model's recurrent layers.
+    """The gates of a model's recurrent layers, which are neutral at padding.
 
     transformers clamps the time step of some layers in a chunk and not in a single step. Here it is always clamped, and
-    before padding is made neutral, which a clamp would undo.
+    before padding is made neutral, which a clamp would undo. Hooks stay on the model, which several readers may share,
+    and act on the passes of their readers only, each in a thread.
 
     Attributes:
         layers: number of recurrent layers whose gates are recognised.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        gated = [module for module in model.modules() if hasattr(module, "A_log") and hasattr(module, "dt_bias")]
-        inner = {id(module) for module in gated}
-        outer = [
-            module
-            for module in model.modules()
-            if hasattr(module, "b_proj") and any(id(child) in inner for child in module.children())
+        gated: list[Any] = [
+            module for module in model.modules() if hasattr(module, "A_log") and hasattr(module, "dt_bias")
         ]
-        self._whole = [
-            projection
-            for module in (*gated, *outer)
-            for projection in (getattr(module, name, None) for name in GATES)
-            if isinstance(projection, nn.Module)
-        ]
-        self._time_steps: list[Any] = [module for module in gated if hasattr(module, "time_step_limit")]
-        self.layers = len(gated)
+        parents: dict[nn.Module, nn.Module] = {
+            child: module for module in model.modules() for child in module.children()
+        }
+        self.layers = 0
+        for module in gated:
+            # the gates of Kimi's layers are projected partly in the module around
+            around = parents.get(module)
+            owners = [module] if around is None or not hasattr(around, "b_proj") else [module, around]
+            found = [(owner, name) for owner in owners for name in GATES if hasattr(owner, name)]
+            for owner, name in found:
+                _hook(owner, name, _neutralised)
+            if hasattr(module, "time_step_limit"):
+                least, most = module.time_step_limit
+                module.time_step_limit = _Limits((least, most))
+                _hook(module, "in_proj", partial(_clamped, module, least, most))
+            self.layers += bool(found) or hasattr(module, "time_step_limit")
 
     @contextmanager
     def neutral(self, real: Tensor | None) -> Iterator[None]:
-        """Make gates neutral where ``real``, bool [n, q], is false; ``None``: nowhere."""
-        with ExitStack() as stack:
-            if real is not None:
-                for projection in self._whole:
-                    stack.enter_context(_changed(projection, partial(_neutralised, real=real)))
-            for module in self._time_steps:
-                least, most = module.time_step_limit
-                if real is None and not least:
-                    continue
-                stack.callback(setattr, module, "time_step_limit", (least, most))
-                module.time_step_limit = (0.0, most)
-                floor = _floor(least, module.dt_bias.detach())
-                stack.enter_context(_changed(module.in_proj, partial(_bounded, real=real, floor=floor)))
+        """Make gates neutral where ``real``, bool [n, q], is false, in the passes of this thread; ``None``: nowhere."""
+        _PASS.reads, _PASS.real = True, real
+        try:
             yield
+        finally:
+            _PASS.reads, _PASS.real = False, None
 
 
-@contextmanager
-def _changed(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    handle = module.register_forward_hook(lambda _module, _arguments, output: change(output))
-    try:
-        yield
-    finally:
-        handle.remove()
+class _Pass(threading.local):
+    """The pass that this thread makes.
+
+    Attributes:
+        reads: whether a reader makes one.
+        real: see :meth:`Gates.neutral`.
+    """
+
+    reads = False
+    real: Tensor | None = None
 
 
-def _neutralised(output: Tensor, *, real: Tensor | None) -> Tensor:
-    return output if real is None else output.masked_fill(~real[..., None], NEUTRAL)
+_PASS: Final = _Pass()
+
+_HOOKED: Final = WeakSet[nn.Module]()
 
 
-def _bounded(output: Tensor, *, real: Tensor | None, floor: Tensor) -> Tensor:
-    """Bound the last columns of a projection from below: the time steps of its heads, before bias and softplus."""
-    others, steps = output.split([output.shape[-1] - len(floor), len(floor)], -1)
-    return torch.cat([others, _neutralised(steps.maximum(floor), real=real)], -1)
+class _Limits(tuple[float, float]):
+    """The bounds of a time step; open below in the pass of a reader, where the projection is clamped."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        return 0.0 if index == 0 and _PASS.reads else super().__getitem__(index)
 
 
-def _floor(least: float, bias: Tensor) -> Tensor:
-    """Return what softplus maps to ``least`` once ``bias`` [heads] is added."""
-    return torch.full_like(bias, math.log(math.expm1(least)) if least > 0 else -math.inf) - bias
+def _hook(owner: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    projection = getattr(owner, name)
+    if projection in _HOOKED:
+        return
+    _HOOKED.add(projection)
+
+    def act(module: nn.Module, arguments: object, output: Tensor) -> Tensor | None:
+        del arguments
+        # an adapter may have been put around the projection since: what it gives counts
+        return change(output) if _PASS.reads and getattr(owner, name) is module else None
+
+    projection.register_forward_hook(act)
+
+
+def _neutralised(output: Tensor) -> Tensor:
+    return output if _PASS.real is None else output.masked_fill(~_PASS.real[..., None], NEUTRAL)
+
+
+def _clamped(module: Any, least: float, most: float, output: Tensor) -> Tensor:
+    """Clamp the last columns of a projection, the time steps of a layer's heads before bias and softplus."""
+    if _PASS.real is None and least <= 0 and most == math.inf:
+        return output
+    bias = module.dt_bias.detach()
+    others, steps = output.split([output.shape[-1] - len(bias), len(bias)], -1)
+    floor, ceiling = ((_before_softplus(bound) - bias).to(steps.dtype) for bound in (least, most))
+    return torch.cat([others, _neutralised(steps.maximum(floor).minimum(ceiling))], -1)
+
+
+def _before_softplus(value: float) -> float:
+    return -math.inf if value <= 0 else value if value == math.inf else math.log(math.expm1(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -145,7 +146,7 @@ def test_padding_would_change_a_window_that_did_not_move(name: str, monkeypatch:
 @pytest.mark.parametrize("name", ["qwen3.5", "bamba"])
 def test_rows_of_unknown_gates_are_read_in_passes_without_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(gates: Gates, _model: PreTrainedModel) -> None:
-        gates.layers, gates._whole, gates._time_steps = 0, [], []
+        gates.layers = 0
 
     monkeypatch.setattr(Gates, "__init__", unknown)
     reading = Reading(model_of(name), 1)
@@ -156,6 +157,77 @@ def test_rows_of_unknown_gates_are_read_in_passes_without_padding(name: str, mon
 @pytest.mark.parametrize("name", tiny.STATEFUL)
 def test_a_model_with_states_passes_the_probe(name: str) -> None:
     probe(model_of(name))
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "granite-hybrid"])
+def test_padding_that_changes_the_states_of_a_mixture_is_found_by_the_probe(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(name)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("A_log"):
+                parameter.fill_(-3.0)  # it remembers
+    probe(model)
+    monkeypatch.setattr("oppo.hf.kv.states.NEUTRAL", 3.0)
+    with pytest.raises(ModelRefused, match=r"padding before a chunk changes the states|read in pieces"):
+        probe(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "kimi-linear"])
+def test_readers_in_threads_share_a_model_whose_other_passes_are_as_they_were(name: str) -> None:
+    model, tokens = model_of(name), sequences(4, 60)
+    want, errors = one_shot(model, tokens), list[float]()
+
+    def read(offset: int) -> None:
+        for _ in range(6):
+            reader = Incremental(model, classes=(16, 32))
+            for start, size in ((0, 20), (20, 40)):
+                ends = {row: start + size - (row + offset) % 3 for row in range(4)}
+                pieces = [tokens[row, reader.length(row) : end] for row, end in ends.items()]
+                begins = [reader.length(row) for row in range(4)]
+                for row, output in enumerate(reader.extend(range(4), pieces)):
+                    errors.append(difference(output, want[row, begins[row] : ends[row]]))
+
+    def forward() -> None:
+        for _ in range(12):
+            errors.append(difference(one_shot(model, tokens), want))
+
+    threads = [threading.Thread(target=work, args=given) for work, given in ((read, (0,)), (read, (1,)), (forward, ()))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2 * 6 * 2 * 4 + 12
+    assert max(errors) < EXACT
+
+
+def test_a_pass_that_fails_loses_its_rows_and_no_state_is_half_advanced() -> None:
+    model, tokens = model_of("qwen3.5"), sequences(2, 30)
+    want, fails = one_shot(model, tokens), [False]
+
+    def head(outputs: Tensor) -> Tensor:
+        if fails[0]:
+            raise RuntimeError("out of memory")
+        return outputs
+
+    reader = Incremental(model, head=head)
+    fails[0] = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            reader.extend([0, 1], [tokens[0, :9], tokens[1, :4]])
+    fails[0] = False
+    reader.extend([0, 1], [tokens[0, :9], tokens[1, :4]])
+    fails[0] = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        reader.step([0], tokens[0, 9:10])
+    fails[0] = False
+    assert (reader.length(0), reader.length(1)) == (0, 4)
+    outputs = reader.extend([1, 0], [tokens[1, 4:30], tokens[0]])
+    assert difference(outputs[0], want[1, 4:]) < EXACT
+    assert difference(outputs[1], want[0]) < EXACT
+    reader.clear()
+    assert reader.memory()[1] == 0
 
 
 def test_a_time_step_that_is_clamped_in_chunks_only_is_found_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
