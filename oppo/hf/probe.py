@@ -153,10 +153,10 @@ def _compare(model: PreTrainedModel, limit: float) -> None:
     for row, tokens in rows.items():
         _require_same(model, tokens, read[row], limit)
     if incremental.has_states and has_experts(model):
-        _require_neutral_padding(model, limit)
+        _compare_after_padding(model, limit)
 
 
-def _require_neutral_padding(model: PreTrainedModel, limit: float) -> None:
+def _compare_after_padding(model: PreTrainedModel, limit: float) -> None:
     # What padding adds to a state fades, so that the median position hides it. It is in all tokens right after padding.
     rows = {row: _tokens(model, row, 10 + 4 * row) for row in range(5)}
     together = Incremental(model, classes=CLASSES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -16,11 +17,15 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from oppo.errors import ConfigError
 from oppo.report.metrics import Tracker
 
+FLUSH_SECONDS: Final = 1
+"""Between two looks of the writing thread for something to flush: with 0 it looks without a pause, and computes."""
+
 
 class TensorBoard(Tracker):
     """An observer that writes each step's metrics as scalars, under their names in ``metrics.jsonl``.
 
-    A context manager that completes the file. A thread of TensorBoard's own writes it, at once after each step.
+    A context manager that completes the file. A thread of TensorBoard's own writes it, within :data:`FLUSH_SECONDS` of
+    each step.
 
     Args:
         path: the folder of event files, which is made: ``tensorboard --logdir PATH`` shows it.
@@ -40,7 +45,7 @@ class TensorBoard(Tracker):
 
     def __init__(self, path: Path, *, first: int = 0) -> None:
         try:
-            self._writer = EventFileWriter(str(path), flush_secs=0)
+            self._writer = EventFileWriter(str(path), flush_secs=FLUSH_SECONDS)
         except OSError as error:
             raise ConfigError(f"the folder {path} cannot be written: {error.strerror or error}") from error
         self._add(Event(step=first + 1, session_log=SessionLog(status=SessionLog.START)))

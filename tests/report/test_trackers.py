@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,23 @@ async def run(*observers: Observer) -> list[StepReport]:
     )
     async with graph.open(prompts(20), observers=observers) as opened:
         return [each async for each in opened.steps(2)]
+
+
+def test_the_thread_that_writes_for_tensorboard_looks_for_work_a_few_times_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[float] = []
+
+    class Clock:
+        @staticmethod
+        def time() -> float:
+            looked.append(time.time())
+            return looked[-1]
+
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", Clock)
+    with TensorBoard(tmp_path / "board"):
+        time.sleep(0.3)
+    assert len(looked) < 20
 
 
 def test_tensorboard_shows_the_metrics_of_each_step_under_their_names(tmp_path: Path) -> None:

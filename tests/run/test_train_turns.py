@@ -78,8 +78,9 @@ def test_an_exact_run_does_not_depend_on_how_long_the_tool_takes(folder: Path, p
 
 def test_a_killed_run_that_is_resumed_is_the_one_that_was_not_killed(folder: Path) -> None:
     exact = (*TURNS, "run.deterministic=true", "run.steps=6", "run.checkpoint_every=2")
-    assert run(folder, *exact, "run.name=whole")[0] == DONE
-    with start(folder, *exact, "run.name=parts") as process:
+    assert oppo(folder, "", *exact, "run.name=whole") == DONE
+    alike = "from tests.hf.child import set_up; set_up()"
+    with start(folder, *exact, "run.name=parts", before=alike) as process:
         while not list((folder / "runs" / "parts" / CHECKPOINTS).glob("step-*2/COMPLETE")):
             assert process.poll() is None
             time.sleep(0.005)
