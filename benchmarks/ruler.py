@@ -1,10 +1,10 @@
 """``python -m benchmarks.ruler OLD [NEW]``: whether two commits train the same, to the last bit, on this machine.
 
-Each commit makes the same exact runs through ``oppo train`` and ``oppo resume``: every algorithm, adapters, a shared
-trunk, corrections for stale tokens, truncated sampling, deferral, resumption, scorers in a process. Their trained
-tensors, the text and scores of every rollout, the journals, and all metrics but times must be equal. NEW is the working
-tree unless given. ``RENAMED`` has the present names of renamed keys, ``ADDED`` the settings under which today's code
-does what it did before it had them; each commit's ``docs/settings.md`` decides what applies to it.
+Each commit makes the same deterministic runs through ``oppo train`` and ``oppo resume``: every algorithm, adapters, a
+shared trunk, corrections for stale tokens, truncated sampling, deferral, resumption, scorers in a process. Their
+trained tensors, the text and scores of every rollout, the journals, and all metrics but times must be equal. NEW is the
+working tree unless given. ``RENAMED`` has the present names of renamed keys, ``ADDED`` the settings under which today's
+code does what it did before it had them; each commit's ``docs/settings.md`` decides what applies to it.
 
 Prints a line for each run, and ends with exit code 1 if one differs.
 """
@@ -30,7 +30,7 @@ from benchmarks.ladder.workloads import chosen
 from oppo.cli import DONE, FAILED
 from tests.workplace import furnish
 
-EXACT: Final = {
+DETERMINISTIC: Final = {
     "run.exact": "true",
     "run.cores": "1",
     "run.panel": '"off"',
@@ -101,7 +101,7 @@ RENAMED: Final[Mapping[str, str]] = {
     "step.weight_low": "algorithm.is_low",
     "trainer.entropy_coefficient": "algorithm.entropy_coefficient",
 }
-"""Names of keys today, by those above."""
+"""Names of keys today, by those above. ``models.reward`` needs none: today's code reads it as an earlier version's."""
 
 ADDED: Final[Mapping[str, str]] = {"algorithm.aggregation": '"tokens"'}
 """Keys whose default is not what commits did that do not know them, and the value that is."""
@@ -187,7 +187,7 @@ def make_runs(source: Path, workplace: Path, runs: Sequence[str]) -> dict[str, M
     again = {f"{name}{RESUMED_SUFFIX}": RUNS[name] for name in runs if name in RESUMED}
     every = {name: RUNS[name] for name in runs} | again
     for name, changes in every.items():
-        settings = {**EXACT, **changes, "run.directory": f'"{directory}"', "run.name": f'"{name}"'}
+        settings = {**DETERMINISTIC, **changes, "run.directory": f'"{directory}"', "run.name": f'"{name}"'}
         spelled = {_spelled(key, known): value for key, value in settings.items() if value}
         document = _document(spelled | {key: value for key, value in ADDED.items() if _knows(known, key)})
         (workplace / f"{name}.toml").write_text(document, encoding="utf-8")
@@ -229,7 +229,7 @@ def _oppo(source: Path, commands: Sequence[Sequence[str]]) -> None:
 
 
 def compare(old: str, new: str | None = None, /, *, runs: str = ",".join(RUNS)) -> int:
-    """Make the same exact runs with the code of two commits, and print what differs.
+    """Make the same deterministic runs with the code of two commits, and print what differs.
 
     Args:
         old: a commit.

@@ -64,30 +64,30 @@ class Row:
 
     Attributes:
         split: whether decoding and training have devices of their own.
-        extra: Delta; ``None``: adaptive; with ``refill`` the rollouts that are decoded at a time.
+        overcommit: Delta; ``None``: adaptive; with ``refill`` the rollouts that are decoded at a time.
         refill: each that ends is replaced at once.
-        recompute: whether contexts are read again with new weights.
+        kv_on_sync: whether contexts are read again with new weights, as of ``step.kv_on_sync``.
     """
 
     name: str
     split: bool = False
     held: bool = False
     chunk: int | None = CHUNK
-    extra: int | None = 0
+    overcommit: int | None = 0
     refill: bool = False
     lookahead: int = 0
     in_flight: bool = False
-    recompute: bool = True
+    kv_on_sync: Literal["recompute", "keep"] = "recompute"
 
     def schedule(self, batch: int, max_deferrals: int) -> Schedule:
         """Return the schedule."""
         bounded = min(max_deferrals, FORESEEN)
         admission: Callable[[], Admission] = partial(TailAdaptive, batch, max_deferrals=bounded)
-        if self.extra is not None:
-            admission = partial(Overcommit, batch, self.extra, max_deferrals)
-        if self.extra and self.refill:
-            admission = partial(Continuous, batch, self.extra, max_deferrals)
-        if self.extra == 0:
+        if self.overcommit is not None:
+            admission = partial(Overcommit, batch, self.overcommit, max_deferrals)
+        if self.overcommit and self.refill:
+            admission = partial(Continuous, batch, self.overcommit, max_deferrals)
+        if self.overcommit == 0:
             admission = partial(Synchronous, batch)
         return Schedule(
             name=self.name,
@@ -103,15 +103,15 @@ class Row:
 ROWS: Final = (
     Row("serial", held=True, chunk=None),
     Row("intra: chunk"),
-    Row("inter: serial, Delta 8", held=True, chunk=None, extra=8),
-    Row("both: chunk, Delta 8", extra=8),
-    Row("chunk, adaptive", extra=None),
+    Row("inter: serial, Delta 8", held=True, chunk=None, overcommit=8),
+    Row("both: chunk, Delta 8", overcommit=8),
+    Row("chunk, adaptive", overcommit=None),
     Row("lookahead 1", split=True, lookahead=1),
-    Row("lookahead 1, Delta 8", split=True, extra=8, lookahead=1),
-    Row("in flight, 56 live", split=True, extra=56, refill=True, lookahead=2, in_flight=True),
-    Row("in flight, 112 live", split=True, extra=112, refill=True, lookahead=2, in_flight=True),
+    Row("lookahead 1, Delta 8", split=True, overcommit=8, lookahead=1),
+    Row("in flight, 56 live", split=True, overcommit=56, refill=True, lookahead=2, in_flight=True),
+    Row("in flight, 112 live", split=True, overcommit=112, refill=True, lookahead=2, in_flight=True),
 )
-KEPT: Final = replace(ROWS[-1], name="in flight, 112 live, kept", recompute=False)
+KEPT: Final = replace(ROWS[-1], name="in flight, 112 live, kept", kv_on_sync="keep")
 """The same, where keys and values of older weights are kept."""
 
 BY_NAME: Final[Mapping[str, Row]] = MappingProxyType({row.name: row for row in (*ROWS, KEPT)})
@@ -139,7 +139,7 @@ class Cell:
         """Make the run."""
         row = BY_NAME[self.row]
         profile = profile_of(self.setting, self.engine, self.decode)
-        profile = replace(profile, schedule=replace(profile.schedule, recompute=row.recompute))
+        profile = replace(profile, schedule=replace(profile.schedule, kv_on_sync=row.kv_on_sync))
         schedule = row.schedule(profile.workload.batch, self.max_deferrals)
         steps = STEPS + LAST + schedule.lookahead
         return SimulatedRun(profile.system(), profile.work(), schedule, steps, SKIPPED, self.seed).run()

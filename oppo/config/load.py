@@ -162,32 +162,34 @@ OLD: Final[Mapping[str, str]] = {
 """Every key of earlier versions, and what it is called today."""
 
 
-def converted(document: Mapping[str, object], file: str) -> dict[str, object]:
+def converted(document: Mapping[str, object], file: str, keys: Mapping[str, str] = OLD) -> dict[str, object]:
     """Return a document of an earlier version with the keys of today, and one of today as it is.
 
     Args:
         file: its name, for a message about each old key.
+        keys: those of today by those of earlier versions.
 
     Raises:
         ConfigError: it gives a setting under both keys.
     """
     found: dict[str, Any] = {name: dict(each) if isinstance(each, Mapping) else each for name, each in document.items()}
-    places = {key: key.split(".") for key in OLD}
+    places = {key: key.split(".") for key in keys}
     old = [key for key, (name, last) in places.items() if isinstance(found.get(name), dict) and last in found[name]]
-    both = [f"{key} and {OLD[key]}" for key in old if OLD[key].startswith("rewards") and "rewards" in found]
-    for key in set(RENAMED).intersection(old):
-        home, last = RENAMED[key].split(".")
+    of_rewards = [key for key in old if keys[key].startswith("rewards.")]
+    both = [f"{key} and {keys[key]}" for key in of_rewards if "rewards" in found]
+    for key in sorted(set(old).difference(of_rewards)):
+        home, last = keys[key].split(".")
         target, value = found.setdefault(home, {}), found[places[key][0]].pop(places[key][1])
         if not isinstance(target, dict) or last in target:
-            both.append(f"{key} and {RENAMED[key]}")
+            both.append(f"{key} and {keys[key]}")
         else:
             target[last] = value
     if both:
         raise ConfigError(f"{file} has an old key beside the one of today: {', '.join(both)}; leave the old one out")
-    if set(old) - set(RENAMED):
+    if of_rewards:
         found["rewards"] = _rewards(found["models"])
     if old:
-        names = ", ".join(f"{key} is {OLD[key]} today" for key in old)
+        names = ", ".join(f"{key} is {keys[key]} today" for key in old)
         logger.once(f"{file} has keys of an earlier version: {names}")
     return found
 

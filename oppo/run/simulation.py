@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ValidationError
 
 from oppo.admission import Admission
-from oppo.config.load import Faults, load, overridden, parsed, resolve
+from oppo.config.load import Faults, converted, load, overridden, parsed, resolve
 from oppo.config.sections import StepSection
 from oppo.config.settings import Settings
 from oppo.declared import STRICT, Table, declared
@@ -105,11 +105,11 @@ def of_profile(path: Path, overrides: Sequence[str] = ()) -> Simulation:
     given = profile.schedule
     schedules = ladder(
         profile.workload.batch,
-        extra=min(given.extra, profile.workload.batch),
+        overcommit=min(given.overcommit, profile.workload.batch),
         chunk=given.chunk,
         max_deferrals=given.max_deferrals,
-        price=given.lag_price,
-        kv_on_sync="recompute" if given.recompute else "keep",
+        staleness_price=given.staleness_price,
+        kv_on_sync=given.kv_on_sync,
     )
     return Simulation(profile.system(), profile.work(), schedules, "serial")
 
@@ -147,10 +147,10 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
     own = own_schedule(settings.step, record.cap, directory / "config.toml")
     rungs = ladder(
         step.batch,
-        extra=step.overcommit or max(1, step.batch // 14),
+        overcommit=step.overcommit or max(1, step.batch // 14),
         chunk=own.chunk or 32,
         max_deferrals=step.max_deferrals,
-        price=step.staleness_price,
+        staleness_price=step.staleness_price,
         kv_on_sync=step.kv_on_sync,
     )
     return Simulation(
@@ -229,14 +229,27 @@ KINDS = {
 }
 """The class of each section, or of its tables."""
 
+RENAMED: Final[Mapping[str, str]] = {
+    "schedule.extra": "schedule.overcommit",
+    "schedule.lag_price": "schedule.staleness_price",
+    "schedule.recompute": "schedule.kv_on_sync",
+}
+"""Keys of today's profiles by those of earlier versions."""
+
 
 def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
     """Return the profile in a TOML file, with ``section.key=value`` overrides.
 
+    Keys of earlier versions are read as those of today, with a message.
+
     Raises:
         ConfigError: the file cannot be read or is no TOML, or a setting is unknown, missing or out of range.
     """
-    return profile_of(overridden(parsed(path), overrides), path.absolute().parent)
+    document = parsed(path)
+    schedule = document.get("schedule")
+    if isinstance(schedule, dict) and isinstance(schedule.get("recompute"), bool):
+        schedule["recompute"] = "recompute" if schedule["recompute"] else "keep"
+    return profile_of(overridden(converted(document, str(path), RENAMED), overrides), path.absolute().parent)
 
 
 def profile_of(document: Mapping[str, object], folder: Path) -> Profile:

@@ -159,13 +159,15 @@ def _given(seconds: float | None, otherwise: float) -> float:
 class ScheduleSection:
     """``[schedule]``: what the schedules carry, and what they send."""
 
-    extra: Count = setting(8, "Delta of the schedules with a fixed one")
+    overcommit: Count = setting(8, "Delta of the schedules with a fixed one")
     max_deferrals: PositiveCount = setting(2, "the cut waits for rollouts of this age")
     chunk: PositiveCount = setting(256, "tokens that travel at once")
-    recompute: bool = setting(
-        default=True, description="read the context of rollouts in flight again with new weights, or keep what was read"
+    kv_on_sync: Literal["recompute", "keep"] = setting(
+        "recompute", "read the context of rollouts in flight again with new weights, or keep what was read"
     )
-    lag_price: NonNegative = setting(1.0, "price of a mean lag of 1 step, as a share of its time, where it is adaptive")
+    staleness_price: NonNegative = setting(
+        1.0, "price of a mean lag of 1 step, as a share of its time, where it is adaptive"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +235,9 @@ class Profile:
         layout, engine, actor = self.layout, self.engine, self.size("actor")
         training = (layout.train or layout.decode) * self.gpu.flops * engine.training
         times = TRAINED_PASSES * self.workload.epochs
+        recomputes = self.schedule.kv_on_sync == "recompute"
         return System(
-            decoder=replace(engine.decoder(self.gpu, actor, layout.decode), recomputes=self.schedule.recompute),
+            decoder=replace(engine.decoder(self.gpu, actor, layout.decode), recomputes=recomputes),
             readers=self._readers(),
             updater=Updater(
                 passes=reduce(add, [size.passes(training, times) for size in self.trained]),

@@ -198,37 +198,37 @@ class Schedule:
 def ladder(
     batch: int,
     *,
-    extra: int,
+    overcommit: int,
     chunk: int,
     max_deferrals: int = 2,
-    price: float = 1.0,
+    staleness_price: float = 1.0,
     kv_on_sync: str = "recompute",
 ) -> Mapping[str, Schedule]:
     """Return the schedules by name, each with one overlap more than one before it.
 
     Args:
         batch: units in a batch.
-        extra: Delta of the schedules with a fixed one.
+        overcommit: Delta of the schedules with a fixed one.
         chunk: tokens that travel at once.
         max_deferrals: of what is carried.
-        price: of lag, to the adaptive schedules.
+        staleness_price: of lag, to the adaptive schedules.
         kv_on_sync: what becomes of the KV cache of carried rollouts, as of ``step.kv_on_sync``.
     """
     foreseen = min(max_deferrals, FORESEEN)
     live = max(1, batch // 2)
-    carried = f"{extra} stragglers carried into the next step"
+    carried = f"{overcommit} stragglers carried into the next step"
     waiting = partial(Synchronous, batch)
-    carrying = partial(Overcommit, batch, extra, max_deferrals)
-    adaptive = partial(TailAdaptive, batch, price=price, max_deferrals=foreseen)
+    carrying = partial(Overcommit, batch, overcommit, max_deferrals)
+    adaptive = partial(TailAdaptive, batch, price=staleness_price, max_deferrals=foreseen)
     refilling = partial(Continuous, batch, live, max_deferrals)
     keys: Mapping[MakeAdmission, Mapping[str, object]] = {
         waiting: {"admission": "overcommit", "overcommit": 0},
-        carrying: {"admission": "overcommit", "overcommit": extra},
+        carrying: {"admission": "overcommit", "overcommit": overcommit},
         adaptive: {
             "admission": "adaptive",
             "overcommit": batch // 4,
             "max_deferrals": foreseen,
-            "staleness_price": price,
+            "staleness_price": staleness_price,
         },
         refilling: {"admission": "continuous", "overcommit": live},
     }

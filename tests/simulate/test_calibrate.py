@@ -16,7 +16,7 @@ from oppo.simulate.costs import System
 from oppo.simulate.run import SimulatedRun, ladder
 from tests.simulate.systems import WORKLOAD, machine, recorded
 
-SCHEDULES = ladder(WORKLOAD.batch, extra=3, chunk=32)
+SCHEDULES = ladder(WORKLOAD.batch, overcommit=3, chunk=32)
 
 
 def seconds(system: System, name: str) -> float:

@@ -162,7 +162,9 @@ def test_a_run_whose_turns_an_environment_answered_is_refused(
     text = config.read_text()
     (workplace / "tool.py").write_text("def answer(turn):\n    return None\n")
     try:
-        config.write_text(text.replace('environment = ""', f'environment = "{workplace / "tool.py"}:answer"'))
+        before, section, after = text.partition('[environment]\nsource = ""')
+        assert section
+        config.write_text(f'{before}[environment]\nsource = "{workplace / "tool.py"}:answer"{after}')
         assert main(["simulate", "--from", "runs/finished"]) == 2
     finally:
         config.write_text(text)

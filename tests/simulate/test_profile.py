@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
+import tomli_w
 
 from oppo.errors import ConfigError
-from oppo.run.simulation import load_profile, profile_of
+from oppo.log import routed
+from oppo.run.simulation import RENAMED, load_profile, profile_of
 from oppo.simulate.costs import GPUS, MODELS, Reached
-from oppo.simulate.profile import Profile
+from oppo.simulate.profile import Profile, ScheduleSection
 
 PROFILE: dict[str, dict[str, object]] = {
     "workload": {"batch": 64},
@@ -76,11 +79,30 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
         load_profile(tmp_path / "odd.toml")
 
 
+@pytest.mark.parametrize(("recompute", "kv_on_sync"), [(True, "recompute"), (False, "keep")])
+def test_a_profile_of_an_earlier_version_opens_with_one_message(
+    recompute: bool,
+    kv_on_sync: Literal["recompute", "keep"],
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "profile.toml"
+    file.write_text(tomli_w.dumps(changed(schedule={"extra": 3, "lag_price": 0.5, "recompute": recompute})))
+    messages: list[str] = []
+    with routed(messages.append):
+        found = load_profile(file)
+    assert found.schedule == ScheduleSection(overcommit=3, staleness_price=0.5, kv_on_sync=kv_on_sync)
+    assert len(messages) == 1
+    assert all(f"{old} is {new} today" in messages[0] for old, new in RENAMED.items())
+
+
+def test_a_key_of_an_earlier_version_beside_that_of_today_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "profile.toml").write_text(tomli_w.dumps(changed(schedule={"extra": 3, "overcommit": 3})))
+    with pytest.raises(ConfigError, match=r"schedule\.extra and schedule\.overcommit"):
+        load_profile(tmp_path / "profile.toml")
+
+
 def test_a_file_of_lengths_lies_beside_the_profile(tmp_path: Path) -> None:
-    lines = [
-        f"[{name}]\n" + "".join(f"{key} = {value!r}\n" for key, value in keys.items()) for name, keys in PROFILE.items()
-    ]
-    (tmp_path / "profile.toml").write_text("\n".join(lines).replace("median = 400", "file = 'lengths.txt'"))
+    (tmp_path / "profile.toml").write_text(tomli_w.dumps(changed(lengths={"median": None, "file": "lengths.txt"})))
     (tmp_path / "lengths.txt").write_text("100\n4000\n")
     work = load_profile(tmp_path / "profile.toml", ["workload.samples=2"]).work()
     assert (work.samples, set(work.lengths(4, 2, 0).ravel().tolist())) == (2, {100, 2048})

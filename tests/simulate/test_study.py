@@ -31,7 +31,7 @@ OUTCOME = ScheduleOutcome(
     idle=0.25,
     peak_tokens=1500.0,
 )
-SCHEDULES = ladder(8, extra=2, chunk=16)
+SCHEDULES = ladder(8, overcommit=2, chunk=16)
 
 
 def standing(name: str, lag: float, *speeds: float) -> Standing:
@@ -154,7 +154,7 @@ def test_ranges_are_left_out_where_there_is_one_value() -> None:
 
 def test_schedules_meet_the_same_prompts_and_speeds_are_paired_by_seed(messages: list[str]) -> None:
     names = ("serial", "chunk", "fixed", "lookahead 1")
-    schedules = {name: each for name, each in ladder(WORKLOAD.batch, extra=3, chunk=32).items() if name in names}
+    schedules = {name: each for name, each in ladder(WORKLOAD.batch, overcommit=3, chunk=32).items() if name in names}
     found = study(machine(LAYOUTS["split"]), WORKLOAD, schedules, baseline="serial", steps=8, seeds=(0, 1))
     assert messages[0] == "simulating serial: 8 steps, 2 seeds"
     assert list(found.standings) == list(names)
