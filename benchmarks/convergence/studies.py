@@ -6,10 +6,11 @@ and without importance weights. A figure shows the score of what was trained: me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from math import isfinite
 from statistics import fmean, median
+from textwrap import fill
 from typing import Final, Literal, TypeAlias
 
 from benchmarks.convergence.comparison import (
@@ -34,6 +35,9 @@ from benchmarks.convergence.results import Outcome, Results
 from benchmarks.harness import markdown
 from oppo.config.settings import Settings
 from oppo.report.charts import Axes, picture, placed
+
+COLUMNS: Final = 120
+"""Columns of the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class Study:
         picture: name of the figure, beside the page and beside the results.
         panels: of the figure.
         section: returns the section of ``docs/learning.md``, with its heading.
-        findings: returns what was found, a line each.
+        findings: returns what was found, an item each.
         table: returns the results as a table.
     """
 
@@ -113,6 +117,13 @@ class Study:
     def begin(self) -> str:
         """The line of the page after which the section is."""
         return f"<!-- python -m benchmarks.convergence --study {self.name} --page -->\n"
+
+
+def items(lines: Iterable[str]) -> str:
+    """Return the lines as items of a list, wrapped as the page is."""
+    return "\n".join(
+        fill(line, COLUMNS, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False) for line in lines
+    )
 
 
 def percent(found: Difference) -> str:
@@ -133,7 +144,7 @@ def noise(results: Results, arm: str, baseline: str) -> str:
     score = examination_error(results, arm, baseline, SCORE, lambda answers: answers.score)
     kl = examination_error(results, arm, baseline, KL, lambda answers: answers.kl)
     return (
-        f"- Of every difference, examining only {results.plan.examined} responses has a standard error of {score:.1%} "
+        f"Of every difference, examining only {results.plan.examined} responses has a standard error of {score:.1%} "
         f"for the score and {kl:.1%} for the KL."
     )
 
@@ -196,16 +207,16 @@ def schedules_row(results: Results, arm: Arm) -> list[str]:
 
 
 def schedules_findings(results: Results) -> str:
-    """Return the findings, line by line."""
+    """Return the findings, an item each."""
     harm = {
         -1: "does harm: all of the interval of its score lies below serial's",
         None: f"is not judged by fewer than {LEAST} seeds",
     }.get(difference(results, STALE.name, SERIAL.name, SCORE).sign, "shows no harm to the score beyond chance")
-    return "\n".join(
+    return items(
         (
             conclusion(results, ADAPTIVE.name),
             conclusion(results, FIXED.name),
-            f"- `{STALE.name}` {harm}.",
+            f"`{STALE.name}` {harm}.",
             noise(results, ADAPTIVE.name, SERIAL.name),
         )
     )
@@ -216,7 +227,7 @@ def conclusion(results: Results, arm: str) -> str:
     late = fmean(each.late for each in results.of(arm))
     score, kl = (difference(results, arm, SERIAL.name, quantity).conclusion for quantity in (SCORE, KL))
     return (
-        f"- That `{arm}`, which carried {late:.0%} over, ends within {BAND:.0%} of serial's gain **{score}** for the "
+        f"That `{arm}`, which carried {late:.0%} over, ends within {BAND:.0%} of serial's gain **{score}** for the "
         f"score and **{kl}** for the KL."
     )
 
@@ -374,16 +385,16 @@ def against(results: Results, arm: str, other: str, quantity: Quantity) -> Diffe
 
 
 def lookahead_findings(results: Results) -> str:
-    """Return the findings, line by line."""
+    """Return the findings, an item each."""
     arms = [name for name in LOOKAHEAD_ARMS if name != BASELINE.name]
     intervals = len(QUANTITIES) * (len(arms) + len(PAIRS))
-    return "\n".join(
+    return items(
         (
             *(verdict(results, arms, quantity) for quantity in QUANTITIES),
-            worth(results, arms),
+            *worth(results, arms),
             runaways(results, arms),
-            *(f"- {name}: {changes(results, arm, other)}." for arm, other, name in PAIRS),
-            f"- One interval in ten leaves out the true difference, and these are {intervals}.",
+            *(f"{name}: {changes(results, arm, other)}." for arm, other, name in PAIRS),
+            f"One interval in ten leaves out the true difference, and these are {intervals}.",
             noise(results, arms[0], BASELINE.name),
         )
     )
@@ -408,17 +419,17 @@ def verdict(results: Results, arms: Sequence[str], quantity: str) -> str:
     )
     judged = any(each.sign is not None for each in found.values())
     words = f" Beyond chance it is {beyond or 'no different for any'}." if judged else ""
-    return f"- The {quantity} is {within}.{words}"
+    return f"The {quantity} is {within}.{words}"
 
 
-def worth(results: Results, arms: Sequence[str]) -> str:
+def worth(results: Results, arms: Sequence[str]) -> tuple[str, str]:
     """Return how much longer than the baseline each arm takes to learn, with intervals: in updates, then in seconds."""
     found = {arm: pace(results, arm, BASELINE.name) for arm in arms}
     updates = "; ".join(f"`{arm}` {times(each.updates)}" for arm, each in found.items())
     seconds = "; ".join(f"`{arm}` {times(each.seconds)}" for arm, each in found.items())
     return (
-        f"- To get {TARGET:.0%} of the gain no later, so many times as fast a step has to be: {updates}.\n"
-        f"- Here that took so many times the seconds of `{BASELINE.name}`: {seconds}."
+        f"To get {TARGET:.0%} of the gain no later, so many times as fast a step has to be: {updates}.",
+        f"Here that took so many times the seconds of `{BASELINE.name}`: {seconds}.",
     )
 
 
@@ -438,7 +449,7 @@ def runaways(results: Results, arms: Sequence[str]) -> str:
     beyond = {arm: sum(kl > bound for kl in kls(arm)) for arm in arms}
     told = [f"`{arm}` {count}" for arm, count in beyond.items() if count]
     return (
-        f"- Of {len(results.whole())} runs so many ended with more than {RUNAWAY} times the largest KL of "
+        f"Of {len(results.whole())} runs so many ended with more than {RUNAWAY} times the largest KL of "
         f"`{BASELINE.name}`: {', '.join(told) or 'none of any arm'}."
     )
 
