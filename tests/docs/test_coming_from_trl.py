@@ -41,7 +41,7 @@ def test_a_row_names_settings_that_are_there_or_says_why_there_is_none(kind: str
         assert set(named) <= SETTINGS | OF_VLLM, field
         assert (settings == "-") == (not named), field
         assert named or remark, f"{field} has neither a setting nor a reason"
-        mentioned = set(re.findall(r"`((?:run|models|data|sampling|step|algorithm|trainer)\.\w+)`", remark))
+        mentioned = set(re.findall(rf"`((?:{'|'.join(tables())})\.\w+)`", remark))
         assert mentioned <= SETTINGS, field
 
 

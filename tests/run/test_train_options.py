@@ -21,10 +21,10 @@ steps = 3
 panel = "lines"
 [models]
 policy = "actor"
-[[rewards]]
-source = "reward.py:score"
 critic = "critic"
 lora_rank = 4
+[[rewards]]
+source = "reward.py:score"
 [data]
 prompts = "prompts.jsonl"
 [sampling]
