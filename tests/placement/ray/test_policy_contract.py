@@ -58,7 +58,7 @@ def serving(place: RayPlace, folder: Path) -> Serving:
         model: PreTrainedModel | None = None,
         *,
         sampling: Sampling = SAMPLING,
-        exact: bool = False,
+        deterministic: bool = False,
         keep: bool = False,
         portion: int = 8192,
     ) -> Iterator[HfPolicy]:
@@ -70,7 +70,7 @@ def serving(place: RayPlace, folder: Path) -> Serving:
             ModelRecipe(path=str(path)),
             sampling=sampling,
             thread=place,
-            deterministic=exact,
+            deterministic=deterministic,
             kv_on_sync="keep" if keep else "recompute",
             prefill_tokens=portion,
         )
