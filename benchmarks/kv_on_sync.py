@@ -81,9 +81,7 @@ def compare(config: Path, /, *given: str) -> None:
     steps = next((int(each) for each in given if "=" not in each), 20)
     with ExitStack() as stack:
         sessions = [
-            stack.enter_context(
-                prepare(load(config, [*overrides, f"step.kv_on_sync={way}", f"run.name=on-publish-{way}"]))
-            )
+            stack.enter_context(prepare(load(config, [*overrides, f"step.kv_on_sync={way}", f"run.name={way}"])))
             for way in WAYS
         ]
         measured = anyio.run(alternate, sessions, steps)

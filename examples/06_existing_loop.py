@@ -84,9 +84,9 @@ async def serial(actor: LlamaForCausalLM, judge: LlamaForSequenceClassification,
 
 
 async def overlapped(
-    actor: LlamaForCausalLM, judge: LlamaForSequenceClassification, steps: int, extra: int = 0
+    actor: LlamaForCausalLM, judge: LlamaForSequenceClassification, steps: int, overcommit: int = 0
 ) -> list[StepReport]:
-    """Train with the same models and the same training step, streamed; carry up to ``extra`` responses over."""
+    """Train with the same models and the same training step, streamed; carry up to ``overcommit`` responses over."""
     learner = Learner(actor)
     with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
         policy = HfPolicy(actor, sampling=SAMPLING, thread=decoding, deterministic=True)
@@ -95,7 +95,7 @@ async def overlapped(
         def step(batch: Batch) -> dict[str, float]:
             return learner.train_step(*tokens_of(batch.responses), torch.from_numpy(batch.scores))
 
-        admission = Overcommit(batch=8, overcommit=extra)
+        admission = Overcommit(batch=8, overcommit=overcommit)
         graph = wrap(step, actor, policy=policy, reward=reward, admission=admission, chunks=Fixed(8), thread=decoding)
         async with graph.open(prompts(steps)) as run:
             return [report async for report in run.steps(steps)]
@@ -128,7 +128,7 @@ async def main() -> None:
     await overlapped(*other, steps=4)
     same = all(torch.equal(a, b) for a, b in zip(one[0].parameters(), other[0].parameters(), strict=True))
     print(f"nothing carried over: the weights are {'identical' if same else 'not identical'}")
-    for report in await overlapped(*tiny_models(), steps=4, extra=4):
+    for report in await overlapped(*tiny_models(), steps=4, overcommit=4):
         print(f"step {report.index}: score {report.score:+.3f}, carried {[each.rollout for each in report.deferred]}")
 
 

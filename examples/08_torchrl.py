@@ -142,8 +142,8 @@ async def serial(models: Models, steps: int) -> None:
             await critic.load(weights)
 
 
-async def overlapped(models: Models, steps: int, extra: int = 0) -> list[StepReport]:
-    """Train with the same update, streamed; carry up to ``extra`` responses over."""
+async def overlapped(models: Models, steps: int, overcommit: int = 0) -> list[StepReport]:
+    """Train with the same update, streamed; carry up to ``overcommit`` responses over."""
     ppo = PPO(models.actor, models.critic)
     with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
         policy = HfPolicy(models.actor, sampling=SAMPLING, thread=decoding, deterministic=True)
@@ -157,7 +157,7 @@ async def overlapped(models: Models, steps: int, extra: int = 0) -> list[StepRep
 
         graph = wrap(
             step, models.actor, policy=policy, reward=reward, critic=critic, critic_module=models.critic,
-            admission=Overcommit(batch=8, overcommit=extra), chunks=Fixed(8), thread=decoding,
+            admission=Overcommit(batch=8, overcommit=overcommit), chunks=Fixed(8), thread=decoding,
         )  # fmt: skip
         async with graph.open(prompts(steps)) as run:
             return [report async for report in run.steps(steps)]
@@ -214,7 +214,7 @@ async def main() -> None:
         for a, b in zip(mine.parameters(), theirs.parameters(), strict=True)
     )
     print(f"nothing carried over: the weights are {'identical' if same else 'not identical'}")
-    for report in await overlapped(tiny_models(), steps=4, extra=4):
+    for report in await overlapped(tiny_models(), steps=4, overcommit=4):
         print(f"step {report.index}: score {report.score:+.3f}, carried {[each.rollout for each in report.deferred]}")
 
 
