@@ -33,6 +33,8 @@ def share_base(model: PreTrainedModel) -> PreTrainedModel:
 def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) -> None:
     """Add an adapter to every linear layer but the last; from now on only the adapters require a gradient.
 
+    The output projections of Mamba layers get none: the layers' fused kernels read their weights past an adapter.
+
     A new adapter changes no output: one of its two matrices is zero. Adapters are float32, also on a 16-bit base.
     ``save_pretrained`` writes adapters only, and ``from_pretrained`` loads them with their base.
 
@@ -61,8 +63,14 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
             f"{largest}: expected a lower one, or 0, which trains all weights"
         )
     transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    fused = [f"{name}.out_proj" for name, module in model.named_modules() if hasattr(module, "time_step_limit")]
     adapter = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", fan_in_fan_out=transposed
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        exclude_modules=fused or None,
+        fan_in_fan_out=transposed,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

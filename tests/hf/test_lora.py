@@ -193,3 +193,19 @@ def test_small_steps_of_adapters_reach_16_bit_weights_in_float32_only() -> None:
     assert torch.equal(merged(actor)[plain], state[name]), "16 bits have lost the whole step"
     assert rounding_loss(state, whole, torch.bfloat16) > 0.9
     assert rounding_loss(state, whole, torch.float32) == 0.0
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "bamba", "qwen3.5", "lfm2", "zamba2"])
+def test_a_model_with_states_is_served_with_adapters_as_it_is_trained(name: str) -> None:
+    model = tiny.of(tiny.STATEFUL[name](), seed=1)
+    model.train(mode=False)
+    probe(model)  # whose hooks are on the layers that adapters go around
+    add_lora(model, 4, 8, seed=3)
+    with torch.no_grad():
+        before = model(IDS, use_cache=False).logits
+        for parameter in trained(model).values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+        assert not torch.allclose(model(IDS, use_cache=False).logits, before, atol=1e-3)
+    mamba = [each for each, module in model.named_modules() if hasattr(module, "time_step_limit")]
+    assert not [key for key in trained(model) if any(key.startswith(f"{each}.out_proj") for each in mamba)]
+    probe(model)
