@@ -165,6 +165,7 @@ def _gpus() -> range:
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _aten = torch.ops.aten
+_GROUPED = _aten._grouped_mm.default  # noqa: SLF001 - an operator's name
 _NUMBER = frozenset({_aten._local_scalar_dense.default, _aten.item.default})  # noqa: SLF001 - an operator's name
 
 
@@ -230,6 +231,11 @@ class WithoutData(LiveBytes):
             return args[0].new_zeros((args[0].numel(), args[0].dim()), dtype=torch.int64)
         if func is _aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1]):
             return args[0].reshape(-1, *args[0].shape[args[1][0].dim() :]).clone()
+        if func is _GROUPED and args[0].dtype != torch.bfloat16:  # without data it knows no other
+            left, right, *others = args
+            result: Tensor = func(left.bfloat16(), right.bfloat16(), *others, **(kwargs or {})).to(left.dtype)
+            self._count(result)
+            return result
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
 from oppo.hf.lora import add_lora
@@ -56,11 +57,16 @@ def test_bytes_are_counted_while_they_are_alive() -> None:
             assert (live.now, live.peak) == (0, 8000)
 
 
-@pytest.mark.parametrize("name", ["qwen2-sliding", *deep("llama", "gpt2", "gemma3", "olmo2")])
+@pytest.mark.parametrize(
+    "name", ["qwen2-sliding", "qwen3-moe", "falcon-h1", *deep("llama", "gpt2", "gemma3", "olmo2", "qwen3-next")]
+)
 def test_a_served_model_is_estimated_without_its_weights(name: str) -> None:
-    policy = of_policy(lambda: tiny.causal(name), LOAD, SAMPLING, prefill_tokens=64)
-    reference = of_reference(lambda: tiny.causal(name), LOAD)
-    real = tiny.causal(name)
+    def made() -> PreTrainedModel:
+        return tiny.of({**tiny.CONFIGS, **tiny.STATEFUL}[name]())
+
+    policy = of_policy(made, LOAD, SAMPLING, prefill_tokens=64)
+    reference = of_reference(made, LOAD)
+    real = made()
     assert policy.weights == reference.weights
     assert policy.weights == pytest.approx(weights_of(real), rel=0.01)
     for each in (policy, reference):
