@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from oppo.cli import DONE, INTERRUPTED
+from oppo.cli import DONE
 from oppo.run.train import FINAL
 from tests.workplace import furnish, oppo, records, resume, start
 
@@ -55,14 +55,12 @@ def actor(folder: Path, name: str) -> dict[str, bytes]:
 
 
 def test_a_run_that_is_interrupted_while_groups_are_carried_goes_on_to_the_same_weights(folder: Path) -> None:
-    settings = (*GROUPS, "step.algorithm=grpo", "run.steps=6", "run.panel=lines")
+    settings = (*GROUPS, "step.algorithm=grpo", "run.steps=6", "run.panel=lines", "rewards.0.source=reward.py:late")
     assert oppo(folder, "", *settings, "run.name=whole") == DONE
-    with start(folder, *settings, "run.name=stopped") as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(signal.SIGINT)
+    alike = "from tests.hf.child import set_up; set_up()"
+    with start(folder, *settings, "run.name=stopped", before=alike, ENDED_AT="20") as process:
         _, said = process.communicate(timeout=120)
-    assert process.returncode == INTERRUPTED, said
+    assert process.returncode == 128 + signal.SIGTERM, said
     made = records(folder, "stopped", "metrics.jsonl")
     assert len(made) < 6
     assert made[-1]["deferral/carried"]
