@@ -169,7 +169,8 @@ def _speak(said: Sequence[int]) -> None:
 
 def _run(code: str, argv: list[str], environment: dict[str, str], folder: str, said: tuple[int, int]) -> None:
     _speak(said)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and its forks may block it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = argv
