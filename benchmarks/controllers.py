@@ -57,7 +57,7 @@ class Engine:
         padded: whether forward passes are padded to the longest row.
         reading, forward, training: reached fraction of the peak.
         call: seconds of one call of the reward model.
-        overhead, publish: seconds a step.
+        overhead, weight_sync: seconds a step.
     """
 
     launch: dict[str, float]
@@ -70,7 +70,7 @@ class Engine:
     training: float
     call: float
     overhead: float
-    publish: float
+    weight_sync: float
 
 
 ENGINES = {
@@ -85,7 +85,7 @@ ENGINES = {
         training=0.45,
         call=0.012,
         overhead=2.0,
-        publish=0.5,
+        weight_sync=0.5,
     ),
     "plain": Engine(
         launch={"3B": 0.070, "7B": 0.056},
@@ -98,7 +98,7 @@ ENGINES = {
         training=0.30,
         call=0.03,
         overhead=10.0,
-        publish=2.0,
+        weight_sync=2.0,
     ),
 }
 """``modern``: a serving engine that decodes; ``plain``: ``generate`` in a loop bound by launches, padded passes."""
@@ -174,7 +174,7 @@ def system(regime: Regime, engine: Engine) -> System:
             passes=size.passes(DEVICES * PEAK * engine.training, 2 * TRAINED_PASSES * regime.epochs),
             fixed=engine.overhead,
             padded=engine.padded,
-            publish=engine.publish,
+            weight_sync=engine.weight_sync,
         ),
     )
 

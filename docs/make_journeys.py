@@ -181,7 +181,7 @@ def _weights() -> Journey:
         async with running(llm):
             policy = VllmPolicy(engine, sampling=sampling)
             with tracer.tracing():
-                await trainer.publish(policy)
+                await trainer.sync_weights(policy)
 
     anyio.run(main)
     return Journey("Weights, from the trainer to vLLM", list(tracer.modules))

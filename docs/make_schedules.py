@@ -43,7 +43,7 @@ WORKLOAD: Final = replace(
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A run in a picture: its name, its mode, and whether weights are published while responses are decoded."""
+    """A run in a picture: its name, its mode, and whether weights are synced while responses are decoded."""
 
     name: str
     mode: Mode
@@ -59,7 +59,7 @@ PICTURES: Final = {
         Shown("step.lookahead = 0", MODES["fixed"]),
         Shown("step.lookahead = 1", replace(MODES["fixed"], lookahead=1)),
     ],
-    "publish": [
+    "weight_sync": [
         Shown('step.weight_sync = "cut"', replace(MODES["fixed"], lookahead=1)),
         Shown('step.weight_sync = "in-flight"', replace(MODES["fixed"], lookahead=1), in_flight=True),
     ],

@@ -107,7 +107,7 @@ async def serial_ppo(
             said = [await score(scorer, finished) for scorer in (reference, reward, critic)]
             batches.append(advantages(finished, *said))
             await trainer.update(batches[-1])
-            await trainer.publish(policy, critic)
+            await trainer.sync_weights(policy, critic)
         return batches
 
 

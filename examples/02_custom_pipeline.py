@@ -35,9 +35,9 @@ from oppo import (
     StepReport,
     Trainer,
     Update,
-    followers,
     merge_chunks,
     rollout_of,
+    synced_models,
 )
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, noise, prompts, run_virtual
 
@@ -85,7 +85,7 @@ def rloo(policy: Policy, reward: Scorer[float | Drop], trainer: Trainer) -> Grap
     rollout = g.add("generate", Generate(policy, Overcommit(batch=4, overcommit=1), samples=SAMPLES), g.prompts)
     score = g.add("reward", Score(reward), rollout)
     batch = g.add("advantage", LeaveOneOut(), rollout, score)
-    return g.build(g.add("update", Update(trainer, publish=followers(policy)), batch))
+    return g.build(g.add("update", Update(trainer, synced=synced_models(policy)), batch))
 
 
 async def main() -> None:

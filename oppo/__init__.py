@@ -45,7 +45,7 @@ from oppo.events import (
     rollout_of,
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream, join, where
-from oppo.models import Decode, Follower, Piece, Policy, Sampling, Scorer, Trained, Trainer, Weights
+from oppo.models import Decode, Piece, Policy, Sampling, Scorer, SyncedModel, Trained, Trainer, Weights
 from oppo.placement import Inline, Process, Ranks, Thread
 from oppo.returns import AdaptiveKL, Correction, FixedKL, ScoreShaping
 from oppo.rewards import FunctionReward, Rewards
@@ -60,7 +60,7 @@ from oppo.stages import (
     Selection,
     Update,
     finished_rollout,
-    followers,
+    synced_models,
 )
 from oppo.training import FunctionTrainer, TrainerSettings
 
@@ -86,7 +86,6 @@ __all__ = [
     "Fixed",
     "FixedKL",
     "FloatArray",
-    "Follower",
     "FunctionReward",
     "FunctionTrainer",
     "Gather",
@@ -125,6 +124,7 @@ __all__ = [
     "StepReport",
     "Stream",
     "Support",
+    "SyncedModel",
     "Synchronous",
     "TailAdaptive",
     "TailBatched",
@@ -137,13 +137,13 @@ __all__ = [
     "Weights",
     "WholeRollout",
     "finished_rollout",
-    "followers",
     "grpo",
     "join",
     "merge_chunks",
     "ppo",
     "read_prompts",
     "rollout_of",
+    "synced_models",
     "train",
     "watched",
     "where",

@@ -517,7 +517,7 @@ class StepReport:
         deferred: the rollouts carried into the next step.
         score: mean of the reward model's scalars over the trained rollouts, and those of their batch that were left out
             of the loss; NaN when there are none.
-        seconds: from the step's start to its last publish.
+        seconds: from the step's start to its last weight sync.
         metrics: under the names of the run directory's ``metrics.jsonl``.
     """
 

@@ -178,7 +178,7 @@ class Weights:
 
 
 @runtime_checkable
-class Follower(Protocol):
+class SyncedModel(Protocol):
     """A served model whose weights follow the trainer's."""
 
     @property
@@ -260,7 +260,7 @@ class FixedDecoding:
         )
 
 
-class Policy(Follower, Protocol):
+class Policy(SyncedModel, Protocol):
     """The actor, with the engine that decodes."""
 
     @property
@@ -285,7 +285,7 @@ class VariesSampling(Policy, Protocol):
     """A policy with the capability ``varies_sampling``: its engine can draw in several ways."""
 
     def with_sampling(self, sampling: Sampling) -> Policy:
-        """Return a policy with the same engine and the same weights, those of later publishing too, that draws so.
+        """Return a policy with the same engine and the same weights, those of later syncs too, that draws so.
 
         One of the two decodes at a time. Rollouts of this one that are deferred meanwhile stay deferred.
         """
@@ -367,7 +367,7 @@ class TrainerCapabilities:
 
     Attributes:
         accumulates: it can take a batch in parts; it is a :class:`StreamingTrainer`.
-        trains_by_reference: it may train the very tensors that a follower serves; it is a :class:`TrainsByReference`.
+        trains_by_reference: it may train the very tensors that a synced model serves, as a :class:`TrainsByReference`.
     """
 
     accumulates: bool = False
@@ -393,10 +393,10 @@ class Trainer(Protocol):
     async def update(self, batch: Batch) -> Trained:
         """Train on one batch; this adds one to the version, even if every minibatch was skipped."""
 
-    async def publish(self, *followers: Follower) -> None:
-        """Give the current weights to each follower; all of them have the new version afterwards.
+    async def sync_weights(self, *synced: SyncedModel) -> None:
+        """Give the current weights to each synced model; all of them have the new version afterwards.
 
-        A failure is raised with a note of each follower's version, and ends the run.
+        A failure is raised with a note of each synced model's version, and ends the run.
         """
 
 
@@ -420,8 +420,8 @@ class StreamingTrainer(Trainer, Protocol):
 class TrainsByReference(Trainer, Protocol):
     """A trainer with the capability ``trains_by_reference``."""
 
-    def shares_weights(self, follower: Follower) -> bool:
-        """Return whether an update changes what ``follower`` serves before it is published."""
+    def shares_weights(self, model: SyncedModel) -> bool:
+        """Return whether an update changes what ``model`` serves before it is synced."""
 
 
 class ResumableTrainer(Trainer, Protocol):
@@ -445,7 +445,7 @@ class ResumableTrainer(Trainer, Protocol):
         """Write the trained models, as other programs load them."""
 
     async def restore(self, directory: Path) -> None:
-        """Restore the state that ``directory`` holds; followers get it with the next :meth:`publish`."""
+        """Restore the state that ``directory`` holds; synced models get it with the next :meth:`sync_weights`."""
 
 
 RewardFunction: TypeAlias = Callable[..., object]

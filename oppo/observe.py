@@ -17,7 +17,7 @@ now: Callable[[], float] = time.monotonic
 
 
 Role: TypeAlias = Literal["decode", "score", "update", "evaluate", "other"]
-"""A work's contribution to a step: tokens, scores, new weights (publishing included), an evaluation beside it, or
+"""A work's contribution to a step: tokens, scores, new weights (weight sync included), an evaluation beside it, or
 something else.
 """
 

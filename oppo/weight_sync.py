@@ -1,6 +1,6 @@
 """Weight sync: the weights that a trainer holds, given to the models that serve them.
 
-What a model knows of its tensors, beside being a :class:`oppo.models.Follower`, is found by its members:
+What a model knows of its tensors, beside being a :class:`oppo.models.SyncedModel`, is found by its members:
 :class:`ServesByReference` and :class:`CopiesWeights`. One that stands for another has that as ``stands_for``.
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import anyio
 
-from oppo.models import Follower, TrainerCapabilities, Weights
+from oppo.models import SyncedModel, TrainerCapabilities, Weights
 
 
 @runtime_checkable
@@ -34,18 +34,18 @@ class CopiesWeights(Protocol):
         """Return what it serves of these weights, in memory of its own."""
 
 
-def model_behind(follower: Follower) -> Follower:
-    """Return the model to which a follower passes weights on as its ``stands_for``; mostly itself."""
-    model: Follower = getattr(follower, "stands_for", follower)
-    return model
+def model_behind(model: SyncedModel) -> SyncedModel:
+    """Return the model to which a synced model passes weights on as its ``stands_for``; mostly itself."""
+    behind: SyncedModel = getattr(model, "stands_for", model)
+    return behind
 
 
-def name_of(follower: Follower) -> str:
-    """Return the name of a follower's class, or of the model's that it stands for."""
-    return type(model_behind(follower)).__name__
+def name_of(model: SyncedModel) -> str:
+    """Return the name of a synced model's class, or of the one it stands for."""
+    return type(model_behind(model)).__name__
 
 
-def share_tensors(one: Follower, other: Follower) -> bool:
+def share_tensors(one: SyncedModel, other: SyncedModel) -> bool:
     """Return whether two models serve a tensor together, so that new weights of one are those of the other."""
     return (
         isinstance(one, ServesByReference)
@@ -59,37 +59,37 @@ class SyncsByReference(ABC):
 
     @property
     def capabilities(self) -> TrainerCapabilities:
-        """It may train the very tensors that a follower serves."""
+        """It may train the very tensors that a synced model serves."""
         return TrainerCapabilities(trains_by_reference=True)
 
     @abstractmethod
     def weights(self) -> Weights:
         """Return the current weights by reference; never called during an update."""
 
-    async def publish(self, *followers: Follower) -> None:
-        """Give the current weights to each follower with :func:`sync`; never half cancelled."""
+    async def sync_weights(self, *synced: SyncedModel) -> None:
+        """Give the current weights to each synced model with :func:`sync`; never half cancelled."""
         with anyio.CancelScope(shield=True):
-            await sync(self.weights(), followers)
+            await sync(self.weights(), synced)
         await anyio.lowlevel.checkpoint_if_cancelled()
 
-    def shares_weights(self, follower: Follower) -> bool:
-        """Return whether ``follower`` serves the very tensors that are trained."""
-        return isinstance(follower, ServesByReference) and follower.serves(self.weights())
+    def shares_weights(self, model: SyncedModel) -> bool:
+        """Return whether ``model`` serves the very tensors that are trained."""
+        return isinstance(model, ServesByReference) and model.serves(self.weights())
 
 
-async def sync(weights: Weights, followers: Sequence[Follower]) -> None:
-    """Give ``weights`` to each follower, one after the other.
+async def sync(weights: Weights, synced: Sequence[SyncedModel]) -> None:
+    """Give ``weights`` to each synced model, one after the other.
 
-    A failure is final: the old weights no longer exist, and a follower may share the storage of the new ones. Its note
-    holds each follower's version; the run ends, and resumes from a checkpoint.
+    A failure is final: the old weights no longer exist, and a model may share the storage of the new ones. A note says
+    the version of each; the run ends, and resumes from a checkpoint.
 
     Raises:
-        Exception: whatever a follower raised.
+        Exception: whatever a synced model raised.
     """
-    for follower in followers:
+    for model in synced:
         try:
-            await follower.load(weights)
+            await model.load(weights)
         except Exception as error:
-            held = ", ".join(f"{name_of(one)} has version {one.version}" for one in followers)
-            error.add_note(f"while publishing version {weights.version}: {held}; do not go on from here")
+            held = ", ".join(f"{name_of(one)} has version {one.version}" for one in synced)
+            error.add_note(f"while syncing version {weights.version}: {held}; do not go on from here")
             raise

@@ -12,7 +12,7 @@ from oppo.admission import Admission, Overcommit, TailAdaptive, TailBatched
 from oppo.data import PromptStream
 from oppo.events import Batch, Drop, Prompt, Response, StepReport
 from oppo.graph import Graph, Run
-from oppo.models import Follower, Scorer
+from oppo.models import Scorer, SyncedModel
 from oppo.rewards import FunctionReward, OnFailure
 from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate, Score, Update
@@ -97,7 +97,7 @@ class FaultyPipeline(Pipeline):
             one = 1 if self.judge == "retry" else None
             function = faulty_reward("judge", judged, self.script)
             reward = FunctionReward(function, decode=str, on_failure=self.judge, concurrency=one)
-        followers: list[Follower] = [self.actor, self.scripted_critic]
+        synced: list[SyncedModel] = [self.actor, self.scripted_critic]
         return (
             super()
             .graph()
@@ -105,7 +105,7 @@ class FaultyPipeline(Pipeline):
                 ref_logp=Score(self.scripted_reference),
                 reward=Score(reward),
                 value=Score(self.scripted_critic),
-                update=Update(self.scripted_trainer, followers, ("generate", "value"), max_nonfinite=0),
+                update=Update(self.scripted_trainer, synced, ("generate", "value"), max_nonfinite=0),
             )
         )
 
@@ -133,7 +133,7 @@ class FaultyPipeline(Pipeline):
         run.load_state_dict(self.saved["run"])
         first = int(self.saved["run"]["steps"])
         self.trainer.version = first
-        await self.trainer.publish(self.policy, self.critic)
+        await self.trainer.sync_weights(self.policy, self.critic)
         return first
 
     def _save(self, run: Run[StepReport], source: PromptStream) -> None:

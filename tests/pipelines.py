@@ -30,7 +30,7 @@ from oppo.graph import Graph, GraphBuilder
 from oppo.models import Capabilities, Loads, Scorer
 from oppo.observe import Span
 from oppo.run.checkpoint import read_state, write_state
-from oppo.stages import GAE, Generate, Score, Update, followers
+from oppo.stages import GAE, Generate, Score, Update, synced_models
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
 
 
@@ -86,7 +86,7 @@ class Setting:
 
     @property
     def after(self) -> tuple[str, ...]:
-        """What an update waits for before it publishes."""
+        """What an update waits for before it syncs."""
         return () if self.in_flight else ("generate",)
 
     @property
@@ -157,7 +157,7 @@ class Pipeline:
             batch = g.add("advantage", GAE(), rollout, score, reference=ref, value=value, proximal=again)
         else:
             batch = g.add("advantage", GAE(), rollout, score, reference=ref, value=value)
-        update = Update(self.trainer, publish=followers(self.generate.policy, values), after=self.setting.after)
+        update = Update(self.trainer, synced=synced_models(self.generate.policy, values), after=self.setting.after)
         return g.build(g.add("update", update, batch))
 
     async def run(self) -> None:
@@ -179,7 +179,7 @@ class Pipeline:
                 run.load_state_dict(state["run"])
                 source.load_state_dict(state["prompts"])
                 self.trainer.version = first
-                await self.trainer.publish(self.policy, self.critic)
+                await self.trainer.sync_weights(self.policy, self.critic)
             steps = run.steps(self.setting.steps - first, drain_after=self.setting.is_checkpointed)
             for _ in range(first, last):
                 self.reports.append(await anext(steps))

@@ -162,7 +162,7 @@ def by_updates(outcome: Outcome) -> tuple[float, ...]:
     """Return the mean score of what was trained by the updates that its writer had seen: 0, 1, and so on.
 
     A step's rollouts lag behind its update, so that with the same learning their scores come later: by the steps of
-    lookahead, and less for what is published in flight. Between two steps the score is interpolated.
+    lookahead, and less for what is synced in flight. Between two steps the score is interpolated.
 
     Raises:
         ValueError: the lags of the steps were not kept.

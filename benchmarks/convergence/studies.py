@@ -249,7 +249,7 @@ COLOURS: Final = {0: "#111827", 1: "#2563eb", 2: "#059669", 4: "#dc2626"}
 
 
 def cut(n: int) -> Arm:
-    """Return lookahead n, published between two steps."""
+    """Return lookahead n, synced between two steps."""
     return Arm(f"n{n}", f"lookahead {n}", COLOURS[n], step={"lookahead": n})
 
 
@@ -275,7 +275,7 @@ BEHAVIOUR: Final = Arm(
 )
 IN_FLIGHT: Final = Arm(
     "n2-flight",
-    "lookahead 2, published in flight",
+    "lookahead 2, synced in flight",
     "#d97706",
     step={"lookahead": 2, "weight_sync": "in-flight"},
 )
@@ -293,7 +293,7 @@ PAIRS: Final = (
     *((f"n{n}-tis", f"n{n}", f"The weights at lookahead {n}") for n in (1, 2, 4)),
     ("n4-tis-b", "n4", "The weights alone at lookahead 4, the ratio still that to the behaviour policy"),
     ("n4-tis", "n4-tis-b", "With them, the ratio to the proximal policy instead"),
-    ("n2-flight", "n2", "Publishing in flight at lookahead 2"),
+    ("n2-flight", "n2", "Weight sync in flight at lookahead 2"),
 )
 """Two arms with one difference between them, and its name."""
 
@@ -475,7 +475,7 @@ LOOKAHEAD: Final = Study(
     panels=(
         Panel("updates", "updates before it was written: lookahead", ("n0", "n1", "n2", "n4")),
         Panel("updates", "with truncated weights", ("n0", "n1-tis", "n2-tis", "n4-tis", "n4-tis-b")),
-        Panel("updates", "published in flight, or not", ("n0", "n2", "n2-flight")),
+        Panel("updates", "synced in flight, or not", ("n0", "n2", "n2-flight")),
         Panel("update seconds", "seconds until these updates had been made", ("n0", "n1", "n1-tis", "n2", "n4")),
     ),
     table=lookahead_table,

@@ -42,7 +42,7 @@ class StepRecord:
         decode_steps: of the actor; 0 if its engine does not count them.
         decoded: tokens it made, those of unfinished responses included.
         bottleneck: the step's metrics of its bottleneck.
-        publish: seconds of publishing the weights.
+        weight_sync: seconds of the weight sync.
         observed: the controllers' observation of it, as JSON.
         work: by model and label, the number of calls and their seconds.
     """
@@ -61,7 +61,7 @@ class StepRecord:
     decode_steps: int = 0
     decoded: int = 0
     bottleneck: Mapping[str, float] = field(default_factory=dict)
-    publish: float = 0.0
+    weight_sync: float = 0.0
     observed: Mapping[str, Json] = field(default_factory=dict)
     work: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
 
@@ -71,7 +71,7 @@ class StepRecord:
 
     def for_simulation(self) -> dict[str, object]:
         """Return what a simulation is calibrated on and compared with."""
-        names = ("seconds", "tokens", "samples", "update", "publish", "observed", "work")
+        names = ("seconds", "tokens", "samples", "update", "weight_sync", "observed", "work")
         return {name: getattr(self, name) for name in names}
 
     @classmethod

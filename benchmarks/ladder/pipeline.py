@@ -207,7 +207,7 @@ WORK: Final[dict[tuple[str, str], Phase]] = {
     ("critic", "finish"): "score",
     ("trainer", "update"): "update",
 }
-"""The phase of each span by track and label; spans of publishing weights have none."""
+"""The phase of each span by track and label; spans of weight sync weights have none."""
 
 REMEDY: Final = "choose a smaller --workload"
 

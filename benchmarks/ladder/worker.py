@@ -110,7 +110,7 @@ class Watch(Observer):
             decode_steps=decode_steps,
             decoded=decoded,
             bottleneck={name: value for name, value in report.metrics.items() if name.startswith(PREFIX)},
-            publish=report.metrics["timing_s/publish"],
+            weight_sync=report.metrics["timing_s/weight_sync"],
             observed={} if seen is None else seen.as_json(),
             work=work_of(spans),
         )

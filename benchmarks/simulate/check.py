@@ -155,7 +155,7 @@ def _step(record: Mapping[str, Any]) -> tuple[MeasuredStep, float]:
         "trained": record["samples"],
         "response_length/tokens": record["tokens"],
         "timing_s/update": record["update"],
-        "timing_s/publish": record["publish"],
+        "timing_s/weight_sync": record["weight_sync"],
     }
     return measured_step(Observation.from_json(record["observed"]), metrics, record["work"]), record["seconds"]
 

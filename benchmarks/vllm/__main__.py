@@ -1,4 +1,4 @@
-"""``python -m benchmarks.vllm``: oppo's policy beside bare ``AsyncLLM``, and publishing beside a copy.
+"""``python -m benchmarks.vllm``: oppo's policy beside bare ``AsyncLLM``, and weight sync beside a copy.
 
 It needs vLLM (docs/vllm.md). Exit codes are those of ``oppo``.
 """
@@ -26,7 +26,7 @@ def bench(
     log: Path | None = None,
     cache: Path | None = None,
 ) -> None:
-    """Compare decoding with bare AsyncLLM and LLM, and publishing with a copy of as many bytes.
+    """Compare decoding with bare AsyncLLM and LLM, and weight sync with a copy of as many bytes.
 
     Args:
         sizes: 5m, 135m, or both with a comma between them.

@@ -29,10 +29,10 @@ from benchmarks.ladder.directory import cache_directory, config_of
 from benchmarks.ladder.workloads import Shape
 from benchmarks.vllm.compare import (
     DecodingComparison,
-    PublishComparison,
     Recorded,
+    SyncComparison,
     compare_decoding,
-    compare_publishing,
+    compare_syncing,
     length_of,
     prompts_of,
 )
@@ -114,7 +114,7 @@ class Case:
     model: str
     parameters: int
     decoding: DecodingComparison
-    publishing: PublishComparison
+    syncing: SyncComparison
     offline: tuple[float, ...]
 
     def as_json(self) -> dict[str, object]:
@@ -122,7 +122,7 @@ class Case:
         return {
             **asdict(self),
             "decoding_ratio": self.decoding.ratio,
-            "publishing_ratio": self.publishing.ratio,
+            "sync_ratio": self.syncing.ratio,
         }
 
 
@@ -138,18 +138,18 @@ def measure(size: Size, *, rounds: int, cache: Path | None, log: Path | None) ->
         engine.llm = cast("Any", recorded)
         policy = VllmPolicy(engine, sampling=Sampling(max_new_tokens=max(LENGTHS)), limit=length_of)
 
-        async def compare() -> tuple[DecodingComparison, PublishComparison]:
+        async def compare() -> tuple[DecodingComparison, SyncComparison]:
             decoded = await compare_decoding(
                 policy, recorded, lengths=LENGTHS, vocabulary=size.vocabulary, rounds=rounds
             )
             tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-            return decoded, await compare_publishing(policy, tensors, rounds=rounds)
+            return decoded, await compare_syncing(policy, tensors, rounds=rounds)
 
-        logger.info(f"{size.name}: {rounds} rounds of decoding and of publishing")
-        decoded, published = anyio.run(compare)
+        logger.info(f"{size.name}: {rounds} rounds of decoding and of weight sync")
+        decoded, synced = anyio.run(compare)
         engine.llm = alone
     logger.info(f"{size.name}: the same batch by LLM")
-    return Case(size.name, model.num_parameters(), decoded, published, offline(directory, rounds))
+    return Case(size.name, model.num_parameters(), decoded, synced, offline(directory, rounds))
 
 
 def offline(directory: Path, rounds: int) -> tuple[float, ...]:
@@ -167,13 +167,13 @@ def offline(directory: Path, rounds: int) -> tuple[float, ...]:
 
 def show(cases: Sequence[Case]) -> str:
     """Return a table of the cases."""
-    rows = [["model", "ours", "bare", "ratio", "offline", "publish", "copy", "times"]]
+    rows = [["model", "ours", "bare", "ratio", "offline", "weight_sync", "copy", "times"]]
     for case in cases:
-        decoding, publishing = case.decoding, case.publishing
+        decoding, syncing = case.decoding, case.syncing
         ours, bare, offline = (f"{median(speeds):,.0f}" for speeds in (decoding.ours, decoding.bare, case.offline))
-        seconds = [f"{median(each):.3f}s" for each in (publishing.publishing, publishing.copying)]
-        rows.append([case.model, ours, bare, f"{decoding.ratio:.2f}", offline, *seconds, f"{publishing.ratio:.1f}"])
-    foot = "ours, bare, offline: tokens a second, medians over the rounds; publish, copy: seconds, likewise"
+        seconds = [f"{median(each):.3f}s" for each in (syncing.syncing, syncing.copying)]
+        rows.append([case.model, ours, bare, f"{decoding.ratio:.2f}", offline, *seconds, f"{syncing.ratio:.1f}"])
+    foot = "ours, bare, offline: tokens a second, medians over the rounds; sync, copy: seconds, likewise"
     return "\n".join([aligned(rows), foot])
 
 

@@ -1,4 +1,4 @@
-"""oppo's policy on vLLM beside vLLM alone, in turns, in one engine: decoding, and publishing beside a copy.
+"""oppo's policy on vLLM beside vLLM alone, in turns, in one engine: decoding, and weight sync beside a copy.
 
 Ours is a step of a graph with one stage, ``Generate`` under ``Synchronous``, without scorers and trainer. Bare is
 what a program without oppo would write: a task for each request that iterates over ``AsyncLLM.generate``. It is given
@@ -209,28 +209,28 @@ async def generated(llm: Bare, requests: Sequence[tuple[object, object]]) -> int
 
 
 @dataclass(frozen=True, slots=True)
-class PublishComparison:
-    """The result of :func:`compare_publishing`, by round.
+class SyncComparison:
+    """The result of :func:`compare_syncing`, by round.
 
     Attributes:
         bytes: of the weights.
-        publishing: seconds until the engine serves new weights.
+        syncing: seconds until the engine serves new weights.
         copying: seconds of copying as many bytes once.
     """
 
     bytes: int
-    publishing: tuple[float, ...]
+    syncing: tuple[float, ...]
     copying: tuple[float, ...]
 
     @property
     def ratio(self) -> float:
-        """The median seconds of publishing over those of copying."""
-        return median(self.publishing) / median(self.copying)
+        """The median seconds of weight sync over those of copying."""
+        return median(self.syncing) / median(self.copying)
 
 
-async def compare_publishing(
+async def compare_syncing(
     policy: Policy, tensors: Mapping[str, Tensor], *, rounds: int = 5, clock: Callable[[], float] = observe.now
-) -> PublishComparison:
+) -> SyncComparison:
     """Return the seconds of both over ``rounds`` rounds in which they take turns; a round before these is not counted.
 
     Args:
@@ -240,16 +240,16 @@ async def compare_publishing(
     """
     size = sum(tensor.nbytes for tensor in tensors.values())
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    publishing, copying = list[float](), list[float]()
+    syncing, copying = list[float](), list[float]()
 
-    async def publish() -> None:
+    async def sync_weights() -> None:
         await policy.load(Weights(policy.version + 1, tensors))
 
     async def copy() -> None:
         target.copy_(source)
 
-    for _, (work, seconds) in turns([(publish, publishing), (copy, copying)], rounds):
+    for _, (work, seconds) in turns([(sync_weights, syncing), (copy, copying)], rounds):
         start = clock()
         await work()
         seconds.append(clock() - start)
-    return PublishComparison(size, tuple(publishing[1:]), tuple(copying[1:]))
+    return SyncComparison(size, tuple(syncing[1:]), tuple(copying[1:]))

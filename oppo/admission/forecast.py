@@ -234,7 +234,7 @@ class Pace:
         step: seconds per decode step.
         token: seconds per token of a unit, for a whole batch.
         scorers: of each scorer.
-        rest: seconds of everything else: advantages, update, publishing.
+        rest: seconds of everything else: advantages, update, weight sync.
         lookahead: number of steps that begin before the current one has ended.
     """
 

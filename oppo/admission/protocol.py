@@ -71,7 +71,7 @@ class Observation:
 
     Attributes:
         step: ordinal of the step, from 0.
-        seconds: from the step's start, or the last publish of the step before if that is later, to its last publish.
+        seconds: from the step's start, or the last weight sync before if that is later, to its last weight sync.
         decode_seconds: from the start of decoding to the cut; 0 without decoding.
         decode_steps: number of forward passes: the most tokens that were sampled of any rollout.
         tokens: sum of the tokens that were sampled.
@@ -81,7 +81,7 @@ class Observation:
         parked: lengths so far of the incomplete units.
         scoring: busy time of each scorer.
         rest_seconds: ``seconds`` without decoding and the wait for scores after it; with lookahead, of the update and
-            the publishing alone.
+            weight sync alone.
         accumulate_seconds: of a streamed update, beside decoding and scoring: they are no part of ``rest_seconds``.
         score: mean score of the trained rollouts; NaN without any.
         mismatch_kl: KL between the weights that sampled and those that were trained, nats per token; ``None`` if not

@@ -17,7 +17,7 @@ from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.returns import Correction, GroupAdvantage, KLEstimator, ScoreShaping
 from oppo.stages import Generate, GroupRelative, Score, Selection, Update
-from oppo.stages.score import followers
+from oppo.stages.score import synced_models
 from oppo.training import Aggregation
 from oppo.turns import Environment
 
@@ -78,7 +78,7 @@ def grpo(
     recomputed = None if proximal is None else Score(proximal, after="update")
     again = None if recomputed is None else g.add("proximal", recomputed, rollout)
     batch = g.add("advantage", estimator, rollout, score, reference=ref, proximal=again)
-    update = Update(trainer, publish=followers(policy, recomputed), after=("generate",))
+    update = Update(trainer, synced=synced_models(policy, recomputed), after=("generate",))
     return g.build(g.add("update", update, batch))
 
 

@@ -15,7 +15,7 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.stages import GAE, Generate, Score, Update
-from oppo.stages.score import followers
+from oppo.stages.score import synced_models
 from oppo.turns import Environment
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def ppo(
     Args:
         policy: the actor that decodes.
         reward: the score of a finished response, or a ``Drop``.
-        trainer: trains actor and critic; its weights are published to ``policy`` and the other followers.
+        trainer: trains actor and critic; its weights are synced to ``policy`` and the other synced models.
         admission: batch size, overcommit and the cut.
         reference: log-probs of the frozen reference model, float32 [n] for a response of n tokens; needed for a KL
             penalty, here or in the loss.
@@ -65,7 +65,7 @@ def ppo(
     recomputed = None if proximal is None else Score(proximal, after="update")
     again = None if recomputed is None else g.add("proximal", recomputed, rollout)
     batch = g.add("advantage", advantage or GAE(), rollout, score, reference=ref, value=value, proximal=again)
-    update = Update(trainer, publish=followers(policy, values, recomputed), after=("generate",))
+    update = Update(trainer, synced=synced_models(policy, values, recomputed), after=("generate",))
     return g.build(g.add("update", update, batch))
 
 

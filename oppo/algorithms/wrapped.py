@@ -9,7 +9,7 @@ from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer
 from oppo.placement import Thread
 from oppo.stages import Gather, Generate, Score, Update
-from oppo.stages.score import followers
+from oppo.stages.score import synced_models
 from oppo.training import FunctionTrainer, Module, TrainStep
 from oppo.turns import Environment
 
@@ -59,5 +59,5 @@ def wrap(
     values = None if critic is None else Score(critic)
     value = None if values is None else g.add("value", values, rollout)
     batch = g.add("gather", Gather(), rollout, score, reference=ref, value=value)
-    served = followers(policy, values) if critic_module is not None else followers(policy)
-    return g.build(g.add("update", Update(trainer, publish=served, after=("generate",)), batch))
+    served = synced_models(policy, values) if critic_module is not None else synced_models(policy)
+    return g.build(g.add("update", Update(trainer, synced=served, after=("generate",)), batch))

@@ -509,13 +509,13 @@ class ModelsSection:
     )
     share_weights: bool | None = setting(
         None,
-        "train the weights that are served, or a copy of them, which is published after each update; when absent the "
+        "train the weights that are served, or a copy of them, which is synced after each update; when absent the "
         "served ones, but a copy with `step.lookahead`",
     )
     engine: Engine = setting(
         "transformers",
         "what decodes the policy's responses; `vllm`: vLLM, in processes of its own, with the arguments of `[vllm]`; "
-        "the trainer publishes its weights to it, and everything else stays on transformers",
+        "the trainer syncs its weights to it, and everything else stays on transformers",
     )
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = setting(
         "float32",

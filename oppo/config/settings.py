@@ -401,7 +401,7 @@ def _require_exactness(settings: Settings) -> None:
         )
     if settings.step.weight_sync == "in-flight":
         raise ValueError(
-            "run.deterministic makes every bit independent of timing, and step.weight_sync = 'in-flight' publishes "
+            "run.deterministic makes every bit independent of timing, and step.weight_sync = 'in-flight' syncs "
             "weights when they are ready: leave one of the two out"
         )
     if models.dtype != "float32":
@@ -487,7 +487,7 @@ def _why_the_policy_is_here(settings: Settings) -> str:
 def _require_possible_in_flight(settings: Settings) -> None:
     if not settings.step.lookahead:
         raise ValueError(
-            "step.weight_sync = 'in-flight' publishes weights while the next step is decoded, and with step.lookahead "
+            "step.weight_sync = 'in-flight' syncs weights while the next step is decoded, and with step.lookahead "
             "= 0 nothing is decoded then: set step.lookahead to 1 or more, or leave weight_sync out"
         )
     if settings.models.shared_trunk:

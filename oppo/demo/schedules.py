@@ -330,7 +330,7 @@ async def serially(session: PreparedRun) -> list[Batch]:
         rows = [ScoredRollout(*results) for results in zip(finished, reference, scores, values, strict=True)]
         batches.append(estimator.batch(rows))
         await models.trainer.update(batches[-1])
-        await models.trainer.publish(models.policy, critic)
+        await models.trainer.sync_weights(models.policy, critic)
     return batches
 
 

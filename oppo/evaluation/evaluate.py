@@ -455,7 +455,7 @@ class Evaluate:
     """Adds held-out scores to the reports of steps; it reads what :class:`oppo.Update` sends.
 
     An evaluation begins when no stage uses the policy or the reward any more, in its own step and in those that are in
-    flight beside it. ``Update(held=["evaluate"])`` publishes no other weights before it has ended.
+    flight beside it. ``Update(held=["evaluate"])`` syncs no other weights before it has ended.
 
     Attributes:
         evaluation: what is measured.

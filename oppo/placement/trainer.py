@@ -136,7 +136,7 @@ class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
             await self._hosted.call("save", type(self.core).save, directory)
 
     async def restore(self, directory: Path) -> None:
-        """Restore the state that ``directory`` holds; followers get it with the next :meth:`publish`.
+        """Restore the state that ``directory`` holds; synced models get it with the next :meth:`sync_weights`.
 
         Raises:
             CheckpointError: it is of other models.

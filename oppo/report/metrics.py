@@ -76,7 +76,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric(
                 "seconds",
                 SECONDS,
-                "From the step's start to its last publish, or from the publish of the step before if that is later.",
+                "From the step's start, or the last weight sync before if that is later, to its last weight sync.",
             ),
             Metric("trained", "rollouts", "Rollouts that were trained."),
             Metric("deferred", "rollouts", "Rollouts that are carried into the next step."),
@@ -250,7 +250,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
                 "Of these, nothing decoded or trained meanwhile, in this step or one beside it.",
             ),
             Metric("timing_s/update", SECONDS, "The update."),
-            Metric("timing_s/publish", SECONDS, "Publishing the weights."),
+            Metric("timing_s/weight_sync", SECONDS, "The weight sync."),
             Metric(
                 "sync/rounding_loss",
                 SHARE,

@@ -101,7 +101,7 @@ def _phases(records: Sequence[Mapping[str, float | None]]) -> dict[str, list[flo
     update = _column(records, "timing_s/update")
     if not any(value is not None for value in _column(records, "timing_s/decode")):
         rollouts = _column(records, "timing_s/rollouts")
-        return {"rollouts": rollouts, "update": update, "publish": _column(records, "timing_s/publish")}
+        return {"rollouts": rollouts, "update": update, "weight sync": _column(records, "timing_s/weight_sync")}
     decode, exposed = _column(records, "timing_s/decode"), _column(records, "timing_s/score_exposed")
     known = list(zip(decode, exposed, update, strict=True))
     total = _column(records, "seconds")

@@ -86,7 +86,7 @@ def compose(
 
 
 def awaited(step: StepSection, after: Sequence[str]) -> tuple[str, ...]:
-    """Return the stages that an update waits for before it publishes: the one that decodes unless in flight."""
+    """Return the stages that an update waits for before it syncs: the one that decodes unless in flight."""
     others = [name for name in after if name != "generate"]
     return tuple(others if step.weight_sync == "in-flight" else ("generate", *others))
 

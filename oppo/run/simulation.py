@@ -231,6 +231,7 @@ KINDS = {
 
 RENAMED: Final[Mapping[str, str]] = {
     "schedule.extra": "schedule.overcommit",
+    "engine.publish_seconds": "engine.weight_sync_seconds",
     "schedule.lag_price": "schedule.staleness_price",
     "schedule.recompute": "schedule.kv_on_sync",
 }

@@ -112,7 +112,7 @@ class PreparedRun:
         """
         if self.checkpoint is None:
             if self.assembly.served_apart:
-                await self._publish()
+                await self._sync_weights()
             return
         state = self.checkpoint.state()
         require_trainer(state, self.assembly.trainer)
@@ -125,10 +125,10 @@ class PreparedRun:
                 "of another version of oppo, or was edited; start a new run"
             ) from error
         await self.assembly.trainer.restore(self.checkpoint.path)
-        await self._publish()
+        await self._sync_weights()
 
-    async def _publish(self) -> None:
-        await self.assembly.trainer.publish(*self.graph.stage("update", Update).publish)
+    async def _sync_weights(self) -> None:
+        await self.assembly.trainer.sync_weights(*self.graph.stage("update", Update).synced)
 
     async def keep(self, running: Run[StepReport], report: StepReport) -> None:
         """Write a checkpoint after a step.

@@ -160,7 +160,7 @@ class MeasuredStep:
         seen: its observation.
         trained: rollouts in its batch.
         tokens: of their responses.
-        update, publish: seconds.
+        update, weight_sync: seconds.
         reading, answering: seconds in which each scorer read and answered, by stage, without the wait for others in its
             place; a scorer that is not named took as long as its calls did.
     """
@@ -169,7 +169,7 @@ class MeasuredStep:
     trained: int
     tokens: int
     update: float
-    publish: float
+    weight_sync: float
     reading: Mapping[str, float] = field(default_factory=dict)
     answering: Mapping[str, float] = field(default_factory=dict)
 
@@ -279,16 +279,16 @@ def _updater(steps: Sequence[MeasuredStep], prompt: float, contention: Contentio
     seconds = [step.update - lost * _beside(step)[1] for step in steps]
     fixed, token = fitted([(1.0, step.tokens + prompt * step.trained) for step in steps], seconds)
     alone = [step for step in steps if not step.seen.lookahead]
-    others = [max(0.0, step.seen.rest_seconds - step.update - step.publish) for step in alone]
+    others = [max(0.0, step.seen.rest_seconds - step.update - step.weight_sync) for step in alone]
     return Updater(
         passes=Passes(token=token),
         fixed=fixed + (float(np.median(others)) if others else 0.0),
-        publish=float(np.median([step.publish for step in steps])),
+        weight_sync=float(np.median([step.weight_sync for step in steps])),
         device=DEVICE,
     )
 
 
-NEEDED = ("timing_s/update", "timing_s/publish", "trained")
+NEEDED = ("timing_s/update", "timing_s/weight_sync", "trained")
 """Metrics without which a step cannot be calibrated on."""
 
 TRACKS: Final[Mapping[str, str]] = MappingProxyType(
@@ -365,7 +365,7 @@ def measured_step(seen: Observation, metrics: Mapping[str, Any], work: Work) -> 
         trained=int(metrics["trained"]),
         tokens=int(metrics.get("response_length/tokens") or 0),
         update=float(metrics["timing_s/update"]),
-        publish=float(metrics["timing_s/publish"]),
+        weight_sync=float(metrics["timing_s/weight_sync"]),
         reading={stage: labels.get("extend", NOTHING)[1] for stage, labels in models.items()},
         answering={stage: labels.get("finish", NOTHING)[1] for stage, labels in models.items()},
     )

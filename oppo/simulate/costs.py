@@ -140,14 +140,14 @@ class Updater:
         passes: of all epochs, actor and critic.
         fixed: of each update: the optimizer, the data.
         padded: whether rows are padded to the longest of the batch.
-        publish: from the update to the new weights in the actor.
+        weight_sync: from the update to the new weights in the actor.
         device: that it works on.
     """
 
     passes: Passes = Passes()
     fixed: float = 0.0
     padded: bool = False
-    publish: float = 0.0
+    weight_sync: float = 0.0
     device: str = "actor"
 
     def seconds(self, rows: NDArray[np.float64]) -> float:

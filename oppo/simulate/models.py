@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from oppo.declared import require_declared, require_real
 from oppo.errors import ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
-from oppo.models import Follower, Scorer, Trained, TrainerCapabilities, Weights
+from oppo.models import Scorer, SyncedModel, Trained, TrainerCapabilities, Weights
 from oppo.observe import Span, SpanListener, silent
 from oppo.scheduling import IN_ORDER, Preempted, Priority
 from oppo.scorers import RolloutSession, RolloutSessions
@@ -150,7 +150,7 @@ class FakeCritic(FakeScorer[FloatArray]):
         return weights
 
 
-class FollowingScorer(Follower, Scorer[T_co], Protocol[T_co]):
+class SyncableScorer(SyncedModel, Scorer[T_co], Protocol[T_co]):
     """A scorer whose weights follow the trainer's: the critic."""
 
 
@@ -161,7 +161,7 @@ class FakeTrainer:
     Attributes:
         seconds: of one update, or a function of its batch.
         nonfinite: whether a rollout's minibatch fails.
-        publishing: seconds until the followers get the weights.
+        syncing: seconds until the synced models get the weights.
         accumulating: seconds of one part of a batch, or a function of it.
         committing: seconds of the update of a batch whose rows were all accumulated; of each that was not, its share of
             ``seconds`` is added.
@@ -173,7 +173,7 @@ class FakeTrainer:
     nonfinite: Callable[[int], bool] = lambda rollout: False
     version: int = 0
     batches: list[Batch] = field(default_factory=list)
-    publishing: float = 0.0
+    syncing: float = 0.0
     accumulating: float | Callable[[Batch], float] = 0.0
     committing: float = 0.0
     parts: list[Batch] = field(default_factory=list)
@@ -219,11 +219,11 @@ class FakeTrainer:
             tuple(rollout for rollout in batch.rollouts if self.nonfinite(rollout)),
         )
 
-    async def publish(self, *followers: Follower) -> None:
-        """Give the version to each follower, one after the other; a failure is final."""
-        if self.publishing:
-            await anyio.sleep(self.publishing)
-        await sync(Weights(self.version), followers)
+    async def sync_weights(self, *synced: SyncedModel) -> None:
+        """Give the version to each model, one after the other; a failure is final."""
+        if self.syncing:
+            await anyio.sleep(self.syncing)
+        await sync(Weights(self.version), synced)
 
 
 def _cost(seconds: float | Callable[[Batch], float], batch: Batch) -> float:
@@ -372,10 +372,10 @@ class PlacedScorer(Generic[T]):
             await self._scorer.forget(rollouts)
 
 
-class PlacedFollower(PlacedScorer[T]):
+class PlacedCritic(PlacedScorer[T]):
     """A scorer that is called in a place, and follows the trainer."""
 
-    def __init__(self, scorer: FollowingScorer[T], place: FakePlace, track: str = "") -> None:
+    def __init__(self, scorer: SyncableScorer[T], place: FakePlace, track: str = "") -> None:
         super().__init__(scorer, place, track)
         self._follower = scorer
 
@@ -390,6 +390,6 @@ class PlacedFollower(PlacedScorer[T]):
 
 def placed(scorer: Scorer[T], place: FakePlace, track: str = "") -> PlacedScorer[T]:
     """Return a scorer that is called in a place; it follows the trainer if the given one does."""
-    if isinstance(scorer, Follower):
-        return PlacedFollower(cast("FollowingScorer[T]", scorer), place, track)
+    if isinstance(scorer, SyncedModel):
+        return PlacedCritic(cast("SyncableScorer[T]", scorer), place, track)
     return PlacedScorer(scorer, place, track)

@@ -162,7 +162,7 @@ class FakePolicy:
             ProtocolError: the policy is decoding, and its capabilities exclude loading meanwhile.
         """
         if self._over is not None and self.capabilities.loads_while_decoding == "refused":
-            raise ProtocolError("weights were published while the policy was decoding")
+            raise ProtocolError("weights were synced while the policy was decoding")
         if self._over is not None and self.capabilities.loads_while_decoding == "when decoding ends":
             await self._over.wait()
         self._loads += 1

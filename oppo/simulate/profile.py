@@ -131,7 +131,7 @@ class EngineSection(Reached):
     context_seconds: NonNegative | None = setting(None, "seconds of a decode step for each token in its context")
     call_seconds: NonNegative = setting(0.012, "seconds of each call of a scorer")
     fixed_seconds: NonNegative = setting(2.0, "seconds of a step besides all passes: the optimizer, the data")
-    publish_seconds: NonNegative = setting(0.5, "seconds until new weights are in the actor")
+    weight_sync_seconds: NonNegative = setting(0.5, "seconds until new weights are in the actor")
     padded: bool = setting(default=False, description="pad updates, and what is read after the cut, to the longest row")
     static: bool = setting(
         default=False, description="in the serial schedule, decode every batch to its end with all rows"
@@ -243,7 +243,7 @@ class Profile:
                 passes=reduce(add, [size.passes(training, times) for size in self.trained]),
                 fixed=engine.fixed_seconds,
                 padded=engine.padded,
-                publish=engine.publish_seconds,
+                weight_sync=engine.weight_sync_seconds,
                 device="trainer" if layout.train else "actor",
             ),
             interference=partial(_slowed, layout.corunning),
@@ -284,7 +284,7 @@ class Profile:
 
         All devices but the reward model's share all work but its own, and decode steps cost what their rows do::
 
-            max( (decoding of rows + reference and critic + update) / devices + fixed + publish,  reward model )
+            max( (decoding of rows + reference and critic + update) / devices + fixed + weight sync,  reward model )
 
         Args:
             lengths: of the responses of several batches, int64 [batches, n], in tokens.
@@ -305,7 +305,7 @@ class Profile:
                 total = total + seconds * share[reader.device] / pool
             else:
                 busy = busy + seconds
-        return float(np.maximum(total + engine.fixed_seconds + engine.publish_seconds, busy).mean())
+        return float(np.maximum(total + engine.fixed_seconds + engine.weight_sync_seconds, busy).mean())
 
 
 def _slowed(corunning: float, kind: str, other: str) -> float:

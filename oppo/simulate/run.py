@@ -424,7 +424,7 @@ class SimulatedRun:
         updater = self.system.updater
         return CostTrainer(
             lambda batch: updater.seconds(self._rows(np.diff(batch.offsets))),
-            publishing=updater.publish,
+            syncing=updater.weight_sync,
             device=self._device(updater.device),
         )
 

@@ -4,7 +4,7 @@ from oppo.stages.advantage import GAE, GroupRelative, InParts
 from oppo.stages.batch import BatchStage, Gather, ScoredRollout, ScoredRollouts, finished_rollout
 from oppo.stages.generate import Generate
 from oppo.stages.metrics import run_metrics
-from oppo.stages.score import Score, followers
+from oppo.stages.score import Score, synced_models
 from oppo.stages.selection import Selection
 from oppo.stages.update import Update
 
@@ -21,6 +21,6 @@ __all__ = [
     "Selection",
     "Update",
     "finished_rollout",
-    "followers",
     "run_metrics",
+    "synced_models",
 ]

@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from oppo.errors import SessionsLost, as_itself, awaited, noted
 from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Follower, PrioritisedScorer, Scorer, require_count, require_model
+from oppo.models import PrioritisedScorer, Scorer, SyncedModel, require_count, require_model
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
 from oppo.scorers import Growth, RolloutSession, capabilities_of, prioritised
 from oppo.stages.metrics import Averaged, ScorerAnswer, ScorerReading
@@ -140,7 +140,7 @@ class Score(Generic[T]):
     A session of older weights is dropped and replayed once, when its rollout finishes. So is one that was lost with the
     scorer's process (:class:`~oppo.errors.SessionsLost`). A scorer that follows the trainer forgets deferred rollouts
     at once, since its weights are about to change, and reads them again in the next step before they finish. Its
-    weights are published to :attr:`follower`.
+    weights are synced through :attr:`synced`.
 
     A scorer of frozen weights whose calls may overlap is called for rollouts that finish while it still scores others.
 
@@ -171,13 +171,13 @@ class Score(Generic[T]):
         can = capabilities_of(self.scorer)
         self._slice = can.time_slice
         self._following = (
-            SyncedScorer(self.scorer, newest=bool(self.after)) if isinstance(self.scorer, Follower) else None
+            SyncedScorer(self.scorer, newest=bool(self.after)) if isinstance(self.scorer, SyncedModel) else None
         )
         self._concurrent = can.concurrent and self._following is None
 
     @property
-    def follower(self) -> SyncedScorer | None:
-        """What the trainer's weights are published to, for a scorer that follows them; ``None`` for a frozen one."""
+    def synced(self) -> SyncedScorer | None:
+        """What the trainer's weights are synced to, for a scorer that follows them; ``None`` for a frozen one."""
         return self._following
 
     async def __aenter__(self) -> Self:
@@ -348,7 +348,7 @@ def _working(events: Sequence[Growth | Finish], step: Step, label: str) -> Itera
         yield
 
 
-def followers(*served: object) -> tuple[Follower, ...]:
-    """Return what the trainer's weights are published to: the models that follow them, or their ``Score`` stages."""
-    models = (each.follower if isinstance(each, Score) else each for each in served)
-    return tuple(model for model in models if isinstance(model, Follower))
+def synced_models(*served: object) -> tuple[SyncedModel, ...]:
+    """Return what the trainer's weights are synced to: the models that follow them, or their ``Score`` stages."""
+    models = (each.synced if isinstance(each, Score) else each for each in served)
+    return tuple(model for model in models if isinstance(model, SyncedModel))

@@ -1,4 +1,4 @@
-"""Weight sync in a graph: when the followers of a trainer get the weights of an update, and what rules that out.
+"""Weight sync in a graph: when the synced models of a trainer get the weights of an update, and what rules that out.
 
 A scorer that follows the trainer takes its weights between two of its steps::
 
@@ -22,7 +22,7 @@ import anyio
 
 from oppo.errors import ConfigError, ProtocolError, noted
 from oppo.graph import Step
-from oppo.models import Capabilities, Follower, Trainer, TrainerCapabilities, TrainsByReference, Weights
+from oppo.models import Capabilities, SyncedModel, Trainer, TrainerCapabilities, TrainsByReference, Weights
 from oppo.weight_sync import CopiesWeights, ServesByReference, model_behind, name_of, share_tensors
 
 
@@ -44,10 +44,10 @@ class SyncedScorer:
             they are due.
 
     Attributes:
-        together: whether another follower of the trainer serves tensors of the scorer: they change together.
+        together: whether another synced model serves tensors of the scorer: they change together.
     """
 
-    def __init__(self, scorer: Follower, *, newest: bool = False) -> None:
+    def __init__(self, scorer: SyncedModel, *, newest: bool = False) -> None:
         self.scorer = scorer
         self._newest = newest
         self.together = False
@@ -58,7 +58,7 @@ class SyncedScorer:
         self._returned = -1
 
     @property
-    def stands_for(self) -> Follower:
+    def stands_for(self) -> SyncedModel:
         """The scorer."""
         return self.scorer
 
@@ -80,9 +80,9 @@ class SyncedScorer:
 
     # For the stage that trains.
 
-    def pair(self, followers: Iterable[Follower]) -> None:
-        """Note the other followers of the trainer: with one that serves the same tensors, weights change together."""
-        others = (model_behind(each) for each in followers if each is not self)
+    def pair(self, synced: Iterable[SyncedModel]) -> None:
+        """Note the other synced models of the trainer; those that serve the same tensors change together."""
+        others = (model_behind(each) for each in synced if each is not self)
         self.together = any(share_tensors(self.scorer, each) for each in others)
 
     def awaited(self, step: Step) -> str:
@@ -93,8 +93,8 @@ class SyncedScorer:
         can_wait = step.lookahead == 1 or isinstance(self.scorer, CopiesWeights)
         return "" if self._newest or not step.lookahead or (can_wait and not self.together) else self._stage
 
-    def given_in(self, step: Step) -> Follower:
-        """Return what the weights of a step's update are published to."""
+    def given_in(self, step: Step) -> SyncedModel:
+        """Return what the weights of a step's update are synced to."""
         return _SyncedIn(self, step)
 
     async def settled(self) -> None:
@@ -142,7 +142,7 @@ class SyncedScorer:
         if not due:
             return
         weights = due[-1].weights
-        with noted(f"while publishing version {weights.version} to {name_of(self)}"):
+        with noted(f"while syncing version {weights.version} to {name_of(self)}"):
             await self.load(weights)
             if self.scorer.version != weights.version:
                 raise ProtocolError(
@@ -155,13 +155,13 @@ class SyncedScorer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SyncedIn:
-    """A follower in one step."""
+    """A synced model in one step."""
 
     following: SyncedScorer
     step: Step
 
     @property
-    def stands_for(self) -> Follower:
+    def stands_for(self) -> SyncedModel:
         return self.following.scorer
 
     @property
@@ -176,27 +176,27 @@ _AT_THE_CUT = "name the stages that use them in Update.after (step.weight_sync =
 
 
 class WeightSync:
-    """The followers of a trainer, and the stages that use them.
+    """The synced models of a trainer, and the stages that use them.
 
     Args:
         trainer: owns the weights.
-        followers: get them, in this order.
+        synced: get them, in this order.
         after: names of the stages that must have returned in the later steps before they do; none: in flight.
         held: names of the stages that must have returned in the step before.
     """
 
     def __init__(
-        self, trainer: Trainer, followers: Sequence[Follower], after: Sequence[str], held: Sequence[str] = ()
+        self, trainer: Trainer, synced: Sequence[SyncedModel], after: Sequence[str], held: Sequence[str] = ()
     ) -> None:
         self._trainer = trainer
-        self._followers = followers
+        self._synced = synced
         self._after = tuple(after)
         self._held = tuple(held)
-        self._followings = [each for each in followers if isinstance(each, SyncedScorer)]
+        self._scorers = [each for each in synced if isinstance(each, SyncedScorer)]
         self._checked = False
 
     def require_possible(self, step: Step) -> None:
-        """Check, once for all steps, that with lookahead the followers can be given weights while they are used.
+        """Check, once for all steps, that with lookahead the synced models can be given weights while they are used.
 
         Raises:
             ConfigError: they cannot.
@@ -204,15 +204,15 @@ class WeightSync:
         if self._checked or not step.lookahead:
             return
         self.require_own_weights("with lookahead", "choose a lookahead of 0")
-        for each in self._followings:
-            each.pair(self._followers)
+        for each in self._scorers:
+            each.pair(self._synced)
         if not self._after:
-            for follower in self._followers:
-                _require_in_flight(follower)
+            for model in self._synced:
+                _require_in_flight(model)
         self._checked = True
 
     def require_own_weights(self, when: str, otherwise: str) -> None:
-        """Check that the trainer trains no tensor that a follower serves.
+        """Check that the trainer trains no tensor that a synced model serves.
 
         Raises:
             ConfigError: it does; the words say when that matters, and what else helps.
@@ -220,7 +220,7 @@ class WeightSync:
         if not TrainerCapabilities.of(self._trainer).trains_by_reference:
             return
         trainer = cast("TrainsByReference", self._trainer)
-        if shared := [name_of(each) for each in self._followers if trainer.shares_weights(each)]:
+        if shared := [name_of(each) for each in self._synced if trainer.shares_weights(each)]:
             raise ConfigError(
                 f"{when} {', '.join(shared)} works while {type(trainer).__name__} trains, and they have tensors in "
                 f"common: give the trainer copies of the models, or {otherwise}"
@@ -228,52 +228,52 @@ class WeightSync:
 
     async def settled(self) -> None:
         """Wait until the trainer's tensors may change: until none of them waits to be served."""
-        for each in self._followings:
+        for each in self._scorers:
             await each.settled()
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last sync, of the followers that measure it as their ``sync_metrics``."""
-        measured = [getattr(each, "sync_metrics", {}) for each in self._followers]
+        """Metrics of the last sync, of the synced models that measure it as their ``sync_metrics``."""
+        measured = [getattr(each, "sync_metrics", {}) for each in self._synced]
         return {name: value for metrics in measured for name, value in metrics.items()}
 
     async def sync(self, step: Step) -> float:
-        """Give every follower the weights, when it may have them; return the seconds that this took after all waits.
+        """Give every synced model the weights once it may have them; return the seconds it took after all waits.
 
         Raises:
-            ProtocolError: a follower did not take them.
+            ProtocolError: a synced model did not take them.
         """
         await step.previous(*self._held)
-        await step.later(*self._after, *filter(None, (each.awaited(step) for each in self._followings)))
+        await step.later(*self._after, *filter(None, (each.awaited(step) for each in self._scorers)))
         start = anyio.current_time()
-        given = [each.given_in(step) if isinstance(each, SyncedScorer) else each for each in self._followers]
-        with step.working("update", "publish"):
-            await self._trainer.publish(*given)
+        given = [each.given_in(step) if isinstance(each, SyncedScorer) else each for each in self._synced]
+        with step.working("update", "weight_sync"):
+            await self._trainer.sync_weights(*given)
         require_synced(self._trainer, given)
         return anyio.current_time() - start
 
 
-def _require_in_flight(follower: Follower) -> None:
-    name, capabilities = name_of(follower), getattr(follower, "capabilities", None)
+def _require_in_flight(model: SyncedModel) -> None:
+    name, capabilities = name_of(model), getattr(model, "capabilities", None)
     if isinstance(capabilities, Capabilities) and capabilities.loads_while_decoding != "between decode steps":
         raise ConfigError(
-            f"weights are published in flight, and {name} cannot adopt them between decode steps, by its "
+            f"weights are synced in flight, and {name} cannot adopt them between decode steps, by its "
             f"capabilities.loads_while_decoding = {capabilities.loads_while_decoding!r}: {_AT_THE_CUT}"
         )
-    if isinstance(follower, SyncedScorer) and follower.together:
+    if isinstance(model, SyncedScorer) and model.together:
         raise ConfigError(
-            f"weights are published in flight, and {name} reads with tensors that another follower serves too, which "
+            f"weights are synced in flight, and {name} reads with tensors that another synced model serves too, which "
             f"would change meanwhile: give it tensors of its own, or {_AT_THE_CUT}"
         )
-    if hasattr(follower, "extend"):
+    if hasattr(model, "extend"):
         raise ConfigError(
-            f"weights are published in flight, and {name} may be reading: publish to its stage, "
-            "followers(policy, stage) with stage = Score(...)"
+            f"weights are synced in flight, and {name} may be reading: sync to its stage, "
+            "synced_models(policy, stage) with stage = Score(...)"
         )
 
 
-def require_synced(trainer: Trainer, followers: Sequence[Follower]) -> None:
-    """Raise ``ProtocolError`` unless every follower has the trainer's version."""
-    if any(follower.version != trainer.version for follower in followers):
-        versions = ", ".join(f"{name_of(follower)} has version {follower.version}" for follower in followers)
-        raise ProtocolError(f"version {trainer.version} was published, but {versions}: the followers disagree")
+def require_synced(trainer: Trainer, synced: Sequence[SyncedModel]) -> None:
+    """Raise ``ProtocolError`` unless every synced model has the trainer's version."""
+    if any(model.version != trainer.version for model in synced):
+        versions = ", ".join(f"{name_of(model)} has version {model.version}" for model in synced)
+        raise ProtocolError(f"version {trainer.version} was synced, but {versions}: the synced models disagree")

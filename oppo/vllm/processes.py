@@ -31,7 +31,7 @@ DEFAULTS: Final = {
 """Set for an engine's processes unless the user's environment has another value."""
 
 ON_CPU: Final = {
-    # Each publish packs the weights anew: in huge pages, and in the memory that the packed ones before have left.
+    # Each weight sync packs the weights anew: in huge pages, and in the memory that the packed ones before have left.
     "GLIBC_TUNABLES": f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}",
 }
 """Likewise, for an engine on a CPU."""

@@ -25,7 +25,7 @@ class WeightVersionSpan(Protocol):
 
     @property
     def version(self) -> str:
-        """The version, as it was published."""
+        """The version, as it was synced."""
 
     @property
     def start(self) -> int:

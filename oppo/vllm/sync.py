@@ -311,7 +311,7 @@ class ServedWeights:
         if said:
             raise ModelError(
                 f"these are not the weights of {self.model}, which vLLM serves: {', '.join(said)}; it goes on with "
-                "those that it has: publish the model that the engine was started with, or start it with the model "
+                "those that it has: sync the model that the engine was started with, or start it with the model "
                 "that is trained"
             )
 
@@ -413,7 +413,7 @@ async def in_time(deadline: float, version: str) -> AsyncIterator[None]:
 
 
 @dataclass
-class Published:
+class Sent:
     """vLLM's ``WeightSource`` over the weights of the latest update."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -525,7 +525,7 @@ class DeviceSender:
     def __init__(self, route: Route, deadline: float = DEADLINE) -> None:
         self._route = route
         self._deadline = deadline
-        self._source = Published()
+        self._source = Sent()
         self._client: BlockingClient | None = None
         self._trainer: TrainerSide | None = None
 

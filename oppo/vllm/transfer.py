@@ -1,4 +1,4 @@
-"""The worker's side of publishing: weights are read from a file, or from memory of a GPU that the trainer has too.
+"""The worker's side of weight sync: weights are read from a file, or from memory of a GPU that the trainer has too.
 
 vLLM imports this in its workers; :mod:`oppo.vllm.sync` and :mod:`oppo.vllm.sync` are the other side.
 """

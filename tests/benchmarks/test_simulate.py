@@ -66,7 +66,7 @@ class Kept(Observer):
                 "tokens": int(result.metrics["response_length/tokens"]),
                 "samples": len(result.trained),
                 "update": result.metrics["timing_s/update"],
-                "publish": result.metrics["timing_s/publish"],
+                "weight_sync": result.metrics["timing_s/weight_sync"],
                 "observed": self.seen.as_json(),
                 "work": work_of(spans),
             }

@@ -9,7 +9,7 @@ import anyio
 import pytest
 import torch
 
-from benchmarks.vllm.compare import Recorded, compare_decoding, compare_publishing, length_of
+from benchmarks.vllm.compare import Recorded, compare_decoding, compare_syncing, length_of
 from oppo.errors import DataError
 from oppo.events import Prompt, Response
 from oppo.models import Weights
@@ -111,14 +111,12 @@ class Slow(FakePolicy):
         await super().load(weights)
 
 
-def test_a_publish_is_timed_beside_a_copy_of_as_many_bytes() -> None:
+def test_a_sync_is_timed_beside_a_copy_of_as_many_bytes() -> None:
     policy = Slow()
 
     async def main() -> None:
-        found = await compare_publishing(
-            policy, {"a": torch.zeros(5), "b": torch.zeros(2, 3)}, clock=anyio.current_time
-        )
-        assert (found.bytes, found.publishing, policy.version) == (44, (3.0,) * 5, 6)
+        found = await compare_syncing(policy, {"a": torch.zeros(5), "b": torch.zeros(2, 3)}, clock=anyio.current_time)
+        assert (found.bytes, found.syncing, policy.version) == (44, (3.0,) * 5, 6)
         assert found.copying == (0.0,) * 5
 
     run_virtual(main)

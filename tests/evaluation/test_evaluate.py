@@ -281,7 +281,7 @@ def test_a_run_with_evaluations_trains_what_it_trains_without(setting: Setting, 
 
 
 def test_an_evaluation_counts_towards_no_step_without_lookahead() -> None:
-    """A step's seconds end with its last publish."""
+    """A step's seconds end with its last weight sync."""
     plain, evaluated = Pipeline(Setting(update=0.5)), Pipeline(Setting(update=0.5))
     play(plain, plain.graph())
     play(evaluated, evaluating(evaluated, 1))

@@ -58,12 +58,12 @@ class Models:
 
     policy: FakePolicy = field(default_factory=lambda: FakePolicy(length, 0.01))
     critic: FakeCritic = field(default_factory=lambda: FakeCritic(per_token=0.001, per_call=0.003))
-    trainer: FakeTrainer = field(default_factory=lambda: FakeTrainer(0.02, publishing=0.005))
+    trainer: FakeTrainer = field(default_factory=lambda: FakeTrainer(0.02, syncing=0.005))
 
     async def restore(self, version: int) -> None:
         """Go on with the weights of this version."""
         self.trainer.version = version
-        await self.trainer.publish(self.policy, self.critic)
+        await self.trainer.sync_weights(self.policy, self.critic)
 
 
 def length(prompt: Prompt) -> int:

@@ -322,7 +322,7 @@ def test_snapshots_are_of_each_step_that_is_alive() -> None:
 
 
 @dataclass(eq=False)
-class Publishing:
+class Syncing:
     """Waits, at the end of its work, until ``phase0`` of the later steps is over, and notes when that was."""
 
     seconds: float
@@ -346,7 +346,7 @@ class Publishing:
 def test_a_stage_can_wait_for_the_later_steps_whatever_the_caller_does(
     lookahead: int, count: int, body: int, fast: float
 ) -> None:
-    graph = phases(2.0).replace(collect=Publishing(fast))
+    graph = phases(2.0).replace(collect=Syncing(fast))
 
     async def main() -> None:
         async with graph.open(range(1000), lookahead=lookahead) as run:
@@ -355,7 +355,7 @@ def test_a_stage_can_wait_for_the_later_steps_whatever_the_caller_does(
 
     run_virtual(main)
     begun = dict(graph.stage("phase0", Phase).begun)
-    ended = dict(graph.stage("collect", Publishing).ended)
+    ended = dict(graph.stage("collect", Syncing).ended)
     for step, at in ended.items():
         last = min(step + lookahead, count - 1)
         assert begun[last] + 2.0 <= at, "the last step that may begin before the end of this one has passed"
@@ -363,7 +363,7 @@ def test_a_stage_can_wait_for_the_later_steps_whatever_the_caller_does(
 
 
 def test_a_step_does_not_wait_for_a_later_one_that_has_failed() -> None:
-    graph = phases(2.0, 1.0).replace(phase0=FailLater(2.0), collect=Publishing(1.0))
+    graph = phases(2.0, 1.0).replace(phase0=FailLater(2.0), collect=Syncing(1.0))
 
     async def main() -> None:
         async with graph.open(range(1000), lookahead=2) as run:
@@ -389,7 +389,7 @@ def test_when_a_later_step_has_failed_nothing_goes_on_in_those_behind_it(seconds
                 working.remove(step.index)
 
     @dataclass(eq=False)
-    class Alone(Publishing):
+    class Alone(Syncing):
         async def run(self, items: Receiver[int], *, out: Sender[tuple[int, ...]], step: Step) -> None:
             await super().run(items, out=out, step=step)
             assert not working, f"step {step.index} went on beside phase0 of {working}"
@@ -419,7 +419,7 @@ def test_no_step_begins_while_those_behind_one_that_has_failed_end_slowly() -> N
                     await anyio.sleep(5.0 if step.index == 3 else 0.0)
 
     @dataclass(eq=False)
-    class FirstOfAll(Publishing):
+    class FirstOfAll(Syncing):
         async def run(self, items: Receiver[int], *, out: Sender[tuple[int, ...]], step: Step) -> None:
             if step.index:
                 await super().run(items, out=out, step=step)
@@ -445,7 +445,7 @@ def test_no_step_begins_while_those_behind_one_that_has_failed_end_slowly() -> N
 
 def test_no_step_begins_behind_one_that_has_failed() -> None:
     """Step 2 fails while step 0 is alive, so that step 1 has none to wait for."""
-    graph = phases(2.0, 1.0).replace(phase1=FailLater(1.0, index=2), collect=Publishing(9.0))
+    graph = phases(2.0, 1.0).replace(phase1=FailLater(1.0, index=2), collect=Syncing(9.0))
 
     async def main() -> None:
         async with graph.open(range(1000), lookahead=2) as run:

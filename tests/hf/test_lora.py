@@ -155,7 +155,7 @@ async def test_what_was_learned_is_saved_as_adapters_and_loads(tmp_path: Path) -
 
 
 class Receiver:
-    """A follower whose engine knows no adapters."""
+    """A model whose engine knows no adapters."""
 
     version = 0
 
@@ -172,7 +172,7 @@ def test_an_engine_without_adapters_is_given_merged_weights(name: str) -> None:
     async def main() -> None:
         with Thread("trainer") as thread:
             trainer = HfTrainer(actor, sampling=SAMPLING, thread=thread, settings=TrainerSettings(learning_rate=1e-3))
-            await trainer.publish(receiver)
+            await trainer.sync_weights(receiver)
 
     anyio.run(main)
     plain.load_state_dict(receiver.weights)

@@ -25,7 +25,7 @@ from oppo.testing import (
     Fault,
     Flap,
     Garbage,
-    HalfPublished,
+    HalfSynced,
     Hang,
     LoseSessions,
     Raise,
@@ -58,7 +58,7 @@ METHODS: Mapping[str, tuple[Method, ...]] = {
     "reference": ("extend", "finish", "forget"),
     "reward": ("extend", "finish", "forget"),
     "critic": ("extend", "finish", "forget", "load"),
-    "trainer": ("update", "publish"),
+    "trainer": ("update", "sync_weights"),
 }
 NAMES: Mapping[Method, str] = {
     "open": "while opening rollouts [",
@@ -67,7 +67,7 @@ NAMES: Mapping[Method, str] = {
     "extend": "while scoring rollouts [",
     "finish": "while scoring rollouts [",
     "forget": "while forgetting rollouts [",
-    "load": "while publishing version ",
+    "load": "while syncing version ",
 }
 """How the note begins that says of which rollouts a call was that raised, or of which weights."""
 SECONDS = st.sampled_from([0.0, 1 / 1024, 1 / 256, 1 / 32])
@@ -92,8 +92,8 @@ def faults(draw: st.DrawFn) -> Fault:
         does.append(st.builds(Garbage, st.sampled_from(SPOILT[method])))
     if method in {"decoding", "extend", "finish"} and (model == "actor") == (method == "decoding"):
         does.append(st.just(LoseSessions()))
-    if method == "publish":
-        does.append(st.builds(HalfPublished, st.booleans()))
+    if method == "sync_weights":
+        does.append(st.builds(HalfSynced, st.booleans()))
     return Fault(model, method, draw(st.one_of(does)), draw(st.integers(0, 40 if method == "read" else 6)))
 
 
@@ -169,7 +169,7 @@ def explains(fault: Fault, error: BaseException) -> bool:
             closing = fault.method in {"aclose", "forget"} and "graph 'ppo', step" not in told
             right = type(error) is DeadlockError and f"{fault.place} hangs, as its script says" in told
             return right and (closing or f"{stage} is at work" in told)
-        case HalfPublished(silent):
+        case HalfSynced(silent):
             right = type(error) is (ProtocolError if silent else ModelError) and "FaultyCritic has version" in told
         case Garbage() | LoseSessions():
             right = type(error) is ProtocolError

@@ -11,7 +11,7 @@ from hypothesis import assume, example, given, strategies as st
 from oppo.admission import AdmitView, CutView, Observation, Overcommit
 from oppo.events import Chunk, Defer, Scored, StepReport
 from oppo.graph import Graph
-from oppo.models import Follower
+from oppo.models import SyncedModel
 from oppo.stages import Score, Update
 from oppo.testing import FakeCritic, run_virtual
 from tests.known import known
@@ -55,7 +55,7 @@ def test_late_are_the_responses_that_were_carried_whatever_the_lag_of_the_others
 
 @dataclass
 class Speeds:
-    """Seconds of every stage: of a decode step, of a token that a scorer reads, of a call, an update, a publish."""
+    """Seconds of every stage: of a decode step, of a token that a scorer reads, of a call, an update, a weight sync."""
 
     decode: float = 0.01
     reference: float = 0.0
@@ -64,7 +64,7 @@ class Speeds:
     proximal: float = 0.0
     per_call: float = 0.0
     update: float = 0.0
-    publish: float = 0.0
+    weight_sync: float = 0.0
 
 
 @st.composite
@@ -85,17 +85,17 @@ class Timed(Pipeline):
         names = ("reference", "reward", "critic", "per_call", "update")
         self.setting = replace(self.setting, **{name: getattr(seconds, name) for name in names})
         super().__post_init__()
-        self.policy.seconds, self.trainer.publishing = seconds.decode, seconds.publish
+        self.policy.seconds, self.trainer.syncing = seconds.decode, seconds.weight_sync
         self.again = FakeCritic(per_token=seconds.proximal, per_call=seconds.per_call)
 
     def graph(self) -> Graph[StepReport]:
-        followers: list[Follower] = [self.policy, self.critic, self.again]
+        synced: list[SyncedModel] = [self.policy, self.critic, self.again]
         return (
             super()
             .graph()
             .replace(
                 proximal=Score(self.again, after="update"),
-                update=Update(self.trainer, publish=followers, after=("generate", "value")),
+                update=Update(self.trainer, synced=synced, after=("generate", "value")),
             )
         )
 
@@ -112,7 +112,7 @@ class Timed(Pipeline):
 
 @given(settings(lookaheads=(0, *AHEAD)), speeds())
 @example(Setting(extra=2, lookahead=2, steps=5), Speeds(reward=0.3, update=5.0))
-@example(Setting(extra=2, lookahead=1, steps=5), Speeds(decode=5.0, proximal=0.3, publish=5.0))
+@example(Setting(extra=2, lookahead=1, steps=5), Speeds(decode=5.0, proximal=0.3, weight_sync=5.0))
 def test_how_fast_the_stages_are_changes_no_bit_and_no_version(setting: Setting, seconds: Speeds) -> None:
     setting = replace(setting, paces=())  # which decide, of the rollouts that are decoded, which are the first
     one, other = Timed(setting), Timed(replace(setting, capacity=16), speeds=seconds)

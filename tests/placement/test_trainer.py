@@ -12,7 +12,7 @@ from oppo.admission import Overcommit
 from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Batch
-from oppo.models import Follower, ResumableTrainer, Trained, Trainer, Weights
+from oppo.models import ResumableTrainer, SyncedModel, Trained, Trainer, Weights
 from oppo.observe import Span
 from oppo.placement import Inline
 from oppo.placement.trainer import HostedTrainer, TrainerCounts
@@ -94,8 +94,8 @@ def test_a_hosted_trainer_keeps_the_contract() -> None:
     async def make() -> Trainer:
         return HostedTrainer(FakeCore, Inline("second"))
 
-    followers: list[Follower] = [FakePolicy(lambda prompt: 5), FakeCritic()]
-    run_virtual(check_trainer, make, core.batches[0], followers)
+    synced: list[SyncedModel] = [FakePolicy(lambda prompt: 5), FakeCritic()]
+    run_virtual(check_trainer, make, core.batches[0], synced)
 
 
 def test_it_goes_on_where_another_was(tmp_path: Path) -> None:

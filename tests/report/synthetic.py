@@ -56,7 +56,8 @@ def batch(finished: Sequence[Finish], scores: Sequence[float]) -> Batch:
 
 def report(index: int, trained: tuple[int, ...], score: float, deferred: tuple[Defer, ...] = ()) -> StepReport:
     metrics = {"objective/kl": 0.25 * index, "response_length/mean": 2.0, "response_length/tokens": 4.0}
-    metrics |= {"response_length/max": 3.0, "timing_s/rollouts": 1.5, "timing_s/update": 0.5, "timing_s/publish": 0.0}
+    metrics |= {"response_length/max": 3.0, "timing_s/rollouts": 1.5}
+    metrics |= {"timing_s/update": 0.5, "timing_s/weight_sync": 0.0}
     dropped = (Drop(1, "nonfinite"),) if index == 1 else ()
     return StepReport(index, index + 1, trained, dropped, deferred, score, 2.0, metrics)
 

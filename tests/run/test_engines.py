@@ -1,6 +1,6 @@
 """``oppo train`` on an engine that lives elsewhere, as far as the application goes: a stand-in takes vLLM's place.
 
-It decodes with transformers, on weights of its own that only a publish reaches, as vLLM would.
+It decodes with transformers, on weights of its own that only a weight sync reaches, as vLLM would.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def on_vllm(workplace: Path, name: str, *overrides: str, command: str = "") -> i
     return oppo(workplace, command, f"run.name={name}", "models.engine=vllm", "run.panel=off", *overrides)
 
 
-def test_a_run_serves_published_copies_and_corrects_every_token(workplace: Path, stand_in: list[StandIn]) -> None:
+def test_a_run_serves_synced_copies_and_corrects_every_token(workplace: Path, stand_in: list[StandIn]) -> None:
     assert on_vllm(workplace, "run", "run.steps=3", "vllm.max_num_seqs=8") == 0
     lines = records(workplace, "run", "metrics.jsonl")
     assert [line["trained"] for line in lines] == [4, 4, 4]
@@ -137,7 +137,7 @@ def test_a_run_serves_published_copies_and_corrects_every_token(workplace: Path,
     assert (again.models.engine, again.vllm) == ("vllm", {"max_num_seqs": 8})
 
 
-def test_a_run_is_evaluated_with_the_weights_that_are_published(workplace: Path, stand_in: list[StandIn]) -> None:
+def test_a_run_is_evaluated_with_the_weights_that_are_synced(workplace: Path, stand_in: list[StandIn]) -> None:
     chosen = ("eval.prompts=prompts.jsonl", "eval.count=3", "eval.every=1", "eval.samples=2", "run.steps=2")
     assert on_vllm(workplace, "evaluated", *chosen) == 0
     assert [each["version"] for each in records(workplace, "evaluated", "eval.jsonl")] == [0, 1, 2]

@@ -112,7 +112,7 @@ class Life:
                     run.load_state_dict(state["run"])
                     source.load_state_dict(state["prompts"])
                     pipeline.trainer.version = done
-                    await pipeline.trainer.publish(pipeline.policy, pipeline.critic)
+                    await pipeline.trainer.sync_weights(pipeline.policy, pipeline.critic)
                 async for report in run.steps(self.steps - done, drain_after=self._drains_after):
                     self.extras.append(report.metrics.get("deferral/extra"))
                     if report.index == self.signal and run.alive:

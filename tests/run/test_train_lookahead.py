@@ -125,7 +125,7 @@ def test_a_critic_on_the_policys_trunk_is_exact_with_steps_in_flight(folder: Pat
 
 
 @pytest.mark.parametrize(("policy", "kv_on_sync"), [("thread", "keep"), ("process", "recompute")])
-def test_weights_that_are_published_in_flight_are_adopted_within_a_step(
+def test_weights_that_are_synced_in_flight_are_adopted_within_a_step(
     folder: Path, policy: str, kv_on_sync: str
 ) -> None:
     name = f"flight-{policy}-{kv_on_sync}"
@@ -181,7 +181,7 @@ def test_an_exact_run_lets_nothing_join(folder: Path, capsys: pytest.CaptureFixt
         (("models.shared_trunk=true",), "models.shared_trunk = true makes them one model"),
     ],
 )
-def test_what_cannot_be_published_in_flight_is_refused_before_anything_is_loaded(
+def test_what_cannot_be_synced_in_flight_is_refused_before_anything_is_loaded(
     folder: Path, overrides: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flight = ("run.name=refused", "step.lookahead=1", "step.weight_sync=in-flight")

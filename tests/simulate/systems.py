@@ -21,7 +21,7 @@ def machine(contention: Contention) -> System:
             "reference": Reader(passes=Passes(token=1e-4), call=3e-3, device=DEVICE),
             "critic": Reader(passes=Passes(token=5e-5), call=2e-3, device=DEVICE),
         },
-        updater=Updater(passes=Passes(token=4e-4), fixed=0.05, publish=0.01, device=DEVICE),
+        updater=Updater(passes=Passes(token=4e-4), fixed=0.05, weight_sync=0.01, device=DEVICE),
         interference=contention,
     )
 

@@ -75,7 +75,7 @@ def test_a_run_without_a_record_of_its_rollouts_is_refused(tmp_path: Path) -> No
 
 def step_of(number: int, stretches: tuple[Stretch, ...]) -> MeasuredStep:
     seen = Observation(number, seconds=3.0, decode_seconds=1.0, stretches=stretches)
-    return MeasuredStep(seen, trained=4, tokens=40, update=1.0, publish=0.5)
+    return MeasuredStep(seen, trained=4, tokens=40, update=1.0, weight_sync=0.5)
 
 
 def test_too_few_steps_are_no_calibration() -> None:

@@ -173,7 +173,7 @@ def test_a_run_whose_turns_an_environment_answered_is_refused(
 
 OTHERS = (
     ("summary.json", '{"complete": true, "steps": "many"}', "has not finished"),
-    ("metrics.jsonl", '{"step": 8, "trained": "all", "timing_s/update": 1, "timing_s/publish": 1}', "cannot be used"),
+    ("metrics.jsonl", '{"step": 8, "trained": "x", "timing_s/update": 1, "timing_s/weight_sync": 1}', "cannot be used"),
     ("journal.jsonl", '{"step": 0, "event": "finished"}', "the records in runs/finished cannot be used"),
     ("journal.jsonl", '{"step": 0, "event": "admitted", "rollout": [], "group": 0}', "cannot be used"),
     ("work.jsonl", '{"step": 8, "models": {"reference": 3}}', "cannot be used"),

@@ -86,7 +86,11 @@ def test_a_profile_of_an_earlier_version_opens_with_one_message(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "profile.toml"
-    file.write_text(tomli_w.dumps(changed(schedule={"extra": 3, "lag_price": 0.5, "recompute": recompute})))
+    file.write_text(
+        tomli_w.dumps(
+            changed(engine={"publish_seconds": 0.25}, schedule={"extra": 3, "lag_price": 0.5, "recompute": recompute})
+        )
+    )
     messages: list[str] = []
     with routed(messages.append):
         found = load_profile(file)

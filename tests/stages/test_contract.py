@@ -145,16 +145,16 @@ def test_any_one_number_is_a_score(score: float) -> None:
     assert {value for batch in pipeline.batches for value in batch.scores.tolist()} == {float(score)}
 
 
-def test_a_trainer_that_forgets_to_publish_is_refused() -> None:
+def test_a_trainer_that_forgets_to_sync_is_refused() -> None:
     class Forgetful(FakeTrainer):
-        async def publish(self, *followers: object) -> None:
+        async def sync_weights(self, *synced: object) -> None:
             pass
 
     pipeline = Pipeline(SETTING)
     pipeline.trainer = Forgetful()
     sentence, notes = refused(pipeline)
     assert sentence == (
-        "version 1 was published, but FakePolicy has version 0, FakeCritic has version 0: the followers disagree"
+        "version 1 was synced, but FakePolicy has version 0, FakeCritic has version 0: the synced models disagree"
     )
     assert notes == ["in stage 'update' of graph 'ppo', step 1"]
 
@@ -171,7 +171,7 @@ def test_a_trainer_that_counts_its_minibatches_is_refused() -> None:
     assert sentence == "after an update of version 0 the trainer's is 2, not 1"
 
 
-def test_a_failed_publish_says_who_has_which_version_and_nobody_goes_back() -> None:
+def test_a_failed_sync_says_who_has_which_version_and_nobody_goes_back() -> None:
     class Refusing(FakeCritic):
         async def load(self, weights: Weights) -> None:
             raise OSError("no room")
@@ -179,9 +179,9 @@ def test_a_failed_publish_says_who_has_which_version_and_nobody_goes_back() -> N
     async def main() -> None:
         trainer, policy = FakeTrainer(version=3), FakePolicy()
         with pytest.raises(OSError, match="no room") as caught:
-            await trainer.publish(policy, Refusing())
+            await trainer.sync_weights(policy, Refusing())
         assert caught.value.__notes__ == [
-            "while publishing version 3: FakePolicy has version 3, Refusing has version 0; do not go on from here"
+            "while syncing version 3: FakePolicy has version 3, Refusing has version 0; do not go on from here"
         ]
 
     run_virtual(main)
@@ -244,8 +244,8 @@ ANYTHING: Any = object()
         ),
         (lambda: Generate(FakePolicy(), ANYTHING), "Admission, an object with batch, max_deferrals, admit, cut"),
         (lambda: Generate(FakePolicy(), Overcommit(2), ANYTHING), "ChunkSize, an object with size, observe"),
-        (lambda: Update(ANYTHING), "Trainer, an object with version, update, publish"),
-        (lambda: Update(FakeTrainer(), [ANYTHING]), "Follower, an object with version, load; got object, which"),
+        (lambda: Update(ANYTHING), "Trainer, an object with version, update, sync"),
+        (lambda: Update(FakeTrainer(), [ANYTHING]), "SyncedModel, an object with version, load; got object, which"),
     ],
 )
 def test_what_is_no_model_is_refused_when_its_stage_is_made(make: Callable[[], object], sentence: str) -> None:
@@ -491,7 +491,7 @@ def test_a_step_whose_rollouts_are_in_no_batch_is_refused() -> None:
             rollout = g.add("generate", self.generate, g.prompts)
             score = g.add("reward", Score(cast("Scorer[float | Drop]", self.reward)), rollout)
             batch = g.add("advantage", Swallowing(), rollout, score)
-            return g.build(g.add("update", Update(self.trainer, publish=[self.policy]), batch))
+            return g.build(g.add("update", Update(self.trainer, synced=[self.policy]), batch))
 
     with pytest.raises(ProtocolError, match=r"the batch of stage 'advantage' leaves out rollouts \["):
         run_virtual(NoBatch(SETTING).run)

@@ -69,7 +69,7 @@ class Made:
 def trained_by(trainer: Trainer, made: Made) -> Graph[StepReport]:
     """Return the graph with another trainer."""
     graph = made.graph()
-    return graph.replace(update=Update(trainer, graph.stage("update", Update).publish))
+    return graph.replace(update=Update(trainer, graph.stage("update", Update).synced))
 
 
 def test_the_update_is_hidden_behind_the_tail() -> None:
@@ -142,7 +142,7 @@ class Whole:
         self.version += 1
         return Trained()
 
-    async def publish(self, *followers: object) -> None:
+    async def sync_weights(self, *synced: object) -> None:
         """Give nothing."""
 
 

@@ -346,7 +346,7 @@ def graph(*, chunks: ChunkSize, reading: float = 0.125, updating: float = 4.0) -
         reference=FakeScorer(fake_per_token),
         reward=FakeScorer(fake_scalar, reading),
         critic=FakeCritic(),
-        trainer=FakeTrainer(updating, publishing=0.5),
+        trainer=FakeTrainer(updating, syncing=0.5),
         admission=oppo.Overcommit(batch=2),
         chunks=chunks,
     )
@@ -433,7 +433,7 @@ def test_observers_get_the_work_of_the_stages() -> None:
 
     run_virtual(main)
     work = [(span.track, span.label, span.start, span.end) for span in recorder.spans if span.kind == "work"]
-    assert work[-2:] == [("update", "update", 9.0, 13.0), ("update", "publish", 13.0, 13.5)]
+    assert work[-2:] == [("update", "update", 9.0, 13.0), ("update", "weight_sync", 13.0, 13.5)]
     assert ("generate", "decode", 0.0, 8.0) in work
     assert [each for each in work if each[0] == "reward"][-2:] == [
         ("reward", "extend", 8.0, 9.0),
@@ -447,7 +447,7 @@ def test_work_that_fails_is_not_noted() -> None:
     async def main() -> None:
         with step.of("update").working("update"):
             await anyio.sleep(1)
-        with pytest.raises(ValueError, match="no"), step.of("update").working("update", "publish"):
+        with pytest.raises(ValueError, match="no"), step.of("update").working("update", "weight_sync"):
             raise ValueError("no")
 
     run_virtual(main)

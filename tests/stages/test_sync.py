@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from oppo.errors import ConfigError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt, Scored
 from oppo.graph import Graph
-from oppo.models import Capabilities, Follower, Loads, Trained, Weights
-from oppo.stages import Score, Update, followers
+from oppo.models import Capabilities, Loads, SyncedModel, Trained, Weights
+from oppo.stages import Score, Update, synced_models
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, run_virtual
 from oppo.weight_sync import ServesByReference, sync
 from tests.pipelines import Pipeline, Setting, settings
@@ -24,12 +24,12 @@ from tests.pipelines import Pipeline, Setting, settings
 AT_ONCE = Capabilities(turns=True, loads_while_decoding="between decode steps")
 
 
-def published_at_once(setting: Setting) -> Pipeline:
-    """Play a pipeline whose trainer waits for no stage before it publishes."""
+def synced_at_once(setting: Setting) -> Pipeline:
+    """Play a pipeline whose trainer waits for no stage before it syncs."""
     pipeline = Pipeline(setting)
     pipeline.policy.capabilities = AT_ONCE
     graph = pipeline.graph()
-    update = Update(pipeline.trainer, publish=followers(pipeline.policy, graph.stage("value", Score)))
+    update = Update(pipeline.trainer, synced=synced_models(pipeline.policy, graph.stage("value", Score)))
     pipeline.graph = lambda: graph.replace(update=update)  # type: ignore[method-assign] # the same, but for one stage
     run_virtual(pipeline.run)
     return pipeline
@@ -39,8 +39,8 @@ def published_at_once(setting: Setting) -> Pipeline:
 @given(settings(lookaheads=(1, 2, 3)))
 @example(Setting(lookahead=1, steps=5, critic=0.004, update=0.5))
 @example(Setting(lookahead=2, steps=5, critic=0.03, per_call=0.004))
-def test_a_value_is_of_the_weights_that_it_names_whenever_they_are_published(setting: Setting) -> None:
-    pipeline = published_at_once(replace(setting, steps=setting.steps + 2))
+def test_a_value_is_of_the_weights_that_it_names_whenever_they_are_synced(setting: Setting) -> None:
+    pipeline = synced_at_once(replace(setting, steps=setting.steps + 2))
     ends = {item.rollout: item for _, stage, item in pipeline.tap.items if isinstance(item, Finish)}
     values = [item for _, stage, item in pipeline.tap.items if stage == "value" and isinstance(item, Scored)]
     for each in values:
@@ -73,18 +73,18 @@ def test_weights_wait_for_what_is_being_read() -> None:
     stage = Score(critic)
 
     async def main() -> None:
-        follower = stage.follower
-        assert follower is not None
+        model = stage.synced
+        assert model is not None
         async with anyio.create_task_group() as tasks:
 
             async def read() -> None:
-                async with follower.reading():
+                async with model.reading():
                     await critic.extend([Prompt(0, 0, np.arange(3, dtype=np.int32))])
 
             tasks.start_soon(read)
             await anyio.sleep(0.5)
-            await follower.load(Weights(1))
-            assert (follower.version, critic.version) == (1, 1)
+            await model.load(Weights(1))
+            assert (model.version, critic.version) == (1, 1)
             assert anyio.current_time() == 1.0
 
     run_virtual(main)
@@ -134,9 +134,9 @@ class InPlace(FakeTrainer):
         self.weight += 0.5
         return trained
 
-    async def publish(self, *followers: Follower) -> None:
+    async def sync_weights(self, *synced: SyncedModel) -> None:
         with anyio.CancelScope(shield=True):
-            await sync(Weights(self.version, critic={"weight": self.weight}), followers)
+            await sync(Weights(self.version, critic={"weight": self.weight}), synced)
 
 
 @pytest.mark.schedules
@@ -211,10 +211,10 @@ def test_what_policy_and_critic_serve_together_changes_when_neither_uses_it(sett
             assert set(item.versions) == {max(0, step - setting.lookahead)}
 
 
-def refused(pipeline: Pipeline, *publish: Follower) -> str:
-    """Return why weights cannot be published in flight."""
+def refused(pipeline: Pipeline, *sync: SyncedModel) -> str:
+    """Return why weights cannot be synced in flight."""
     graph = pipeline.graph()
-    update = Update(pipeline.trainer, publish=publish or graph.stage("update", Update).publish)
+    update = Update(pipeline.trainer, synced=sync or graph.stage("update", Update).synced)
     pipeline.graph = lambda: graph.replace(update=update)  # type: ignore[method-assign] # the same, but for one stage
     with pytest.raises(ConfigError) as caught:
         run_virtual(pipeline.run)
@@ -236,27 +236,27 @@ def test_an_engine_that_cannot_adopt_weights_while_it_decodes_is_refused_in_flig
 def test_tensors_that_are_served_together_are_refused_in_flight() -> None:
     pipeline = shared(Setting(lookahead=1))
     pipeline.policy.capabilities = AT_ONCE
-    assert "OnTrunk reads with tensors that another follower serves too" in refused(pipeline)
+    assert "OnTrunk reads with tensors that another synced model serves too" in refused(pipeline)
 
 
 def test_a_scorer_that_may_be_reading_is_refused_in_flight() -> None:
     pipeline = Pipeline(Setting(lookahead=1))
     pipeline.policy.capabilities = AT_ONCE
-    assert "FakeCritic may be reading: publish to its stage" in refused(pipeline, pipeline.policy, pipeline.critic)
+    assert "FakeCritic may be reading: sync to its stage" in refused(pipeline, pipeline.policy, pipeline.critic)
 
 
 def test_without_lookahead_nothing_is_in_flight_and_nothing_refused() -> None:
     pipeline = Pipeline(Setting())
     graph = pipeline.graph()
-    update = Update(pipeline.trainer, publish=[pipeline.policy, pipeline.critic])
+    update = Update(pipeline.trainer, synced=[pipeline.policy, pipeline.critic])
     pipeline.graph = lambda: graph.replace(update=update)  # type: ignore[method-assign] # the same, but for one stage
     run_virtual(pipeline.run)
     assert pipeline.policy.version == pipeline.critic.version == 3
 
 
-def test_what_is_published_to_are_the_models_that_follow_or_their_stages() -> None:
+def test_what_is_synced_to_are_the_models_that_follow_or_their_stages() -> None:
     policy, values = FakePolicy(), Score(FakeCritic())
-    assert followers(policy, values, Score(FakeScorer(fake_scalar)), None) == (policy, values.follower)
+    assert synced_models(policy, values, Score(FakeScorer(fake_scalar)), None) == (policy, values.synced)
 
 
 def test_a_stage_says_whether_its_scorer_serves_the_trained_tensors() -> None:
@@ -268,12 +268,12 @@ def test_a_stage_says_whether_its_scorer_serves_the_trained_tensors() -> None:
             return frozenset()
 
     for scorer, serves in ((Trunk(), True), (FakeCritic(), False)):
-        follower = Score(scorer).follower
-        assert isinstance(follower, ServesByReference)
-        assert follower.serves(Weights(3)) is serves
+        model = Score(scorer).synced
+        assert isinstance(model, ServesByReference)
+        assert model.serves(Weights(3)) is serves
 
 
 def test_no_scorer_follows_in_a_graph_without_one() -> None:
     graph = Pipeline(Setting()).graph()
     assert isinstance(graph, Graph)
-    assert graph.stage("reward", Score).follower is None
+    assert graph.stage("reward", Score).synced is None

@@ -30,7 +30,7 @@ def diverging(when: Callable[[int], bool], steps: int = 9, **chosen: object) -> 
     trainer = pipeline.trainer
     trainer.nonfinite = lambda rollout: when(trainer.version) and rollout % 4 == 1
     graph = pipeline.graph()
-    update = Update(trainer, publish=[pipeline.policy, pipeline.critic], **chosen)  # type: ignore[arg-type] # by keyword
+    update = Update(trainer, synced=[pipeline.policy, pipeline.critic], **chosen)  # type: ignore[arg-type] # by keyword
     pipeline.graph = lambda: graph.replace(update=update)  # type: ignore[method-assign] # the same, but for one stage
     return pipeline
 
@@ -40,13 +40,13 @@ def test_the_run_ends_after_so_many_updates_in_a_row_and_names_the_rollouts() ->
     with pytest.raises(ModelDiverged, match=r"in 2 updates in a row, lastly for rollouts \[13\]: lower"):
         run_virtual(pipeline.run)
     assert len(pipeline.reports) == 3
-    assert pipeline.policy.version == 3, "what diverged was not published"
+    assert pipeline.policy.version == 3, "what diverged was not synced"
 
 
 def test_a_policy_that_would_never_get_the_weights_is_refused() -> None:
     pipeline = Pipeline(Setting())
     with pytest.raises(GraphError, match=r"'update' never gives its weights to FakePolicy, which decodes: name it, "):
-        pipeline.graph().replace(update=Update(pipeline.trainer, publish=[pipeline.critic]))
+        pipeline.graph().replace(update=Update(pipeline.trainer, synced=[pipeline.critic]))
     with pytest.raises(GraphError, match=r"'update' never gives its weights to Another, which decodes"):
         pipeline.graph().replace(generate=replace(pipeline.generate, policy=Another()))
 
@@ -54,13 +54,13 @@ def test_a_policy_that_would_never_get_the_weights_is_refused() -> None:
 def test_a_policy_may_get_the_weights_of_another_trainer() -> None:
     pipeline = Pipeline(Setting())
     graph = pipeline.graph()
-    critics = Update(FakeTrainer(), publish=[pipeline.critic])
+    critics = Update(FakeTrainer(), synced=[pipeline.critic])
     assert critics.faults([graph.stage("generate", Generate), graph.stage("update", Update), critics], ()) == []
     assert len(critics.faults([graph.stage("generate", Generate), critics], ())) == 1
 
 
 class Another(FakePolicy):
-    """Not the policy that is published to."""
+    """Not the policy that is synced to."""
 
 
 class Undefined(GAE):

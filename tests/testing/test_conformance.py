@@ -12,7 +12,7 @@ import pytest
 
 from oppo.errors import ProtocolError
 from oppo.events import Chunk, Finish, Given, IntArray, Prompt, Response, Support
-from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Follower, Loads, Piece, Weights
+from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Piece, SyncedModel, Weights
 from oppo.simulate.policy import FakeDecode
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
@@ -148,8 +148,8 @@ def test_the_fake_trainer_keeps_the_contract() -> None:
     async def make() -> FakeTrainer:
         return FakeTrainer()
 
-    followers: list[Follower] = [FakePolicy(), FakeCritic()]
-    run_virtual(check_trainer, make, GAE().batch(rows), followers)
+    synced: list[SyncedModel] = [FakePolicy(), FakeCritic()]
+    run_virtual(check_trainer, make, GAE().batch(rows), synced)
 
 
 class Forgetful(FakeDecode):

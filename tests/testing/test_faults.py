@@ -23,7 +23,7 @@ from oppo.testing import (
     FaultyScorer,
     Flap,
     Garbage,
-    HalfPublished,
+    HalfSynced,
     Hang,
     LoseSessions,
     Raise,
@@ -75,15 +75,15 @@ def ended(fault: Fault, *, steps: int) -> tuple[BaseException, str]:
     [
         ("actor", "open", "while opening rollouts [10, 11, 12, 13]"),
         ("actor", "decoding", ""),
-        ("actor", "load", "while publishing version 3: FaultyPolicy has version 2, FaultyCritic has version 2"),
+        ("actor", "load", "while syncing version 3: FaultyPolicy has version 2, FaultyCritic has version 2"),
         ("reference", "extend", "while scoring rollouts [0, 1, 3, 4, 5]"),
         ("reference", "finish", "while scoring rollouts [1]"),
         ("reward", "extend", "while scoring rollouts [0, 1, 3, 4, 5]"),
         ("reward", "finish", "while scoring rollouts [1]"),
         ("critic", "finish", "while scoring rollouts [1]"),
-        ("critic", "load", "while publishing version 3: FaultyPolicy has version 3, FaultyCritic has version 2"),
+        ("critic", "load", "while syncing version 3: FaultyPolicy has version 3, FaultyCritic has version 2"),
         ("trainer", "update", ""),
-        ("trainer", "publish", ""),
+        ("trainer", "sync_weights", ""),
     ],
 )
 def test_a_model_that_raises_ends_the_run_with_its_own_error(model: str, method: Method, names: str) -> None:
@@ -121,7 +121,7 @@ def test_a_decode_that_cannot_be_given_up_names_its_rollout() -> None:
         ("critic", "forget"),
         ("critic", "load"),
         ("trainer", "update"),
-        ("trainer", "publish"),
+        ("trainer", "sync_weights"),
     ],
 )
 def test_a_model_that_hangs_is_a_deadlock_that_names_its_stage(model: str, method: Method) -> None:
@@ -150,8 +150,8 @@ def test_a_model_that_hangs_is_a_deadlock_that_names_its_stage(model: str, metho
             Fault("actor", "read", Garbage("token")),
             "rollout 0: .* of FaultyPolicy returned a piece that holds the token id -",
         ),
-        (Fault("actor", "load", Garbage("version")), "version 1 was published, but FaultyPolicy has version 0, Fau"),
-        (Fault("critic", "load", Garbage("version")), "has version 1, FaultyCritic has version 0: the followers dis"),
+        (Fault("actor", "load", Garbage("version")), "version 1 was synced, but FaultyPolicy has version 0, Fau"),
+        (Fault("critic", "load", Garbage("version")), "has version 1, FaultyCritic has version 0: the synced"),
         (Fault("reference", "finish", Garbage("count")), r"finish\(\) of the scorer was asked for 1 rollouts and answ"),
         (Fault("reference", "finish", Garbage("shape")), r"rollout 2: expected 3 numbers as its reference log-probs, "),
         (Fault("reference", "finish", Garbage("none")), r"rollout 2: .* one for each response token, got None"),
@@ -207,14 +207,14 @@ def test_a_model_that_has_lost_its_sessions_is_found_out(fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_weights_published_half_way_end_the_run_and_say_who_has_which(silent: bool) -> None:
-    error, message = ended(Fault("trainer", "publish", HalfPublished(silent), call=1), steps=1)
+def test_weights_synced_half_way_end_the_run_and_say_who_has_which(silent: bool) -> None:
+    error, message = ended(Fault("trainer", "sync_weights", HalfSynced(silent), call=1), steps=1)
     assert type(error) is (ProtocolError if silent else ModelError)
     assert "FaultyPolicy has version 2, FaultyCritic has version 1" in message
 
 
 def test_slow_models_take_their_time_and_change_nothing() -> None:
-    slow = played(Fault("critic", "finish", Slow(7.0)), Fault("trainer", "publish", Slow(5.0), call=3))
+    slow = played(Fault("critic", "finish", Slow(7.0)), Fault("trainer", "sync_weights", Slow(5.0), call=3))
     assert slow.error is None
     assert same_batches(slow.batches, CLEAN.batches)
     took = [late.seconds - soon.seconds for late, soon in zip(slow.reports, CLEAN.reports, strict=True)]
@@ -243,7 +243,7 @@ def test_a_script_is_a_value() -> None:
         ("forget", Garbage("nan")),
         ("read", Garbage("stranger")),
         ("read", LoseSessions()),
-        ("update", HalfPublished()),
+        ("update", HalfSynced()),
     ],
 )
 def test_a_fault_that_cannot_be_is_refused(method: Method, does: FaultKind) -> None:

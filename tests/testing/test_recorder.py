@@ -15,7 +15,7 @@ from oppo import Fixed, Generate, Graph, Overcommit, Receiver, Score, Sender, Ta
 from oppo.errors import ConfigError, GraphError, ProtocolError
 from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, Response, Scored, StepReport
 from oppo.graph import GraphBuilder
-from oppo.models import Follower
+from oppo.models import SyncedModel
 from oppo.observe import Span
 from oppo.testing import (
     FakeCritic,
@@ -276,8 +276,8 @@ def test_a_batch_is_made_without_a_run(*, critic: bool, reference: bool) -> None
     async def make() -> FakeTrainer:
         return FakeTrainer()
 
-    followers: list[Follower] = [FakePolicy(), FakeCritic()]
-    run_virtual(check_trainer, make, batch, followers)
+    synced: list[SyncedModel] = [FakePolicy(), FakeCritic()]
+    run_virtual(check_trainer, make, batch, synced)
 
 
 @pytest.mark.parametrize("wrong", [{"lengths": [2, 0]}, {"vocabulary": 0}, {"prompt_length": 1.5}])

@@ -69,14 +69,14 @@ class Bench:
                 if piece.state != "live":
                     return
 
-        async def publish(seconds: float) -> None:
+        async def sync_weights(seconds: float) -> None:
             await anyio.sleep(seconds)
             await self.policy.load(Weights(self.policy.version + 1, WEIGHTS))
 
         with as_itself():
             async with anyio.create_task_group() as tasks, self.policy.decoding(decodes, cut):
                 if load is not None:
-                    tasks.start_soon(publish, load)
+                    tasks.start_soon(sync_weights, load)
                 async with anyio.create_task_group() as readers:
                     for decode in decodes:
                         if not decode.ended:

@@ -87,7 +87,7 @@ class Engine:
     async def pause(self) -> None:
         await self.llm.pause_generation(mode="keep", clear_cache=False)
 
-    async def publish(self, version: str) -> None:
+    async def sync_weights(self, version: str) -> None:
         await self.llm.start_weight_update()
         await self.llm.update_weights(self.weights)
         await self.llm.finish_weight_update(weight_version=version)
@@ -148,7 +148,7 @@ class Reading:
 
 
 async def generating(engine: Engine) -> None:
-    """Hold, decode, pause, publish, go on, end, abort, and share prefixes."""
+    """Hold, decode, pause, sync, go on, end, abort, and share prefixes."""
     llm, prompt = engine.llm, list(range(10, 20))
     await engine.pause()
     await llm.update_weight_version("one")
@@ -171,7 +171,7 @@ async def generating(engine: Engine) -> None:
 
     with pytest.raises(Exception, match="start_weight_update"):
         await llm.update_weights(engine.weights)
-    await engine.publish("two")
+    await engine.sync_weights("two")
     await llm.start_weight_update()
     with pytest.raises(Exception, match="already"):
         await llm.start_weight_update()

@@ -37,7 +37,7 @@ def test_a_run_on_vllm_is_evaluated_while_rollouts_are_carried(lookahead: int) -
         batch=4,
     )
     graph = pipeline.graph()
-    update = replace(graph.stage("update", Update), publish=[policy, pipeline.critic], held=["evaluate"])
+    update = replace(graph.stage("update", Update), synced=[policy, pipeline.critic], held=["evaluate"])
     generate = replace(graph.stage("generate", Generate), policy=policy)
     graph = graph.replace(update=update, generate=generate).then("evaluate", Evaluate(evaluation, lambda step: True))
 

@@ -12,7 +12,7 @@ from oppo.admission import Admission, Continuous, Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
 from oppo.events import Prompt, StepReport
-from oppo.models import Follower, Sampling, Weights
+from oppo.models import Sampling, SyncedModel, Weights
 from oppo.stages import GAE, Update
 from oppo.testing import FakeCritic, FakeScorer, FakeTrainer, fake_scalar, run_virtual
 from oppo.vllm import VllmPolicy
@@ -23,10 +23,10 @@ BATCH, EXTRA, STEPS = 4, 2, 8
 
 
 class Sending(FakeTrainer):
-    """Publishes a tensor."""
+    """Syncs a tensor."""
 
-    async def publish(self, *followers: Follower) -> None:
-        await sync(Weights(self.version, {"weight": torch.zeros(1)}), followers)
+    async def sync_weights(self, *synced: SyncedModel) -> None:
+        await sync(Weights(self.version, {"weight": torch.zeros(1)}), synced)
 
 
 def played(

@@ -41,7 +41,7 @@ def test_weights_that_cannot_be_sent_leave_the_engine_running_on_the_old_ones() 
     async def main() -> None:
         decodes = await bench.policy.open(varied(2))
 
-        async def publish() -> None:
+        async def sync_weights() -> None:
             await anyio.sleep(0.02)
             try:
                 await bench.policy.load(Weights(1, WEIGHTS))
@@ -49,7 +49,7 @@ def test_weights_that_cannot_be_sent_leave_the_engine_running_on_the_old_ones() 
                 errors.append(error)
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(publish)
+            tasks.start_soon(sync_weights)
             await bench.step(decodes)
 
     bench.run(main)
@@ -90,7 +90,7 @@ def test_versions_are_compared_with_those_that_the_engine_names() -> None:
         bench.run(main)
 
 
-def test_the_error_of_a_rollout_that_a_publish_drains_ends_its_decoding_and_not_the_publish() -> None:
+def test_the_error_of_a_rollout_that_a_sync_drains_ends_its_decoding_and_not_the_sync_weights() -> None:
     bench = Bench(FakeAsyncLLM(overrun=2, logprob=lambda position: float("nan") if position > 3 else -1.0))
 
     async def main() -> None:
@@ -128,14 +128,14 @@ def test_an_engine_whose_weights_are_unknown_decodes_nothing_any_more(failure: E
     async def main() -> None:
         decodes = await bench.policy.open(varied(2))
 
-        async def publish() -> None:
+        async def sync_weights() -> None:
             await anyio.sleep(0.015)
             with pytest.raises(ModelLost, match=str(failure)):
                 await bench.policy.load(Weights(1, WEIGHTS))
             made.append(bench.policy.tokens)
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(publish)
+            tasks.start_soon(sync_weights)
             with pytest.raises(ModelLost, match=str(failure)):
                 await bench.step(decodes)
         await anyio.sleep(1)
@@ -156,10 +156,10 @@ def test_an_engine_whose_weights_are_unknown_decodes_nothing_any_more(failure: E
 
 
 @pytest.mark.parametrize("decoding", [True, False])
-def test_a_cancelled_publish_ends_first_and_takes_effect(decoding: bool) -> None:
+def test_a_cancelled_sync_ends_first_and_takes_effect(decoding: bool) -> None:
     bench = Bench(sender=FakeSender(seconds=0.1))
 
-    async def publish() -> None:
+    async def sync_weights() -> None:
         await anyio.sleep(0.015)
         with anyio.move_on_after(0.03) as scope:
             await bench.policy.load(Weights(1, WEIGHTS))
@@ -170,10 +170,10 @@ def test_a_cancelled_publish_ends_first_and_takes_effect(decoding: bool) -> None
         decodes = await bench.policy.open(varied(2))
         if decoding:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(publish)
+                tasks.start_soon(sync_weights)
                 await bench.step(decodes)
         else:
-            await publish()
+            await sync_weights()
             await bench.step(decodes)
 
     bench.run(main)
@@ -182,7 +182,7 @@ def test_a_cancelled_publish_ends_first_and_takes_effect(decoding: bool) -> None
     assert bench.llm.updates == [bench.policy._label(1)]
 
 
-def test_a_cancelled_publish_that_does_not_end_leaves_the_engine_lost() -> None:
+def test_a_cancelled_sync_that_does_not_end_leaves_the_engine_lost() -> None:
     bench = Bench(sender=FakeSender(seconds=10 * GRACE))
 
     async def main() -> None:
@@ -190,7 +190,7 @@ def test_a_cancelled_publish_that_does_not_end_leaves_the_engine_lost() -> None:
         with anyio.move_on_after(1.0):
             await bench.policy.load(Weights(1, WEIGHTS))
         assert anyio.current_time() == pytest.approx(start + 1.0 + GRACE)
-        with pytest.raises(ModelLost, match=r"publishing version 1 was cancelled before .* unknown: .* fake.log"):
+        with pytest.raises(ModelLost, match=r"syncing version 1 was cancelled before .* unknown: .* fake.log"):
             await bench.step(await bench.policy.open(varied(1)))
 
     bench.run(main)
@@ -201,14 +201,14 @@ def test_weights_of_another_model_are_refused_while_the_engine_decodes_on() -> N
     bench.engine.weights = ServedWeights("fake", {"weight": (1,)}, (frozenset({"weight"}),))
 
     async def main() -> None:
-        async def publish() -> None:
+        async def sync_weights() -> None:
             await anyio.sleep(0.015)
             with pytest.raises(ModelError, match=r"not the weights of fake, which vLLM serves: 1 missing \(weight\)"):
                 await bench.policy.load(Weights(1, {"bias": torch.zeros(1)}))
             await bench.policy.load(Weights(2, WEIGHTS))
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(publish)
+            tasks.start_soon(sync_weights)
             await bench.step(await bench.policy.open(varied(2)))
 
     bench.run(main)
@@ -224,13 +224,13 @@ def test_adapters_that_cannot_be_merged_leave_the_engine_decoding() -> None:
         raise MemoryError("too large")
 
     async def main() -> None:
-        async def publish() -> None:
+        async def sync_weights() -> None:
             await anyio.sleep(0.015)
             with pytest.raises(MemoryError):
                 await bench.policy.load(Weights(1, WEIGHTS, merge=merge))
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(publish)
+            tasks.start_soon(sync_weights)
             await bench.step(await bench.policy.open(varied(2)))
 
     bench.run(main, threads=True)

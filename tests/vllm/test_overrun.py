@@ -27,8 +27,8 @@ class Case:
 
     Attributes:
         at: how many rollouts end before the cut, by step.
-        late: as :class:`FakeAsyncLLM` has it; a publish takes 0.02 s, so outputs may come when it has ended.
-        delay: seconds from the beginning of a step to a publish.
+        late: as :class:`FakeAsyncLLM` has it; a weight sync takes 0.02 s, so outputs may come when it has ended.
+        delay: seconds from the beginning of a step to a weight sync.
     """
 
     count: int = 3

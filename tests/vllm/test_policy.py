@@ -110,10 +110,10 @@ def test_tokens_whose_support_vllm_does_not_report_are_not_trained_on(sampling: 
     policy = Bench(sampling=sampling).policy
     assert policy.capabilities.supports is supports
     if supports:
-        Update(FakeTrainer(), publish=[policy])
+        Update(FakeTrainer(), synced=[policy])
     else:
         with pytest.raises(ConfigError, match="VllmPolicy does not report from which ids it draws each token"):
-            Update(FakeTrainer(), publish=[policy])
+            Update(FakeTrainer(), synced=[policy])
 
 
 def test_responses_that_end_together_are_reported_together_in_admission_order() -> None:

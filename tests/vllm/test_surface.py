@@ -41,7 +41,7 @@ def test_decoding_ends_when_the_engine_dies_in_a_call(call: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["reset_prefix_cache", "pause_generation"])
-def test_publishing_ends_when_the_engine_dies_in_a_call(call: str) -> None:
+def test_syncing_ends_when_the_engine_dies_in_a_call(call: str) -> None:
     bench = Bench(Silent(call))
 
     async def main() -> None:

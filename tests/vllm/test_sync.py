@@ -273,7 +273,7 @@ class Receiving:
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A stand-in for the modules of vLLM that publishing imports; returns what its trainer's side did."""
+    """A stand-in for the modules of vLLM that weight sync imports; returns what its trainer's side did."""
     did: list[str] = []
 
     class Trainer:

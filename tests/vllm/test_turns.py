@@ -1,4 +1,4 @@
-"""Turns over a fake of the engine: another request after each answer, whatever is cut or published meanwhile."""
+"""Turns over a fake of the engine: another request after each answer, whatever is cut or synced meanwhile."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def talked(
 ) -> tuple[VllmPolicy, Dialogue]:
     policy = VllmPolicy(engine_of(llm, FakeSender()), sampling=SAMPLING)
 
-    async def publish() -> None:
+    async def sync_weights() -> None:
         while load:
             await anyio.sleep(load)
             await policy.load(Weights(policy.version + 1, WEIGHTS))
 
     async def main() -> Dialogue:
         async with running(llm), anyio.create_task_group() as beside:
-            beside.start_soon(publish)
+            beside.start_soon(sync_weights)
             talk = await dialogue(policy, asked, seconds, cuts)
             beside.cancel_scope.cancel()
         return talk
@@ -73,7 +73,7 @@ def test_the_others_decode_while_a_tool_works() -> None:
     st.sampled_from([0.0, 0.0, 0.015, 0.1]),
     st.integers(0, 3),
 )
-def test_no_token_is_lost_or_doubled_whatever_is_cut_or_published(
+def test_no_token_is_lost_or_doubled_whatever_is_cut_or_synced(
     count: int, cuts: list[int], seconds: float, load: float, overrun: int
 ) -> None:
     llm = FakeAsyncLLM(overrun=overrun)

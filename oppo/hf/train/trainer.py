@@ -479,7 +479,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         shard: where there are several ranks, each has a shard of weights, gradients and optimizer states (FSDP2, see
             :mod:`oppo.hf.train.ranks`); otherwise each has all of them.
         devices: of the ranks; those of the models when empty. Ranks on GPUs are given models on the CPU, which then
-            hold the weights that are published and saved.
+            hold the weights that are synced and saved.
         recipe: how ranks on other machines load the models; the trained weights they get from this one.
 
     Raises:
@@ -514,7 +514,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
 
     @property
     def capabilities(self) -> TrainerCapabilities:
-        """It takes a batch in parts, and may train the very tensors that a follower serves."""
+        """It takes a batch in parts, and may train the very tensors that a model serves."""
         return TrainerCapabilities(accumulates=True, trains_by_reference=True)
 
     async def accumulate(self, part: Batch) -> None:

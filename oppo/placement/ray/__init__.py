@@ -6,7 +6,7 @@
                                         another machine; or the policy, with restarts=0, as rollouts are lost with it
     RayRanks    an actor for each rank  a trainer, given by a recipe; each rank in a bundle of one placement group
 
-An order, what it asks of its caller, its answer and the weights that a follower is given cross by Ray; what ranks
+An order, what it asks of its caller, its answer and the weights that a model is given cross by Ray; what ranks
 exchange crosses by ``torch.distributed``. No code does: oppo, and what calls name, must be installed on each machine,
 in one version.
 """

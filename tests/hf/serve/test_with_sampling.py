@@ -57,7 +57,7 @@ async def test_parked_rollouts_go_on_as_if_nothing_had_been(serving: Serving, de
     assert disturbed.told == plain.told
 
 
-async def test_it_has_the_weights_that_are_published(serving: Serving) -> None:
+async def test_it_has_the_weights_that_are_synced(serving: Serving) -> None:
     other = tiny.causal(seed=1)
     with serving(other, sampling=GREEDY) as own:
         expected = (await told(own, prompts(4))).tokens()

@@ -194,7 +194,7 @@ def test_trunk_and_head_are_clipped_apart(thread: Thread) -> None:
     assert norms == pytest.approx({"actor": 1e-3, "head": 1e-3}, rel=1e-2)
 
 
-async def test_followers_in_shared_and_in_own_memory_get_both_heads_and_the_trunk(thread: Thread) -> None:
+async def test_synced_models_in_shared_and_in_own_memory_get_both_heads_and_the_trunk(thread: Thread) -> None:
     actor, critic = tiny.apart(one_trunk)()
     trainer = make(thread, actor, critic)
     batch = rollouts(actor, critic)
@@ -206,10 +206,10 @@ async def test_followers_in_shared_and_in_own_memory_get_both_heads_and_the_trun
         return trainer
 
     await check_trainer(made, batch, (*mine, *theirs))
-    assert [follower.version for follower in (*mine, *theirs)] == [trainer.version] * 4
+    assert [model.version for model in (*mine, *theirs)] == [trainer.version] * 4
     assert [weights_digest(model) for model in copied] == [weights_digest(actor), weights_digest(critic)]
     served = Served()
-    await trainer.publish(served)
+    await trainer.sync_weights(served)
     trunk = {name: tensor for name, tensor in served.weights.actor.items() if name.startswith("model.")}
     for name, tensor in trunk.items():
         other = served.weights.critic[name]

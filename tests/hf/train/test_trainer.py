@@ -510,7 +510,7 @@ async def test_the_learning_rates_follow_the_schedule_by_version(thread: Thread)
 
 
 class Served:
-    """A follower that remembers what it was given, or refuses it."""
+    """A model that remembers what it was given, or refuses it."""
 
     def __init__(self, load: Callable[[Weights], None] = lambda weights: None) -> None:
         self.version = 0
@@ -522,11 +522,11 @@ class Served:
         self.version, self.weights = weights.version, weights
 
 
-async def test_published_weights_are_the_models_own_memory(thread: Thread) -> None:
+async def test_synced_weights_are_the_models_own_memory(thread: Thread) -> None:
     trainer = make(thread)
     await trainer.update(rollouts(trainer.core.actor, critic_of(trainer)))
     policy, critic = Served(), Served()
-    await trainer.publish(policy, critic)
+    await trainer.sync_weights(policy, critic)
     assert policy.version == critic.version == 1
     for given, model in ((policy.weights.actor, trainer.core.actor), (critic.weights.critic, critic_of(trainer))):
         own = model.state_dict()
@@ -554,16 +554,16 @@ async def test_served_models_follow_the_trainer_in_shared_or_in_own_memory(threa
     assert (actor is trainer.core.actor) == shared
 
 
-async def test_a_failed_publish_says_who_has_which_version(thread: Thread) -> None:
+async def test_a_failed_sync_says_who_has_which_version(thread: Thread) -> None:
     def refuse(weights: Weights) -> None:
         raise ModelError(f"no room for version {weights.version}")
 
     trainer = make(thread)
     await trainer.update(rollouts(trainer.core.actor, critic_of(trainer)))
     with pytest.raises(ModelError, match="no room for version 1") as caught:
-        await trainer.publish(Served(), Served(refuse))
+        await trainer.sync_weights(Served(), Served(refuse))
     (note,) = caught.value.__notes__
-    assert note.startswith("while publishing version 1: Served has version 1, Served has version 0")
+    assert note.startswith("while syncing version 1: Served has version 1, Served has version 0")
 
 
 async def test_saved_models_load_with_the_same_bits(thread: Thread, tmp_path: Path) -> None:

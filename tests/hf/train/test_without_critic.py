@@ -61,11 +61,11 @@ async def test_the_actor_learns_to_the_bit_what_it_learns_beside_a_critic(
     assert alone[1] == {name: beside[1][name] for name in alone[1]}
 
 
-async def test_only_the_actor_is_published_and_saved(thread: Thread, tmp_path: Path) -> None:
+async def test_only_the_actor_is_synced_and_saved(thread: Thread, tmp_path: Path) -> None:
     trainer, batch = make(thread)
     await trainer.update(batch)
     served = Served()
-    await trainer.publish(served)
+    await trainer.sync_weights(served)
     assert (served.version, dict(served.weights.critic)) == (1, {})
     assert served.weights.actor.keys() == trainer.core.actor.state_dict().keys()
     await trainer.save(tmp_path)

@@ -1,4 +1,4 @@
-"""Scorers on other machines: the scores of this one, the weights that are published, and deaths that change nothing."""
+"""Scorers on other machines: the scores of this one, the weights that are synced, and deaths that change nothing."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_a_scorer_keeps_the_contract(place: RayPlace, folder: Path) -> Non
     await check_scorer(critic, finished, close)
 
 
-async def test_a_critic_follows_and_its_replacement_has_the_weights_that_were_published_before_it_reads(
+async def test_a_critic_follows_and_its_replacement_has_the_weights_that_were_synced_before_it_reads(
     cluster: Cluster, two: Machines, thread: Thread, folder: Path
 ) -> None:
     other, (response,) = tiny.scalar("llama", seed=9), responses(1, seed=6)

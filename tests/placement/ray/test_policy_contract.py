@@ -16,15 +16,15 @@ from oppo.hf.weights import weights_digest
 from oppo.models import Sampling
 from oppo.placement.ray import Cluster, RayPlace
 from tests.hf import child, tiny
-from tests.hf.serve import test_decoding, test_policy, test_publish_in_flight, test_turns, test_with_sampling
+from tests.hf.serve import test_decoding, test_policy, test_turns, test_weights_in_flight, test_with_sampling
 from tests.hf.stories import SAMPLING, Serving
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
-HELD = (test_decoding, test_policy, test_publish_in_flight, test_turns, test_with_sampling)
+HELD = (test_decoding, test_policy, test_weights_in_flight, test_turns, test_with_sampling)
 
 OF_THIS_MACHINE = {
-    "test_the_model_that_was_given_has_the_weights_that_were_published": "an actor has a model of its own",
+    "test_the_model_that_was_given_has_the_weights_that_were_synced": "an actor has a model of its own",
     "test_logits_that_are_not_finite_are_an_error_that_names_the_rollouts": "no model is loaded whose weights are not",
 }
 

@@ -20,7 +20,7 @@ VOCABULARY = 512
 def tiny_actor(seed: int = 0) -> LlamaForCausalLM:
     """Return an actor with heads that vLLM's kernels take, and distributions that are far from uniform.
 
-    It has so many layers that a decode step takes longer than this process takes to read it: a publish in the midst of
+    It has so many layers that a decode step outlasts the reading of its tokens here: a weight sync in the midst of
     decoding would otherwise come after its end.
     """
     with torch.random.fork_rng():
@@ -66,7 +66,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def started(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    """The engine of all tests that do not end it, with the weights of whichever test published last."""
+    """The engine of all tests that do not end it, with the weights of whichever test synced last."""
     log = tmp_path_factory.mktemp("engine") / "vllm.log"
     with VllmEngine.start(directory, arguments={"max_num_seqs": 16}, cores=1, log=log) as engine:
         yield engine
@@ -74,7 +74,7 @@ def started(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def engine(started: VllmEngine) -> VllmEngine:
-    """The engine with the weights of :func:`tiny_actor`, whatever tests before this one have published."""
+    """The engine with the weights of :func:`tiny_actor`, whatever tests before this one have synced."""
     policy = VllmPolicy(started, sampling=Sampling(max_new_tokens=1))
     await policy.load(Weights(0, tiny_actor().state_dict()))
     return started

@@ -96,7 +96,7 @@ async def test_it_tells_what_it_does_and_writes_to_its_log(second: VllmEngine, t
     assert len(second.pids) == 1
 
 
-async def test_tied_weights_are_published_whole(second: VllmEngine) -> None:
+async def test_tied_weights_are_synced_whole(second: VllmEngine) -> None:
     policy = VllmPolicy(second, sampling=Sampling(max_new_tokens=40, seed=2))
     prompt = Prompt(0, 0, np.arange(5, 15, dtype=np.int32))
     for version in range(1, 4):
@@ -107,7 +107,7 @@ async def test_tied_weights_are_published_whole(second: VllmEngine) -> None:
         assert np.allclose(piece.logprobs, await logprobs(model, prompt, piece), atol=TOLERANCE)
 
 
-async def test_adapters_are_published_merged(second: VllmEngine) -> None:
+async def test_adapters_are_synced_merged(second: VllmEngine) -> None:
     model = tied_actor(5)
     add_lora(model, 4, 8, seed=1)
     with torch.no_grad():

@@ -157,7 +157,7 @@ async def test_tokens_follow_from_the_seed_and_the_rollout(engine: VllmEngine) -
 
 
 async def test_rollouts_that_are_preempted_go_on_with_their_noise(engine: VllmEngine) -> None:
-    """Computing keys and values again at a publish of the same weights preempts every request, and changes no token."""
+    """Recomputing the KV cache after a sync of the same weights preempts every request and changes no token."""
     model, prompts = tiny_actor(), some(4)
     sampling = Sampling(max_new_tokens=80, seed=3)
     undisturbed = await whole(VllmPolicy(engine, sampling=sampling), prompts)
@@ -175,7 +175,7 @@ async def test_rollouts_that_are_preempted_go_on_with_their_noise(engine: VllmEn
 
 
 @pytest.mark.parametrize("kv_on_sync", ["keep", "recompute"])
-async def test_publishing_while_it_decodes_counts_every_token_to_the_weights_that_made_it(
+async def test_syncing_while_it_decodes_counts_every_token_to_the_weights_that_made_it(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, kv_on_sync: Literal["keep", "recompute"]
 ) -> None:
     """The engine names the same versions, and the log-probs are those of their weights.
@@ -199,7 +199,7 @@ async def test_publishing_while_it_decodes_counts_every_token_to_the_weights_tha
     assert set(np.concatenate(versions).tolist()) == set(range(11))
     for prompt, each, made in zip(prompts, pieces, versions, strict=True):
         assert (np.diff(made) >= 0).all()
-        assert len(set(made.tolist())) > 3, "three publishes within one response"
+        assert len(set(made.tolist())) > 3, "three syncs within one response"
         spans = named[prompt.rollout]
         assert [policy.number_of(span.version) for span in spans for _ in range(span.start, span.end)] == made.tolist()
         wanted = await reference.logprobs(models, prompt, each, kept=kv_on_sync == "keep")
@@ -222,9 +222,7 @@ def spans_named(monkeypatch: pytest.MonkeyPatch) -> dict[int, Sequence[WeightVer
 
 
 @pytest.mark.parametrize("kv_on_sync", ["keep", "recompute"])
-async def test_a_straggler_is_carried_over_publishes(
-    engine: VllmEngine, kv_on_sync: Literal["keep", "recompute"]
-) -> None:
+async def test_a_straggler_is_carried_over_synces(engine: VllmEngine, kv_on_sync: Literal["keep", "recompute"]) -> None:
     policy = VllmPolicy(
         engine,
         sampling=Sampling(max_new_tokens=700, seed=1),

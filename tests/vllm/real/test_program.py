@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 ENGINE = "VLLM::EngineCore"
 """The name of the engine's process; the kernel keeps 15 characters."""
 
-SLOW_PUBLISH = """
+SLOW_SYNC = """
 from pathlib import Path
 import anyio
 from oppo.vllm import VllmEngine
@@ -28,11 +28,11 @@ def slow(*arguments, **keywords):
     engine = start(*arguments, **keywords)
     finish = engine.llm.finish_weight_update
     async def late(*arguments, **keywords):
-        print('publishing', flush=True)
+        print('weight sync', flush=True)
         while not Path('go on').exists():
             await anyio.sleep(0.05)
         await finish(*arguments, **keywords)
-        print('published', flush=True)
+        print('synced', flush=True)
     engine.llm.finish_weight_update = late
     return engine
 VllmEngine.start = slow
@@ -120,16 +120,16 @@ def test_sigterm_and_then_ctrl_c_while_it_decodes_end_it_at_once(place: Path) ->
     assert "Traceback" not in program.said
 
 
-def test_ctrl_c_twice_while_weights_are_published_ends_it_when_the_engine_has_them(place: Path) -> None:
-    with train(place, "sent", "run.steps=1000", before=SLOW_PUBLISH) as program:
-        program.until("publishing")
+def test_ctrl_c_twice_while_weights_are_synced_ends_it_when_the_engine_has_them(place: Path) -> None:
+    with train(place, "sent", "run.steps=1000", before=SLOW_SYNC) as program:
+        program.until("weight sync")
         program.interrupt()
         program.until("ending after this step")
         program.interrupt()
         (place / "go on").touch()
         assert program.wait(60) == 130, program.said
         assert program.leaves_nothing()
-    assert program.said.count("publishing") == program.said.count("published") == 1
+    assert program.said.count("weight sync") == program.said.count("synced") == 1
     assert "Traceback" not in program.said
 
 
