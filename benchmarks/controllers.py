@@ -326,12 +326,12 @@ Delta in between does as well.
 AFTERWORD = """\
 ## How `TailAdaptive` decides
 
-It estimates the survival function S of the lengths from the last 8 steps (Kaplan and Meier; what is parked is
+It estimates the survival function S of the lengths from the last 8 steps (Kaplan and Meier; what is deferred is
 censored), and the seconds for each decode step and token, each scorer's work, and the rest. For each Delta from 0 to
 B / 4 the decode steps N between two cuts solve
 
-    N(Delta) = integral over x >= 0 of  1 - P[Poisson(parked(x)) <= Delta] * P[Poisson(overdue(x)) = 0]
-    parked(x) = B * sum over k < max_deferrals of S(k N + x),    overdue(x) = B * S(max_deferrals * N + x)
+    N(Delta) = integral over x >= 0 of  1 - P[Poisson(deferred(x)) <= Delta] * P[Poisson(overdue(x)) = 0]
+    deferred(x) = B * sum over k < max_deferrals of S(k N + x),    overdue(x) = B * S(max_deferrals * N + x)
 
 and the predicted step is `max(decode + tail, busy)` of the slowest scorer, plus the rest. The least Delta is taken
 whose `seconds * (1 + price * Delta / B)` is within 1.15 % of the lowest. It does so from the second step on: what one
@@ -349,7 +349,7 @@ lag for nothing.
 """
 
 ALWAYS = """\
-- Where scoring is the bottleneck, a reward model reads parked rollouts while the update runs. That is what fixed 8
+- Where scoring is the bottleneck, a reward model reads deferred rollouts while the update runs. That is what fixed 8
   gains there, at a lag; the law does not count on it, since it depends on the order in which the reward model works.
 - In one stationary regime with a tuned Delta it ties: no rule that varies Delta beats the best constant.
 - The window is 8 steps: lengths that change faster are met too late. Small batches (B = 32) make single predictions
@@ -373,7 +373,7 @@ def seeds(results: Results) -> Iterator[str]:
         "Geometric means of speeds and arithmetic ones of lags over the eight regimes; *frontier* and *predicted /\n"
         "realised* are the least and the greatest of them. *Worth* is the geometric mean of speed / (1 + lag): what\n"
         "the price of 1 leaves of it; the best fixed Delta is that of the greatest worth. Seed 0 is that of the\n"
-        "tables above. Where more is carried than with fixed 16, that is what the frontier is.\n"
+        "tables above. Where more is deferred than with fixed 16, that is what the frontier is.\n"
     )
     head = ["engine", "seed", "speed, fixed 8", "lag, fixed 8", "speed", "lag", "worth, best fixed Delta", "worth"]
     rows = []

@@ -24,7 +24,7 @@ from oppo.run.train import PreparedRun, prepare
 
 WAYS = ("recompute", "keep")
 SKIPPED = 2
-"""First steps, which do not count: nothing is carried into the first, and memory is allocated."""
+"""First steps, which do not count: nothing is deferred into the first, and memory is allocated."""
 
 
 @dataclass(slots=True, eq=False)

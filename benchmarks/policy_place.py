@@ -89,7 +89,7 @@ def busy_thread() -> Iterator[None]:
 
 
 async def measure(places: Sequence[Place], model: ModelRecipe) -> None:
-    policies = [HfPolicy(model, sampling=Sampling(max_new_tokens=TOKENS), thread=place) for place in places]
+    policies = [HfPolicy(model, sampling=Sampling(max_new_tokens=TOKENS), place=place) for place in places]
     for what, beside in (("alone", nullcontext), ("beside a busy Python thread", busy_thread)):
         times = [list[float]() for _ in places]
         for number, at in turns(range(len(places)), ROUNDS):

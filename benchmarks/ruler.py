@@ -247,8 +247,8 @@ def compare(old: str, new: str | None = None, /, *, runs: str = ",".join(RUNS)) 
                 made.append(make_runs(source, workplace, names))
     before, after = made
     different = {name: before[name].differs(after[name]) for name in before}
-    for name, sentence in different.items():
-        print(f"{name}: {sentence or 'the same'}")
+    for name, message in different.items():
+        print(f"{name}: {message or 'the same'}")
     return FAILED if any(different.values()) else DONE
 
 

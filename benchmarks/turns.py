@@ -156,7 +156,7 @@ async def read(decode: HfDecode) -> None:
 def measure(model: PreTrainedModel, place: Place, *, rounds: int, rows: int = ROWS, length: int = LENGTH) -> Pauses:
     """Return what answers cost, over so many rounds; one before them is not counted."""
     sampling = Sampling(max_new_tokens=length, stop=tuple(range(STOPS)), seed=1)
-    policy, vocabulary = HfPolicy(model, sampling=sampling, thread=place), vocabulary_of(model)
+    policy, vocabulary = HfPolicy(model, sampling=sampling, place=place), vocabulary_of(model)
 
     async def main() -> Sequence[Course]:
         firsts = range(0, rows * (rounds + 1), rows)

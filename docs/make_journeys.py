@@ -174,7 +174,7 @@ def _weights() -> Journey:
 
     async def main() -> None:
         sampling = Sampling(max_new_tokens=4)
-        trainer = HfTrainer(tiny.causal("llama", seed=1), sampling=sampling, thread=Inline("trainer"))
+        trainer = HfTrainer(tiny.causal("llama", seed=1), sampling=sampling, place=Inline("trainer"))
         llm = FakeAsyncLLM()
         engine = engine_of(llm)
         engine.sender = FileSender()

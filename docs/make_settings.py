@@ -172,7 +172,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
 
 DEMO: Mapping[str, str] = {
     "sampling.max_new_tokens": "the longest reviews of its language have about 230 tokens, and none should be cut off",
-    "step.admission": "as many are carried over as save time here; by default nothing is, so that a run is on-policy "
+    "step.admission": "as many are deferred as save time here; by default nothing is, so that a run is on-policy "
     "and does not depend on timing",
     "step.chunk": "its responses have 30 to 40 tokens, so that the default would hardly divide them",
     "trainer.learning_rate": "a model of 2 million parameters can, and in so few steps must, move faster",

@@ -96,11 +96,11 @@ async def serial_ppo(
 ) -> list[Batch]:
     """Train ``models["actor"]`` and ``models["critic"]`` in place; return what each step trained on."""
     with Thread("serial") as thread:
-        policy = HfPolicy(models["actor"], sampling=sampling, thread=thread, deterministic=True)
-        reference = ReferenceLogprobs(models["reference"], sampling=sampling, thread=thread, deterministic=True)
-        reward = RewardModel(models["reward"], thread=thread, deterministic=True)
-        critic = ValueModel(models["critic"], thread=thread, deterministic=True)
-        trainer = HfTrainer(models["actor"], models["critic"], sampling=sampling, thread=thread, settings=settings)
+        policy = HfPolicy(models["actor"], sampling=sampling, place=thread, deterministic=True)
+        reference = ReferenceLogprobs(models["reference"], sampling=sampling, place=thread, deterministic=True)
+        reward = RewardModel(models["reward"], place=thread, deterministic=True)
+        critic = ValueModel(models["critic"], place=thread, deterministic=True)
+        trainer = HfTrainer(models["actor"], models["critic"], sampling=sampling, place=thread, settings=settings)
         batches = []
         for start in range(0, len(prompts), batch):
             finished = await generate(policy, prompts[start : start + batch])

@@ -2,7 +2,7 @@
 
     python examples/01_streamed_ppo.py
 
-prints who waits for whom, then each step with the rollouts that were carried into the next one.
+prints who waits for whom, then each step with the rollouts that were deferred into the next one.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ async def main() -> None:
 
     with Thread("actor") as acting, Thread("scorers") as scoring, Thread("trainer") as training:
         graph = ppo(
-            policy=HfPolicy(actor, sampling=sampling, thread=acting),
-            reference=ReferenceLogprobs(reference, sampling=sampling, thread=scoring),
-            reward=RewardModel(reward, thread=scoring),
-            critic=ValueModel(critic, thread=scoring),
-            trainer=HfTrainer(actor, critic, sampling=sampling, thread=training, settings=settings),
+            policy=HfPolicy(actor, sampling=sampling, place=acting),
+            reference=ReferenceLogprobs(reference, sampling=sampling, place=scoring),
+            reward=RewardModel(reward, place=scoring),
+            critic=ValueModel(critic, place=scoring),
+            trainer=HfTrainer(actor, critic, sampling=sampling, place=training, settings=settings),
             admission=Overcommit(batch=4, overcommit=2),
             chunks=Fixed(8),
         )
         print(graph.table())
         async with graph.open(prompts) as run:
             async for step in run.steps(5):
-                carried = [event.rollout for event in step.deferred]
-                print(f"step {step.index}: score {step.score:+.3f}, trained {step.trained}, carried {carried}")
+                deferred = [event.rollout for event in step.deferred]
+                print(f"step {step.index}: score {step.score:+.3f}, trained {step.trained}, deferred {deferred}")
 
 
 if __name__ == "__main__":

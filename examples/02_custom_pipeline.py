@@ -89,16 +89,16 @@ def rloo(policy: Policy, reward: Scorer[float | Drop], trainer: Trainer) -> Grap
 
 
 async def main() -> None:
-    """Run three steps; a long group is carried from step to step as a whole."""
+    """Run three steps; a long group is deferred from step to step as a whole."""
     policy = FakePolicy(length=lambda prompt: 10 + int(90 * noise(prompt.rollout) ** 4), seconds=0.01)
     graph = rloo(policy, FakeScorer(fake_scalar, per_token=0.001), trainer := FakeTrainer(seconds=0.5))
     print(graph.mermaid())
     async with graph.open(prompts(100)) as run:
         async for step in run.steps(3):
             trained = sorted({rollout // SAMPLES for rollout in step.trained})
-            carried = sorted({event.rollout // SAMPLES for event in step.deferred})
+            late = sorted({event.rollout // SAMPLES for event in step.deferred})
             print(
-                f"step {step.index}: score {step.score:.2f}, groups {trained}, carried {carried}, {step.seconds:.2f} s"
+                f"step {step.index}: score {step.score:.2f}, groups {trained}, deferred {late}, {step.seconds:.2f} s"
             )
     for batch in trainer.batches:
         assert batch.advantages is not None

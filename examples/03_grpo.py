@@ -48,10 +48,10 @@ async def train(steps: int = 12) -> list[StepReport]:
 
     with Thread("actor") as acting, Thread("reference") as scoring, Thread("trainer") as training:
         graph = grpo(
-            policy=HfPolicy(actor, sampling=sampling, thread=acting),
+            policy=HfPolicy(actor, sampling=sampling, place=acting),
             reward=FunctionReward(even, words),
-            reference=ReferenceLogprobs(reference, sampling=sampling, thread=scoring),
-            trainer=HfTrainer(actor, sampling=sampling, thread=training, settings=settings, loss=loss),
+            reference=ReferenceLogprobs(reference, sampling=sampling, place=scoring),
+            trainer=HfTrainer(actor, sampling=sampling, place=training, settings=settings, loss=loss),
             admission=Overcommit(batch=4, overcommit=1),
             samples=SAMPLES,
         )
@@ -60,10 +60,10 @@ async def train(steps: int = 12) -> list[StepReport]:
 
 
 async def main() -> None:
-    """Print the score of each step, and which groups were carried into the next one."""
+    """Print the score of each step, and which groups were deferred into the next one."""
     for step in await train():
-        carried = sorted({event.rollout // SAMPLES for event in step.deferred})
-        print(f"step {step.index}: score {step.score:.3f}, carried {carried}, {step.seconds:.2f} s")
+        deferred = sorted({event.rollout // SAMPLES for event in step.deferred})
+        print(f"step {step.index}: score {step.score:.3f}, deferred {deferred}, {step.seconds:.2f} s")
 
 
 if __name__ == "__main__":

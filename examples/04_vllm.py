@@ -64,9 +64,9 @@ async def train(engine: VllmEngine, steps: int = 12) -> list[StepReport]:
         graph = grpo(
             policy=VllmPolicy(engine, sampling=sampling),
             reward=FunctionReward(even, words),
-            reference=ReferenceLogprobs(reference, sampling=sampling, thread=scoring),
-            trainer=HfTrainer(actor, sampling=sampling, thread=training, settings=settings, loss=loss),
-            proximal=RecomputedLogprobs(actor, sampling=sampling, thread=scoring),
+            reference=ReferenceLogprobs(reference, sampling=sampling, place=scoring),
+            trainer=HfTrainer(actor, sampling=sampling, place=training, settings=settings, loss=loss),
+            proximal=RecomputedLogprobs(actor, sampling=sampling, place=scoring),
             admission=Overcommit(batch=4, overcommit=1),
             samples=SAMPLES,
         )
@@ -75,15 +75,15 @@ async def train(engine: VllmEngine, steps: int = 12) -> list[StepReport]:
 
 
 def main() -> None:
-    """Print the score of each step, which groups were carried, and how far vLLM's log-probs are from the trainer's."""
+    """Print the score of each step, which groups were deferred, and how far vLLM's log-probs are from the trainer's."""
     with TemporaryDirectory() as folder:
         model().save_pretrained(folder)
         with VllmEngine.start(Path(folder)) as engine:
             steps = anyio.run(train, engine)
     for step in steps:
-        carried = sorted({event.rollout // SAMPLES for event in step.deferred})
+        late = sorted({event.rollout // SAMPLES for event in step.deferred})
         off = step.metrics["mismatch/kl_current"]
-        print(f"step {step.index}: score {step.score:.3f}, carried {carried}, {step.seconds:.2f} s, mismatch {off:.1e}")
+        print(f"step {step.index}: score {step.score:.3f}, deferred {late}, {step.seconds:.2f} s, mismatch {off:.1e}")
 
 
 if __name__ == "__main__":

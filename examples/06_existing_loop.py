@@ -1,7 +1,7 @@
 """A loop that exists already, and the same loop overlapped: its training step stays as it is.
 
 ``serial`` is how many write it: generate, score, train. ``overlapped`` adds a dozen lines and changes none: responses
-are scored while they are written, and the slow ones are carried into the next batch.
+are scored while they are written, and the slow ones are deferred into the next batch.
 
     python examples/06_existing_loop.py
 """
@@ -73,8 +73,8 @@ async def serial(actor: LlamaForCausalLM, judge: LlamaForSequenceClassification,
     """Train with one thing after the other."""
     learner = Learner(actor)
     with Thread("models", setup=one_core) as thread:
-        policy = HfPolicy(actor, sampling=SAMPLING, thread=thread, deterministic=True)
-        reward = RewardModel(judge, thread=thread, deterministic=True)
+        policy = HfPolicy(actor, sampling=SAMPLING, place=thread, deterministic=True)
+        reward = RewardModel(judge, place=thread, deterministic=True)
         for step in range(steps):
             finished = await generate(policy, prompts(8)[8 * step : 8 * step + 8])
             scores = await score(reward, finished)
@@ -89,14 +89,14 @@ async def overlapped(
     """Train with the same models and the same training step, streamed; carry up to ``overcommit`` responses over."""
     learner = Learner(actor)
     with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
-        policy = HfPolicy(actor, sampling=SAMPLING, thread=decoding, deterministic=True)
-        reward = RewardModel(judge, thread=scoring, deterministic=True)
+        policy = HfPolicy(actor, sampling=SAMPLING, place=decoding, deterministic=True)
+        reward = RewardModel(judge, place=scoring, deterministic=True)
 
         def step(batch: Batch) -> dict[str, float]:
             return learner.train_step(*tokens_of(batch.responses), torch.from_numpy(batch.scores))
 
         admission = Overcommit(batch=8, overcommit=overcommit)
-        graph = wrap(step, actor, policy=policy, reward=reward, admission=admission, chunks=Fixed(8), thread=decoding)
+        graph = wrap(step, actor, policy=policy, reward=reward, admission=admission, chunks=Fixed(8), place=decoding)
         async with graph.open(prompts(steps)) as run:
             return [report async for report in run.steps(steps)]
 
@@ -122,14 +122,14 @@ def tiny_models() -> tuple[LlamaForCausalLM, LlamaForSequenceClassification]:
 
 
 async def main() -> None:
-    """Train four steps both ways, then with responses carried over."""
+    """Train four steps both ways, then with responses deferred."""
     one, other = tiny_models(), tiny_models()
     await serial(*one, steps=4)
     await overlapped(*other, steps=4)
     same = all(torch.equal(a, b) for a, b in zip(one[0].parameters(), other[0].parameters(), strict=True))
-    print(f"nothing carried over: the weights are {'identical' if same else 'not identical'}")
+    print(f"nothing deferred: the weights are {'identical' if same else 'not identical'}")
     for report in await overlapped(*tiny_models(), steps=4, overcommit=4):
-        print(f"step {report.index}: score {report.score:+.3f}, carried {[each.rollout for each in report.deferred]}")
+        print(f"step {report.index}: score {report.score:+.3f}, deferred {[each.rollout for each in report.deferred]}")
 
 
 if __name__ == "__main__":

@@ -64,12 +64,12 @@ async def train(steps: int = 12) -> list[StepReport]:
 
     with Thread("actor") as acting, Thread("trainer") as training:
         graph = grpo(
-            policy=HfPolicy(actor, sampling=sampling, thread=acting),
+            policy=HfPolicy(actor, sampling=sampling, place=acting),
             reward=FunctionReward(right, decode),
             trainer=HfTrainer(
                 actor,
                 sampling=sampling,
-                thread=training,
+                place=training,
                 settings=TrainerSettings(learning_rate=2e-2, epochs=2),
                 loss=ClippedLoss(),
             ),

@@ -128,9 +128,9 @@ async def serial(models: Models, steps: int) -> None:
     """Train with one thing after the other."""
     ppo = PPO(models.actor, models.critic)
     with Thread("models", setup=one_core) as thread:
-        policy = HfPolicy(models.actor, sampling=SAMPLING, thread=thread, deterministic=True)
-        reward = RewardModel(models.judge, thread=thread, deterministic=True)
-        critic = ValueModel(models.critic, thread=thread, deterministic=True)
+        policy = HfPolicy(models.actor, sampling=SAMPLING, place=thread, deterministic=True)
+        reward = RewardModel(models.judge, place=thread, deterministic=True)
+        critic = ValueModel(models.critic, place=thread, deterministic=True)
         for step in range(steps):
             finished = await generate(policy, prompts(8)[8 * step : 8 * step + 8])
             scores = torch.tensor(await read(reward, finished))
@@ -146,9 +146,9 @@ async def overlapped(models: Models, steps: int, overcommit: int = 0) -> list[St
     """Train with the same update, streamed; carry up to ``overcommit`` responses over."""
     ppo = PPO(models.actor, models.critic)
     with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
-        policy = HfPolicy(models.actor, sampling=SAMPLING, thread=decoding, deterministic=True)
-        reward = RewardModel(models.judge, thread=scoring, deterministic=True)
-        critic = ValueModel(models.critic, thread=scoring, deterministic=True)
+        policy = HfPolicy(models.actor, sampling=SAMPLING, place=decoding, deterministic=True)
+        reward = RewardModel(models.judge, place=scoring, deterministic=True)
+        critic = ValueModel(models.critic, place=scoring, deterministic=True)
 
         def step(batch: Batch) -> dict[str, float]:
             assert batch.values is not None
@@ -157,7 +157,7 @@ async def overlapped(models: Models, steps: int, overcommit: int = 0) -> list[St
 
         graph = wrap(
             step, models.actor, policy=policy, reward=reward, critic=critic, critic_module=models.critic,
-            admission=Overcommit(batch=8, overcommit=overcommit), chunks=Fixed(8), thread=decoding,
+            admission=Overcommit(batch=8, overcommit=overcommit), chunks=Fixed(8), place=decoding,
         )  # fmt: skip
         async with graph.open(prompts(steps)) as run:
             return [report async for report in run.steps(steps)]
@@ -204,7 +204,7 @@ def tiny_models() -> Models:
 
 
 async def main() -> None:
-    """Train four steps both ways, then with responses carried over."""
+    """Train four steps both ways, then with responses deferred."""
     one, other = tiny_models(), tiny_models()
     await serial(one, steps=4)
     await overlapped(other, steps=4)
@@ -213,9 +213,9 @@ async def main() -> None:
         for mine, theirs in ((one.actor, other.actor), (one.critic, other.critic))
         for a, b in zip(mine.parameters(), theirs.parameters(), strict=True)
     )
-    print(f"nothing carried over: the weights are {'identical' if same else 'not identical'}")
+    print(f"nothing deferred: the weights are {'identical' if same else 'not identical'}")
     for report in await overlapped(tiny_models(), steps=4, overcommit=4):
-        print(f"step {report.index}: score {report.score:+.3f}, carried {[each.rollout for each in report.deferred]}")
+        print(f"step {report.index}: score {report.score:+.3f}, deferred {[each.rollout for each in report.deferred]}")
 
 
 if __name__ == "__main__":

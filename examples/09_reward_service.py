@@ -87,9 +87,9 @@ async def train(url: str, steps: int = 3) -> list[StepReport]:
     prompts = [Prompt(n, n, np.arange(3 + n % 50, 8 + n % 50, dtype=np.int32)) for n in range(100)]
     with Thread("actor") as acting, Thread("trainer") as training:
         graph = grpo(
-            policy=HfPolicy(actor, sampling=sampling, thread=acting),
+            policy=HfPolicy(actor, sampling=sampling, place=acting),
             reward=FunctionReward(HttpReward(url), decode=lambda tokens: " ".join(map(str, tokens)), timeout=60),
-            trainer=HfTrainer(actor, sampling=sampling, thread=training, loss=ClippedLoss()),
+            trainer=HfTrainer(actor, sampling=sampling, place=training, loss=ClippedLoss()),
             admission=Overcommit(batch=4, overcommit=1),
             samples=4,
         )

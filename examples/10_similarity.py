@@ -57,7 +57,7 @@ async def scores(directory: Path) -> list[list[float]]:
     tokenizer = HfTokenizer(load_tokenizer(directory))  # it stands for the policy's here; that may be any
     with Thread("scorers") as scorers:
         encoder = await scorers.call("load", load_encoder, directory)
-        reward = SimilarityReward(encoder, tokenizer, column="answer", thread=scorers)
+        reward = SimilarityReward(encoder, tokenizer, column="answer", place=scorers)
         pairs = [(answer, reference) for reference, answers in QUESTIONS.items() for answer in answers]
         ended = [finished(number, *pair, tokenizer) for number, pair in enumerate(pairs)]
         await reward.extend([part for each in ended for part in (each.response.prompt, each.response.chunk())])

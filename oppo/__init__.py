@@ -1,7 +1,7 @@
 """PPO-style RLHF as a streaming graph of async stages.
 
 A step is a graph: the actor generates, the reward, reference and critic models prefill its tokens meanwhile, advantages
-are estimated, the weights are updated. Stragglers are carried into later steps, work intact. Everything here can be
+are estimated, the weights are updated. Stragglers are deferred to later steps, work intact. Everything here can be
 imported without torch; the models are in :mod:`oppo.hf`, fakes for tests in :mod:`oppo.testing`.
 """
 

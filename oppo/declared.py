@@ -97,7 +97,7 @@ class Declared:
     Attributes:
         kind: its type, annotations included.
         default: ``MISSING`` if the field is required.
-        description: a sentence, or empty.
+        description: a text, or empty.
     """
 
     kind: Any

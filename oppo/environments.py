@@ -99,7 +99,7 @@ class FunctionEnvironment:
         encode: text to token ids; :meth:`~oppo.hf.HfTokenizer.encode_exactly` takes all of it for ordinary text.
         on_failure: ``fail`` raises; ``drop`` drops the rollout.
         timeout: seconds after which a call has failed; ``None``: never (:class:`oppo.user_code.UserCalls`). A call
-            whose rollout is given up is ended likewise.
+            whose rollout is closed is ended likewise.
         concurrency: how many calls may overlap; by default 64, or 4 in processes.
         process: call a sync function in processes of its own: it may then hold the interpreter lock or crash.
         prompt_column: the column that is given as ``prompt``.

@@ -132,8 +132,8 @@ def as_itself() -> Iterator[None]:
 
 
 @contextmanager
-def noted(sentence: str) -> Iterator[None]:
-    """Add ``sentence`` as a note to an error of the body, after :func:`errors_only`.
+def noted(message: str) -> Iterator[None]:
+    """Add ``message`` as a note to an error of the body, after :func:`errors_only`.
 
     Raises:
         ProtocolError: the body raised what is no ``Exception``, or was cancelled, though neither its scopes nor its
@@ -143,7 +143,7 @@ def noted(sentence: str) -> Iterator[None]:
         with errors_only():
             yield
     except Exception as error:
-        error.add_note(sentence)
+        error.add_note(message)
         raise
 
 

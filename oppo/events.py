@@ -283,7 +283,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Defer:
-    """The step was cut; the rollout is parked, work intact, and goes on in a later step.
+    """The step was cut; the rollout is deferred, work intact, and goes on in a later step.
 
     Attributes:
         age: steps since admission, as of the next step: 1 after the first deferral.
@@ -404,7 +404,7 @@ class Batch:
         returns: float32 [T], the critic's targets; ``None`` without a critic.
         metrics: of the estimator (KL, entropy of the sampled tokens, means).
         dropped: the rollouts of this step that are not trained.
-        deferred: the rollouts carried into the next step.
+        deferred: the rollouts deferred to the next step.
         token_rewards: float32 [T], the part of the scores that the scorer placed at tokens, before it is shaped; 0 for
             a response whose score is a plain number, and ``None`` if all are.
 
@@ -514,7 +514,7 @@ class StepReport:
         version: version of the weights after the step.
         trained: the rollouts that were trained, in admission order.
         dropped: the rollouts that ended without being trained.
-        deferred: the rollouts carried into the next step.
+        deferred: the rollouts deferred to the next step.
         score: mean of the reward model's scalars over the trained rollouts, and those of their batch that were left out
             of the loss; NaN when there are none.
         seconds: from the step's start to its last weight sync.

@@ -87,7 +87,7 @@ SpanListener: TypeAlias = Callable[[Span], None]
 
 
 def silent(report: object) -> None:
-    """Ignore a span or a sentence."""
+    """Ignore a span or a message."""
     del report
 
 

@@ -62,7 +62,7 @@ class DecodeEngine(Protocol[R]):
         """Let a rollout go on after its turn with ``pop_answer()``, or end if it is ``ending``."""
 
     async def discard(self, rollout: RolloutBuffer[R]) -> None:
-        """Free what is held of a rollout that its reader has given up."""
+        """Free what is held of a rollout that its reader has closed."""
 
 
 class _Token(NamedTuple):
@@ -90,7 +90,7 @@ class RolloutBuffer(Generic[R]):
 
     Attributes:
         enough: length of the response, in tokens, at which the waiting reader continues; may be read in any thread.
-        given_up: its reader has closed it.
+        closed: its reader has closed it.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class RolloutBuffer(Generic[R]):
         self.limit = limit
         self.turns = turns
         self.enough = 0
-        self.given_up = False
+        self.closed = False
         self._taken = len(response)
         self._unread: list[_Token] = []
         self._version = int(response.versions[-1]) if len(response) else 0
@@ -147,8 +147,8 @@ class RolloutBuffer(Generic[R]):
         return self._state == "cut"
 
     def usable_by(self, engine: object) -> bool:
-        """Return whether ``engine`` may decode it: it was not given up, and has not failed."""
-        return self.engine is engine and not self.given_up and self._failure is None
+        """Return whether ``engine`` may decode it: it was not closed, and has not failed."""
+        return self.engine is engine and not self.closed and self._failure is None
 
     @property
     def received(self) -> int:
@@ -168,7 +168,7 @@ class RolloutBuffer(Generic[R]):
     async def turn(self) -> IntArray | None:
         """Return the tokens of the turn, int32 [n], once it has ended; see :class:`oppo.turns.TurnDecode`."""
         await anyio.lowlevel.checkpoint()
-        while self.live and not self.given_up and not self.unanswered:
+        while self.live and not self.closed and not self.unanswered:
             self._turned = anyio.Event()
             await self._turned.wait()
         return np.array(self._turn, np.int32) if self.live and self.unanswered else None
@@ -227,7 +227,7 @@ class RolloutBuffer(Generic[R]):
         Outside of ``decoding`` it does not wait. Cancel-safe: a cancelled read has taken nothing.
 
         Raises:
-            ProtocolError: another read is waiting, the rollout was given up, or its last piece has been read.
+            ProtocolError: another read is waiting, the rollout was closed, or its last piece has been read.
             ValueError: ``limit`` is less than 1.
             Exception: whatever ended decoding.
         """
@@ -248,8 +248,8 @@ class RolloutBuffer(Generic[R]):
 
     async def aclose(self) -> None:
         """Give up the rollout and free its memory; idempotent. A live row's memory is freed at the next decode step."""
-        if not self.given_up:
-            self.given_up = True
+        if not self.closed:
+            self.closed = True
             self.wake()
             await self.engine.discard(self)
 
@@ -291,14 +291,14 @@ class RolloutBuffer(Generic[R]):
             self._turned.set()
 
     def _readable(self) -> bool:
-        if not self.live or self.given_up or self.received >= self.enough:
+        if not self.live or self.closed or self.received >= self.enough:
             return True
         return bool(self._unread) and (self.unanswered or self._given > 0)
 
     def _take(self, limit: int) -> Piece:
         rollout = self.prompt.rollout
-        if self.given_up:
-            raise ProtocolError(f"rollout {rollout} was given up, so it cannot be read")
+        if self.closed:
+            raise ProtocolError(f"rollout {rollout} was closed, so it cannot be read")
         if not self._unread and self._failure is not None:
             raise self._failure
         if self._end_read:
@@ -357,12 +357,12 @@ def unfinished(decodes: Sequence[Decode], engine: DecodeEngine[R]) -> list[Rollo
     """Return the rollouts that have not ended.
 
     Raises:
-        ProtocolError: one is of another engine, was given up or has failed.
+        ProtocolError: one is of another engine, was closed or has failed.
     """
     for decode in decodes:
         if not isinstance(decode, RolloutBuffer) or not decode.usable_by(engine):
             raise ProtocolError(
-                f"expected open decodes of this policy, not {decode!r}: it is foreign, given up or failed"
+                f"expected open decodes of this policy, not {decode!r}: it is foreign, closed or failed"
             )
     return [rollout for rollout in cast("Sequence[RolloutBuffer[R]]", decodes) if not rollout.ended]
 

@@ -43,7 +43,7 @@ class Priority:
         return False
 
     def preemption(self) -> Callable[[], bool]:
-        """Return a function that tells whether the call that is about to join a queue should be given up."""
+        """Return a function that says whether the call that is about to join a queue should be withdrawn."""
         return _never
 
 
@@ -82,10 +82,10 @@ class Urgent(Priority):
 
 
 class Preemptible(Priority):
-    """The priority of calls that nothing waits for: the first is given up if something better comes up while it queues.
+    """The priority of calls that nothing waits for: the first is withdrawn if something better comes while it queues.
 
-    A call that is given up has no effect and raises :class:`Preempted`. Later calls with the same object complete what
-    the first began, and are not given up.
+    A call that is withdrawn has no effect and raises :class:`Preempted`. Later calls with the same object complete what
+    the first began, and are not withdrawn.
 
     Args:
         better: returns whether there is something better to do; polled from other threads until the call begins.

@@ -144,7 +144,7 @@ class FunctionTrainer(SyncsByReference):
         step: trains on a batch, in place, and returns metrics or nothing.
         actor: the module that it trains, which the policy serves, or has a copy of.
         critic: the value model that it trains; ``None`` without one.
-        thread: where the function is called; ``None``: on the event loop, where everything else waits for it.
+        place: where the function is called; ``None``: on the event loop, where everything else waits for it.
 
     Attributes:
         version: the number of updates made so far.
@@ -158,13 +158,13 @@ class FunctionTrainer(SyncsByReference):
     """
 
     def __init__(
-        self, step: TrainStep, actor: Module, critic: Module | None = None, *, thread: Thread | None = None
+        self, step: TrainStep, actor: Module, critic: Module | None = None, *, place: Thread | None = None
     ) -> None:
         self.version = 0
         self._step = step
         self._actor = actor
         self._critic = critic
-        self._thread = thread
+        self._place = place
 
     async def update(self, batch: Batch) -> Trained:
         """Train on one batch; one without a rollout is passed over.
@@ -175,7 +175,7 @@ class FunctionTrainer(SyncsByReference):
         """
         metrics: Mapping[str, float] | None = {}
         if len(batch):
-            metrics = self._step(batch) if self._thread is None else await self._trained(self._thread, batch)
+            metrics = self._step(batch) if self._place is None else await self._trained(self._place, batch)
         self.version += 1
         try:
             return Trained({name: float(value) for name, value in dict(metrics or {}).items()})
@@ -184,8 +184,8 @@ class FunctionTrainer(SyncsByReference):
                 f"a training step returns metrics, a mapping from names to numbers, or nothing; got {metrics!r:.200}"
             ) from error
 
-    async def _trained(self, thread: Thread, batch: Batch) -> Mapping[str, float] | None:
-        return await thread.call("update", self._step, batch)
+    async def _trained(self, place: Thread, batch: Batch) -> Mapping[str, float] | None:
+        return await place.call("update", self._step, batch)
 
     def weights(self) -> Weights:
         critic = {} if self._critic is None else self._critic.state_dict()

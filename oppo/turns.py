@@ -111,7 +111,7 @@ class MultiTurnPolicy(Policy, Protocol):
     async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> Sequence[TurnDecode]:
         """Make a decode with turns for each, as ``open`` makes decodes without.
 
-        While a rollout waits for an answer the others are decoded; it counts as live, and the cut parks it. In
+        While a rollout waits for an answer the others are decoded; it counts as live, and the cut defers it. In
         deterministic mode decoding waits with it, so that the answer comes in at a decode step that does not depend on
         timing.
         """

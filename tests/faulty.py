@@ -178,7 +178,7 @@ class FaultyPipeline(Pipeline):
     def carried(self) -> list[int]:
         """Return the rollouts that were held between the last complete step and the next."""
         units = self.saved["run"]["stages"]["generate"]["units"]
-        return [parked["rollout"] for unit in units for parked in unit["rollouts"]]
+        return [deferred["rollout"] for unit in units for deferred in unit["rollouts"]]
 
     def taken(self) -> int:
         """Return how many rollouts had been taken by then."""

@@ -75,7 +75,7 @@ class Setting:
 
     @property
     def most_carried(self) -> int:
-        """How many rollouts may be carried."""
+        """How many rollouts may be deferred."""
         return max(self.extra, self.refill) * self.samples
 
     @property

@@ -166,11 +166,11 @@ def test_exact_runs_learn_the_same_bits_streamed_and_serial(workplace: Path) -> 
         actor, critic = ((final / model / "model.safetensors").read_bytes() for model in ("actor", "critic"))
         learned[chunk] = (scores, actor, critic)
     assert learned["3"] == learned["whole"]
-    assert learned["3"][0][0][2] == 2, "rollouts were carried over"
+    assert learned["3"][0][0][2] == 2, "rollouts were deferred"
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "message"),
     [
         ("step.bathc=3", "error: unknown key 'step.bathc' (did you mean 'batch'?)"),
         ("models.policy=./nowhere", "nowhere' is no directory here"),
@@ -185,11 +185,11 @@ def test_exact_runs_learn_the_same_bits_streamed_and_serial(workplace: Path) -> 
     ],
 )
 def test_what_cannot_be_used_is_one_sentence(
-    workplace: Path, override: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    workplace: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(workplace, "--dry-run", "run.name=refused", override) == 2
     said = capsys.readouterr().err
-    assert sentence in said
+    assert message in said
     assert "Traceback" not in said
 
 

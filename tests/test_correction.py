@@ -109,7 +109,7 @@ def test_a_mismatch_too_large_for_a_float_is_truncated_and_masked_all_the_same()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         ({"cap": 0.9}, "cap must be at least 1, not 0.9"),
         ({"cap": math.inf}, "cap of Correction must be a finite number, not inf"),
@@ -118,6 +118,6 @@ def test_a_mismatch_too_large_for_a_float_is_truncated_and_masked_all_the_same()
         ({"weight": "some"}, "weight must be 'none', 'truncated' or 'mask', not 'some'"),
     ],
 )
-def test_what_would_change_current_tokens_is_refused(arguments: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_what_would_change_current_tokens_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Correction(**arguments)  # type: ignore[arg-type] # wrong on purpose

@@ -1,4 +1,4 @@
-"""Every number that a public constructor takes is a number, or is refused there with a sentence that names it."""
+"""Every number that a public constructor takes is a number, or is refused there with a message that names it."""
 
 from __future__ import annotations
 

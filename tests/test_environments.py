@@ -68,7 +68,7 @@ def test_it_may_return_a_state_end_the_response_or_be_async() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "sentence"),
+    ("function", "message"),
     [
         (lambda turn: "\ud800", "which cannot be tokenised: UnicodeEncodeError"),
         (lambda turn: ("a", {1j}), "must return a state of JSON values"),
@@ -76,11 +76,11 @@ def test_it_may_return_a_state_end_the_response_or_be_async() -> None:
         (lambda turn: Drop.because(None), "raised TypeError: the reason of a Drop is a text; got None"),  # type: ignore[arg-type] # that is the fault
     ],
 )
-def test_what_comes_of_an_answer_is_its_failure_too(function: Callable[[TextTurn], object], sentence: str) -> None:
+def test_what_comes_of_an_answer_is_its_failure_too(function: Callable[[TextTurn], object], message: str) -> None:
     with pytest.raises(EnvironmentFailure) as caught:
         answered(function)
     assert "'<lambda>'" in str(caught.value)
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
     assert "turn 0 of rollout 4" in str(caught.value)
     dropped = answered(function, on_failure="drop")
     assert isinstance(dropped, Drop)
@@ -109,7 +109,7 @@ def raises(turn: TextTurn) -> str:
 
 
 @pytest.mark.parametrize(
-    ("function", "sentence"),
+    ("function", "message"),
     [
         (raises, r"environment 'raises' raised KeyError: 'gold' at .*test_environments.py:\d+ in raises"),
         (lambda turn: 5, r"must return a text, a pair of text and state, or None; got 5 \(int\)"),
@@ -118,9 +118,9 @@ def raises(turn: TextTurn) -> str:
     ],
 )
 def test_a_failure_names_the_function_and_the_turn_or_drops_the_rollout(
-    function: Callable[[TextTurn], object], sentence: str
+    function: Callable[[TextTurn], object], message: str
 ) -> None:
-    with pytest.raises(EnvironmentFailure, match=sentence) as caught:
+    with pytest.raises(EnvironmentFailure, match=message) as caught:
         answered(function)
     assert "(turn 0 of rollout 4)" in str(caught.value)
     dropped = answered(function, on_failure="drop")
@@ -232,18 +232,18 @@ async def test_a_process_is_interrupted_where_it_hangs_and_killed_where_it_holds
 
 
 @pytest.mark.parametrize(
-    ("function", "sentence"),
+    ("function", "message"),
     [
         ("waiting", "environment 'waiting' is async, and a process of its own is for sync ones"),
         (lambda turn: None, "environment '<lambda>': this cannot go to another process"),
     ],
 )
 def test_what_cannot_be_called_in_a_process_is_refused(
-    function: str | Callable[[TextTurn], object], sentence: str, tmp_path: Path
+    function: str | Callable[[TextTurn], object], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "tools.py").write_text(APART)
     named = f"{tmp_path / 'tools.py'}:{function}" if isinstance(function, str) else function
-    with pytest.raises(EnvironmentFailure, match=sentence):
+    with pytest.raises(EnvironmentFailure, match=message):
         environment(named, process=True)
 
 

@@ -326,13 +326,13 @@ def test_scores_that_are_all_equal_become_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clip", "scale", "penalty", "sentence"),
+    ("clip", "scale", "penalty", "message"),
     [
         (0.0, 1.0, 0.0, "clip must be more than 0, not 0.0"),
         (1.0, math.nan, 0.0, "scale of ScoreShaping must be a finite number, not nan"),
         (1.0, 1.0, -1.0, "missing_eos_penalty must be at least 0, not -1.0"),
     ],
 )
-def test_impossible_shapings_are_refused(clip: float, scale: float, penalty: float, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_impossible_shapings_are_refused(clip: float, scale: float, penalty: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ScoreShaping(clip=clip, scale=scale, missing_eos_penalty=penalty)

@@ -28,7 +28,7 @@ def test_the_schedules_are_those_of_transformers(schedule: LearningRateSchedule)
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         ({"epochs": 0}, "epochs must be more than 0, not 0"),
         ({"learning_rate": -1.0}, "learning_rate must be at least 0"),
@@ -48,13 +48,13 @@ def test_the_schedules_are_those_of_transformers(schedule: LearningRateSchedule)
         ),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, float], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_impossible_settings_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TrainerSettings(**settings)  # type: ignore[arg-type] # the point of the test
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         ({"clip": 0.0}, "clip must be more than 0, not 0.0"),
         ({"clip": math.inf}, "clip of PPOLoss must be a finite number, not inf"),
@@ -65,8 +65,8 @@ def test_impossible_settings_are_refused(settings: dict[str, float], sentence: s
         ({"value_coefficient": -1.0}, "value_coefficient must be at least 0, not -1.0"),
     ],
 )
-def test_an_impossible_loss_is_refused(settings: dict[str, float], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_an_impossible_loss_is_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         PPOLoss(**settings)  # type: ignore[arg-type] # the point of the test
 
 

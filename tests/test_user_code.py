@@ -157,26 +157,26 @@ MISBEHAVIOUR = [
 """Misbehaviour of a function, and the error that it becomes."""
 
 
-@pytest.mark.parametrize(("function", "sentence"), MISBEHAVIOUR)
-async def test_whatever_a_function_does_is_its_failure(function: Callable[..., object], sentence: str) -> None:
+@pytest.mark.parametrize(("function", "message"), MISBEHAVIOUR)
+async def test_whatever_a_function_does_is_its_failure(function: Callable[..., object], message: str) -> None:
     with pytest.raises(RewardError) as caught:
         await FunctionReward(function, decode).finish(TWO)
-    message = str(caught.value)
-    assert sentence in message
-    assert len(message) < 3000
-    assert message.encode("utf-8")
+    told = str(caught.value)
+    assert message in told
+    assert len(told) < 3000
+    assert told.encode("utf-8")
 
 
-@pytest.mark.parametrize(("function", "sentence"), MISBEHAVIOUR)
+@pytest.mark.parametrize(("function", "message"), MISBEHAVIOUR)
 async def test_every_failure_can_be_dropped_and_tried_again(
-    function: Callable[..., object], sentence: str, messages: list[str]
+    function: Callable[..., object], message: str, messages: list[str]
 ) -> None:
     dropped = await FunctionReward(function, decode, on_failure="drop").finish(TWO)
     assert [type(each) for each in dropped] == [Drop, Drop]
     with pytest.raises(RewardError):
         await FunctionReward(function, decode, on_failure="retry", pauses=(0.0,)).finish(TWO)
     assert len(messages) == 1
-    assert sentence in messages[0]
+    assert message in messages[0]
     assert messages[0].endswith("; attempt 2 of 2 follows in 0 s")
 
 
@@ -285,10 +285,10 @@ async def test_an_async_function_that_catches_its_cancellation_has_failed_at_its
 
 
 async def test_an_async_function_that_blocks_the_loop_is_reported_and_has_failed() -> None:
-    told, sentences = threading.Event(), list[str]()
+    told, messages = threading.Event(), list[str]()
 
     def sink(message: str) -> None:
-        sentences.append(message)
+        messages.append(message)
         told.set()
 
     async def blocking(prompts: list[str], completions: list[str]) -> list[float]:
@@ -297,8 +297,8 @@ async def test_an_async_function_that_blocks_the_loop_is_reported_and_has_failed
 
     with routed(sink), pytest.raises(RewardError, match=r"reward function 'blocking' took longer than 0\.01 s"):
         await FunctionReward(blocking, decode, timeout=0.01).finish(TWO)
-    assert "'blocking'" in sentences[0]
-    assert "event loop" in sentences[0]
+    assert "'blocking'" in messages[0]
+    assert "event loop" in messages[0]
 
 
 async def test_a_function_may_give_up_waiting_as_often_as_it_likes() -> None:
@@ -365,19 +365,19 @@ async def waiting(prompts, completions): ...
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "message"),
     [
         ("gone", "reward function 'gone' was lost: the process of 'gone' ended with exit code 0 (rollouts 3, 8)"),
         ("leaving", "reward function 'leaving' raised SystemExit: 0 at "),
         ("wrong", "mine.py:6 in wrong (rollouts 3, 8)"),
     ],
 )
-async def test_a_function_in_a_process_of_its_own_may_do_the_same(tmp_path: Path, name: str, sentence: str) -> None:
+async def test_a_function_in_a_process_of_its_own_may_do_the_same(tmp_path: Path, name: str, message: str) -> None:
     with FunctionReward(f"{module(tmp_path, APART)}:{name}", decode, process=True) as reward:
         for _ in range(2):
             with pytest.raises(RewardError) as caught:
                 await reward.finish(TWO)
-            assert sentence in str(caught.value)
+            assert message in str(caught.value)
 
 
 SLOW_TO_START = "import time\ntime.sleep(2.5)\n" + APART
@@ -420,19 +420,19 @@ async def test_a_function_that_holds_the_interpreter_lock_can_be_given_up_in_a_p
 
 
 @pytest.mark.parametrize(
-    ("function", "sentence"),
+    ("function", "message"),
     [
         ("waiting", "'waiting' is async, and a process of its own is for sync ones"),
         (lambda prompts, completions: [], "'<lambda>': this cannot go to another process: "),
     ],
 )
 def test_what_cannot_be_called_in_a_process_is_refused(
-    tmp_path: Path, function: str | Callable[..., Sequence[float]], sentence: str
+    tmp_path: Path, function: str | Callable[..., Sequence[float]], message: str
 ) -> None:
     spec = f"{module(tmp_path, APART)}:{function}" if isinstance(function, str) else function
     with pytest.raises(RewardError) as caught:
         FunctionReward(spec, decode, process=True)
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_an_error_without_words_is_its_name() -> None:

@@ -87,7 +87,7 @@ class Outcome:
         scores: mean score of the rollouts that each step trained.
         extra: mean number of rollouts kept in flight beyond the batch.
         lag: mean versions between a token and its update.
-        late: fraction of the trained rollouts that had been carried over.
+        late: fraction of the trained rollouts that had been deferred.
         off_policy: ``None`` in files from before it was kept.
     """
 

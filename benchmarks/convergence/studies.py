@@ -150,12 +150,12 @@ def noise(results: Results, arm: str, baseline: str) -> str:
 
 
 SERIAL: Final = Arm("serial", "decode, then score, then train", "#111827", held=True, step={"chunk": "whole"})
-CHUNK: Final = Arm("chunk", "streamed, nothing carried over", "#2563eb")
-FIXED: Final = Arm("fixed", "streamed, B / 4 carried over", "#059669", share=1 / 4)
+CHUNK: Final = Arm("chunk", "streamed, nothing deferred", "#2563eb")
+FIXED: Final = Arm("fixed", "streamed, B / 4 deferred", "#059669", share=1 / 4)
 ADAPTIVE: Final = Arm(
-    "adaptive", "streamed, carried over as it pays", "#dc2626", share=None, step={"admission": "adaptive"}
+    "adaptive", "streamed, deferred as it pays", "#dc2626", share=None, step={"admission": "adaptive"}
 )
-STALE: Final = Arm("stale", "streamed, B carried over, up to 8 times", "#d97706", share=1.0, step={"max_deferrals": 8})
+STALE: Final = Arm("stale", "streamed, B deferred, up to 8 times", "#d97706", share=1.0, step={"max_deferrals": 8})
 
 SCHEDULE_ARMS: Final = {arm.name: arm for arm in (SERIAL, CHUNK, FIXED, ADAPTIVE, STALE)}
 """``chunk`` differs from ``serial`` in rounding only, ``stale`` should do harm."""
@@ -223,7 +223,7 @@ def schedules_findings(results: Results) -> str:
 
 
 def conclusion(results: Results, arm: str) -> str:
-    """Return whether an arm learns as serial does, in a sentence."""
+    """Return whether an arm learns as serial does, in a message."""
     late = fmean(each.late for each in results.of(arm))
     score, kl = (difference(results, arm, SERIAL.name, quantity).conclusion for quantity in (SCORE, KL))
     return (
@@ -310,7 +310,7 @@ def lookahead_section(results: Results) -> str:
 ## What lookahead costs
 
 The same task and {plan.steps} steps of {plan.batch} rollouts, with {len(results.whole())} seeds; {shared(results)}.
-Nothing is carried over, so that lookahead is the only cause of lag: with `step.lookahead = n` the rollouts of step k
+Nothing is deferred, so that lookahead is the only cause of lag: with `step.lookahead = n` the rollouts of step k
 are written by the weights after update max(0, k - n). All arms of a seed train the same prompts in the same batches,
 and as often. Each final policy answers the same {plan.examined} held-out prompts; the base policy scores
 {base:.2f} on them. Differences are paired by seed, with 90 % bootstrap intervals, in parts of what
@@ -401,7 +401,7 @@ def lookahead_findings(results: Results) -> str:
 
 
 def verdict(results: Results, arms: Sequence[str], quantity: str) -> str:
-    """Return which arms come within the band of the baseline, and which differ beyond chance, in two sentences."""
+    """Return which arms come within the band of the baseline, and which differ beyond chance, in two messages."""
     found = {arm: against(results, arm, BASELINE.name, QUANTITIES[quantity]) for arm in arms}
     by_conclusion = {
         words: [arm for arm, each in found.items() if each.holds is holds]

@@ -35,7 +35,7 @@ class StepRecord:
         samples: responses trained.
         capped: of them, those cut off at the cap.
         as_announced: fraction of them with the announced length.
-        deferred: responses carried into the next step.
+        deferred: responses deferred to the next step.
         decode, score, update: busy seconds of each phase.
         exposed: seconds of scoring beside no decoding or training.
         busy: busy seconds of each model.

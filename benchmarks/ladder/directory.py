@@ -234,7 +234,7 @@ def lengths_written(actor: PreTrainedModel, prompts: Sequence[Prompt], *, cap: i
     sampling = Sampling(max_new_tokens=cap, stop=(EOS,), seed=seed)
 
     with Thread("teacher", setup=lambda: use_cores(1)) as thread:
-        policy = HfPolicy(actor, sampling=sampling, thread=thread)
+        policy = HfPolicy(actor, sampling=sampling, place=thread)
         finished = anyio.run(respond, policy, prompts, Answering(batch=len(prompts)))
     return [len(event.response) for event in finished]
 

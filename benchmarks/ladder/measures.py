@@ -186,7 +186,7 @@ def per_token(steps: Sequence[StepRecord]) -> float:
 
 
 def faults(workload: BenchWorkload, layout: Layout, figures: Mapping[str, Figures], capped: float) -> list[str]:
-    """Return the reasons why a run is INVALID, a sentence each; none: it is valid.
+    """Return the reasons why a run is INVALID, a message each; none: it is valid.
 
     ``capped`` is the fraction of all prompts that announce the cap or more; a few steps see a random part of them.
     """
@@ -300,7 +300,7 @@ class Calibration:
         """Return the entry of a file of results."""
         return asdict(self)
 
-    def sentence(self) -> str:
+    def message(self) -> str:
         """Return the chosen depths and their shares in words."""
         depths = self.chosen.depths
         shares = ", ".join(f"{phase} {share:.3f}" for phase, share in self.chosen.shares.items())
@@ -351,7 +351,7 @@ def calibrate(
     for _ in range(TRIES):
         costs = measure(depths.applied(workload))
         attempts.append(Attempt(depths, costs.shares()))
-        logger.info(f"{workload.name}, {bounds[0].layout}: {Calibration(attempts, attempts[-1]).sentence()}")
+        logger.info(f"{workload.name}, {bounds[0].layout}: {Calibration(attempts, attempts[-1]).message()}")
         if distance(attempts[-1].shares, bounds) <= WELL_WITHIN:
             break
         depths = choose(costs, depths, workload.models.actor.layers, bounds)

@@ -148,7 +148,7 @@ Act: TypeAlias = Callable[[Part], Acting]
 def on_transformers(part: Part) -> Acting:
     """Decode with the model that is trained, in a thread."""
     thread = DeviceThread("actor", part.device, listener=part.listener, setup=part.seat.take)
-    policy = HfPolicy(part.actor, sampling=part.sampling, thread=thread, limit=part.limit)
+    policy = HfPolicy(part.actor, sampling=part.sampling, place=thread, limit=part.limit)
     counters = policy.counters
     return Acting(policy, lambda: Progress(counters.decode_steps, counters.tokens), thread.close)
 
@@ -163,7 +163,7 @@ def on_vllm(part: Part) -> Acting:
         arguments={
             "dtype": workload.models.dtype,
             "max_model_len": workload.positions,
-            "max_num_seqs": 2 * workload.batch,  # as many may be carried as a batch holds
+            "max_num_seqs": 2 * workload.batch,  # as many may be deferred as a batch holds
             **_share(part),
         },
         cores=part.seat.threads,
@@ -275,19 +275,19 @@ def pipeline(
     acting = ENGINES[engine](Part(files, models.actor, sampling, limit, seats.actor, device, listener))
     reward: Scorer[float | Drop] = FunctionReward(countdown_reward, decode=_words(workload))
     if models.reward is not None:
-        reward = RewardModel(models.reward, thread=ModelPlace(scoring, "reward", REMEDY))
+        reward = RewardModel(models.reward, place=ModelPlace(scoring, "reward", REMEDY))
     trained = ActorCritic(models.actor, models.critic)
     if apart:
         trained = trained.copied()
     graph = ppo(
         policy=acting.policy,
         reference=ReferenceLogprobs(
-            models.reference, sampling=sampling, thread=ModelPlace(scoring, "reference", REMEDY)
+            models.reference, sampling=sampling, place=ModelPlace(scoring, "reference", REMEDY)
         ),
         reward=reward,
-        critic=ValueModel(models.critic, thread=ModelPlace(scoring, "critic", REMEDY)),
+        critic=ValueModel(models.critic, place=ModelPlace(scoring, "critic", REMEDY)),
         trainer=HfTrainer(
-            trained.actor, trained.critic, sampling=sampling, thread=training, settings=_settings(workload)
+            trained.actor, trained.critic, sampling=sampling, place=training, settings=_settings(workload)
         ),
         admission=mode.admission(workload),
         chunks=mode.chunks(workload),

@@ -50,7 +50,7 @@ def head(ladder: Ladder) -> list[Text]:
         f"  {plan.rounds} rounds of {plan.steps} steps after {plan.warm_up} to warm up, "
         + ("interleaved" if plan.together else "one contestant after the other, NOT interleaved"),
     ]
-    lines += [] if ladder.calibration is None else [f"  {ladder.calibration.sentence()}"]
+    lines += [] if ladder.calibration is None else [f"  {ladder.calibration.message()}"]
     lines += [f"  {name}: {remark}" for name, remark in ladder.remarks.items()]
     seats: dict[str, list[str]] = {}
     for name, threads in ladder.threads.items():
@@ -103,7 +103,7 @@ def bottlenecks(ladder: Ladder) -> list[Text]:
     """Return the bottleneck of each contestant that measures it, and its remedy."""
     widest = max(map(len, ladder.modes))
     return [
-        Text(f"{name:<{widest}}  {each.verdict.largest}-bound: {each.verdict.sentence}")
+        Text(f"{name:<{widest}}  {each.verdict.largest}-bound: {each.verdict.message}")
         for name, each in ladder.modes.items()
         if each.verdict is not None
     ]

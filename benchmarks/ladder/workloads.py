@@ -199,7 +199,7 @@ TRAIN_BOUND: Final = replace(
 CAPPED: Final = replace(
     SHORTER,
     name="capped",
-    about="an eighth of the responses at the cap, and fewer than those are carried: deferring gains nothing",
+    about="an eighth of the responses at the cap, and fewer than those are deferred: deferring gains nothing",
     lengths=Lengths(median=40, sigma=0.7, cap=384, over=8),
     extra=2,
     capped=(0.10, 0.15),
@@ -315,9 +315,9 @@ MODES: Final = MappingProxyType(
             SERIAL,
             Mode("rollout", "each response is scored when it ends", False, _whole, _synchronous),
             Mode("chunk", "responses are scored while they are written", False, _fixed, _synchronous),
-            Mode("overcommit", "serial, stragglers carried over", True, _whole, _overcommitted),
-            Mode("fixed", "chunk, stragglers carried over", False, _fixed, _overcommitted, over="chunk"),
-            Mode("adaptive", "chunk, as many stragglers carried over as pay", False, _fixed, _adaptive, over="chunk"),
+            Mode("overcommit", "serial, stragglers deferred", True, _whole, _overcommitted),
+            Mode("fixed", "chunk, stragglers deferred", False, _fixed, _overcommitted, over="chunk"),
+            Mode("adaptive", "chunk, as many stragglers deferred as pay", False, _fixed, _adaptive, over="chunk"),
             Mode("lookahead", "chunk, the next step decoded meanwhile", False, _fixed, _synchronous, "chunk", 1),
             Mode("lookahead+adaptive", "both of these", False, _fixed, _adaptive, "adaptive", 1),
         )

@@ -108,7 +108,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The cell to run the peer with, and its origin in a sentence."""
+    """The cell to run the peer with, and its origin in a message."""
 
     cell: Cell
     origin: str

@@ -135,10 +135,10 @@ class LadderResult:
         return [step for steps in self.rounds[mode] for step, _ in steps]
 
     def lengths(self) -> list[Sequence[int]]:
-        """Return the lengths of each step's responses, shortest first: from a mode that carries nothing over."""
+        """Return the lengths of each step's responses, shortest first: from a mode that defers nothing."""
         whole = next((mode for mode in ("serial", "chunk", "rollout") if mode in self.rounds), None)
         if whole is None:
-            raise DataError("a check needs a mode that carries nothing over: serial, chunk or rollout")
+            raise DataError("a check needs a mode that defers nothing: serial, chunk or rollout")
         return [sorted(step.seen.finished) for step in self.steps(whole)]
 
     def per_token(self, mode: str) -> list[float]:

@@ -275,7 +275,7 @@ SPLIT_CELLS: Final = tuple(
 
 def split_table(results: Results) -> Iterator[str]:
     """Yield what the split of the devices makes of the 7B setting on the serving engine, and bounded deferral."""
-    yield "### se-7b on the serving engine: which devices decode, and how often a rollout may be carried\n"
+    yield "### se-7b on the serving engine: which devices decode, and how often a rollout may be deferred\n"
     base, rows = results.outcomes("se-7b", "serving", ROWS[0]), []
     words = dict(DEFERRALS)
     for cells in SPLIT_CELLS:

@@ -1,6 +1,6 @@
 """``python -m benchmarks.vllm.learning``: what the demo's models learn on vLLM, beside the study on transformers.
 
-The plan is that of ``benchmarks/convergence``, its streamed schedule with nothing carried over, with fewer steps.
+The plan is that of ``benchmarks/convergence``, its streamed schedule with nothing deferred, with fewer steps.
 """
 
 from __future__ import annotations

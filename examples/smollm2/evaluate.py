@@ -79,7 +79,7 @@ async def answers(directory: str, options: argparse.Namespace) -> list[Answer]:
 
     with Thread("policy", setup=lambda: torch.set_num_threads(options.threads)) as thread:
         model = await thread.call("load", load_causal, directory)
-        policy = HfPolicy(model, sampling=sampling, thread=thread)
+        policy = HfPolicy(model, sampling=sampling, place=thread)
         finished = await respond(policy, prompts, Answering(batch=options.batch, progress=told))
     return [_answer(each, tokenizer) for each in finished]
 

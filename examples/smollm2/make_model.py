@@ -192,7 +192,7 @@ async def answer(directory: Path, question: str) -> str:
     sampling = Sampling(max_new_tokens=32, temperature=0, stop=tokenizer.stop((), ()))
     with Thread("policy") as thread:
         model = await thread.call("load", load_causal, directory)
-        policy = HfPolicy(model, sampling=sampling, thread=thread)
+        policy = HfPolicy(model, sampling=sampling, place=thread)
         (finished,) = await respond(policy, [prompt])
     return f"{tokenizer.decode(finished.response.tokens.tolist())} ({finished.reason})"
 

@@ -3,7 +3,7 @@
 All counts are in *units*: a rollout, or a whole group of rollouts that are compared with one another.
 
 With ``batch`` = B and at most ``overcommit`` = Delta units beyond it, which enter at a step's start or join while it is
-decoded, at most Delta are carried into the next step; the cut waits for units of age ``max_deferrals``; since
+decoded, at most Delta are deferred to the next step; the cut waits for units of age ``max_deferrals``; since
 ``overcommit <= batch``, all of those fit in one batch. So a unit's age when it is trained is at most ``max_deferrals``:
 a theorem, tested as a property in ``tests/stages/test_ledger.py``.
 

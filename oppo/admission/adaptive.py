@@ -106,7 +106,7 @@ RISE = 4
 class TailAdaptive(AdaptiveOvercommit):
     """Chooses ``overcommit`` from a prediction of the step's time for each of its values (``docs/controllers.md``).
 
-    From the last ``window`` steps it estimates the survival function of the lengths (Kaplan-Meier: parked responses
+    From the last ``window`` steps it estimates the survival function of the lengths (Kaplan-Meier: deferred responses
     are censored), and the seconds per decode step, per token, of every scorer, and of the rest. These give, for each
     Delta, the decode steps between two cuts (:mod:`oppo.admission.forecast`) and the seconds of a step
     (:mod:`oppo.admission.forecast`). A mean lag of Delta / B steps has a price in time::
@@ -186,7 +186,7 @@ class TailAdaptive(AdaptiveOvercommit):
     def predictions(self) -> FloatVector:
         """Return the predicted seconds of a step for ``overcommit`` = 0, 1, .., float64."""
         finished = [length for seen in self._window for length in seen.finished]
-        survival = kaplan_meier(finished, self._window[-1].parked)
+        survival = kaplan_meier(finished, self._window[-1].deferred)
         intervals = cut_intervals(survival, self.batch, self._limit, self.max_deferrals)
         return pace(self._window, self.batch).seconds(intervals, survival.mean)
 

@@ -12,23 +12,23 @@ decoding. Five parts follow::
     score   = E + paced
     train   = R                                    the update, and everything else
 
-The tail is called ``cap`` if a response was decoded from its first token to the length cap: carrying stragglers has
+The tail is called ``cap`` if a response was decoded from its first token to the length cap: deferring stragglers has
 then shortened nothing. The largest part is the bottleneck. The trainer was busy for U seconds: R, and what it
 accumulated of a streamed update before. Each kind of schedule has a least time of a step::
 
     stream      max(D, S) + R                      scores are computed while responses are decoded
-    carry       max(D * full, S) + R               and no row is ever empty: overcommit, tail batching
+    defer       max(D * full, S) + R               and no row is ever empty: overcommit, tail batching
     lookahead   max(D, S, U)                       the update overlaps decoding too: lookahead, streamed updates
     limit       max(D * full, S, U)                all of them: with in-flight weight sync no row is empty between steps
 
 The speed-up at most is T over that. The bounds are generous: a decode step of fewer rows is taken to cost as much as
 one of all, as it nearly does on a GPU, and work that overlaps is taken not to slow down other work, as where decoding,
-scoring and training have hardware of their own. They leave out more rows at a time (carrying more than about half a
+scoring and training have hardware of their own. They leave out more rows at a time (deferring more than about half a
 batch, a larger batch) and other models or devices.
 
 With lookahead the three phases of neighbouring steps overlap. The longest of D, S and U sets the pace, and its part is
 all of its seconds, those of decoding divided by ``full`` as above. In what is left of T it waited for the two others:
-theirs by their seconds, U and the scorer's after decoding, or D. To stream or to carry removes what it waited for
+theirs by their seconds, U and the scorer's after decoding, or D. To stream or to defer removes what it waited for
 scores, or what the longest phase is shortened by.
 """
 
@@ -47,7 +47,7 @@ StepPart: TypeAlias = Literal["decode", "tail", "cap", "score", "train"]
 PARTS: tuple[StepPart, ...] = get_args(StepPart)
 """All parts; of equal ones the first is the largest."""
 
-Schedule: TypeAlias = Literal["stream", "carry", "lookahead"]
+Schedule: TypeAlias = Literal["stream", "defer", "lookahead"]
 """A kind of schedule that shortens a step; those with less staleness first."""
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -63,7 +63,7 @@ LIMITS = {schedule: f"{PREFIX}limit_{schedule}" for schedule in SCHEDULES}
 """The metric of the limit of each kind of schedule."""
 
 RESERVE = 2
-"""Units to carry beyond the mean number that end at the cap: a step may have more."""
+"""Units to defer beyond the mean number that end at the cap: a step may have more."""
 
 WORTHWHILE = 1.05
 """A schedule that promises less is not recommended."""
@@ -106,7 +106,7 @@ class Bottleneck:
 
     @property
     def needed(self) -> int:
-        """Units to carry to shorten a step whose tail is at the cap."""
+        """Units to defer to shorten a step whose tail is at the cap."""
         return round(self.capped + RESERVE)
 
     @property
@@ -118,7 +118,7 @@ class Bottleneck:
         return next(each for each in SCHEDULES if self.limits[each] >= max(WORTHWHILE, ALIKE * best))
 
     @property
-    def sentence(self) -> str:
+    def message(self) -> str:
         """The bottleneck, what to try next, and the largest speed-up."""
         if self.next_schedule is None:
             faster = {"score": "faster scoring", "train": "a faster update"}.get(self.largest, "a faster decode step")
@@ -159,10 +159,10 @@ class Bottleneck:
         match schedule:
             case "stream":
                 return "score responses while they are decoded"
-            case "carry" if self.shares["cap"] > self.shares["tail"]:
-                return f"carry more stragglers: fewer than reach the cap gain nothing, about {self.needed} are needed"
-            case "carry":
-                return "carry more stragglers"
+            case "defer" if self.shares["cap"] > self.shares["tail"]:
+                return f"defer more stragglers: fewer than reach the cap gain nothing, about {self.needed} are needed"
+            case "defer":
+                return "defer more stragglers"
             case "lookahead":
                 return "decode during the update (one more step of lookahead, or streamed updates)"
 
@@ -184,10 +184,10 @@ class Bottleneck:
         return cls(seconds, shares, limits=limits, **{name: known[PREFIX + name] for name in NUMBERS})
 
     def as_json(self) -> dict[str, object]:
-        """Return this as JSON values, with the sentence."""
+        """Return this as JSON values, with the message."""
         return {
             "bottleneck": self.largest,
-            "sentence": self.sentence,
+            "message": self.message,
             "limit": self.limit,
             "limits": dict(self.limits),
             "next": self.next_schedule,
@@ -201,7 +201,7 @@ def bottleneck(seen: Observation) -> Bottleneck | None:
     """Return the bottleneck of a step; ``None`` if nothing was decoded, or in no time."""
     if not (seen.decode_seconds > 0 and seen.decode_steps):
         return None
-    slots = (seen.rows or len(seen.finished) + len(seen.parked)) * seen.decode_steps
+    slots = (seen.rows or len(seen.finished) + len(seen.deferred)) * seen.decode_steps
     full = min(1.0, seen.tokens / slots) if slots else 1.0
     phases = _overlapping(seen) if seen.lookahead else _in_turn(seen)
     lost = phases.decode * (1 - full)
@@ -233,14 +233,14 @@ def _least(seen: Observation, phases: _Phases, full: float) -> dict[str, float]:
     if not seen.lookahead:
         return {
             "stream": max(decode, busy) + rest,
-            "carry": max(decode * full, busy) + rest,
+            "defer": max(decode * full, busy) + rest,
             "lookahead": longest,
             "all": least,
         }
     total = phases.decode + phases.score + phases.train
     return {
         "stream": total - (phases.score if busy < longest else 0.0),
-        "carry": total - (longest - least),
+        "defer": total - (longest - least),
         "lookahead": longest,
         "all": least,
     }

@@ -15,7 +15,7 @@ from oppo.errors import AdmissionError
 
 @dataclass(frozen=True, slots=True)
 class Overcommit:
-    """Keeps ``overcommit`` units in flight beyond the batch and carries the stragglers (inter-step overlap).
+    """Keeps ``overcommit`` units in flight beyond the batch and defers the stragglers (inter-step overlap).
 
     Attributes:
         batch: units in a full batch.
@@ -45,8 +45,8 @@ class Overcommit:
             )
 
     def admit(self, view: AdmitView) -> int:
-        """Fill up to ``batch + overcommit``; 0 if more than that is carried."""
-        return max(0, self.batch + self.overcommit - view.carried)
+        """Fill up to ``batch + overcommit``; 0 if more than that is deferred."""
+        return max(0, self.batch + self.overcommit - view.deferred)
 
     def cut(self, view: CutView) -> bool:
         """Stop once the batch is full and no overdue unit is decoding."""
@@ -103,7 +103,7 @@ class TailBatched:
         AdmissionError: ``batch`` < 1, or ``launch`` outside 1 .. 2.
 
     Example:
-        >>> TailBatched(batch=64).admit(AdmitView(carried=10, oldest=1, remaining=9))
+        >>> TailBatched(batch=64).admit(AdmitView(deferred=10, oldest=1, remaining=9))
         80
     """
 
@@ -124,7 +124,7 @@ class TailBatched:
 
     def admit(self, view: AdmitView) -> int:
         """Launch a short round, unless a whole batch waits for a long one."""
-        return 0 if view.carried >= self.batch else math.ceil(self.launch * self.batch)
+        return 0 if view.deferred >= self.batch else math.ceil(self.launch * self.batch)
 
     @property
     def restarts(self) -> Literal[True]:
@@ -144,13 +144,13 @@ class Continuous:
     """Keeps ``overcommit`` units decoding: new ones join whenever some are completed.
 
     So a decode step has all its rows until the cut, and a batch has the units that are completed first, of whatever
-    step. The others are carried: up to ``overcommit``, with a mean lag of about overcommit / batch steps. With
+    step. The others are deferred: up to ``overcommit``, with a mean lag of about overcommit / batch steps. With
     lookahead and weights that are synced in flight this is PipelineRL (arXiv 2509.19128), but every prompt is
     trained once, and no token is more than ``max_deferrals`` + lookahead updates old.
 
     Attributes:
         batch: units in a full batch.
-        overcommit: the units that are decoded at a time, and the most that are carried.
+        overcommit: the units that are decoded at a time, and the most that are deferred.
         max_deferrals: the cut waits for units of this age.
 
     Raises:
@@ -172,8 +172,8 @@ class Continuous:
         Overcommit(self.batch, self.overcommit, self.max_deferrals)  # checks the rest
 
     def admit(self, view: AdmitView) -> int:
-        """Begin with ``overcommit`` units that decode, the carried ones included."""
-        return max(0, self.overcommit - (view.carried - view.complete))
+        """Begin with ``overcommit`` units that decode, the deferred ones included."""
+        return max(0, self.overcommit - (view.deferred - view.complete))
 
     def refill(self, view: RefillView) -> int:
         """Keep ``overcommit`` units decoding, unless the batch and ``overcommit`` more belong to the step already."""

@@ -5,18 +5,18 @@ The expected decode steps between two cuts for any number of extra units: the la
 With B units in a batch, S(x) the probability that a response is longer than x tokens, N decode steps between two cuts
 and M = ``max_deferrals``, the units admitted k steps ago are at k N + x tokens after x decode steps. On average
 
-    parked(x)  = B * sum over k = 0 .. M-1 of S(k N + x)      remain that may be carried again
+    deferred(x)  = B * sum over k = 0 .. M-1 of S(k N + x)      remain that may be deferred again
     overdue(x) = B * S(M N + x)                               remain that may not
 
 Units end independently, so these numbers are nearly Poisson distributed. A step lasts until at most Delta units remain
 and none of them is overdue; its expected length
 
-    N(Delta) = integral over x >= 0 of  1 - P[Poisson(parked(x)) <= Delta] * P[Poisson(overdue(x)) = 0]
+    N(Delta) = integral over x >= 0 of  1 - P[Poisson(deferred(x)) <= Delta] * P[Poisson(overdue(x)) = 0]
 
 is solved for N. At Delta = 0 it is the expected longest of a batch. Without a bound on deferrals and without the spread
 of the Poisson distribution it is the law ``B * sum over k >= 1 of S(k N) = Delta``.
 
-By Little's law B new units a step and Delta carried ones make a mean lag of Delta / B steps.
+By Little's law B new units a step and Delta deferred ones make a mean lag of Delta / B steps.
 """
 
 from __future__ import annotations
@@ -63,22 +63,22 @@ class Survival:
         return float(np.sum(before * np.diff(self.lengths, prepend=0.0)))
 
 
-def kaplan_meier(finished: Sequence[int], parked: Sequence[int]) -> Survival:
+def kaplan_meier(finished: Sequence[int], deferred: Sequence[int]) -> Survival:
     """Return the estimate of Kaplan and Meier (1958) from complete and from censored lengths.
 
-    The length of a parked response is a lower bound: leaving it out, or counting it as complete, would shorten the
-    tail. If the longest of all is a parked one, it counts as complete (Efron 1967), so that the curve ends at 0.
+    The length of a deferred response is a lower bound: leaving it out, or counting it as complete, would shorten the
+    tail. If the longest of all is a deferred one, it counts as complete (Efron 1967), so that the curve ends at 0.
 
     Args:
         finished: lengths of complete responses, in tokens; at least one.
-        parked: lengths so far of incomplete ones.
+        deferred: lengths so far of incomplete ones.
 
     Example:
-        >>> curve = kaplan_meier([1, 2, 3], parked=[2])
+        >>> curve = kaplan_meier([1, 2, 3], deferred=[2])
         >>> curve.beyond.tolist()
         [0.75, 0.5, 0.0]
     """
-    everything = np.sort(np.array([*finished, *parked], np.float64))
+    everything = np.sort(np.array([*finished, *deferred], np.float64))
     ended = np.array(finished, np.float64)
     if everything[-1] > ended.max():
         ended = np.append(ended, everything[-1])
@@ -171,9 +171,9 @@ def cut_intervals(survival: Survival, batch: int, most: int, max_deferrals: int)
     def expected(interval: FloatVector) -> FloatVector:
         """Return the expected length of a step after steps of length ``interval``, for each of ``extras``."""
         ages = np.arange(max_deferrals)[:, None, None] * interval[:, None]
-        parked = remaining(ages + after).sum(0)
+        deferred = remaining(ages + after).sum(0)
         overdue = remaining(max_deferrals * interval[:, None] + after)
-        length: FloatVector = (1 - at_most(parked) * np.exp(-overdue)).sum(1) * width
+        length: FloatVector = (1 - at_most(deferred) * np.exp(-overdue)).sum(1) * width
         return length
 
     low, high = np.zeros(len(extras)), np.full(len(extras), longest)

@@ -50,7 +50,7 @@ class Stretch:
         tokens: that they made: the sum over the steps of the live rollouts.
         context: the sum over the steps of the tokens in these rollouts' context, prompts included.
         opened: tokens of the prompts that were read before them, to begin responses.
-        resumed: tokens in the context of rollouts that were carried and decoded on from here.
+        resumed: tokens in the context of rollouts that were deferred and decoded on from here.
         ended: rollouts that ended in them.
     """
 
@@ -78,7 +78,7 @@ class Observation:
         rows: rollouts decoding at the start; 0 if not counted: one for each unit.
         finished: lengths of the units completed in this step, trained or not.
         capped: how many of those ended at the length cap.
-        parked: lengths so far of the incomplete units.
+        deferred: lengths so far of the incomplete units.
         scoring: busy time of each scorer.
         rest_seconds: ``seconds`` without decoding and the wait for scores after it; with lookahead, of the update and
             weight sync alone.
@@ -105,7 +105,7 @@ class Observation:
     rows: int = 0
     finished: tuple[int, ...] = ()
     capped: int = 0
-    parked: tuple[int, ...] = ()
+    deferred: tuple[int, ...] = ()
     scoring: tuple[Scoring, ...] = ()
     rest_seconds: float = 0.0
     accumulate_seconds: float = 0.0
@@ -119,17 +119,18 @@ class Observation:
     def as_json(self) -> dict[str, Json]:
         """Return this as JSON values, for a journal or a checkpoint; a score that is not finite becomes ``None``."""
         values = asdict(self)
-        lists = {name: list(values[name]) for name in ("finished", "parked", "scoring", "stretches")}
+        lists = {name: list(values[name]) for name in ("finished", "deferred", "scoring", "stretches")}
         return {**values, **lists, "score": self.score if math.isfinite(self.score) else None}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Json]) -> Observation:
         """Return the observation of which :meth:`as_json` returned ``value``."""
         late = {"lookahead": 0, "chunk": 0, "stretches": (), "accumulate_seconds": 0.0}  # what older journals lack
+        late["deferred"] = value.get("parked")  # as older journals call it
         given = {each.name: cast("Any", {**late, **value}[each.name]) for each in fields(cls)}
         tuples = {
             "finished": tuple(given["finished"]),
-            "parked": tuple(given["parked"]),
+            "deferred": tuple(given["deferred"]),
             "scoring": tuple(Scoring(**each) for each in given["scoring"]),
             "stretches": tuple(Stretch(**each) for each in given["stretches"]),
         }
@@ -141,13 +142,13 @@ class AdmitView:
     """The state at the start of a step.
 
     Attributes:
-        carried: units carried into this step, unfinished or finished.
+        deferred: units deferred into this step, unfinished or finished.
         oldest: age of the oldest of them, in steps; 0 without any.
         remaining: steps left to train in, this one included.
         complete: how many of them are finished.
     """
 
-    carried: int
+    deferred: int
     oldest: int
     remaining: int
     complete: int = 0
@@ -211,7 +212,7 @@ class Refilling(Protocol):
     def refill(self, view: RefillView) -> int:
         """Return how many new units join now; called at the start of decoding and whenever units were completed.
 
-        At most the batch and as many units as may be carried belong to a step: then no more are without a place at the
+        At most the batch and as many units as may be deferred belong to a step: then no more are without a place at the
         cut, and those that may not be deferred again fit in one batch.
         """
 

@@ -27,7 +27,7 @@ def wrap(
     samples: int = 1,
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
-    thread: Thread | None = None,
+    place: Thread | None = None,
 ) -> Graph[StepReport]:
     """Return a loop that exists already as a graph: responses are scored while they are written, and deferred.
 
@@ -47,9 +47,9 @@ def wrap(
         samples: responses to each prompt; ``admission`` then counts prompts.
         chunks: tokens per chunk; 32 by default.
         environment: answers the turns of a response, so that it goes on after a stop token with a tool's result.
-        thread: where the step is called; ``None``: on the event loop, where everything else waits for it.
+        place: where the step is called; ``None``: on the event loop, where everything else waits for it.
     """
-    trainer = FunctionTrainer(step, actor, critic_module, thread=thread)
+    trainer = FunctionTrainer(step, actor, critic_module, place=place)
     capacity = max(16, 4 * admission.batch * samples)
     g: GraphBuilder[Prompt] = GraphBuilder("wrapped", capacity=capacity, merge=merge_chunks, key=rollout_of)
     generate = Generate(policy, admission, chunks or Fixed(), samples, environment=environment)

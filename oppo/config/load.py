@@ -422,10 +422,10 @@ class Faults:
 
     def _unknown_name(self, kind: str, home: str, known: Iterable[str], place: tuple[str, ...]) -> str:
         known = list(known)
-        guess = self._elsewhere(place) or did_you_mean(OTHER_NAMES.get(place[-1], place[-1]), known)
+        guess = self._home_of(place) or did_you_mean(OTHER_NAMES.get(place[-1], place[-1]), known)
         return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {', '.join(known)}"
 
-    def _elsewhere(self, place: tuple[str, ...]) -> str:
+    def _home_of(self, place: tuple[str, ...]) -> str:
         homes = [f"[{name}]" for name, keys in self.keys.items() if len(place) == 2 and place[1] in keys]
         return f" (it is a key of {', '.join(homes)})" if homes else ""
 
@@ -461,7 +461,7 @@ class SettingsFaults(Faults):
             return f"tables [[rewards]], each with a source: {SOURCE}"
         return super(SettingsFaults, self)._wanted(place)
 
-    def _elsewhere(self, place: tuple[str, ...]) -> str:
+    def _home_of(self, place: tuple[str, ...]) -> str:
         if now := OLD.get(".".join(place)):
             return f" (it is {now} today)"
         if len(place) != 2:
@@ -472,7 +472,7 @@ class SettingsFaults(Faults):
         others = ", ".join(repr(name) for name, kind in ALGORITHMS.items() if place[1] in declared(kind))
         if place[0] == "algorithm" and others:
             return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})"
-        homes = super(SettingsFaults, self)._elsewhere(place)
+        homes = super(SettingsFaults, self)._home_of(place)
         if homes or not others:
             return homes
         return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})"

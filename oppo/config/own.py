@@ -73,7 +73,7 @@ class OwnRequirements:
     has: frozenset[str] = frozenset()
 
     def require(self, made: object, otherwise: str) -> None:
-        """Raise ``ConfigError``, whose sentence begins with ``otherwise``, if what was made lacks a member."""
+        """Raise ``ConfigError``, whose message begins with ``otherwise``, if what was made lacks a member."""
         if lacking := [member for member in self.members if not hasattr(made, member)]:
             raise ConfigError(
                 f"{otherwise}, since {type(made).__name__} lacks {', '.join(lacking)}: write what {self.protocol} lists"

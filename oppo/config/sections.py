@@ -596,10 +596,10 @@ class StepSection:
     overcommit: Count | None = setting(
         None,
         "prompts kept in flight beyond the batch, with all of their responses, or the most where `admission` adapts "
-        "the number, or those decoded at a time where it is `continuous`; when absent 0 (none is ever carried over), "
+        "the number, or those decoded at a time where it is `continuous`; when absent 0 (none is ever deferred), "
         "or a quarter of the batch, or as many as the batch",
     )
-    max_deferrals: PositiveCount = setting(2, "a rollout carried over this often is waited for")
+    max_deferrals: PositiveCount = setting(2, "a rollout deferred this often is waited for")
     admission: Annotated[str, OneOf(ADMISSIONS, "file.py:name", SPEC)] = setting(
         "overcommit",
         "how many are kept in flight: `overcommit` always `overcommit`; `continuous` replaces each that has ended at "

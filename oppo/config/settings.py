@@ -157,10 +157,10 @@ class Settings(BaseModel):
         Ranks on GPUs have the whole weights on the CPU only. What reads the policy again is then beside the reference.
         """
         devices = self.devices
-        if self.models.engine == "transformers" and "policy" not in self.elsewhere:
+        if self.models.engine == "transformers" and "policy" not in self.remote:
             return devices["policy"][0]
         ranks = devices["trainer"]
-        by_ranks = len(ranks) > 1 and ranks[0] != "cpu" and "reference" not in self.elsewhere
+        by_ranks = len(ranks) > 1 and ranks[0] != "cpu" and "reference" not in self.remote
         return devices["reference"][0] if by_ranks else ranks[0]
 
     @property
@@ -175,7 +175,7 @@ class Settings(BaseModel):
         ranks = devices["trainer"]
         if len(ranks) > 1 and ranks[0] != "cpu":
             return False
-        served = {device for model in models - self.elsewhere for device in devices[model]}
+        served = {device for model in models - self.remote for device in devices[model]}
         return not served or served == set(ranks)
 
     @property
@@ -194,7 +194,7 @@ class Settings(BaseModel):
         return [each.source for each in self.rewards if isinstance(each, ModelRewardSection)]
 
     @property
-    def can_be_elsewhere(self) -> frozenset[str]:
+    def can_be_remote(self) -> frozenset[str]:
         """The models of this run that can be actors of a cluster."""
         models = self.models
         can = {
@@ -207,11 +207,11 @@ class Settings(BaseModel):
         return frozenset(name for name, possible in can.items() if possible)
 
     @property
-    def elsewhere(self) -> frozenset[str]:
+    def remote(self) -> frozenset[str]:
         """The models that are actors of a cluster; of the ``trainer``, every rank but the first."""
         if not self.placement.cluster:
             return frozenset()
-        return frozenset(self.placement.remote) or self.can_be_elsewhere - {"policy"}
+        return frozenset(self.placement.remote) or self.can_be_remote - {"policy"}
 
     @property
     def run_directory(self) -> Path:
@@ -318,8 +318,8 @@ def require_consistent(settings: Settings) -> None:
         _require_possible_in_flight(settings)
     if settings.step.stream_updates:
         _require_a_sum(settings)
-    elsewhere = settings.run.trainer == "process" or len(settings.devices["trainer"]) > 1
-    if elsewhere and is_of_a_file(kind := type(settings.trained_loss())):
+    apart = settings.run.trainer == "process" or len(settings.devices["trainer"]) > 1
+    if apart and is_of_a_file(kind := type(settings.trained_loss())):
         key = "run.trainer = 'process'" if settings.run.trainer == "process" else "placement.trainer, with ranks,"
         raise ValueError(
             f"{key} takes the loss to another process, which cannot import {kind.__name__} from a "
@@ -420,9 +420,9 @@ def _require_possible_placement(settings: Settings) -> None:
             f"models.share_weights = true trains the weights that are served, and placement.trainer = "
             f"{list(devices['trainer'])} is not where they are served: leave one of the two out"
         )
-    if impossible := settings.elsewhere - settings.can_be_elsewhere:
-        _refuse_elsewhere(settings, min(impossible))
-    for model in sorted(settings.elsewhere):
+    if impossible := settings.remote - settings.can_be_remote:
+        _refuse_remote(settings, min(impossible))
+    for model in sorted(settings.remote):
         there = devices[model][1:] if model == "trainer" else devices[model]
         if numbered := [device for device in there if ":" in device]:
             raise ValueError(
@@ -441,12 +441,12 @@ def _require_possible_placement(settings: Settings) -> None:
             f"placement.trainer = {list(ranks)} has devices of several kinds, and ranks exchange tensors of one: name "
             "GPUs only, or 'cpu' only"
         )
-    if ranks[0] != "cpu" and len(set(ranks)) < len(ranks) and "trainer" not in settings.elsewhere:
+    if ranks[0] != "cpu" and len(set(ranks)) < len(ranks) and "trainer" not in settings.remote:
         raise ValueError(
             f"placement.trainer = {list(ranks)} names a device twice: expected one of its own for each rank, or a "
             "cluster for all ranks but the first (--ray, placement.cluster)"
         )
-    if settings.placement.cluster and not settings.elsewhere:
+    if settings.placement.cluster and not settings.remote:
         raise ValueError(
             "placement.cluster is given, and no model of this run would be in it: the rewards are functions, there is "
             "no reference, critic or second rank; name the policy in placement.remote, or leave the cluster out"
@@ -463,7 +463,7 @@ def _require_possible_placement(settings: Settings) -> None:
         )
 
 
-def _refuse_elsewhere(settings: Settings, model: str) -> NoReturn:
+def _refuse_remote(settings: Settings, model: str) -> NoReturn:
     why = {
         "policy": _why_the_policy_is_here(settings),
         "reference": f"step.algorithm = {settings.step.algorithm!r} refers to none, and models.reference names none",

@@ -134,10 +134,10 @@ def read_prompts(
             number = len(prompts)
             prompts.append(Prompt(rollout=number, admission=number, tokens=fitted, group=number, columns=dict(row)))
     if long:
-        sentence = f"{len(long)} of {total} prompts of {name} are longer than {max_prompt_tokens} tokens"
+        message = f"{len(long)} of {total} prompts of {name} are longer than {max_prompt_tokens} tokens"
         if over_long == "error":
-            raise DataError(f"{sentence}, the first at {long[0]}; filter or truncate them, or raise max_prompt_tokens")
-        logger.info(f"{sentence}: {'left out' if over_long == 'filter' else 'their beginnings are cut off'}")
+            raise DataError(f"{message}, the first at {long[0]}; filter or truncate them, or raise max_prompt_tokens")
+        logger.info(f"{message}: {'left out' if over_long == 'filter' else 'their beginnings are cut off'}")
     if not prompts:
         raise DataError(f"{name} holds no prompt" if not total else f"no prompt of {name} is left: all are over-long")
     return prompts

@@ -34,7 +34,7 @@ class RowStream(AsyncIterator[Prompt]):
     """
 
     columns = None
-    """A row cannot be had again: checkpoints hold the columns of carried rollouts, which are then plain values."""
+    """A row cannot be had again: checkpoints hold the columns of deferred rollouts, which are then plain values."""
 
     def __init__(
         self,
@@ -130,10 +130,10 @@ class RowStream(AsyncIterator[Prompt]):
         return await anyio.to_thread.run_sync(next, rows, _END)
 
     def _note(self, place: str, length: int) -> None:
-        sentence = f"{place}: a prompt of {length} tokens, longer than {self._encoding.max_prompt_tokens}"
+        message = f"{place}: a prompt of {length} tokens, longer than {self._encoding.max_prompt_tokens}"
         if self._encoding.over_long == "error":
-            raise DataError(f"{sentence}; filter or truncate such prompts, or raise max_prompt_tokens")
+            raise DataError(f"{message}; filter or truncate such prompts, or raise max_prompt_tokens")
         if not self._noted:
             self._noted = True
             done = "is left out" if self._encoding.over_long == "filter" else "loses its beginning"
-            logger.info(f"{sentence}, {done}, as are all others" if done == "is left out" else f"{sentence}, {done}")
+            logger.info(f"{message}, {done}, as are all others" if done == "is left out" else f"{message}, {done}")

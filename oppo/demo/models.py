@@ -235,7 +235,7 @@ def write(
     served = copy.deepcopy(model)  # it may attend in another way from now on
     probe(served)
     with Thread("writing", setup=lambda: use_cores(1)) as thread:
-        policy = HfPolicy(served, sampling=sampling, thread=thread)
+        policy = HfPolicy(served, sampling=sampling, place=thread)
         finished = anyio.run(respond, policy, asked, Answering(batch=len(asked)))
     written = []
     for each in finished:

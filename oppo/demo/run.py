@@ -65,9 +65,9 @@ def examine(actor: Path, *, base: Path, reward: Path, held_out: Path, sampling: 
     tokenizer = HfTokenizer(load_tokenizer(base))
     prompts = read_prompts(held_out, tokenizer)[:count]
     with Thread("examination", setup=lambda: use_cores(available_cores())) as thread:
-        policy = HfPolicy(load_causal(actor), sampling=sampling, thread=thread)
-        reference = ReferenceLogprobs(load_causal(base), sampling=sampling, thread=thread)
-        judge = RewardModel(load_scalar(reward), thread=thread)
+        policy = HfPolicy(load_causal(actor), sampling=sampling, place=thread)
+        reference = ReferenceLogprobs(load_causal(base), sampling=sampling, place=thread)
+        judge = RewardModel(load_scalar(reward), place=thread)
         how = Answering(batch=count)
         found = anyio.run(partial(answers_of, policy, judge, prompts, how, reference=reference)).rollouts
     return DemoAnswers(
@@ -98,8 +98,8 @@ class Findings:
         kl: nats a response, from the base policy, on held-out prompts.
         length_before, length_after: mean tokens in a response to a held-out prompt.
         hidden_fraction: fraction of the scoring seconds hidden behind decoding or training; ``None``: hardly any.
-        deferred_fraction: fraction of the finished rollouts that were carried into a later step.
-        deferral_steps: rollouts carried over, by the number of steps.
+        deferred_fraction: fraction of the finished rollouts that were deferred to a later step.
+        deferral_steps: rollouts deferred, by the number of steps.
         digests: of a serial and of a streamed run in deterministic mode.
         directory: of the run.
         actor: directory of the trained policy.
@@ -173,13 +173,13 @@ class Findings:
 
     def _deferral(self) -> str:
         if not self.deferral_steps:
-            return "nothing was carried over: no number of extra rollouts promised to save more time than its lag costs"
-        carried = ", ".join(f"{count} for {age}" for age, count in self.deferral_steps.items())
-        return f"{self.deferred_fraction:.1%} of the rollouts were carried over; steps carried: {carried}"
+            return "nothing was deferred: no number of extra rollouts promised to save more time than its lag costs"
+        deferred = ", ".join(f"{count} for {age}" for age, count in self.deferral_steps.items())
+        return f"{self.deferred_fraction:.1%} of the rollouts were deferred; steps deferred: {deferred}"
 
 
 def deferrals(run: Path) -> tuple[float, dict[int, int]]:
-    """Return the fraction of a run's finished rollouts that were carried over, and their number by steps carried."""
+    """Return the fraction of a run's finished rollouts that were deferred, and their number by steps deferred."""
     records = list(read(run / JOURNAL))
     ages = {record["rollout"]: cast("int", record["age"]) for record in records if record["event"] == "deferred"}
     finished = {record["rollout"] for record in records if record["event"] == "finished"}

@@ -44,8 +44,8 @@ class Effort:
 
     Attributes:
         batch: responses a step.
-        extra: most stragglers that the last schedule carries over.
-        steps: of each schedule in a round, which ends with nothing carried over.
+        extra: most stragglers that the last schedule defers.
+        steps: of each schedule in a round, which ends with nothing deferred.
         rounds: in each, every schedule makes the same steps.
         deeper: factor by which the reward model is deeper than the demo's.
     """
@@ -171,7 +171,7 @@ def schedules(effort: Effort) -> list[DemoSchedule]:
         DemoSchedule("serial: decode, score, update", serial=True, step={"chunk": "whole", "overcommit": 0}),
         DemoSchedule("streamed: score while decoding", serial=False, step={"overcommit": 0}),
         DemoSchedule(
-            f"streamed, up to {effort.extra} stragglers carried", serial=False, step={"overcommit": effort.extra}
+            f"streamed, up to {effort.extra} stragglers deferred", serial=False, step={"overcommit": effort.extra}
         ),
     ]
 
@@ -231,7 +231,7 @@ def varied(settings: Settings, schedule: DemoSchedule, effort: Effort, reward: P
 
 
 async def make_round(session: PreparedRun, schedule: DemoSchedule, settings: Settings, steps: int) -> TimedRound:
-    """Return a round of one schedule; it begins and ends with nothing carried over."""
+    """Return a round of one schedule; it begins and ends with nothing deferred."""
     graph = settings.algorithm.graph(roles_of(settings, session.assembly))
     keeper = Timekeeper(kept=steps)
     session.assembly.listen(keeper.model_span)

@@ -40,7 +40,7 @@ class Snapshot:
 
     Example:
         >>> waits = (Wait("advantage", "reward", "an item"),)
-        >>> print(Snapshot(0, ("reward", "advantage"), waits, {}, "").sentence())
+        >>> print(Snapshot(0, ("reward", "advantage"), waits, {}, "").message())
         advantage waits for reward; reward is at work
     """
 
@@ -67,7 +67,7 @@ class Snapshot:
         full = [f"{wait.awaited} to make room" for wait in waits if wait.want == "room"]
         return f"waits for {', '.join([*items, *full])}"
 
-    def sentence(self) -> str:
+    def message(self) -> str:
         """Return, on one line, which stages wait for which and which are at work."""
         waiting = [f"{stage} {self.doing(stage)}" for stage in self.running if stage not in self.working]
         return "; ".join([*waiting, *(f"{stage} is at work" for stage in self.working)])
@@ -323,7 +323,7 @@ class Execution(Generic[T]):
                 undo()
 
     def _deadlock(self) -> str:
-        return f"{self.describe()}\n{self.snapshot().sentence()}"
+        return f"{self.describe()}\n{self.snapshot().message()}"
 
     def describe(self) -> str:
         """Return the channel table of this step."""

@@ -411,7 +411,7 @@ class Demanding(Protocol):
     """A stage that needs more of its graph than the types of its inputs say."""
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Return a sentence for each thing that is wrong; asked when a graph is built.
+        """Return a message for each thing that is wrong; asked when a graph is built.
 
         Args:
             stages: all of the graph.

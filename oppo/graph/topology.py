@@ -56,7 +56,7 @@ class Ports:
 
     @classmethod
     def of(cls, stage: object) -> Ports:
-        """Return the ports of ``stage``; a ``GraphError`` continues a sentence that begins with its name."""
+        """Return the ports of ``stage``; a ``GraphError`` continues a message that begins with its name."""
         if isinstance(stage, type):
             raise GraphError(f"is the class {stage.__name__}, not an object of it: write {stage.__name__}(...)")
         run = getattr(stage, "run", None)

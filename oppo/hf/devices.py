@@ -166,7 +166,7 @@ class Devices:
         policy: where it decodes; of an engine with several GPUs the first.
         actor: of the policy as transformers loads it on this machine.
         trainer: of each training rank.
-        elsewhere: the models that are on other machines, which have such a device; of the ``trainer``, every rank but
+        remote: the models that are on other machines, which have such a device; of the ``trainer``, every rank but
             the first.
     """
 
@@ -176,7 +176,7 @@ class Devices:
     reference: torch.device
     reward: torch.device
     critic: torch.device
-    elsewhere: frozenset[str] = frozenset()
+    remote: frozenset[str] = frozenset()
 
     @classmethod
     def all_on(cls, device: torch.device) -> Devices:
@@ -190,7 +190,7 @@ class Devices:
         key_of: Callable[[str], str],
         *,
         deterministic: bool = False,
-        elsewhere: frozenset[str] = frozenset(),
+        remote: frozenset[str] = frozenset(),
         gpus: int | None = None,
     ) -> Devices:
         """Return the devices of these names.
@@ -200,14 +200,14 @@ class Devices:
             key_of: returns the setting that names a model's device.
             deterministic: see :func:`~oppo.hf.devices.device_of`.
             gpus: likewise.
-            elsewhere: models on other machines, whose devices are not looked for here; ``auto`` is as it is here.
+            remote: models on other machines, whose devices are not looked for here; ``auto`` is as it is here.
 
         Raises:
             ConfigError: there is no such device; it names the setting.
         """
 
         def found(model: str, number: int, name: str) -> torch.device:
-            if model in elsewhere and (number or model != "trainer") and name != "auto":
+            if model in remote and (number or model != "trainer") and name != "auto":
                 return torch.device(name)
             try:
                 return device_of(name, deterministic=deterministic, gpus=gpus)
@@ -219,7 +219,7 @@ class Devices:
             for model, named in names.items()
         }
         one = {model: devices[0] for model, devices in each.items()}
-        return cls(trainer=each["trainer"], elsewhere=elsewhere, **{name: one[name] for name in ("actor", *OF_ONE)})
+        return cls(trainer=each["trainer"], remote=remote, **{name: one[name] for name in ("actor", *OF_ONE)})
 
     @property
     def weights(self) -> torch.device:
@@ -238,17 +238,17 @@ class Devices:
     def here(self, scored: Sequence[str]) -> dict[str, torch.device]:
         """Return the devices of what scores on this machine; the CPU for functions beside a model of another."""
         on = self.scoring(scored)
-        return {model: CPU if model in self.elsewhere else device for model, device in on.items()}
+        return {model: CPU if model in self.remote else device for model, device in on.items()}
 
     def distinct(self) -> list[torch.device]:
         """Return each device of this machine once."""
-        ranks = self.trainer[:1] if "trainer" in self.elsewhere else self.trainer
-        scoring = self.scoring([model for model in SCORED if model not in self.elsewhere])
+        ranks = self.trainer[:1] if "trainer" in self.remote else self.trainer
+        scoring = self.scoring([model for model in SCORED if model not in self.remote])
         return list(dict.fromkeys([self.actor, *ranks, *scoring.values()]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Elsewhere:
+class RemotePlaces:
     """The places of a run on other machines.
 
     Attributes:
@@ -270,14 +270,14 @@ class DeviceLayout:
 
     Attributes:
         scoring: on this machine, by model; those of one device share a place.
-        elsewhere: those of other machines.
+        remote: those of other machines.
     """
 
     acting: Place
     scoring: Mapping[str, Place]
     training: Place
     saving: Thread
-    elsewhere: Elsewhere
+    remote: RemotePlaces
 
     @classmethod
     def of(
@@ -290,7 +290,7 @@ class DeviceLayout:
         policy: Home = "thread",
         trainer: Home = "thread",
         restarts: int = 3,
-        elsewhere: Elsewhere | None = None,
+        remote: RemotePlaces | None = None,
     ) -> DeviceLayout:
         """Return places that share ``cores``, for models on ``devices``.
 
@@ -299,18 +299,18 @@ class DeviceLayout:
             devices: of the models.
             scorers: place of the scorers. ``auto`` is a process on a CPU with two cores or more, where scorers can
                 compute beside the actor: both spend much of their time in Python, which threads of one interpreter
-                cannot do in parallel; elsewhere it is a thread.
+                cannot do in parallel; else it is a thread.
             scored: the models that score here.
-            policy: place of the actor. A dead process is not replaced: its rows, and their keys and values, are lost.
+            policy: place of the actor. A dead process is not replaced: its rows, and their KV cache, are lost.
             trainer: place of the updates, unless there are several ranks; a dead process is not replaced.
             restarts: how many dead processes of the scorers are replaced in an hour.
-            elsewhere: places on other machines, which the layout closes.
+            remote: places on other machines, which the layout closes.
 
         Raises:
             ConfigError: a process is chosen for models on a GPU, whose memory is not shared.
         """
-        elsewhere = elsewhere or Elsewhere()
-        _require_cpu("policy", policy, [] if elsewhere.acting else [devices.actor])
+        remote = remote or RemotePlaces()
+        _require_cpu("policy", policy, [] if remote.acting else [devices.actor])
         _require_cpu("trainer", trainer, devices.trainer)
         _require_cpu("scorers", scorers, devices.here(scored).values())
 
@@ -330,22 +330,22 @@ class DeviceLayout:
         distinct = dict.fromkeys(on.values())
         names = {device: "scorers" if len(distinct) == 1 else f"scorers on {device}" for device in distinct}
         places = {device: scoring(device, name) for device, name in names.items()}
-        ranks = elsewhere.training or _ranks(len(devices.trainer), cores)
+        ranks = remote.training or _ranks(len(devices.trainer), cores)
         return cls(
-            elsewhere.acting or place("actor", policy, acting_share(cores), devices.actor),
+            remote.acting or place("actor", policy, acting_share(cores), devices.actor),
             {model: places[device] for model, device in on.items()},
             ranks or place("trainer", trainer, cores, devices.trainer[0]),
             Thread("saver"),
-            elsewhere,
+            remote,
         )
 
     def __iter__(self) -> Iterator[Place]:
-        scoring = (*self.scoring.values(), *self.elsewhere.scoring.values())
+        scoring = (*self.scoring.values(), *self.remote.scoring.values())
         yield from dict.fromkeys([self.acting, *scoring, self.training, self.saving])
 
     def place_of(self, model: str) -> Place:
         """Return the place of a model that scores."""
-        return self.elsewhere.scoring.get(model) or self.scoring[model]
+        return self.remote.scoring.get(model) or self.scoring[model]
 
     def wait_until_ready(self) -> None:
         """Return when all processes have received their models, so that their errors come before the run begins.
@@ -373,7 +373,7 @@ class DeviceLayout:
         """Close each place after its call in progress; the saver first, since saving needs the trainer."""
         for place in reversed(list(self)):
             place.close()
-        self.elsewhere.close()
+        self.remote.close()
 
 
 def _ranks(count: int, cores: int) -> Place | None:

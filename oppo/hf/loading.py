@@ -2,7 +2,7 @@
 
 Loading makes three passes: over the files (:mod:`oppo.hf.model_files`); over names and shapes, on the device ``meta``
 that allocates nothing; and over the weights. Errors of the libraries about a damaged or foreign file become one
-sentence that names the file.
+message that names the file.
 
 Pickles are refused unless they are allowed; then tensors are read from them, and no other objects are built.
 
@@ -152,7 +152,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 @contextmanager
 def reading(directory: Path, failure: str) -> Iterator[None]:
-    """Turn library errors about the files of a directory into one sentence: on the damaged file, or ``failure``.
+    """Turn library errors about the files of a directory into one message: on the damaged file, or ``failure``.
 
     Raises:
         ConfigError: for any error except running out of memory.
@@ -236,7 +236,7 @@ def _options(kind: Kind, dtype: str, attention: Choice, *, trusted: bool, allow_
         "trust_remote_code": trusted,
         "use_safetensors": None if allow_pickle else True,
         "weights_only": True,
-        "ignore_mismatched_sizes": True,  # require_fit() reports them, in one sentence
+        "ignore_mismatched_sizes": True,  # require_fit() reports them, in one message
         **kind.options,
         **({"attn_implementation": "eager"} if attention == "eager" else {}),
     }

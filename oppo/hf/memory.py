@@ -399,7 +399,7 @@ def _of_scorer(
 def of_trainer(
     make: Callable[[], ActorCritic], load: Load, sampling: Sampling, settings: TrainerSettings, loss: Loss
 ) -> Bytes:
-    """Return what a trainer needs for the dearest micro-batch: of longest rows, or of rows that are all response."""
+    """Return the memory of the most expensive micro-batch: of longest rows, or of rows that are all response."""
     shapes = (load, replace(load, prompt=1))
     return max((_training(make, shape, sampling, settings, loss) for shape in shapes), key=lambda each: each.total)
 

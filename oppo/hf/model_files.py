@@ -310,7 +310,7 @@ def require_no_code(directory: Path, *, trusted: bool) -> None:
     described = read_object(config)
     kind = described.get("model_type")
     if described.get("auto_map") and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
-        code = ", ".join(sorted(entry.name for entry in directory.glob("*.py"))) or "elsewhere"
+        code = ", ".join(sorted(entry.name for entry in directory.glob("*.py"))) or "another repository"
         raise ConfigError(
             f"{directory} is a {kind!r}, which transformers does not know, and would run code of "
             f"its own ({code}): read it, and if you trust it set models.trust_remote_code = true"

@@ -7,7 +7,7 @@
       └────every storage moved, in place──>   Block           mapped by both: one file descriptor for each model
 
 No process reads weights while another writes them: frozen models are never written, and at lookahead 0 trained models
-are served only between updates. Weights that come from elsewhere are written in the turn of the served model
+are served only between updates. Weights of another trainer are written in the turn of the served model
 (:meth:`oppo.placement.Hosted.load`).
 """
 

@@ -113,7 +113,7 @@ def hang_report(
         "steps": [
             {
                 "step": snapshot.step,
-                "summary": snapshot.sentence(),
+                "summary": snapshot.message(),
                 "at_work": list(snapshot.working),
                 "waits": [asdict(wait) for wait in snapshot.waits],
                 "channels": snapshot.channels,
@@ -255,9 +255,9 @@ class Stall:
     final: bool = False
     calls: tuple[str, ...] = ()
 
-    def sentence(self) -> str:
+    def message(self) -> str:
         """Return the stall in words."""
-        steps = [f"in step {each.step} {each.sentence() or 'no stage is at work'}" for each in self.snapshots]
+        steps = [f"in step {each.step} {each.message() or 'no stage is at work'}" for each in self.snapshots]
         state = "; ".join(steps) or "between two steps"
         calls = f"; in a call: {', '.join(self.calls)}" if self.calls else ""
         return f"nothing has moved for {self.seconds:.0f} s: {state}{calls}"
@@ -431,7 +431,7 @@ class Watchdog(Observer):
             self._last_word.wind_up()
 
     def _end(self, stall: Stall) -> None:
-        self._hang = hang = HangError(f"{stall.sentence()} ({self._write_report(stall)})")
+        self._hang = hang = HangError(f"{stall.message()} ({self._write_report(stall)})")
         if self._loop is not None and self._scope is not None:
             self._loop.call_soon_threadsafe(self._scope.cancel)
         until = self._clock() + self._limits.longest_cancellation
@@ -507,7 +507,7 @@ async def watched(
         StallLimits(seconds, call_timeout=call_timeout, notice=notice, names=("seconds", "call_timeout")),
         report=report,
         vitals=Vitals(calls=lambda: tuple(filter(None, map(_call_of, working)))),
-        listeners=[lambda stall: warn(stall.sentence())],
+        listeners=[lambda stall: warn(stall.message())],
     )
     run.listen(watchdog)
     with watchdog:

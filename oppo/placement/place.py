@@ -344,8 +344,8 @@ class _Pending:
 
     Attributes:
         begin: makes the call.
-        is_preempted: whether the call should be given up.
-        withdraw: reports to the caller that the call was given up.
+        is_preempted: whether the call should be withdrawn.
+        withdraw: reports to the caller that the call was withdrawn.
     """
 
     urgent: bool

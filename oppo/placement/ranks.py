@@ -225,7 +225,7 @@ class Ranks(Process):
 
     Example:
         >>> with Ranks("trainer", 2) as ranks:  # doctest: +SKIP
-        ...     trainer = hf.HfTrainer(actor, critic, sampling=sampling, thread=ranks)
+        ...     trainer = hf.HfTrainer(actor, critic, sampling=sampling, place=ranks)
     """
 
     what = "group of ranks"

@@ -295,7 +295,7 @@ def _key(shown: Sequence[Excerpt]) -> tuple[list[tuple[str, str]], str]:
     roles = {span.role for each in shown for span in each.work}
     notes = {
         "dashed: the cut": any(step.cut is not None for step in steps),
-        "arrows: responses carried into the next step": any(step.carried for step in steps),
+        "arrows: responses deferred to the next step": any(step.deferred for step in steps),
         "faint: work for other steps": any(span.step not in each.shown for each in shown for span in each.work),
     }
     return [pair for pair in ROLES.items() if pair[0] in roles], "; ".join(compress(notes, notes.values()))
@@ -318,7 +318,7 @@ def _block(excerpt: Excerpt, scale: Axes) -> str:
         drawn += [rule(x, 20, x, bottom, opacity=0.6), text(x + 4, _HEAD - 6, f"step {step.index + 1}")]
         if step.cut is not None:
             at = scale.x(step.cut - origin)
-            foot = bottom + (12 if step.carried else 0)
+            foot = bottom + (12 if step.deferred else 0)
             label = "cut" if at - x >= _LABELS else ""
             top = 22 if label else _HEAD - 3
             drawn += [rule(at, top, at, foot, opacity=0.9, dashes="4 3"), text(at - 4, _HEAD - 6, label, anchor="end")]
@@ -326,10 +326,10 @@ def _block(excerpt: Excerpt, scale: Axes) -> str:
     drawn.append(rule(end, 20, end, bottom, opacity=0.6))
     starts = [scale.x(after.start - origin) for _, after in pairwise(excerpt.steps)] + [end + _STUB]
     for step, start in zip(excerpt.steps, starts, strict=True):
-        if step.cut is not None and step.carried:
+        if step.cut is not None and step.deferred:
             at = scale.x(step.cut - origin)  # with lookahead the next step has begun, and waits for it to decode
             drawn.append(
-                _arrow(at, start if start > at else at + _STUB, bottom + 10, f"{step.carried} responses deferred")
+                _arrow(at, start if start > at else at + _STUB, bottom + 10, f"{step.deferred} responses deferred")
             )
     return "".join(drawn)
 

@@ -40,7 +40,7 @@ class Metric:
     Attributes:
         name: parts in braces stand for any text without a slash.
         unit: of its value.
-        meaning: a sentence.
+        meaning: its description.
     """
 
     name: str
@@ -79,7 +79,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
                 "From the step's start, or the last weight sync before if that is later, to its last weight sync.",
             ),
             Metric("trained", "rollouts", "Rollouts that were trained."),
-            Metric("deferred", "rollouts", "Rollouts that are carried into the next step."),
+            Metric("deferred", "rollouts", "Rollouts that are deferred to the next step."),
             Metric("dropped", "rollouts", "Rollouts that ended without being trained."),
             Metric("lr", "1", "Learning rate of the actor."),
             Metric("episode", "rollouts", "Rollouts trained since the run began."),
@@ -188,10 +188,10 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric("response_length/capped", SHARE, "Responses that ended at the length cap."),
         ),
         "Deferral and selection": (
-            Metric("deferral/carried", "rollouts", "Rollouts that are carried into the next step."),
+            Metric("deferral/carried", "rollouts", "Rollouts that are deferred to the next step."),
             Metric("deferral/oldest_age", "steps", "Age of the oldest of them; 0 without one."),
             Metric("deferral/dropped", "rollouts", "Rollouts that were dropped before the update."),
-            Metric("deferral/trained_late", SHARE, "Responses of the batch that were carried into this step."),
+            Metric("deferral/trained_late", SHARE, "Responses of the batch that were deferred to this step."),
             Metric(
                 "deferral/length_bias",
                 RATIO,
@@ -322,11 +322,11 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
             Metric(
                 "bottleneck/limit",
                 RATIO,
-                "The largest speed-up by all schedules of as many rows together: streaming, carrying, steps in flight, "
+                "The largest speed-up by all schedules of as many rows together: streaming, deferral, steps in flight, "
                 "streamed updates, in-flight weight sync. More rows at a time and other hardware are left out.",
             ),
             Metric("bottleneck/limit_stream", RATIO, "The same by scoring responses while they are decoded alone."),
-            Metric("bottleneck/limit_carry", RATIO, "The same by that and by carrying stragglers."),
+            Metric("bottleneck/limit_defer", RATIO, "The same by that and by deferring stragglers."),
             Metric(
                 "bottleneck/limit_lookahead",
                 RATIO,

@@ -76,9 +76,9 @@ def page(
 
 
 def _carried(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
-    carried = _column(records, "deferred")
-    if any(carried):
-        yield lines("Rollouts carried into the next step", {"deferred": carried}, within=(0,))
+    deferred = _column(records, "deferred")
+    if any(deferred):
+        yield lines("Rollouts deferred to the next step", {"deferred": deferred}, within=(0,))
 
 
 def _hidden(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
@@ -121,7 +121,7 @@ def _bottleneck(records: Sequence[Mapping[str, float | None]]) -> str:
     steps = ", ".join(f"{part}-bound: {count / len(found):.0%} of the steps" for part, count in counts)
     return (
         f"<h2>Bottleneck</h2><p>{escape(steps)}.</p>"
-        f"<p>The last {len(latest)} steps together are {recent.largest}-bound: {escape(recent.sentence)}.</p>"
+        f"<p>The last {len(latest)} steps together are {recent.largest}-bound: {escape(recent.message)}.</p>"
     )
 
 

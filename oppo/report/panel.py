@@ -221,13 +221,13 @@ class Panel(Observer):
 
     def on_stall(self, stall: Stall) -> None:
         """Show the stall until an item moves; safe to call from any thread."""
-        self._stall = stall.sentence()
+        self._stall = stall.message()
         if self._live is None:
             self._console.out(self._stall, highlight=False)
 
-    def on_notice(self, sentence: str) -> None:
-        """Show a sentence about the run, without secrets, among the latest few; safe to call from any thread."""
-        self._notices.append(on_one_line(excerpt(sentence, _NOTICE)))
+    def on_notice(self, message: str) -> None:
+        """Show a message about the run, without secrets, among the latest few; safe to call from any thread."""
+        self._notices.append(on_one_line(excerpt(message, _NOTICE)))
 
     def render(self) -> Box:
         """Return the panel of this moment."""
@@ -238,7 +238,7 @@ class Panel(Observer):
             stages.add_row(Text(name, style="bold"), Text(self._place(stage.step)), Text(doing))
         recent = together(self._bottlenecks)
         parts: list[RenderableType] = [Text(head)]
-        parts += [Text(f"{recent.largest}-bound: {recent.sentence}")] if recent is not None else []
+        parts += [Text(f"{recent.largest}-bound: {recent.message}")] if recent is not None else []
         parts += [ProgressBar(total=self._steps, completed=self._done), self._pace()]
         parts += [*self._held_out(), stages]
         parts += [Text(self._stall, style="yellow")] if self._stall is not None else []

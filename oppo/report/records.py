@@ -93,7 +93,7 @@ def is_locked(directory: Path) -> bool:
 
 
 def taken(directory: Path) -> str:
-    """Return the sentence that names the process writing the directory."""
+    """Return the message that names the process writing the directory."""
     try:
         with opened(directory / LOCK, "r") as file:
             owner = file.read(20).strip()
@@ -163,7 +163,7 @@ def rewind(path: Path, steps: int) -> list[str]:
     the same steps, however often the run is killed. Damaged lines go to ``<name>.damaged``.
 
     Returns:
-        A sentence if lines were damaged.
+        A message if lines were damaged.
 
     Raises:
         OSError: the file cannot be read or written; it stays as it was.
@@ -195,7 +195,7 @@ def _kept(records: Iterator[Record], steps: int) -> Iterator[Record]:
 
 
 def gaps(path: Path, steps: int) -> list[str]:
-    """Return a sentence if a file lacks records of some of the first ``steps`` steps."""
+    """Return a message if a file lacks records of some of the first ``steps`` steps."""
     found = {record["step"] for record in read(path)}
     missing = [step + 1 for step in range(steps) if step not in found]
     return [f"{path}: no record of {_listed('step', missing)}, nor of what was trained then"] if missing else []

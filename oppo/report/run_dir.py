@@ -141,7 +141,7 @@ class RunDirectory(Observer):
         trained: rollouts that the run has trained so far.
         made: steps that it has made.
         evaluated: whether the evaluation before the first step is recorded.
-        faults: sentences about records that were damaged when the run was resumed.
+        faults: messages about records that were damaged when the run was resumed.
 
     Raises:
         ConfigError: a number is negative or not whole, ``config`` holds a secret, or the directory is used by another

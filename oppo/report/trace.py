@@ -27,7 +27,7 @@ class TimedStep:
         index: of the step in its run, from 0.
         start, end: of the whole step.
         cut: when the last rollout finished or was deferred; ``None`` without one.
-        carried: rollouts that the cut carried into the next step.
+        deferred: rollouts that the cut deferred to the next step.
         spans: of the models' work for the step, in the order of their ends.
         beside: of their work for others that overlaps the step in time; empty without lookahead.
     """
@@ -36,7 +36,7 @@ class TimedStep:
     start: float
     end: float
     cut: float | None
-    carried: int
+    deferred: int
     spans: Sequence[Span]
     beside: Sequence[Span] = ()
 
@@ -44,7 +44,7 @@ class TimedStep:
 @dataclass(slots=True)
 class _Cut:
     at: float | None = None
-    carried: int = 0
+    deferred: int = 0
 
 
 class Timekeeper(Observer):
@@ -81,7 +81,7 @@ class Timekeeper(Observer):
         if stage == self._source and isinstance(item, Finish | Defer):
             cut = self._cuts.setdefault(step, _Cut())
             cut.at = at
-            cut.carried += isinstance(item, Defer)
+            cut.deferred += isinstance(item, Defer)
 
     def on_span(self, span: Span) -> None:
         if span.kind == "step":
@@ -99,7 +99,7 @@ class Timekeeper(Observer):
             beside = tuple(
                 span for span in self._work if span.step != step and span.end > whole.start and span.start < whole.end
             )
-            self.steps.append(TimedStep(step, whole.start, whole.end, cut.at, cut.carried, own, beside))
+            self.steps.append(TimedStep(step, whole.start, whole.end, cut.at, cut.deferred, own, beside))
             # No later step begins before this one did.
             self._work = [span for span in self._work if span.end > whole.start]
         self._whole = None
@@ -121,7 +121,7 @@ class Trace:
 
     def __init__(self) -> None:
         self._tids: dict[tuple[TraceProcess, str], int] = {}
-        self._parked: set[int] = set()
+        self._deferred: set[int] = set()
         self._lanes: list[float] = []  # when the last step of each track of whole steps ended
         self._names: list[Event] = [
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}} for name, pid in _PIDS.items()
@@ -138,16 +138,16 @@ class Trace:
     def item(self, stage: str, item: object, at: float) -> None:
         """Add the arrow of a rollout: from its prompt, by way of every deferral, to its end."""
         if isinstance(item, Chunk | Given):
-            if item.rollout in self._parked:
-                self._parked.remove(item.rollout)
+            if item.rollout in self._deferred:
+                self._deferred.remove(item.rollout)
                 self._arrow("t", stage, item.rollout, at)
         elif isinstance(item, Prompt):
             self._arrow("s", stage, item.rollout, at)
         elif isinstance(item, Defer):
-            self._parked.add(item.rollout)
+            self._deferred.add(item.rollout)
             self._arrow("t", stage, item.rollout, at)
         elif isinstance(item, Finish):
-            self._parked.discard(item.rollout)
+            self._deferred.discard(item.rollout)
             self._arrow("f", stage, item.rollout, at)
 
     def _lane(self, whole: Span) -> str:

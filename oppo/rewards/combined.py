@@ -132,7 +132,7 @@ class Rewards(Scorer["float | Drop"]):
         await self._have(read, self._readers)
         if preempted and len(preempted) == len(self._readers):
             raise Preempted
-        await self._have(read, preempted)  # the others have read the events; no call is given up twice
+        await self._have(read, preempted)  # the others have read the events; no call is withdrawn twice
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         """Have each part that reads growing responses forget the rollouts."""

@@ -53,7 +53,7 @@ class Diagnosis:
     Attributes:
         needs: of each model.
         load: for which they were estimated.
-        faults: sentences about devices with too little memory, and what would fit; empty if there is enough.
+        faults: messages about devices with too little memory, and what would fit; empty if there is enough.
         assumed: the hardware that was meant; ``None``: this machine.
     """
 
@@ -127,7 +127,7 @@ def _table(needs: Sequence[Expected]) -> Iterator[str]:
 
 def _largest(models: Sequence[Expected]) -> str:
     size, model, part = max((getattr(each.bytes, part), each.model, part) for each in models for part in _PARTS)
-    return f"most of it {'keys and values' if part == 'keys_values' else part} of the {model} ({decimal(size)})"
+    return f"most of it {'KV cache' if part == 'keys_values' else part} of the {model} ({decimal(size)})"
 
 
 def longest_of(settings: Settings) -> Settings:

@@ -84,7 +84,7 @@ class RoleLoader:
         Raises:
             ConfigError: it is to be an actor of a cluster.
         """
-        if key.partition(".")[0] in self._devices.elsewhere:
+        if key.partition(".")[0] in self._devices.remote:
             raise self.not_here(key, path)
         logger.info(f"loading the {key} {path}")
         return load_encoder(path, **self._options(key))
@@ -117,7 +117,7 @@ class RoleLoader:
 
     def _served(self, name: str, kind: ModelKind, path: str) -> Loadable:
         model = name.partition(".")[0]
-        if model not in self._devices.elsewhere:
+        if model not in self._devices.remote:
             return self._loaded(name, LOADERS[kind], path)
         recipe = self.recipe(name, kind, path, self._devices.scoring()[model])
         recipe.config()  # an error of a path comes now
@@ -160,7 +160,7 @@ class RoleLoader:
 
     def _device(self, model: str) -> torch.device:
         found: torch.device = getattr(self._devices, "actor" if model == "policy" else model)
-        return self._devices.trainer[0] if model in self._devices.elsewhere - {"policy"} else found
+        return self._devices.trainer[0] if model in self._devices.remote - {"policy"} else found
 
     def _located(self, path: str) -> Path:
         return located(path, weights=False, trust_remote_code=self._models.trust_remote_code)

@@ -84,20 +84,20 @@ class Expected:
     Attributes:
         model: its name, with the number of a training rank.
         bytes: at its worst moment.
-        elsewhere: the device is one of another machine, whose memory is not known here.
+        remote: the device is one of another machine, whose memory is not known here.
         share: of its device's memory that an engine takes; ``None``: it takes what it needs.
     """
 
     model: str
     device: torch.device
     bytes: Bytes
-    elsewhere: bool = False
+    remote: bool = False
     share: float | None = None
 
     @property
     def where(self) -> str:
         """The device, and whether it is in the cluster."""
-        return f"{self.device} in the cluster" if self.elsewhere else str(self.device)
+        return f"{self.device} in the cluster" if self.remote else str(self.device)
 
     def __str__(self) -> str:
         chosen = "" if self.share is None else f", vllm.{SHARE} = {self.share}"
@@ -197,9 +197,9 @@ def expected(
     if not own_engine:
         _counting("policy")
         policy = _policy(settings.sampling, made, load)
-        needs.append(Expected("policy", devices.policy, policy, "policy" in devices.elsewhere))
+        needs.append(Expected("policy", devices.policy, policy, "policy" in devices.remote))
     for model in sorted(scored(settings), key=lambda model: model != "proximal"):
-        device, elsewhere = devices.scoring()[model], model in devices.elsewhere
+        device, remote = devices.scoring()[model], model in devices.remote
         if model != "reward":
             _counting(model)
             make = made.critic if model == "critic" else made.actor if model == "proximal" else made.reference
@@ -207,15 +207,15 @@ def expected(
             shares = _shares_the_policy_s(settings, devices, model)
             if shares and uncounted and model != "critic":  # the first that is served over the policy's weights
                 shares = uncounted = False
-            needs.append(Expected(model, device, replace(served, weights=0) if shares else served, elsewhere))
+            needs.append(Expected(model, device, replace(served, weights=0) if shares else served, remote))
         for key, reward in settings.reward_tables.items() if model == "reward" else ():
             if isinstance(reward, ModelRewardSection):
                 _counting(name := named_reward(reward))
-                needs.append(Expected(name, device, made.reward(key, reward, load), elsewhere))
+                needs.append(Expected(name, device, made.reward(key, reward, load), remote))
     unshared = None
     if settings.shares_weights:
         apart = {"policy": made.actor, "critic": made.critic}
-        there = devices.elsewhere | ({"policy"} if own_engine else set())
+        there = devices.remote | ({"policy"} if own_engine else set())
         unshared = sum(at_rest(make).weights for model, make in apart.items() if model in there)
     _counting("trainer")
     needs += _training(devices, _trainer(settings, made, load), unshared, shard=settings.placement.shard)
@@ -284,10 +284,10 @@ def _served(
 def _shares_the_policy_s(settings: Settings, devices: Devices, model: str) -> bool:
     models = settings.models
     if model == "reference":
-        apart = devices.reference != devices.actor or model in devices.elsewhere
+        apart = devices.reference != devices.actor or model in devices.remote
         return bool(models.lora_rank) and models.reference == models.policy and not apart
     if model == "proximal":
-        return settings.shares_weights or "policy" not in devices.elsewhere
+        return settings.shares_weights or "policy" not in devices.remote
     return model == "critic" and models.shared_trunk
 
 
@@ -315,7 +315,7 @@ def _training(devices: Devices, whole: Bytes, unshared: int | None, *, shard: bo
                     optimizer=whole.optimizer // parts,
                     gradients=whole.gradients // parts,
                 ),
-                elsewhere=rank > 0 and "trainer" in devices.elsewhere,
+                remote=rank > 0 and "trainer" in devices.remote,
             )
         )
     return needs
@@ -330,39 +330,39 @@ def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:
     """Return what is needed on each device of this machine."""
     found: dict[torch.device, list[Expected]] = {}
     for each in needs:
-        if each.elsewhere:
+        if each.remote:
             continue
         found.setdefault(each.device, []).append(each)
     return found
 
 
 def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, spread: bool = False) -> list[str]:
-    """Return a sentence about each device that has less memory than its models need.
+    """Return a message about each device that has less memory than its models need.
 
     Args:
         needs: of the models.
         assumed: the hardware that is meant, with that of a cluster; ``None``: this machine, without its cluster.
         spread: whether each training rank in the cluster has a machine of its own.
     """
-    sentences = []
+    messages = []
     for device, models in by_device(needs).items():
         total, memory = sum(each.bytes.total for each in models), memory_of(device, assumed)
         if memory is not None and total > memory[0]:
             each = ", ".join(map(str, models))
-            sentences.append(f"{device} has {decimal(memory[0])} free, and its models need {decimal(total)} ({each})")
-    return sentences if assumed is None else [*sentences, *_crowded_cluster(needs, assumed, spread=spread)]
+            messages.append(f"{device} has {decimal(memory[0])} free, and its models need {decimal(total)} ({each})")
+    return messages if assumed is None else [*messages, *_crowded_cluster(needs, assumed, spread=spread)]
 
 
 def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware, *, spread: bool) -> Iterator[str]:
     actors: dict[str, list[Expected]] = {}
-    ranks = sum(each.elsewhere and each.model.startswith(RANK) for each in needs)
+    ranks = sum(each.remote and each.model.startswith(RANK) for each in needs)
     if spread and ranks > assumed.machines - 1:
         yield (
             f"placement.spread puts {ranks} training ranks on as many machines beside this one, and "
             f"{assumed.machines - 1} are assumed"
         )
     for each in needs:
-        if each.elsewhere and each.device.type == "cuda":
+        if each.remote and each.device.type == "cuda":
             actors.setdefault(each.model.partition(".")[0], []).append(each)
     there = (assumed.machines - 1) * assumed.gpus
     if len(actors) > there:

@@ -199,7 +199,7 @@ def _assembled(
     serve: Serve,
 ) -> Assembly:
     deterministic, seed = settings.run.deterministic, settings.trainer.seed
-    apart = devices.reference != devices.actor or "reference" in devices.elsewhere
+    apart = devices.reference != devices.actor or "reference" in devices.remote
     actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=seed)
     rewards = _reward_models(settings, tokenizer, places, load)
     critic = load_critic(settings, actor, [*rewards.values()], load, devices=devices)
@@ -216,21 +216,21 @@ def _assembled(
         trained = trained.copied(devices.weights)
     copies = (
         _copies(settings.models, load, critic, device=devices.trainer[-1], seed=seed)
-        if "trainer" in devices.elsewhere
+        if "trainer" in devices.remote
         else None
     )
     trainer = _trainer(settings, trained, sampling, places.training, devices.trainer, copies=copies)
-    served = _actor_recipe(settings.models, load, devices.policy, seed) if "policy" in devices.elsewhere else actor
+    served = _actor_recipe(settings.models, load, devices.policy, seed) if "policy" in devices.remote else actor
     serving = serve(ServeRequest(settings, actor, served, sampling, tokenizer, places, devices))
     value = None
     if critic.served is not None:
-        value = ValueModel(critic.served, thread=_scoring(places, "critic"), deterministic=deterministic)
+        value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
     return Assembly(
         serving=serving,
         reference=None
         if reference is None
         else ReferenceLogprobs(
-            reference, sampling=sampling, thread=_scoring(places, "reference"), deterministic=deterministic
+            reference, sampling=sampling, place=_scoring(places, "reference"), deterministic=deterministic
         ),
         reward=code.reward({key: each.scorer for key, each in rewards.items()}),
         critic=value,
@@ -321,7 +321,7 @@ def _trainer(
         models.actor,
         models.critic,
         sampling=sampling,
-        thread=ModelPlace(place, "trainer", _TRAINING),
+        place=ModelPlace(place, "trainer", _TRAINING),
         settings=settings.trainer,
         loss=settings.trained_loss(),
         shard=settings.placement.shard,
@@ -336,9 +336,9 @@ def _proximal(
     """Return the scorer of proximal log-probs: of stale tokens only if the trainer's backend decodes too."""
     thread, deterministic = _scoring(places, "proximal"), settings.run.deterministic
     if settings.models.engine != "transformers":
-        return RecomputedLogprobs(actor, sampling=sampling, thread=thread, deterministic=deterministic)
+        return RecomputedLogprobs(actor, sampling=sampling, place=thread, deterministic=deterministic)
     return ProximalLogprobs(
-        actor, sampling=sampling, thread=thread, deterministic=deterministic, kv_on_sync=settings.step.kv_on_sync
+        actor, sampling=sampling, place=thread, deterministic=deterministic, kv_on_sync=settings.step.kv_on_sync
     )
 
 
@@ -392,7 +392,7 @@ def load_critic(
             f"which starts from {'the policy' if source == models.policy else source} instead"
         )
     trained = load.critic(source)
-    if "critic" not in devices.elsewhere:
+    if "critic" not in devices.remote:
         return Critic(trained, trained, source)
     return Critic(trained, load.recipe("critic", "scalar", source, devices.critic), source)
 

@@ -23,8 +23,8 @@ from oppo.hf.devices import (
     SCORED,
     DeviceLayout,
     Devices,
-    Elsewhere,
     ModelPlace,
+    RemotePlaces,
     acting_share,
     available_cores,
     use_cores,
@@ -51,7 +51,7 @@ def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
         {**settings.devices, "actor": (settings.actor_device,)},
         settings.placement.key_of,
         deterministic=settings.run.deterministic,
-        elsewhere=settings.elsewhere,
+        remote=settings.remote,
         gpus=None if assumed is None else assumed.gpus,
     )
 
@@ -82,8 +82,8 @@ def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
             "other"
         )
     with ExitStack() as stack:
-        elsewhere = _elsewhere(settings, devices)
-        stack.callback(elsewhere.close)
+        remote = _remote_places(settings, devices)
+        stack.callback(remote.close)
         layout = DeviceLayout.of(
             cores,
             devices,
@@ -92,7 +92,7 @@ def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
             policy=run.policy,
             trainer=run.trainer,
             restarts=run.scorer_restarts,
-            elsewhere=elsewhere,
+            remote=remote,
         )
         stack.pop_all()
     return layout
@@ -100,20 +100,20 @@ def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
 
 def _scored_here(settings: Settings) -> list[str]:
     functions = any(isinstance(each, FunctionRewardSection) for each in settings.rewards)
-    here = [model for model in scored(settings) if model not in settings.elsewhere]
+    here = [model for model in scored(settings) if model not in settings.remote]
     return [*here, "reward"] if functions and "reward" not in here else here
 
 
-def _elsewhere(settings: Settings, devices: Devices) -> Elsewhere:
-    """Return the places of the models that are elsewhere; the cluster is left when they are closed.
+def _remote_places(settings: Settings, devices: Devices) -> RemotePlaces:
+    """Return the places of the remote models; the cluster is left when they are closed.
 
     Raises:
         ConfigError: Ray is not installed, or there is no such cluster.
         ModelError: it has no room for the trainer's ranks.
     """
     chosen = settings.placement
-    if not settings.elsewhere:
-        return Elsewhere()
+    if not settings.remote:
+        return RemotePlaces()
     from oppo.placement.ray import Cluster, RayPlace, RayRanks, Room  # noqa: PLC0415 - Ray is an extra
 
     setup = partial(use_cores, chosen.actor_cpus)
@@ -125,7 +125,7 @@ def _elsewhere(settings: Settings, devices: Devices) -> Elsewhere:
         logger.info(f"connecting to the Ray cluster at {chosen.cluster}")
         cluster = stack.enter_context(Cluster(chosen.cluster))
         training: Place | None = None
-        if "trainer" in settings.elsewhere:
+        if "trainer" in settings.remote:
             count = len(devices.trainer)
             logger.info(f"starting {count} training ranks, {count - 1} of them in the cluster")
             training = RayRanks(
@@ -138,7 +138,7 @@ def _elsewhere(settings: Settings, devices: Devices) -> Elsewhere:
             )
             stack.callback(training.close)
         actors: dict[str, Place] = {}
-        for model, device in devices.scoring(sorted(settings.elsewhere - {"trainer"})).items():
+        for model, device in devices.scoring(sorted(settings.remote - {"trainer"})).items():
             logger.info(f"starting the actor of the {model} in the cluster")
             actors[model] = RayPlace(
                 model,
@@ -148,7 +148,7 @@ def _elsewhere(settings: Settings, devices: Devices) -> Elsewhere:
                 restarts=0 if model == "policy" else settings.run.scorer_restarts,
             )
             stack.callback(actors[model].close)
-        return Elsewhere(actors.pop("policy", None), actors, training, stack.pop_all().close)
+        return RemotePlaces(actors.pop("policy", None), actors, training, stack.pop_all().close)
 
 
 SERVING: Final = "lower step.batch, step.overcommit or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
@@ -156,7 +156,7 @@ SERVING: Final = "lower step.batch, step.overcommit or sampling.max_new_tokens, 
 
 
 class Worker(Protocol):
-    """Something that works for a run, and tells of it: a place, or the reporter of an engine that lives elsewhere.
+    """Something that works for a run, and reports it: a place, or the reporter of an engine in processes of its own.
 
     Attributes:
         listener: called with the span of each call.
@@ -266,7 +266,7 @@ def _on_transformers(request: ServeRequest) -> Serving:
     policy = HfPolicy(
         request.served,
         sampling=request.sampling,
-        thread=ModelPlace(request.places.acting, "policy", SERVING),
+        place=ModelPlace(request.places.acting, "policy", SERVING),
         deterministic=request.settings.run.deterministic,
         kv_on_sync=request.settings.step.kv_on_sync,
         decode=request.tokenizer.decode,

@@ -230,7 +230,7 @@ class RewardModels:
         source, given = reward.source, reward.form
         model, difference = self.load.scalar_reward(named_reward(reward), source)
         if given in {"auto", "tokens"} and difference is None:
-            scorer = RewardModel(model, thread=place, deterministic=self.deterministic)
+            scorer = RewardModel(model, place=place, deterministic=self.deterministic)
             return ServedRewardModel(source, scorer, positions_of(model), may_be_critic=True)
         reader = self.load.tokenizer(source)
         form: Form = "chat" if reader.has_chat_template else "joined"
@@ -247,7 +247,7 @@ class RewardModels:
         bridge = Bridge(self.tokenizer, reader, form, self.prompt_column, reward.over_long)
         why = difference or "is to read text"
         self._say(key, reward, f"{why}: it reads rollouts as text while they grow, {FORMS[form]}")
-        return ServedRewardModel(source, BridgedReward(model, bridge, thread=place, deterministic=self.deterministic))
+        return ServedRewardModel(source, BridgedReward(model, bridge, place=place, deterministic=self.deterministic))
 
     def _process(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
         try:
@@ -257,7 +257,7 @@ class RewardModels:
         model = self.load.process_reward(named_reward(reward), reward.source)
         words = f"rewards steps: it scores the last token of a response, and the {len(ends)} tokens that end one"
         self._say(key, reward, words)
-        scorer = ProcessRewardModel(model, thread=place, separators=ends, deterministic=self.deterministic)
+        scorer = ProcessRewardModel(model, place=place, separators=ends, deterministic=self.deterministic)
         return ServedRewardModel(reward.source, scorer, positions_of(model))
 
     def _classifier(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
@@ -271,7 +271,7 @@ class RewardModels:
             scorer = ClassifierReward(
                 encoder,
                 self.tokenizer,
-                thread=place,
+                place=place,
                 form=form,
                 label=reward.label or None,
                 over_long=reward.over_long,
@@ -296,7 +296,7 @@ class RewardModels:
             encoder,
             self.tokenizer,
             column=reward.column,
-            thread=place,
+            place=place,
             over_long=reward.over_long,
             deterministic=self.deterministic,
         )

@@ -184,12 +184,12 @@ def _admission(config: Path) -> Admission:
 def own_schedule(step: StepSection, cap: int, config: Path) -> Schedule:
     """Return the schedule of a run; a chunk size that is tuned is taken as the middle one of its candidates."""
     chunk = step.chunk if isinstance(step.chunk, int) else None if step.chunk == "whole" else max(1, cap // 8)
-    carried = "" if step.admission != "overcommit" else f", {step.overcommit or 0} carried"
+    deferred = "" if step.admission != "overcommit" else f", {step.overcommit or 0} deferred"
     ahead = f", lookahead {step.lookahead}" if step.lookahead else ""
     in_flight = bool(step.lookahead) and step.weight_sync == "in-flight"
     return Schedule(
         name=AS_IT_RAN,
-        about=f"{step.admission}{carried}, chunk {step.chunk}{ahead}{', in flight' if in_flight else ''}",
+        about=f"{step.admission}{deferred}, chunk {step.chunk}{ahead}{', in flight' if in_flight else ''}",
         admission=partial(_admission, config),
         chunk=chunk,
         lookahead=step.lookahead,

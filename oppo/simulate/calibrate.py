@@ -147,7 +147,7 @@ LAYOUTS: Final[Mapping[str, Contention]] = MappingProxyType(
 )
 """``split``: each side has cores, or a device, of its own. ``shared``: they share them.
 
-Of two machines with two cores (``benchmarks/results``), without anything carried over: decoding beside scoring takes
+Of two machines with two cores (``benchmarks/results``), with nothing deferred: decoding beside scoring takes
 1.02 to 1.16 times as long in ``split`` and 1.07 to 1.19 times in ``shared``, where each has one thread. Training on all
 cores takes turns with what works there."""
 
@@ -183,7 +183,7 @@ def calibrated(
         steps: in order.
         prompt: mean tokens of a prompt.
         contention: of the layout in which they were measured, and for which the system is.
-        recomputes: whether keys and values of carried rollouts are computed again after an update.
+        recomputes: whether the KV cache of deferred rollouts is recomputed after an update.
 
     Raises:
         DataError: the steps are too few, or say nothing of their decode steps.
@@ -352,7 +352,9 @@ class RunRecord:
         prompts = [cast("int", each["prompt_tokens"]) for each in journal if each.get("event") == "admitted"]
         groups = lengths_of(journal)
         if not (steps and prompts and groups):
-            raise DataError(f"{directory / JOURNAL} says nothing of the run's steps or rollouts: it was made elsewhere")
+            raise DataError(
+                f"{directory / JOURNAL} says nothing of the run's steps or rollouts: it is of another program"
+            )
         longest = max(max(group) for group in groups)
         return cls(steps, sum(prompts) / len(prompts), Observed(groups), longest)
 

@@ -14,7 +14,7 @@ With N parameters, L layers, width d, keys and values of width w in each layer, 
     forward pass, a token             2 N                    FLOP
     attention, a pair of tokens       4 L d                  FLOP
     weights read by a decode step     2 N                    bytes
-    keys and values of a token        4 L w                  bytes
+    KV cache of a token              4 L w                  bytes
     update, an epoch                  4 forward passes       forward, forward again, twice as much backward
 
 A pass takes its FLOP over the reached share of the peak, divided by the number of devices. A decode step of one replica
@@ -23,7 +23,7 @@ bound::
 
     step     2 N / (bandwidth * reading) + layer * L        the weights; launching a layer's kernels
     row      2 N / (FLOP/s * computing) + row               matrices; sampling, bookkeeping
-    context  4 L w / (bandwidth * attention)                keys and values
+    context  4 L w / (bandwidth * attention)                KV cache
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class System:
     Attributes:
         readers: the scorers; without a ``reward`` it is a rule that costs nothing.
         interference: of kinds of work on one device: ``decode``, ``score`` and ``train``.
-        cache: bytes of keys and values for a token of the actor; 0: unknown.
+        cache: bytes of KV cache for a token of the actor; 0: unknown.
     """
 
     decoder: Decoder
@@ -246,20 +246,20 @@ class Transformer:
         parameters: N.
         layers: L.
         width: d, of the hidden states.
-        cached: w, the width of the keys, and of the values, of a layer: heads for keys and values times their width.
+        cached: w, the width of the keys, and of the values, of a layer: KV heads times their width.
     """
 
     parameters: Positive = required("their number")
     layers: PositiveCount = required("their number")
     width: PositiveCount = required("of the hidden states")
-    cached: PositiveCount = required("width of a layer's keys: heads for keys and values times their width")
+    cached: PositiveCount = required("width of a layer's keys: KV heads times their width")
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
 
     @property
     def cache(self) -> float:
-        """Bytes of keys and values for each token."""
+        """Bytes of KV cache for each token."""
         return 4.0 * self.layers * self.cached
 
     def passes(self, speed: float, times: float = 1.0) -> Passes:
@@ -291,7 +291,7 @@ class Reached:
     """
 
     reading: Share = setting(0.8, "share of the bandwidth at which a decode step reads the weights")
-    attention: Share = setting(0.365, "share of the bandwidth at which it reads keys and values")
+    attention: Share = setting(0.365, "share of the bandwidth at which it reads the KV cache")
     computing: Share = setting(0.5, "share of the FLOP/s of a decode step's matrices")
     layer: NonNegative = setting(1e-4, "seconds of a decode step for each layer")
     row: NonNegative = setting(2e-5, "seconds of a decode step for each row: sampling, bookkeeping")

@@ -290,7 +290,7 @@ async def spend(device: Device | None, kind: str, seconds: float) -> None:
 class Row(Protocol):
     """A response that is being decoded."""
 
-    parked: int
+    paused: int
     """Tokens, while it is in no lane."""
 
     def due(self) -> int:
@@ -379,14 +379,14 @@ class Lane(Generic[RowT]):
         """Return the tokens of a row by now."""
         seat = self._seats.get(row)
         if seat is None:
-            return row.parked
+            return row.paused
         self.settle()
         return self._made(seat)
 
     def join(self, row: RowT) -> None:
         """Decode a row as well, from the next decode step on."""
         self.settle()
-        seat = Seat(row.parked, self._steps + bool(self._ends), self._joined)
+        seat = Seat(row.paused, self._steps + bool(self._ends), self._joined)
         self._joined += 1
         self._seats[row] = seat
         self._context += seat.made
@@ -400,8 +400,8 @@ class Lane(Generic[RowT]):
         """Decode a row no longer."""
         self.settle()
         seat = self._seats.pop(row)
-        row.parked = self._made(seat)
-        self._context -= row.parked
+        row.paused = self._made(seat)
+        self._context -= row.paused
         self._active -= seat.since <= self._steps
         self._replan()
 

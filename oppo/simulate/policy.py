@@ -218,7 +218,7 @@ class FakePolicy:
     async def add(self, decodes: Sequence[Decode]) -> None:
         """Decode these as well, from the next decode step on.
 
-        Those that come after the cut stay parked.
+        Those that come after the cut stay paused.
 
         Raises:
             ProtocolError: the policy is not decoding.
@@ -329,12 +329,12 @@ class FakeDecode:
 
     Attributes:
         lane: that decodes it.
-        parked: tokens when its lane stopped decoding it.
+        paused: tokens when its lane stopped decoding it.
         taken: tokens read.
         ends: the lengths of the response at which its turns end; an answer moves those after it.
         answers: what was given after turns, by its position.
         waiting: a turn has ended, and nothing has come of it yet.
-        closed: it was given up.
+        closed: its reader has closed it.
         filled: the position up to which the KV cache reaches; the prompt's positions are below 0.
         loads: the load of the policy's weights that computed these; -1 before.
     """
@@ -346,7 +346,7 @@ class FakeDecode:
         self.prompt = prompt
         self.length = length
         self.lane: Lane[FakeDecode] | None = None
-        self.parked = self.taken = made
+        self.paused = self.taken = made
         self.ends: list[int] = []
         self.answers: dict[int, IntArray] = {}
         self.waiting = False
@@ -365,7 +365,7 @@ class FakeDecode:
     @property
     def made(self) -> int:
         """The number of tokens by now."""
-        return self.parked if self.lane is None else self.lane.made(self)
+        return self.paused if self.lane is None else self.lane.made(self)
 
     @property
     def done(self) -> bool:
@@ -401,7 +401,7 @@ class FakeDecode:
         """Be decoded no longer; idempotent."""
         if self.lane is not None and self in self.lane:
             self.lane.leave(self)
-            self.filled = max(self.filled, self.parked - 1)
+            self.filled = max(self.filled, self.paused - 1)
 
     def unread(self, load: int, *, again: bool) -> tuple[int, int]:
         """Return the positions to read before it is decoded on, and note them as read.
@@ -452,7 +452,7 @@ class FakeDecode:
         self.answers[self.made] = given
         self.ends = [end + len(given) for end in self.ends if end > self.made]
         self.length = min(self.policy.cap, self.length + len(given))
-        self.parked += len(given)
+        self.paused += len(given)
         self.waiting = False
         self.policy.rejoin(self)
         return True
@@ -484,7 +484,7 @@ class FakeDecode:
             ProtocolError: the decode is closed.
         """
         if self.closed:
-            raise ProtocolError(f"rollout {self.prompt.rollout} was given up, so it cannot be read")
+            raise ProtocolError(f"rollout {self.prompt.rollout} was closed, so it cannot be read")
         self._wanted = self.taken + limit
         while self.made < self._wanted and self.policy.is_decoding(self) and not self._at_turn():
             self._grown = anyio.Event()

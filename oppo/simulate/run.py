@@ -210,20 +210,20 @@ def ladder(
         batch: units in a batch.
         overcommit: Delta of the schedules with a fixed one.
         chunk: tokens that travel at once.
-        max_deferrals: of what is carried.
+        max_deferrals: of what is deferred.
         staleness_price: of lag, to the adaptive schedules.
-        kv_on_sync: what becomes of the KV cache of carried rollouts, as of ``step.kv_on_sync``.
+        kv_on_sync: what becomes of the KV cache of deferred rollouts, as of ``step.kv_on_sync``.
     """
     foreseen = min(max_deferrals, FORESEEN)
     live = max(1, batch // 2)
-    carried = f"{overcommit} stragglers carried into the next step"
+    deferred = f"{overcommit} stragglers deferred to the next step"
     waiting = partial(Synchronous, batch)
-    carrying = partial(Overcommit, batch, overcommit, max_deferrals)
+    deferring = partial(Overcommit, batch, overcommit, max_deferrals)
     adaptive = partial(TailAdaptive, batch, price=staleness_price, max_deferrals=foreseen)
     refilling = partial(Continuous, batch, live, max_deferrals)
     keys: Mapping[MakeAdmission, Mapping[str, object]] = {
         waiting: {"admission": "overcommit", "overcommit": 0},
-        carrying: {"admission": "overcommit", "overcommit": overcommit},
+        deferring: {"admission": "overcommit", "overcommit": overcommit},
         adaptive: {
             "admission": "adaptive",
             "overcommit": batch // 4,
@@ -236,12 +236,12 @@ def ladder(
     rungs: Sequence[tuple[str, str, MakeAdmission, int, bool]] = (
         ("rollout", "each response is scored when it ends", waiting, 0, False),
         ("chunk", "responses are scored while they are written", waiting, 0, False),
-        ("fixed", f"chunk, {carried}", carrying, 0, False),
-        ("adaptive", "chunk, as many carried as pay", adaptive, 0, False),
+        ("fixed", f"chunk, {deferred}", deferring, 0, False),
+        ("adaptive", "chunk, as many deferred as pay", adaptive, 0, False),
         ("lookahead 1", "chunk, decodes during training", waiting, 1, False),
-        ("lookahead 1, fixed", f"both, {carried}", carrying, 1, False),
-        ("lookahead 2, fixed", "the same, two steps ahead", carrying, 2, False),
-        ("in flight", "the same, weights adopted while tokens are written", carrying, 2, True),
+        ("lookahead 1, fixed", f"both, {deferred}", deferring, 1, False),
+        ("lookahead 2, fixed", "the same, two steps ahead", deferring, 2, False),
+        ("in flight", "the same, weights adopted while tokens are written", deferring, 2, True),
         ("continuous", f"the same, {live} decoded at a time: each that ends is replaced at once", refilling, 2, True),
     )
     found = {"serial": serial}

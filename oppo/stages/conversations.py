@@ -33,7 +33,7 @@ class _Memory:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of the environment, which goes on when a step is cut, and is cancelled if its rollout is given up."""
+    """One call of the environment, which goes on when a step is cut, and is cancelled if its rollout is closed."""
 
     started: float
     ended: float = 0.0

@@ -1,4 +1,4 @@
-"""Generate: prompts in, rollout events out. Decodes, cuts, parks and resumes."""
+"""Generate: prompts in, rollout events out. Decodes, cuts, defers and resumes."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Generate:
         if begun and self.policy.capabilities.resumes == "refused":
             raise ConfigError(
                 f"rollouts {begun} are half-written, and {type(self.policy).__name__} cannot go on with responses: "
-                "begin a new run, or choose an admission that carries nothing over"
+                "begin a new run, or choose an admission that defers nothing"
             )
         self._ledger.restore(
             (

@@ -311,7 +311,7 @@ class InFlightRollout:
 
     async def aclose(self) -> None:
         """Give up its decode; an error names the rollout."""
-        with noted(f"while giving up rollout {self.prompt.rollout}"):
+        with noted(f"while closing rollout {self.prompt.rollout}"):
             await self.decode.aclose()
 
 

@@ -95,7 +95,7 @@ class Decoded:
     """Tokens that a step's rollouts gained; recorded by the stage that decodes, once for each round of the step.
 
     Attributes:
-        decode_steps, tokens, rows, finished, capped, parked, chunk: as of :class:`oppo.Observation`.
+        decode_steps, tokens, rows, finished, capped, deferred, chunk: as of :class:`oppo.Observation`.
         grown: the tokens decoded of each rollout that had not ended before.
     """
 
@@ -104,7 +104,7 @@ class Decoded:
     rows: int = 0
     finished: tuple[int, ...] = ()
     capped: int = 0
-    parked: tuple[int, ...] = ()
+    deferred: tuple[int, ...] = ()
     chunk: int = 0
     grown: tuple[Grown, ...] = ()
 
@@ -211,7 +211,7 @@ class DecodeMeter:
             rows=self._rows,
             finished=tuple(rollout.sampled for rollout, complete in longest if complete),
             capped=sum(rollout.reason == "length" for rollout, complete in longest if complete),
-            parked=tuple(rollout.sampled for rollout, complete in longest if not complete),
+            deferred=tuple(rollout.sampled for rollout, complete in longest if not complete),
             chunk=self._chunk,
             grown=tuple(map(self._grown, self._unended)),
         )
@@ -252,7 +252,7 @@ def observation(report: StepReport, step: Step) -> Observation:
         rows=rounds[0].rows,
         finished=tuple(length for each in rounds for length in each.finished),
         capped=sum(each.capped for each in rounds),
-        parked=rounds[-1].parked,
+        deferred=rounds[-1].deferred,
         stretches=tuple(
             found
             for each, span in zip(rounds, decoding, strict=False)  # a step whose rollouts were complete decodes nothing

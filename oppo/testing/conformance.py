@@ -1,4 +1,4 @@
-"""Checks that a third-party backend should pass; each raises :class:`ProtocolError` with a sentence.
+"""Checks that a third-party backend should pass; each raises :class:`ProtocolError` with a message.
 
 Each call of ``make`` returns a fresh model, equal to the one before.
 """
@@ -40,10 +40,10 @@ Make: TypeAlias = Callable[[], Awaitable[T]]
 """Returns a fresh model, equal to the one before."""
 
 
-def require(holds: bool, sentence: str) -> None:
-    """Raise a :class:`ProtocolError` with ``sentence`` unless ``holds``."""
+def require(holds: bool, message: str) -> None:
+    """Raise a :class:`ProtocolError` with ``message`` unless ``holds``."""
     if not holds:
-        raise ProtocolError(sentence)
+        raise ProtocolError(message)
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Trial:
                     readers.start_soon(self.read, k, limit, cancel_first)
 
     async def read(self, k: int, limit: int, cancel_first: bool = False) -> None:
-        """Read one rollout, ``limit`` tokens at a time, until it ends or is parked."""
+        """Read one rollout, ``limit`` tokens at a time, until it ends or is deferred."""
         if cancel_first:
             with anyio.move_on_after(0):
                 self.transcripts[k].pieces.append(await self.decodes[k].read(limit))
@@ -199,7 +199,7 @@ class Dialogue(Trial):
                 conversations.cancel_scope.cancel()
 
     async def converse(self, k: int, cancel_first: bool) -> None:
-        """Answer the turns of one response until it ends or is parked."""
+        """Answer the turns of one response until it ends or is deferred."""
         decode, heard = self.decodes[k], self.heard[k]
         while True:
             if cancel_first:
@@ -290,7 +290,7 @@ async def _check_turn_cut(make: Make[Policy], whole: Dialogue) -> None:
         require(len(trial.reported) > before, "a decoding with turns ended though nothing finished")
     require(
         (trial.tokens, trial.heard) == (whole.tokens, whole.heard),
-        "conversations that were parked and resumed have other tokens than uncut ones",
+        "conversations that were deferred and resumed have other tokens than uncut ones",
     )
 
 
@@ -395,7 +395,7 @@ async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: li
     require(steps > 1, "every response ended in the same decode step: give prompts whose responses differ in length")
     require(
         trial.tokens == expected,
-        "parked and resumed rollouts have other tokens than uncut ones",
+        "deferred and resumed rollouts have other tokens than uncut ones",
     )
     for transcript in trial.transcripts:
         versions = np.concatenate([piece.versions for piece in transcript.pieces])
@@ -420,7 +420,7 @@ async def _check_giving_up(
         await trial.decodes[longest].read(1)
     except ProtocolError:
         return
-    raise ProtocolError("a rollout that was given up can be read")
+    raise ProtocolError("a rollout that was closed can be read")
 
 
 async def _check_resuming(make: Make[Policy], whole: Trial) -> None:

@@ -26,7 +26,7 @@ class Sent:
 
 
 def faults(items: Sequence[Sent], reports: Sequence[StepReport], source: str) -> Iterator[str]:
-    """Yield a sentence for each rule that does not hold; the run may have ended early, or have been resumed.
+    """Yield a message for each rule that does not hold; the run may have ended early, or have been resumed.
 
     Args:
         items: in order.
@@ -124,7 +124,7 @@ class Life:
         if self.age and event.age != self.age + 1:
             yield f"it was deferred at age {event.age} after age {self.age}"
         self.age = event.age
-        self.state = "restarts" if event.restart else "parked"
+        self.state = "restarts" if event.restart else "deferred"
 
     def _finish(self, event: Finish, step: int) -> Iterator[str]:
         self.ended = step

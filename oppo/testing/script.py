@@ -222,9 +222,9 @@ async def _play(fault: Fault, call: int) -> Applied | None:
     return None
 
 
-async def _hang(sentence: str) -> None:
+async def _hang(message: str) -> None:
     loop = asyncio.get_running_loop()
-    withdraw = loop.on_deadlock(lambda: sentence) if isinstance(loop, VirtualTimeLoop) else None
+    withdraw = loop.on_deadlock(lambda: message) if isinstance(loop, VirtualTimeLoop) else None
     try:
         await anyio.sleep_forever()
     finally:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 TOLD_EVERY: Final = 10.0
-"""Seconds between two sentences about an engine that is starting."""
+"""Seconds between two messages about an engine that is starting."""
 
 PATIENCE: Final = 10.0
 """Seconds that an engine's processes have to end."""

@@ -160,7 +160,7 @@ class VllmPolicy:
         """Decode ``live``, and what joins, while the context is open, until ``cut`` returns true.
 
         Raises:
-            ProtocolError: a decode is of another policy, was given up or has failed; or the policy decodes already.
+            ProtocolError: a decode is of another policy, was closed or has failed; or the policy decodes already.
             ModelLost: the engine died.
             Exception: whatever else ended decoding, with a note that names the rollouts.
         """
@@ -179,7 +179,7 @@ class VllmPolicy:
         """Return the requests of rollouts that have not ended.
 
         Raises:
-            ProtocolError: a decode is of another policy, was given up or has failed.
+            ProtocolError: a decode is of another policy, was closed or has failed.
         """
         return [rollout.row for rollout in unfinished(live, self)]
 
@@ -218,12 +218,12 @@ class VllmPolicy:
             self._loop.note_answer(rollout.row)
 
     async def discard(self, rollout: VllmDecode) -> None:
-        """Abort the request of a rollout that was given up."""
+        """Abort the request of a rollout that was closed."""
         self.notice()
         await self.abort([rollout.row])
 
     def notice(self) -> None:
-        """Have decoding look at the rollouts: one has ended, has failed or was given up."""
+        """Have decoding look at the rollouts: one has ended, has failed or was closed."""
         if self._loop is not None:
             self._loop.notice()
 
@@ -523,14 +523,14 @@ class DecodingLoop:
             while collector is not None and request.collector is collector and not request.idle and not request.error:
                 with engine_calls(self._policy.engine):
                     output = collector.get_nowait() or await collector.get()
-                if request.collector is collector:  # else it was given up
+                if request.collector is collector:  # else it was closed
                     self._policy.take(request, output)
         except Exception as error:  # noqa: BLE001 - raised by the umpire
             request.error = error
         self.notice()
 
     def notice(self) -> None:
-        """Have the umpire look at the rollouts: one has ended, has failed or was given up."""
+        """Have the umpire look at the rollouts: one has ended, has failed or was closed."""
         self._news.set()
 
     def fail(self, error: Exception) -> None:
@@ -542,7 +542,7 @@ class DecodingLoop:
         """Decode these as well, from the next decode step on; those that come after the cut stay deferred.
 
         Raises:
-            ProtocolError: a decode is of another policy, was given up or has failed.
+            ProtocolError: a decode is of another policy, was closed or has failed.
         """
         for request in self._policy.unfinished(decodes) if self._cut is not None else ():
             request.rollout.begin()
@@ -566,7 +566,7 @@ class DecodingLoop:
             if not self._report():
                 return
             for request in answered:
-                if not request.idle and not request.rollout.given_up:
+                if not request.idle and not request.rollout.closed:
                     await self._policy.request(request)
                     pumps.start_soon(self._pump, request, name=f"pump of rollout {request.prompt.rollout}")
             if answered:
@@ -575,7 +575,7 @@ class DecodingLoop:
     def _report(self) -> bool:
         withheld = [each for each in self._requests if each.withheld and each.rollout.live]
         ended = sorted(withheld, key=lambda each: each.rollout.order)
-        ended = [request for request in ended if not request.rollout.given_up]
+        ended = [request for request in ended if not request.rollout.closed]
         if ended and self._cut is not None:
             if self._cut([request.prompt.rollout for request in ended]):
                 self._cut = None
@@ -589,7 +589,7 @@ class DecodingLoop:
             raise self._errors[0]
 
     def _collect(self, *errors: Exception) -> None:
-        for error in (*errors, *(each.error for each in self._requests if not each.rollout.given_up)):
+        for error in (*errors, *(each.error for each in self._requests if not each.rollout.closed)):
             if error is not None and all(error is not each for each in self._errors):
                 self._errors.append(error)
 

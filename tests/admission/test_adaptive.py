@@ -67,13 +67,13 @@ def test_it_goes_on_from_its_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         ({"least": 3, "most": 2}, "0 <= least <= initial <= most must hold, not 0, 3, 2, 2"),
         ({"most": 5}, "overcommit must lie in 0 .. batch = 4, not 5"),
         ({"most": 2, "window": 0}, "window must be at least 1, not 0"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, int], sentence: str) -> None:
-    with pytest.raises(AdmissionError, match=sentence):
+def test_impossible_settings_are_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(AdmissionError, match=message):
         SlopeAdaptive(batch=4, **settings)  # type: ignore[arg-type]  # by keyword

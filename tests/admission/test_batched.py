@@ -32,8 +32,8 @@ def played(setting: Setting) -> Pipeline:
 
 def test_short_rounds_launch_more_until_a_batch_waits_for_a_long_one() -> None:
     rounds = TailBatched(batch=8)
-    assert rounds.admit(AdmitView(carried=7, oldest=3, remaining=9)) == 10
-    assert rounds.admit(AdmitView(carried=9, oldest=4, remaining=9)) == 0
+    assert rounds.admit(AdmitView(deferred=7, oldest=3, remaining=9)) == 10
+    assert rounds.admit(AdmitView(deferred=9, oldest=4, remaining=9)) == 0
 
 
 @pytest.mark.parametrize(("waiting", "new", "restarted"), [(7, 10, 0), (9, 0, 8), (5, 6, 2), (1, 6, 1)])
@@ -80,7 +80,7 @@ def test_a_rollout_that_begins_anew_begins_with_its_prompt(setting: Setting) -> 
         assert all(event.restart for event in story if isinstance(event, Defer))
 
 
-def test_scorers_keep_nothing_of_what_was_given_up() -> None:
+def test_scorers_keep_nothing_of_what_was_closed() -> None:
     pipeline = played(Setting(lengths=(5, 9, 3, 30, 21), steps=6))
     assert isinstance(pipeline.reward, FakeScorer)
     assert not pipeline.reward.sessions
@@ -108,9 +108,9 @@ def test_an_interrupted_run_makes_the_same_rounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "launch", "sentence"),
+    ("batch", "launch", "message"),
     [(0, 1.25, "batch must be at least 1, not 0"), (4, 2.5, r"launch must lie in 1 \.\. 2, not 2.5")],
 )
-def test_impossible_settings_are_refused(batch: int, launch: float, sentence: str) -> None:
-    with pytest.raises(AdmissionError, match=sentence):
+def test_impossible_settings_are_refused(batch: int, launch: float, message: str) -> None:
+    with pytest.raises(AdmissionError, match=message):
         TailBatched(batch, launch)

@@ -41,12 +41,12 @@ def shares(**parts: float) -> dict[StepPart, float]:
 def test_a_step_with_empty_places_is_bound_by_its_tail() -> None:
     found = judge(STEP)
     assert found.shares == pytest.approx(shares(decode=5 / 12, tail=5 / 12, score=1 / 12, train=1 / 12))
-    assert found.limits == pytest.approx({"stream": 12 / (10 + 1), "carry": 12 / (5 + 1), "lookahead": 12 / 10})
+    assert found.limits == pytest.approx({"stream": 12 / (10 + 1), "defer": 12 / (5 + 1), "lookahead": 12 / 10})
     assert found.limit == pytest.approx(12 / 5)
     assert judge(replace(STEP, tokens=199)).largest == "tail"
     assert judge(replace(STEP, tokens=200)).largest == "decode", "of equal parts the first counts"
-    assert judge(replace(STEP, tokens=199)).sentence == (
-        "42 % of the step is lost to places left empty by the long tail: carry more stragglers, at most 2.0 times as "
+    assert judge(replace(STEP, tokens=199)).message == (
+        "42 % of the step is lost to places left empty by the long tail: defer more stragglers, at most 2.0 times as "
         "fast; all schedules of as many rows together at most 2.4 times"
     )
 
@@ -54,10 +54,10 @@ def test_a_step_with_empty_places_is_bound_by_its_tail() -> None:
 def test_a_step_of_equal_lengths_is_bound_by_decoding() -> None:
     found = judge(replace(STEP, tokens=400, finished=(100,) * 4))
     assert found.largest == "decode"
-    assert (found.limits["carry"], found.limit) == pytest.approx((12 / 11, 12 / 10))
+    assert (found.limits["defer"], found.limit) == pytest.approx((12 / 11, 12 / 10))
     streamed = judge(replace(STEP, tokens=400, seconds=10.2, scoring=(), rest_seconds=0.2))
     assert streamed.next_schedule is None
-    assert streamed.sentence == (
+    assert streamed.message == (
         "98 % of the step is decoding with every place taken: only a faster decode step would help; no schedule of as "
         "many rows is more than 1.0 times as fast"
     )
@@ -68,8 +68,8 @@ def test_a_tail_that_reaches_the_cap_within_a_step_is_one_of_the_cap() -> None:
     assert capped.largest == "cap"
     assert capped.shares["tail"] == 0
     assert capped.needed == 3
-    assert "1 of 4 run into the length cap: carry more stragglers: fewer than reach the cap gain" in capped.sentence
-    assert "about 3 are needed, at most 2.0 times as fast" in capped.sentence
+    assert "1 of 4 run into the length cap: defer more stragglers: fewer than reach the cap gain" in capped.message
+    assert "about 3 are needed, at most 2.0 times as fast" in capped.message
 
 
 def test_a_capped_response_that_was_carried_is_an_ordinary_tail() -> None:
@@ -81,25 +81,25 @@ def test_a_scorer_busier_than_decoding_sets_its_pace() -> None:
     assert judge(nearly).shares["score"] == pytest.approx(3 / 14)
     paced = judge(replace(nearly, scoring=(Scoring("reward", 7.0, 3.0),)))
     assert paced.shares == pytest.approx(shares(decode=1.5 / 14, tail=1.5 / 14, score=10 / 14, train=1 / 14))
-    assert paced.limits == pytest.approx({"stream": 14 / 11, "carry": 14 / 11, "lookahead": 14 / 10})
+    assert paced.limits == pytest.approx({"stream": 14 / 11, "defer": 14 / 11, "lookahead": 14 / 10})
     assert paced.limit == pytest.approx(14 / 10)
-    assert paced.sentence.startswith("the slowest scorer is busy for 1.0 times as long as decoding, 71 % of the step")
+    assert paced.message.startswith("the slowest scorer is busy for 1.0 times as long as decoding, 71 % of the step")
 
 
 def test_scores_that_come_after_decoding_are_to_be_streamed() -> None:
     held = judge(replace(STEP, seconds=20.0, scoring=(Scoring("reward", 0.0, 9.0),)))
     assert held.largest == "score"
-    assert held.sentence.startswith(
+    assert held.message.startswith(
         "45 % of the step waits for scores after decoding: score responses while they are decoded, at most 1.8 times"
     ), "without any staleness"
-    assert held.limits == pytest.approx({"stream": 20 / 11, "carry": 20 / 10, "lookahead": 20 / 10})
+    assert held.limits == pytest.approx({"stream": 20 / 11, "defer": 20 / 10, "lookahead": 20 / 10})
     assert held.limit == pytest.approx(20 / 9)
 
 
 def test_an_update_of_half_the_step_is_to_be_overlapped_with_decoding() -> None:
     found = judge(replace(STEP, seconds=27.4, rest_seconds=17.0, scoring=()))
-    assert found.limits["carry"] == pytest.approx(27.4 / 22)
-    assert found.sentence == (
+    assert found.limits["defer"] == pytest.approx(27.4 / 22)
+    assert found.message == (
         "the update takes 62 % of the step: decode during the update (one more step of lookahead, or streamed "
         "updates), at most 1.6 times as fast, where decoding and training have hardware of their own"
     )
@@ -107,7 +107,7 @@ def test_an_update_of_half_the_step_is_to_be_overlapped_with_decoding() -> None:
 
 def test_what_a_streamed_update_took_beside_decoding_counts_to_the_trainer() -> None:
     streamed = replace(STEP, tokens=400, accumulate_seconds=9.5, scoring=())
-    assert judge(streamed).limits["carry"] == pytest.approx(12 / 11)
+    assert judge(streamed).limits["defer"] == pytest.approx(12 / 11)
     assert judge(streamed).limit == pytest.approx(12 / 10.5)
     assert judge(streamed).shares == judge(replace(streamed, accumulate_seconds=0.0)).shares
 
@@ -135,12 +135,12 @@ def test_the_limit_holds_for_the_schedule_that_the_verdict_names() -> None:
     assert before is not None
     assert before.next_schedule == "lookahead"
     assert before.limit == pytest.approx(1.8) == before.limits["lookahead"]
-    assert before.limits["carry"] == pytest.approx(1.0)
+    assert before.limits["defer"] == pytest.approx(1.0)
     assert in_turn.seconds / ahead.seconds == pytest.approx(1.8)
     assert after is not None
     assert (after.largest, after.next_schedule) == ("decode", None)
     assert after.limit == pytest.approx(1.0)
-    assert "no schedule of as many rows is more than 1.0 times as fast" in after.sentence
+    assert "no schedule of as many rows is more than 1.0 times as fast" in after.message
 
 
 def test_rows_that_nobody_counted_are_one_for_each_unit() -> None:
@@ -169,7 +169,7 @@ def test_steps_together_are_judged_by_the_second() -> None:
     assert both.shares["train"] == pytest.approx(33 / 66)
     assert both.limit == pytest.approx(66 / (31 + 5 + 5), rel=1e-6)
     assert both.limits == pytest.approx(
-        {"stream": 66 / (41 + 2 * 11), "carry": 66 / (36 + 6 + 6), "lookahead": 66 / 51}
+        {"stream": 66 / (41 + 2 * 11), "defer": 66 / (36 + 6 + 6), "lookahead": 66 / 51}
     )
     assert both.capped == pytest.approx(2 / 3)
     assert together([]) is None
@@ -188,10 +188,10 @@ def test_with_steps_in_flight_the_longest_phase_sets_the_pace() -> None:
     trained = judge(replace(AHEAD, seconds=20.0, rest_seconds=20.0))
     assert trained.shares == pytest.approx(shares(train=1.0))
     assert trained.limit == 1.0
-    assert trained.sentence.startswith("the update takes 100 % of the step: only a faster update would help; no sched")
+    assert trained.message.startswith("the update takes 100 % of the step: only a faster update would help; no sched")
     scored = judge(replace(AHEAD, seconds=15.0, scoring=(Scoring("reward", 9.0, 6.0),)))
     assert scored.shares == pytest.approx(shares(score=1.0))
-    assert scored.sentence.startswith("the slowest scorer is busy for 1.5 times as long as decoding, 100 % of the step")
+    assert scored.message.startswith("the slowest scorer is busy for 1.5 times as long as decoding, 100 % of the step")
 
 
 def test_what_the_longest_phase_waits_for_has_its_share_too() -> None:
@@ -201,8 +201,8 @@ def test_what_the_longest_phase_waits_for_has_its_share_too() -> None:
     assert judge(chained).limit == pytest.approx(1.5), "more steps in flight would fill all three"
     assert judge(chained).next_schedule == "lookahead"
     waits = replace(AHEAD, seconds=12.0)
-    assert judge(waits).limits == pytest.approx({"stream": 12 / 11, "carry": 12 / 7, "lookahead": 12 / 10})
-    assert judge(waits).next_schedule == "carry"
+    assert judge(waits).limits == pytest.approx({"stream": 12 / 11, "defer": 12 / 7, "lookahead": 12 / 10})
+    assert judge(waits).next_schedule == "defer"
 
 
 SECONDS = st.floats(0, 1e4)
@@ -241,16 +241,16 @@ def test_every_step_that_decodes_has_one_bottleneck_with_parts_that_add_up(seen:
     assert 1 <= found.limit < math.inf
     assert found.limit * found.shares["train"] <= 1 + 1e-9, "the update is part of the least"
     assert all(1 <= limit <= found.limit * (1 + 1e-9) for limit in found.limits.values())
-    assert found.limits["stream"] <= found.limits["carry"] * (1 + 1e-9)
+    assert found.limits["stream"] <= found.limits["defer"] * (1 + 1e-9)
     assert (found.next_schedule is None) == (max(found.limits.values()) < 1.05)
-    assert found.sentence
+    assert found.message
 
 
 @given(observations(), st.floats(0, 1e4))
 def test_a_longer_update_lowers_what_is_gained_before_it_and_raises_its_share(seen: Observation, more: float) -> None:
     longer = judge(replace(seen, seconds=seen.seconds + more, rest_seconds=seen.rest_seconds + more))
     assert longer.limits["stream"] <= judge(seen).limits["stream"] * (1 + 1e-9)
-    assert longer.limits["carry"] <= judge(seen).limits["carry"] * (1 + 1e-9)
+    assert longer.limits["defer"] <= judge(seen).limits["defer"] * (1 + 1e-9)
     assert longer.shares["train"] >= judge(seen).shares["train"] - 1e-9
 
 

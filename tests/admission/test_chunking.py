@@ -94,15 +94,15 @@ def test_short_responses_leave_fewer_candidates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         ({"cap": 0}, "cap and trials must be at least 1, not 0 and 3"),
         ({"cap": 9, "parts": ()}, r"parts must be some numbers above 0 and up to 1, not \(\)"),
         ({"cap": 90, "every": 8}, "a probe takes 3 steps for each of 3 candidates, so every must be at least 9, not 8"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, int], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_impossible_settings_are_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Tuned(**settings)  # type: ignore[arg-type]  # by keyword
 
 

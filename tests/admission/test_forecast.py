@@ -29,32 +29,32 @@ from oppo.stages.ledger import Ledger
 
 
 def test_without_parked_responses_it_is_the_empirical_distribution() -> None:
-    curve = kaplan_meier([4, 1, 2, 2], parked=[])
+    curve = kaplan_meier([4, 1, 2, 2], deferred=[])
     assert curve(np.array([0.0, 1.0, 1.9, 2.0, 3.0, 4.0])).tolist() == [1.0, 0.75, 0.75, 0.25, 0.25, 0.0]
     assert curve.mean == pytest.approx(np.mean([4, 1, 2, 2]))
 
 
 def test_a_parked_response_counts_as_longer_than_what_it_has() -> None:
-    without = kaplan_meier([10, 20, 30, 40], parked=[])
-    with_it = kaplan_meier([10, 20, 30, 40], parked=[15])
+    without = kaplan_meier([10, 20, 30, 40], deferred=[])
+    with_it = kaplan_meier([10, 20, 30, 40], deferred=[15])
     assert with_it.mean > without.mean
     assert with_it(np.array([20.0]))[0] == pytest.approx(4 / 5 * 2 / 3)
 
 
 def test_a_parked_response_beyond_all_others_ends_the_curve() -> None:
-    curve = kaplan_meier([10, 20], parked=[50])
+    curve = kaplan_meier([10, 20], deferred=[50])
     assert curve.longest == 50
     assert curve(np.array([20.0, 49.0, 50.0])) == pytest.approx([1 / 3, 1 / 3, 0.0])
 
 
 def test_censored_lengths_give_the_mean_of_what_is_generated() -> None:
-    """Longer responses are parked more often: their lengths so far, taken for complete, would bias the mean."""
+    """Longer responses are deferred more often: their lengths so far, taken for complete, would bias the mean."""
     random = np.random.default_rng(0)
     lengths = random.lognormal(4.0, 0.8, 20_000)
     seen = random.uniform(0, 400, len(lengths))
     finished = lengths[lengths <= seen]
-    parked = seen[lengths > seen]
-    curve = kaplan_meier(finished.astype(int).tolist(), parked.astype(int).tolist())
+    deferred = seen[lengths > seen]
+    curve = kaplan_meier(finished.astype(int).tolist(), deferred.astype(int).tolist())
     assert curve.mean == pytest.approx(lengths.mean(), rel=0.03)
     assert finished.mean() < 0.85 * lengths.mean()
 
@@ -119,7 +119,7 @@ def lognormal(count: int, sigma: float, cap: int, seed: int = 0) -> NDArray[np.i
 @pytest.mark.parametrize(("extra", "max_deferrals"), [(0, 2), (4, 2), (8, 2), (12, 1), (12, 6)])
 def test_the_law_agrees_with_the_ledger(sigma: float, extra: int, max_deferrals: int) -> None:
     lengths = lognormal(10_000, sigma, 2_000)
-    curve = kaplan_meier(lengths.tolist(), parked=[])
+    curve = kaplan_meier(lengths.tolist(), deferred=[])
     predicted = cut_intervals(curve, 48, extra, max_deferrals)[extra]
     measured = simulated(lengths, Overcommit(48, extra, max_deferrals), steps=160)
     # A bound of 1 makes long and short steps alternate, which a law of means does not see.
@@ -133,20 +133,20 @@ def test_without_extra_units_it_is_the_expected_longest_of_a_batch() -> None:
 
 
 def test_more_extra_units_never_make_it_longer() -> None:
-    curve = kaplan_meier(lognormal(900, 0.8, 4_000).tolist(), parked=[])
+    curve = kaplan_meier(lognormal(900, 0.8, 4_000).tolist(), deferred=[])
     assert bool(np.all(np.diff(cut_intervals(curve, 112, 28, 2)) <= 0))
 
 
 def test_while_more_are_at_the_cap_than_may_be_carried_nothing_is_gained() -> None:
     lengths = np.where(np.arange(1_000) % 8 == 0, 2_000, lognormal(1_000, 0.5, 2_000))  # an eighth at the cap
-    intervals = cut_intervals(kaplan_meier(lengths.tolist(), parked=[]), 112, 28, 2)
+    intervals = cut_intervals(kaplan_meier(lengths.tolist(), deferred=[]), 112, 28, 2)
     assert intervals[:7] == pytest.approx(np.full(7, 2_000), rel=0.03)
     assert intervals[28] < 0.75 * 2_000
 
 
 @pytest.mark.parametrize("sigma", [0.4, 0.9])
 def test_many_extra_units_are_predicted_as_few_are(sigma: float) -> None:
-    curve = kaplan_meier(lognormal(3_000, sigma, 2_000).tolist(), parked=[])
+    curve = kaplan_meier(lognormal(3_000, sigma, 2_000).tolist(), deferred=[])
     few, many = cut_intervals(curve, 256, KNOTS - 1, 2), cut_intervals(curve, 256, 200, 2)
     assert many[:KNOTS] == pytest.approx(few, rel=0.01)
 

@@ -27,7 +27,7 @@ def tailed(random: np.random.Generator) -> NDArray[np.int64]:
 
 
 def capped(random: np.random.Generator) -> NDArray[np.int64]:
-    """A quarter ends at the cap: more than may be carried."""
+    """A quarter ends at the cap: more than may be deferred."""
     return np.where(random.random(BATCH) < 0.25, 4_000, tailed(random))
 
 
@@ -162,7 +162,7 @@ def test_it_says_what_it_expects_of_a_step() -> None:
 
 
 def test_the_same_events_make_the_same_decisions_across_a_restart() -> None:
-    observations = [replace(each, parked=(300, 20)) for each in World().observations(16)]
+    observations = [replace(each, deferred=(300, 20)) for each in World().observations(16)]
     whole, first, second = (TailAdaptive(BATCH, price=0.5) for _ in range(3))
     expected = told(whole, observations)
     told(first, observations[:7])
@@ -196,14 +196,14 @@ def test_a_resumed_run_goes_on_with_what_was_learned(tmp_path: Path) -> None:
 def test_it_admits_and_cuts_as_fixed_overcommit_does() -> None:
     controller = TailAdaptive(BATCH)
     told(controller, World().observations(12))
-    assert controller.admit(AdmitView(carried=3, oldest=1, remaining=9)) == BATCH + controller.overcommit - 3
-    assert controller.admit(AdmitView(carried=BATCH + 40, oldest=1, remaining=9)) == 0
+    assert controller.admit(AdmitView(deferred=3, oldest=1, remaining=9)) == BATCH + controller.overcommit - 3
+    assert controller.admit(AdmitView(deferred=BATCH + 40, oldest=1, remaining=9)) == 0
     assert controller.cut(CutView(placed=BATCH, decoding=5, overdue=0))
     assert not controller.cut(CutView(placed=BATCH, decoding=5, overdue=1))
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         ({"most": BATCH + 1}, "overcommit must lie in 0 .. batch = 64, not 65"),
         ({"window": 0}, "window must be at least 1 step, not 0"),
@@ -211,6 +211,6 @@ def test_it_admits_and_cuts_as_fixed_overcommit_does() -> None:
         ({"kl_target": 0.0}, "kl_target must be more than 0, not 0.0"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, float], sentence: str) -> None:
-    with pytest.raises(AdmissionError, match=sentence):
+def test_impossible_settings_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(AdmissionError, match=message):
         TailAdaptive(BATCH, **settings)  # type: ignore[arg-type]  # by keyword

@@ -1,4 +1,4 @@
-"""A loop that exists already, overlapped: the same weights, scoring during decoding, responses carried over."""
+"""A loop that exists already, overlapped: the same weights, scoring during decoding, responses deferred."""
 
 from __future__ import annotations
 

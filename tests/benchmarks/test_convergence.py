@@ -313,7 +313,7 @@ def test_arms_differ_from_the_demo_in_their_schedule_only(study: Study) -> None:
         settings = arm.settings(ours, batch=32)
         assert name == arm.name
         if study is LOOKAHEAD:
-            assert (settings.step.lookahead, settings.step.overcommit) == (int(name[1]), 0), "nothing is carried over"
+            assert (settings.step.lookahead, settings.step.overcommit) == (int(name[1]), 0), "nothing is deferred"
         assert (settings.run.steps, settings.run.seed, settings.run.deterministic) == (FULL.steps, 3, False)
         assert vars_of(settings.step, schedule) == vars_of(ours.step, schedule)
         base = {"ratio_base": "proximal"} if name.endswith("-tis") else {}

@@ -30,16 +30,16 @@ def test_times_make_no_difference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
         ({"weight": 1.0 + 2**-23}, "tensor actor/model.safetensors:weight by up to 1.19e-07"),
         ({"reason": "length"}, 'journal: {"reason": "stop"} is now {"reason": "length"}'),
         ({"score": 0.25}, 'metrics: {"objective/scores": 0.5} is now {"objective/scores": 0.25}'),
     ],
 )
-def test_what_differs_is_named(tmp_path: Path, change: dict[str, float], sentence: str) -> None:
+def test_what_differs_is_named(tmp_path: Path, change: dict[str, float], message: str) -> None:
     changed = written(tmp_path / "b", **change)  # type: ignore[arg-type]  # a string where it is a reason
-    assert written(tmp_path / "a").differs(changed).startswith(sentence)
+    assert written(tmp_path / "a").differs(changed).startswith(message)
 
 
 def test_a_run_that_has_not_ended_is_not_compared(tmp_path: Path) -> None:

@@ -159,8 +159,8 @@ def test_a_trainer_that_cannot_be_resumed_is_refused_by_name(folder: Path) -> No
     def wrapped(roles: Roles) -> Graph[StepReport]:
         return wrap(step, Nothing(), policy=roles.policy, reward=roles.reward, admission=roles.admission)
 
-    sentence = r"stage 'update', FunctionTrainer, has no has_learned, progress, write, save, restore, .*HostedTrainer"
-    with pytest.raises(ConfigError, match=sentence):
+    message = r"stage 'update', FunctionTrainer, has no has_learned, progress, write, save, restore, .*HostedTrainer"
+    with pytest.raises(ConfigError, match=message):
         train(folder / "config.toml", [*SETTINGS, "run.name=refused"], graph=wrapped)
     assert not (folder / "runs" / "refused").exists()
 

@@ -217,7 +217,7 @@ def test_a_function_that_names_the_critic_has_one(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "message"),
     [
         ("broken", "own.py:broken raised ValueError: no such stage at"),
         ("nothing", "own.py:nothing must return the graph of a step; got None (NoneType)"),
@@ -236,13 +236,13 @@ def test_a_function_that_names_the_critic_has_one(folder: Path) -> None:
     ],
 )
 def test_a_function_or_a_class_that_fails_is_named_with_the_line(
-    folder: Path, name: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(folder, "", f"step.algorithm=own.py:{name}", "rewards.0.source=reward.py:short") == UNUSABLE
     said = " ".join(capsys.readouterr().err.split())
     lines = {"Blunder": "return roles.polcy", "Lossless": 'return {}["loss"]'}
     line = 1 + next((at for at, text in enumerate(OWN.splitlines()) if text.strip() == lines.get(name)), -1)
-    assert sentence.format(file=folder / "own.py", line=line) in said
+    assert message.format(file=folder / "own.py", line=line) in said
     assert "error: step.algorithm: " in said
     assert not (folder / "runs").exists()
 
@@ -258,7 +258,7 @@ def test_a_graph_that_is_wired_wrongly_is_refused_in_the_words_of_the_graph(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("overrides", "message"),
     [
         (
             ("step.algorithm=own.py:asks",),
@@ -283,11 +283,11 @@ def test_a_graph_that_is_wired_wrongly_is_refused_in_the_words_of_the_graph(
     ],
 )
 def test_what_is_no_algorithm_is_refused_before_anything_is_loaded(
-    folder: Path, overrides: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, overrides: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(folder, "", *overrides) == UNUSABLE
     said = capsys.readouterr().err
-    assert sentence in " ".join(said.split())
+    assert message in " ".join(said.split())
     assert "loading" not in said
 
 
@@ -314,7 +314,7 @@ def test_a_program_trains_with_a_graph_of_its_own(folder: Path, messages: list[s
     assert directory.path == folder / "runs" / "first"
     assert [step["objective/kl_coef"] for step in records(folder, "first", "metrics.jsonl")] == [0.25, 0.25]
     assert (directory.path / FINAL / "actor").is_dir()
-    assert any("loading the policy" in sentence for sentence in messages)
+    assert any("loading the policy" in message for message in messages)
     train(directory.path, ["run.steps=3"], graph=undiscounted)
     assert len(records(folder, "first", "metrics.jsonl")) == 3
     assert len(made) == 2

@@ -36,7 +36,7 @@ class Tails:
     extra: int = field(default=0, init=False)
 
     def admit(self, view):
-        return max(0, self.batch + self.extra - view.carried)
+        return max(0, self.batch + self.extra - view.deferred)
 
     def cut(self, view):
         return view.placed >= self.batch and not view.overdue
@@ -157,7 +157,7 @@ def test_a_function_makes_a_loss(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("overrides", "message"),
     [
         (("step.admission=mine.py:Tails", "admission.share=1.5"), "admission.share: expected at most"),
         (
@@ -181,11 +181,11 @@ def test_a_function_makes_a_loss(folder: Path) -> None:
     ],
 )
 def test_what_is_no_part_is_refused_before_anything_is_loaded(
-    folder: Path, overrides: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, overrides: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(folder, "", *overrides) == UNUSABLE
     said = capsys.readouterr().err
-    assert sentence in " ".join(said.split())
+    assert message in " ".join(said.split())
     assert "loading" not in said
 
 

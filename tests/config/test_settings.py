@@ -135,7 +135,7 @@ def test_an_override_may_be_the_whole_list_of_rewards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "sentences"),
+    ("tables", "messages"),
     [
         ("reward", ["[rewards]: expected tables [[rewards]], each with a source: ", ", got 'reward'"]),
         ([], ["[rewards]: expected at least one table, got none"]),
@@ -161,10 +161,10 @@ def test_an_override_may_be_the_whole_list_of_rewards(tmp_path: Path) -> None:
         ([{"source": "x", "name": "a"}, {"source": "x", "name": "a"}], ["another name for each, got 'a' twice"]),
     ],
 )
-def test_a_wrong_setting_of_the_rewards_is_a_sentence(tables: object, sentences: list[str]) -> None:
+def test_a_wrong_setting_of_the_rewards_is_a_sentence(tables: object, messages: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve({"models": {"policy": "a"}, "rewards": tables, "data": {"prompts": "p"}}, Path("/"))
-    assert [each for each in sentences if each not in str(caught.value)] == []
+    assert [each for each in messages if each not in str(caught.value)] == []
 
 
 def test_a_critic_on_the_policys_trunk_is_no_model_of_its_own(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "message"),
     [
         (
             "models.critic=./other",
@@ -211,8 +211,8 @@ def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_pa
         ("step.algorithm=ppo algorithm.samples=4", "for 'grpo', 'rloo', 'dr_grpo', 'dapo', 'gspo', not for 'ppo'"),
     ],
 )
-def test_what_means_nothing_without_a_critic_is_refused(tmp_path: Path, override: str, sentence: str) -> None:
-    assert sentence in refused(tmp_path, "", "step.algorithm=grpo", *override.split(" "))
+def test_what_means_nothing_without_a_critic_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    assert message in refused(tmp_path, "", "step.algorithm=grpo", *override.split(" "))
 
 
 def test_grpo_has_its_kl_in_the_loss_unless_it_is_told_otherwise(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
         ("[run]\nsteps = 0\n", "run.steps: expected more than 0, got 0"),
         ("[run]\nsteps = true\n", "run.steps: expected a whole number, got True"),
@@ -391,12 +391,12 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
         ('[models]\ndevice = "gpu"\n', "models.device: expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1'"),
     ],
 )
-def test_a_wrong_value_is_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_a_wrong_value_is_a_sentence(tmp_path: Path, text: str, message: str) -> None:
     base = MINIMAL.replace("[data]", "", 1) if "[models]" in text else MINIMAL
     if "[models]" in text:
         base = ""
         text += 'policy = "a"\n[[rewards]]\nsource = "b"\n[data]\nprompts = "p.jsonl"\n'
-    assert sentence in refused(tmp_path, text, base=base)
+    assert message in refused(tmp_path, text, base=base)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_csv_is_read_with_its_header_and_quotes_and_every_column_is_text(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "message"),
     [
         ("prompt,answer\na\n", "line 2: 1 fields, where the header names 2"),
         ("prompt,prompt\na,b\n", "line 1: the header names a column twice: prompt, prompt"),
@@ -163,12 +163,12 @@ def test_csv_is_read_with_its_header_and_quotes_and_every_column_is_text(tmp_pat
         ("prompt\n", "holds no prompt"),
     ],
 )
-def test_a_csv_that_cannot_be_used_is_named_by_file_and_line(tmp_path: Path, content: str, sentence: str) -> None:
+def test_a_csv_that_cannot_be_used_is_named_by_file_and_line(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "prompts.csv"
     path.write_text(content)
-    message = refused(path)
-    assert str(path) in message
-    assert sentence in message
+    refusal = refused(path)
+    assert str(path) in refusal
+    assert message in refusal
 
 
 def test_a_dataset_on_the_disk_is_read_like_a_file(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_parquet_file_of_which_columns_would_be_lost_is_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("row", "sentence"),
+    ("row", "message"),
     [
         ("{'prompt': 1}", "line 2: not valid JSON: Expecting property name enclosed in double quotes at character 2"),
         ("[1]", "line 2: expected a JSON object, got [1] (list)"),
@@ -283,11 +283,11 @@ def test_a_parquet_file_of_which_columns_would_be_lost_is_refused(tmp_path: Path
         ({"prompt": [{"role": "user"}]}, "a chat message is {'role': text, 'content': text}, got {'role': 'user'}"),
     ],
 )
-def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, sentence: str) -> None:
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, message: str) -> None:
     path = jsonl(tmp_path, {"prompt": "a"}, row)
-    message = refused(path)
-    assert str(path) in message
-    assert sentence in message
+    refusal = refused(path)
+    assert str(path) in refusal
+    assert message in refusal
 
 
 def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:

@@ -127,15 +127,15 @@ def test_weights_are_as_whole_numbers(weights: list[float], whole: list[int]) ->
 
 
 @pytest.mark.parametrize(
-    ("weights", "sentence"),
+    ("weights", "message"),
     [
         ([0.333333, 0.666667], "the weights 0.333333, 0.666667 are as 333333 to 666667: give rounder ones"),
         ([0, 1], "the weight of a source must be more than 0, not 0"),
         ([float("nan")], "the weight of a source must be a finite number, not nan"),
     ],
 )
-def test_weights_that_cannot_be_kept_exactly_are_refused(weights: list[float], sentence: str) -> None:
-    with pytest.raises(DataError, match=sentence):
+def test_weights_that_cannot_be_kept_exactly_are_refused(weights: list[float], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         PromptStream.mixed([(weight, pool(2)) for weight in weights])
 
 

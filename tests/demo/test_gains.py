@@ -106,7 +106,7 @@ def test_every_schedule_makes_the_same_steps(workplace: Path) -> None:
     assert [name.split()[0].strip(":,") for name in rounds] == ["serial", "streamed", "streamed"]
     assert {each.tokens for made in rounds.values() for each in made} == {rounds[next(iter(rounds))][0].tokens}
     assert all([step.index for step in each.steps] == [0, 1, 2] for made in rounds.values() for each in made)
-    carried = [[sum(step.carried for step in each.steps) for each in made] for made in rounds.values()]
+    carried = [[sum(step.deferred for step in each.steps) for each in made] for made in rounds.values()]
     assert carried[:2] == [[0, 0], [0, 0]]
     assert all(carried[2])
     serial, streamed, _ = rounds.values()

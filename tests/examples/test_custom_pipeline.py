@@ -1,4 +1,4 @@
-"""The critic-free pipeline that people copy: true scores, groups that are carried, groups that lost a member."""
+"""The critic-free pipeline that people copy: true scores, groups that are deferred, groups that lost a member."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ ARRAYS = (
     "tokens", "versions", "logprobs", "proximal", "reference", "values", "rewards", "advantages", "returns", "scores",
 )  # fmt: skip
 OBSERVED = (
-    "step", "seconds", "decode_seconds", "decode_steps", "tokens", "rows", "finished", "capped", "parked", "scoring",
+    "step", "seconds", "decode_seconds", "decode_steps", "tokens", "rows", "finished", "capped", "deferred", "scoring",
     "rest_seconds", "score",
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Every wiring fault has its sentence, and the good graphs look as they should."""
+"""Every wiring fault has its message, and the good graphs look as they should."""
 
 from __future__ import annotations
 
@@ -141,12 +141,12 @@ FAULTS: Sequence[tuple[Callable[[Builder, Stream[int]], Stream[Any]], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wire", "sentence"), FAULTS)
-def test_each_fault_has_its_sentence(wire: Callable[[Builder, Stream[int]], Stream[Any]], sentence: str) -> None:
+@pytest.mark.parametrize(("wire", "message"), FAULTS)
+def test_each_fault_has_its_sentence(wire: Callable[[Builder, Stream[int]], Stream[Any]], message: str) -> None:
     g = GraphBuilder[int]("test")
     with pytest.raises(GraphError) as caught:
         g.build(wire(g, g.add("take", Take(), g.prompts)))
-    assert f"  - {sentence}" in str(caught.value).splitlines()
+    assert f"  - {message}" in str(caught.value).splitlines()
 
 
 def test_a_stage_that_reads_nothing_is_a_fault() -> None:

@@ -67,9 +67,9 @@ def test_a_snapshot_tells_waiting_for_an_item_from_waiting_for_room() -> None:
     early, late = run_virtual(snapshots, 0.5, 50.0)
     assert early.waits == (Wait("double", "slow", "room"), Wait("last", "slow", "an item"))
     assert early.working == ["slow"]
-    assert early.sentence() == "double waits for slow to make room; last waits for slow; slow is at work"
+    assert early.message() == "double waits for slow to make room; last waits for slow; slow is at work"
     assert early.channels["double->slow"]["waiting_senders"] == 1
-    assert late.sentence() == "double waits for prompts; slow waits for double; last waits for slow"
+    assert late.message() == "double waits for prompts; slow waits for double; last waits for slow"
     assert late.doing("double") == "waits for prompts"
     assert "double->slow" in late.table
 

@@ -146,7 +146,7 @@ def test_an_input_by_name_is_drawn_like_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "named", "sentence"),
+    ("stage", "named", "message"),
     [
         (Sum(), {"less": "again"}, "'sum' is given less='again', but the inputs by name of Sum.run are: more"),
         (Collect(), {"more": "again"}, "but the inputs by name of Collect.run are: none"),
@@ -155,7 +155,7 @@ def test_an_input_by_name_is_drawn_like_others() -> None:
         (Sum(), {"more": "take"}, "'sum' reads 'take' 2 times: once is enough"),
     ],
 )
-def test_an_input_by_name_that_does_not_fit_is_refused(stage: Sum, named: dict[str, str], sentence: str) -> None:
+def test_an_input_by_name_that_does_not_fit_is_refused(stage: Sum, named: dict[str, str], message: str) -> None:
     g: GraphBuilder[int] = GraphBuilder("wrong")
     taken = g.add("take", Take(), g.prompts)
     streams: dict[str, Any] = {
@@ -165,4 +165,4 @@ def test_an_input_by_name_that_does_not_fit_is_refused(stage: Sum, named: dict[s
     }
     with pytest.raises(GraphError) as caught:
         g.build(g.add("sum", stage, taken, capacity=None, **{each: streams[name] for each, name in named.items()}))
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)

@@ -52,7 +52,7 @@ def serving(
         yield HfPolicy(
             tiny.causal() if model is None else model,
             sampling=sampling,
-            thread=thread if place is None else place,
+            place=thread if place is None else place,
             deterministic=deterministic,
             kv_on_sync="keep" if keep else "recompute",
             prefill_tokens=portion,

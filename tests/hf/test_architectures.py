@@ -65,20 +65,20 @@ class Models:
             torch.set_num_threads(1)
 
         with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
-            policy = HfPolicy(self.actor, sampling=SAMPLING, thread=decoding, deterministic=deterministic)
-            critic = ValueModel(self.critic, thread=scoring, deterministic=deterministic)
+            policy = HfPolicy(self.actor, sampling=SAMPLING, place=decoding, deterministic=deterministic)
+            critic = ValueModel(self.critic, place=scoring, deterministic=deterministic)
             graph = ppo(
                 policy=policy,
                 reference=ReferenceLogprobs(
-                    self.reference, sampling=SAMPLING, thread=scoring, deterministic=deterministic
+                    self.reference, sampling=SAMPLING, place=scoring, deterministic=deterministic
                 ),
-                reward=RewardModel(self.reward, thread=scoring, deterministic=deterministic),
+                reward=RewardModel(self.reward, place=scoring, deterministic=deterministic),
                 critic=critic,
                 trainer=HfTrainer(
                     self.actor,
                     self.critic,
                     sampling=SAMPLING,
-                    thread=decoding,
+                    place=decoding,
                     settings=TrainerSettings(learning_rate=1e-3, epochs=1, minibatches=1, micro_batch_tokens=200),
                 ),
                 admission=Overcommit(batch=len(asked) - 1, overcommit=1),

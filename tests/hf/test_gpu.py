@@ -83,12 +83,12 @@ async def train(kind: Callable[[str], Thread]) -> tuple[list[StepReport], bool]:
     prompts = [Prompt(n, n, np.arange(5 + n, 9 + n, dtype=np.int32)) for n in range(24)]
     with kind("actor") as acting, kind("scorers") as scoring, kind("trainer") as training:
         graph = ppo(
-            policy=HfPolicy(actor, sampling=sampling, thread=acting),
-            reference=ReferenceLogprobs(reference, sampling=sampling, thread=scoring),
-            reward=RewardModel(reward, thread=scoring),
-            critic=ValueModel(critic, thread=scoring),
+            policy=HfPolicy(actor, sampling=sampling, place=acting),
+            reference=ReferenceLogprobs(reference, sampling=sampling, place=scoring),
+            reward=RewardModel(reward, place=scoring),
+            critic=ValueModel(critic, place=scoring),
             trainer=HfTrainer(
-                actor, critic, sampling=sampling, thread=training, settings=TrainerSettings(learning_rate=1e-3)
+                actor, critic, sampling=sampling, place=training, settings=TrainerSettings(learning_rate=1e-3)
             ),
             admission=Overcommit(batch=8, overcommit=2),
             chunks=Fixed(8),

@@ -1,4 +1,4 @@
-"""Models come from safetensors, complete and probed, or with a sentence about what was looked for."""
+"""Models come from safetensors, complete and probed, or with a message about what was looked for."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_constants_that_checkpoints_once_held_are_no_weights(
     tiny.causal(name).save_pretrained(tmp_path)
     rewrite(tmp_path, {constant: torch.zeros(4) for constant in constants})
     assert weights_digest(load_causal(tmp_path)) == weights_digest(tiny.causal(name))
-    assert not [sentence for sentence in messages if "left out" in sentence]
+    assert not [message for message in messages if "left out" in message]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -145,7 +145,7 @@ async def test_what_was_learned_is_saved_as_adapters_and_loads(tmp_path: Path) -
     critic = tiny.scalar("llama", seed=2)
     with Thread("train", setup=lambda: torch.set_num_threads(1)) as thread:
         settings = TrainerSettings(learning_rate=1e-2, epochs=1, gradient_checkpointing=1)
-        trainer = HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=settings)
+        trainer = HfTrainer(actor, critic, sampling=SAMPLING, place=thread, settings=settings)
         await trainer.update(rollouts(actor, critic))
         await trainer.save(tmp_path / "final")
     written = tmp_path / "final" / "actor"
@@ -171,7 +171,7 @@ def test_an_engine_without_adapters_is_given_merged_weights(name: str) -> None:
 
     async def main() -> None:
         with Thread("trainer") as thread:
-            trainer = HfTrainer(actor, sampling=SAMPLING, thread=thread, settings=TrainerSettings(learning_rate=1e-3))
+            trainer = HfTrainer(actor, sampling=SAMPLING, place=thread, settings=TrainerSettings(learning_rate=1e-3))
             await trainer.sync_weights(receiver)
 
     anyio.run(main)

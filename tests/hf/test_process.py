@@ -50,13 +50,13 @@ async def test_every_scorer_keeps_the_contract(process: Process) -> None:
     finished = [Finish(response.prompt.rollout, response, "eos") for response in responses(3, seed=4)]
 
     async def reference() -> ReferenceLogprobs:
-        return ReferenceLogprobs(tiny.causal(), sampling=Sampling(), thread=process)
+        return ReferenceLogprobs(tiny.causal(), sampling=Sampling(), place=process)
 
     async def reward() -> RewardModel:
-        return RewardModel(tiny.scalar(), thread=process)
+        return RewardModel(tiny.scalar(), place=process)
 
     async def critic() -> ValueModel:
-        return ValueModel(tiny.scalar(), thread=process)
+        return ValueModel(tiny.scalar(), place=process)
 
     def close(a: FloatArray, b: FloatArray) -> bool:
         return np.allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -76,15 +76,15 @@ async def assert_same(one: Scorer[object], other: Scorer[object]) -> None:
 async def test_in_exact_mode_the_values_are_a_threads_to_the_bit(process: Process, thread: Thread) -> None:
     causal, scalar, sampling = tiny.causal("qwen2"), tiny.scalar("gpt2"), Sampling(temperature=0.7)
     one, other = (
-        ReferenceLogprobs(causal, sampling=sampling, thread=place, deterministic=True) for place in (thread, process)
+        ReferenceLogprobs(causal, sampling=sampling, place=place, deterministic=True) for place in (thread, process)
     )
     await assert_same(one, other)
-    await assert_same(*(RewardModel(scalar, thread=place, deterministic=True) for place in (thread, process)))
+    await assert_same(*(RewardModel(scalar, place=place, deterministic=True) for place in (thread, process)))
 
 
 async def test_the_critic_follows_shared_and_other_weights(process: Process, thread: Thread) -> None:
     model, other = tiny.scalar(seed=0), tiny.scalar(seed=1)
-    critic, expected = (ValueModel(model, thread=place, deterministic=True) for place in (process, thread))
+    critic, expected = (ValueModel(model, place=place, deterministic=True) for place in (process, thread))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
@@ -94,14 +94,14 @@ async def test_the_critic_follows_shared_and_other_weights(process: Process, thr
     await assert_same(critic, expected)
     await critic.load(Weights(2, critic=other.state_dict()))
     assert critic.version == 2
-    await assert_same(critic, ValueModel(other, thread=thread, deterministic=True))
+    await assert_same(critic, ValueModel(other, place=thread, deterministic=True))
     with pytest.raises(ModelError, match="cannot take these weights"):
         await critic.load(Weights(3))
     assert critic.version == 2
 
 
 async def test_errors_name_what_was_wrong_and_the_process_goes_on(process: Process) -> None:
-    scorer = RewardModel(tiny.scalar(), thread=ModelPlace(process, "reward model", "lower step.batch"))
+    scorer = RewardModel(tiny.scalar(), place=ModelPlace(process, "reward model", "lower step.batch"))
     prompt = Prompt(7, 7, np.array([5, 6], np.int32), columns={"judge": lambda: "cannot be pickled"})
     await scorer.extend([prompt])
     with pytest.raises(ProtocolError, match=r"rollout 7: .* expected tokens from 0 .* starts at 2"):
@@ -120,17 +120,17 @@ def models() -> dict[str, PreTrainedModel]:
 
 
 async def trained(scoring: Place, *, kill_between_steps: bool = False) -> tuple[str, str]:
-    """Make three deterministic steps of PPO, with rollouts carried over; return what actor and critic have become."""
+    """Make three deterministic steps of PPO, with rollouts deferred; return what actor and critic have become."""
     ours, sampling = models(), Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
     settings = TrainerSettings(learning_rate=1e-3, epochs=2, minibatches=2)
     prompts = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(14)]
     with Thread("decode", setup=ONE) as decoding:
         graph = ppo(
-            policy=HfPolicy(ours["actor"], sampling=sampling, thread=decoding, deterministic=True),
-            reference=ReferenceLogprobs(ours["reference"], sampling=sampling, thread=scoring, deterministic=True),
-            reward=RewardModel(ours["reward"], thread=scoring, deterministic=True),
-            critic=ValueModel(ours["critic"], thread=scoring, deterministic=True),
-            trainer=HfTrainer(ours["actor"], ours["critic"], sampling=sampling, thread=decoding, settings=settings),
+            policy=HfPolicy(ours["actor"], sampling=sampling, place=decoding, deterministic=True),
+            reference=ReferenceLogprobs(ours["reference"], sampling=sampling, place=scoring, deterministic=True),
+            reward=RewardModel(ours["reward"], place=scoring, deterministic=True),
+            critic=ValueModel(ours["critic"], place=scoring, deterministic=True),
+            trainer=HfTrainer(ours["actor"], ours["critic"], sampling=sampling, place=decoding, settings=settings),
             admission=Overcommit(batch=4, overcommit=2),
             chunks=Fixed(5),
         )
@@ -160,7 +160,7 @@ async def test_a_run_is_the_same_though_its_scorers_die_in_extend_in_finish_and_
         assert await trained(process, kill_between_steps=True) == undisturbed
     assert len(messages) == 3, messages
     assert all((tmp_path / kind).exists() for kind in AT)
-    assert [any(f"did '{kind}'" in sentence for sentence in messages) for kind in AT] == [True, True]
+    assert [any(f"did '{kind}'" in message for message in messages) for kind in AT] == [True, True]
 
 
 async def test_a_run_whose_scorers_are_lost_says_which_rollouts_they_were_at(tmp_path: Path) -> None:

@@ -42,14 +42,14 @@ def test_an_end_of_sequence_that_no_token_has_is_said_and_left_out(messages: lis
 
 
 @pytest.mark.parametrize(
-    ("wanted", "sentence"),
+    ("wanted", "message"),
     [
         (("a b",), "'a b' is 2 tokens of the policy's tokenizer, expected one"),
         ((5,), "5 is no token id; they go up to 4"),
     ],
 )
-def test_a_stop_that_is_no_token_is_refused(wanted: tuple[int | str, ...], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_a_stop_that_is_no_token_is_refused(wanted: tuple[int | str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         tokenizer().stop(wanted, ())
 
 

@@ -56,14 +56,14 @@ async def streamed(
         torch.set_num_threads(1)
 
     with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
-        policy = HfPolicy(models["actor"], sampling=sampling, thread=decoding, deterministic=True)
-        critic = ValueModel(models["critic"], thread=scoring, deterministic=True)
+        policy = HfPolicy(models["actor"], sampling=sampling, place=decoding, deterministic=True)
+        critic = ValueModel(models["critic"], place=scoring, deterministic=True)
         graph = ppo(
             policy=policy,
-            reference=ReferenceLogprobs(models["reference"], sampling=sampling, thread=scoring, deterministic=True),
-            reward=RewardModel(models["reward"], thread=scoring, deterministic=True),
+            reference=ReferenceLogprobs(models["reference"], sampling=sampling, place=scoring, deterministic=True),
+            reward=RewardModel(models["reward"], place=scoring, deterministic=True),
             critic=critic,
-            trainer=HfTrainer(models["actor"], models["critic"], sampling=sampling, thread=decoding, settings=SETTINGS),
+            trainer=HfTrainer(models["actor"], models["critic"], sampling=sampling, place=decoding, settings=SETTINGS),
             admission=Overcommit(batch=BATCH, overcommit=extra),
             chunks=chunks,
         )

@@ -63,7 +63,7 @@ METHODS: Mapping[str, tuple[Method, ...]] = {
 NAMES: Mapping[Method, str] = {
     "open": "while opening rollouts [",
     "read": "while decoding rollout ",
-    "aclose": "while giving up rollout ",
+    "aclose": "while closing rollout ",
     "extend": "while scoring rollouts [",
     "finish": "while scoring rollouts [",
     "forget": "while forgetting rollouts [",
@@ -298,7 +298,7 @@ def check_numbers(run: FaultyPipeline) -> None:
 
 
 def check_nothing_is_left(run: FaultyPipeline) -> None:
-    """No task outlives the run; what was open has been given up, unless giving it up is what failed."""
+    """No task outlives the run; what was open has been closed, unless closing it is what failed."""
     assert run.tasks_left == 0
     if any(fault.method in {"aclose", "forget"} for fault in run.struck) or isinstance(run.error, DeadlockError):
         return

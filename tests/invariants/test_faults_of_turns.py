@@ -127,7 +127,7 @@ def explains(fault: Fault, error: BaseException) -> bool:
 def ends(fault: Fault) -> bool:
     """Return whether a run cannot go on once this has happened.
 
-    Who waits in vain for a turn of a response without one is given up with it, and only an answer can be garbage.
+    Who waits in vain for a turn of a response without one is closed with it, and only an answer can be garbage.
     """
     return not isinstance(fault.does, Garbage) and (fault.method, fault.does) != ("turn", Hang())
 

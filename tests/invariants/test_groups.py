@@ -1,4 +1,4 @@
-"""Training without a critic over whole graphs of fakes: groups are carried, compared and trained as a whole."""
+"""Training without a critic over whole graphs of fakes: groups are deferred, compared and trained as a whole."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_group_taken_is_trained_exactly_once_and_whole(setting: Setting, r
         members = np.array(batch.rollouts).reshape(-1, setting.samples)
         assert (members // setting.samples == members[:, :1] // setting.samples).all(), "a group is in one batch"
         carried = np.array([event.rollout for event in batch.deferred]).reshape(-1, setting.samples)
-        assert (carried // setting.samples == carried[:, :1] // setting.samples).all(), "and is carried as one"
+        assert (carried // setting.samples == carried[:, :1] // setting.samples).all(), "and is deferred as one"
         assert (batch.values, batch.returns) == (None, None)
         first = np.array([known(batch.advantages)[row][0] for row in batch.rows()]).reshape(-1, setting.samples)
         assert np.abs(first.sum(1)).max(initial=0) < 1e-5
@@ -119,7 +119,7 @@ def test_the_graph_has_no_critic_and_only_the_scorers_it_was_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"samples": 1}, "samples must be 2 or more, not 1: a response alone has nothing to be compared with"),
         (
@@ -128,8 +128,8 @@ def test_the_graph_has_no_critic_and_only_the_scorers_it_was_given() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_runs(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_what_cannot_be_is_refused_before_anything_runs(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         grpo(
             policy=FakePolicy(),
             reward=FakeScorer(fake_scalar),

@@ -255,7 +255,7 @@ def test_closing_gives_up_every_rollout_though_one_of_them_cannot_be() -> None:
     class Clinging(FakePolicy):
         async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
             self.opened = await super().open(rollouts)
-            self.opened[0].aclose = refuse  # type: ignore[method-assign]  # the one that cannot be given up
+            self.opened[0].aclose = refuse  # type: ignore[method-assign]  # the one that cannot be closed
             return self.opened
 
     async def refuse() -> None:

@@ -107,7 +107,7 @@ async def test_prompts_that_come_slowly_are_neither_lost_nor_waited_for_by_what_
     trained = [rollout for report in reports for rollout in report.trained]
     assert Counter(trained) == Counter(range(30))
     unwritten = [event for events in pipeline.tap.story().values() for event in events[1:2] if isinstance(event, Defer)]
-    assert unwritten, "what was read of the prompts by the cut is carried, unwritten"
+    assert unwritten, "what was read of the prompts by the cut is deferred, unwritten"
 
 
 async def test_a_run_that_is_interrupted_trains_every_prompt_once(tmp_path_factory: pytest.TempPathFactory) -> None:

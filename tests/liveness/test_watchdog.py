@@ -137,14 +137,14 @@ async def test_time_outside_of_a_run_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_stall_says_who_waits_for_whom() -> None:
-    assert Stall(61.4, [STUCK]).sentence() == (
+    assert Stall(61.4, [STUCK]).message() == (
         "nothing has moved for 61 s: in step 3 advantage waits for reward; reward is at work"
     )
-    assert Stall(61.4, calls=("trainer: checkpoint",)).sentence() == (
+    assert Stall(61.4, calls=("trainer: checkpoint",)).message() == (
         "nothing has moved for 61 s: between two steps; in a call: trainer: checkpoint"
     )
     decoding, waiting = Snapshot(4, ("generate",), (), {}, ""), Snapshot(5, (), (), {}, "")
-    assert Stall(61.4, [STUCK, decoding, waiting]).sentence() == (
+    assert Stall(61.4, [STUCK, decoding, waiting]).message() == (
         "nothing has moved for 61 s: in step 3 advantage waits for reward; reward is at work; "
         "in step 4 generate is at work; in step 5 no stage is at work"
     )

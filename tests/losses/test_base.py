@@ -200,7 +200,7 @@ def trainer_on(
     chosen = TrainerSettings(
         learning_rate=1e-3, epochs=epochs, minibatches=minibatches, micro_batch_tokens=micro_batch_tokens
     )
-    return HfTrainer(tiny.causal(seed=1), critic, sampling=SAMPLING, thread=thread, settings=chosen, loss=loss)
+    return HfTrainer(tiny.causal(seed=1), critic, sampling=SAMPLING, place=thread, settings=chosen, loss=loss)
 
 
 def gradients(trainer: HfTrainer, groups: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -406,7 +406,7 @@ async def test_a_batch_whose_advantages_were_not_estimated_is_trained_by_a_loss_
 
 
 @pytest.mark.parametrize(
-    ("loss", "sentence"),
+    ("loss", "message"),
     [
         (Clipped(reads=frozenset({"logprob"})), r"reads logprob: expected some of logprobs, entropies"),  # type: ignore[arg-type] # wrong on purpose
         (Clipped, r"expected the protocol oppo\.losses\.Loss, an object .* got <class"),
@@ -418,6 +418,6 @@ async def test_a_batch_whose_advantages_were_not_estimated_is_trained_by_a_loss_
         (Clipped(reads=frozenset({"logprobs", "returns"})), "reads returns, and there is no critic: give the trainer"),
     ],
 )
-def test_a_loss_that_cannot_be_served_is_refused_at_once(loss: Loss, sentence: str, thread: Thread) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        HfTrainer(tiny.causal(), sampling=SAMPLING, thread=thread, loss=loss)
+def test_a_loss_that_cannot_be_served_is_refused_at_once(loss: Loss, message: str, thread: Thread) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HfTrainer(tiny.causal(), sampling=SAMPLING, place=thread, loss=loss)

@@ -208,7 +208,7 @@ async def test_a_child_that_dies_is_replaced_and_says_once_of_each_instance_that
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(ModelLost, match=r"SIGKILL.*; no more than restarts=2 dead processes are replaced"):
             await one.call("add", Total.add, 1)
-    assert [sentence.rpartition("started again ")[2] for sentence in messages] == ["(1 of 2)", "(2 of 2)"]
+    assert [message.rpartition("started again ")[2] for message in messages] == ["(1 of 2)", "(2 of 2)"]
 
 
 async def test_restarts_are_counted_by_the_hour(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Events of a two-step run in which rollout 2 is carried from the first step into the second."""
+"""Events of a two-step run in which rollout 2 is deferred from the first step into the second."""
 
 from __future__ import annotations
 

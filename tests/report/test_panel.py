@@ -107,7 +107,7 @@ def test_a_line_leaves_out_what_was_not_measured() -> None:
 
 BOUND = {f"bottleneck/{part}": 0.0 for part in ("decode", "cap", "score", "scoring", "capped", "finished")}
 BOUND |= {"bottleneck/tail": 0.25, "bottleneck/train": 0.75, "bottleneck/limit": 1.25}
-BOUND |= {"bottleneck/limit_stream": 1.0, "bottleneck/limit_carry": 1.25, "bottleneck/limit_lookahead": 1.0}
+BOUND |= {"bottleneck/limit_stream": 1.0, "bottleneck/limit_defer": 1.25, "bottleneck/limit_lookahead": 1.0}
 
 
 def test_a_step_and_the_last_of_them_say_what_they_are_bound_by() -> None:
@@ -117,7 +117,7 @@ def test_a_step_and_the_last_of_them_say_what_they_are_bound_by() -> None:
     panel = Panel(where, 2, live=True)
     panel.on_step(0, step, {})
     where.print(panel.render())
-    assert "train-bound: the update takes 75 % of the step: carry more stragglers, at most" in out.getvalue()
+    assert "train-bound: the update takes 75 % of the step: defer more stragglers, at most" in out.getvalue()
 
 
 STUCK = Snapshot(0, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
@@ -173,8 +173,8 @@ def test_the_panel_keeps_steps_in_flight_apart() -> None:
 
 def test_the_latest_notices_are_shown_without_secrets_and_control_characters() -> None:
     panel = Panel(console(terminal=True)[0], 2, live=True)
-    for sentence in ("first", "second", "the judge failed at https://me:canary@host\x1b[31m", "[bold]last\nline"):
-        panel.on_notice(sentence)
+    for message in ("first", "second", "the judge failed at https://me:canary@host\x1b[31m", "[bold]last\nline"):
+        panel.on_notice(message)
     where, out = console(terminal=True)
     where.print(panel.render())
     said = [line.strip("│ ") for line in out.getvalue().splitlines()]

@@ -18,15 +18,15 @@ SVG = "{http://www.w3.org/2000/svg}"
 ACROSS = TIMELINE_WIDTH - LEFT - RIGHT
 
 
-def step(index: int, start: float, *spans: tuple[str, float, float], cut: float | None, carried: int = 0) -> TimedStep:
+def step(index: int, start: float, *spans: tuple[str, float, float], cut: float | None, deferred: int = 0) -> TimedStep:
     """Return a step of ten seconds; spans and cut count from its start."""
     made = [Span(track, "work", start + begin, start + end, index, ROLES[track]) for track, begin, end in spans]
-    return TimedStep(index, start, start + 10, None if cut is None else start + cut, carried, made)
+    return TimedStep(index, start, start + 10, None if cut is None else start + cut, deferred, made)
 
 
 BUSY = (("policy", 0.0, 4.0), ("reward model", 2.0, 5.0), ("trainer", 6.0, 10.0))
 SERIAL = Excerpt("serial", [step(3, 100.0, *BUSY, cut=4.0), step(4, 110.0, *BUSY, cut=4.0)])
-CARRYING = Excerpt("carrying", [step(7, 0.0, *BUSY, cut=4.0, carried=2), step(8, 10.0, *BUSY, cut=5.0)])
+CARRYING = Excerpt("carrying", [step(7, 0.0, *BUSY, cut=4.0, deferred=2), step(8, 10.0, *BUSY, cut=5.0)])
 
 
 def bars(picture: str) -> list[tuple[str, float, float]]:
@@ -78,7 +78,7 @@ def test_a_cut_is_a_dashed_line_and_what_it_carried_an_arrow_to_the_next_step() 
     assert words(picture).count("cut") == 2
     assert [each for each in words(picture) if "deferred" in each or "carried" in each] == [
         "2 responses deferred",
-        "dashed: the cut; arrows: responses carried into the next step",
+        "dashed: the cut; arrows: responses deferred to the next step",
     ]
     (head,) = (path.get("d", "") for path in ET.fromstring(picture).iter(f"{SVG}path"))
     assert head.startswith(f"M{ACROSS / 2:.1f} ")
@@ -124,7 +124,7 @@ def test_the_latest_steps_are_kept_with_what_models_did_in_them() -> None:
         keeper.on_item(number, "advantage", finish(number, 1), number + 0.75)
         keeper.on_span(Span("step", str(number), number, number + 1, number, kind="step"))
         keeper.on_step(number, report(number, (number,), 0.0), CHANNELS)
-    assert [(each.index, each.start, each.end, each.cut, each.carried) for each in keeper.steps] == [
+    assert [(each.index, each.start, each.end, each.cut, each.deferred) for each in keeper.steps] == [
         (1, 1.0, 2.0, 1.5, 1),
         (2, 2.0, 3.0, 2.5, 1),
     ]
@@ -156,7 +156,7 @@ def two_in_flight() -> Timekeeper:
 
 def test_steps_in_flight_are_kept_apart() -> None:
     first, second = two_in_flight().steps
-    assert [(each.index, each.cut, each.carried) for each in (first, second)] == [(0, 10.0, 1), (1, 18.0, 2)]
+    assert [(each.index, each.cut, each.deferred) for each in (first, second)] == [(0, 10.0, 1), (1, 18.0, 2)]
     assert [(span.label, span.end) for span in first.spans] == [("decode", 10.0), ("update", 20.0)]
     assert [(span.label, span.end) for span in second.spans] == [("decode", 18.0), ("update", 28.0)]
     assert [(span.step, span.end) for span in first.beside] == [(1, 18.0)]

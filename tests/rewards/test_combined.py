@@ -291,7 +291,7 @@ def test_an_urgent_call_reaches_models_as_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "sentence"),
+    ("parts", "message"),
     [
         ({}, "Rewards sums several rewards, and got none"),
         ({"long": length}, r"reward 'long' must be a weight and a reward, \(0.5, function\); got <function"),
@@ -299,8 +299,8 @@ def test_an_urgent_call_reaches_models_as_one() -> None:
         ({"long": (1, length)}, "reward 'long' is a function, which reads text: give Rewards the tokenizer's decode"),
     ],
 )
-def test_what_is_no_sum_of_rewards_is_refused(parts: dict[str, Weighted], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_what_is_no_sum_of_rewards_is_refused(parts: dict[str, Weighted], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Rewards(parts)
 
 
@@ -397,15 +397,15 @@ async def test_a_file_may_make_a_scorer_in_the_place_of_the_run(
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "message"),
     [
         ("nothing", "judges.py:nothing takes a place, so it must return a scorer, with extend, finish and forget; got"),
         ("broken", r"judges.py:broken raised OSError: no model here at .*judges.py:\d+ in broken"),
     ],
 )
-def test_what_makes_no_scorer_is_refused(tmp_path: Path, name: str, sentence: str) -> None:
+def test_what_makes_no_scorer_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "judges.py").write_text(PLACED)
-    with Thread("scorers") as place, pytest.raises(RewardError, match=sentence):
+    with Thread("scorers") as place, pytest.raises(RewardError, match=message):
         load_reward(f"{tmp_path / 'judges.py'}:{name}", str, place=place)
     with pytest.raises(RewardError, match="makes a scorer in a place, and got none"):
         load_reward(f"{tmp_path / 'judges.py'}:{name}", str)

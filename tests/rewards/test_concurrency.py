@@ -158,11 +158,11 @@ async def test_the_process_of_a_call_that_takes_too_long_and_heeds_nothing_is_de
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [({"concurrency": 0}, "concurrency must be at least 1, not 0"), ({"timeout": -1.0}, "timeout must be at least 0")],
 )
-def test_bad_numbers_are_refused(options: dict[str, float], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_bad_numbers_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         FunctionReward(sleeping, decode=str, **options)  # type: ignore[arg-type] # wrong on purpose
 
 

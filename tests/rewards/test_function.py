@@ -37,7 +37,7 @@ async def test_a_function_gets_aligned_lists_and_the_columns_it_names() -> None:
     seen: dict[str, object] = {}
 
     def reward(prompts: list[str], completions: list[str], answer: list[str]) -> list[float]:
-        seen.update(prompts=prompts, completions=completions, answer=answer, thread=threading.current_thread().name)
+        seen.update(prompts=prompts, completions=completions, answer=answer, place=threading.current_thread().name)
         return [1.0, 2.0]
 
     assert await FunctionReward(reward, decode).finish(TWO) == [1.0, 2.0]
@@ -92,7 +92,7 @@ async def test_nothing_finished_calls_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "sentence"),
+    ("returned", "message"),
     [
         ([1.0, None], "for rollout 8 it returned None (NoneType)"),
         ([float("nan"), 1.0], "for rollout 3 it returned nan (float)"),
@@ -107,14 +107,14 @@ async def test_nothing_finished_calls_nothing() -> None:
         ({1: 1, 2: 2}, "got {1: 1, 2: 2} (dict)"),
     ],
 )
-async def test_what_is_no_score_stops_the_run(returned: object, sentence: str) -> None:
+async def test_what_is_no_score_stops_the_run(returned: object, message: str) -> None:
     def reward(prompts: list[str], completions: list[str]) -> object:
         return returned
 
     with pytest.raises(RewardError) as caught:
         await FunctionReward(reward, decode).finish(TWO)
     assert "'reward'" in str(caught.value)
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
 
 
 async def test_a_function_that_raises_is_named_with_its_rollouts() -> None:
@@ -158,7 +158,7 @@ def test_a_function_is_loaded_by_file_and_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "name", "sentence"),
+    ("source", "name", "message"),
     [
         ("def g(prompts, completions): ...\ndef _h(): ...\n", "f", "has no 'f'; the functions and classes there are g"),
         ("", "f", "the functions and classes there are (none)"),
@@ -168,10 +168,10 @@ def test_a_function_is_loaded_by_file_and_name(tmp_path: Path) -> None:
         ("def f(:\n", "f", "cannot be run: SyntaxError: invalid syntax (mine.py, line 1)"),
     ],
 )
-def test_a_function_that_cannot_be_loaded_is_a_sentence(tmp_path: Path, source: str, name: str, sentence: str) -> None:
+def test_a_function_that_cannot_be_loaded_is_a_sentence(tmp_path: Path, source: str, name: str, message: str) -> None:
     with pytest.raises(RewardError) as caught:
         load_function(f"{module(tmp_path, source)}:{name}")
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_missing_file_or_another_kind_of_name_is_a_sentence(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_what_may_pass_is_asked_again_after_growing_pauses(
     assert called(judge) == [3, 5]
     gaps = [after - before for before, after in pairwise(asked)]
     assert [1 <= gaps[0] <= 1.25, 2 <= gaps[1] <= 2.25, 4 <= gaps[2] <= 4.25] == [True] * 3, gaps
-    assert [sentence.startswith(NAMED) for sentence in messages] == [True] * 3
+    assert [message.startswith(NAMED) for message in messages] == [True] * 3
     assert messages[-1].endswith("; attempt 4 of 4 follows in about 4 s")
 
 
@@ -99,7 +99,7 @@ def test_the_pause_is_what_the_service_asks_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "sentence"),
+    ("answer", "message"),
     [
         (httpx.Response(400, text="no\nsuch  model"), "answered 400 Bad Request: no such model"),
         (httpx.Response(401), "answered 401 Unauthorized"),
@@ -107,9 +107,9 @@ def test_the_pause_is_what_the_service_asks_for() -> None:
         (httpx.Response(200, json={"score": 1}), r"answered something without scores \(KeyError: 'scores'\)"),
     ],
 )
-def test_what_will_not_pass_is_final(answer: httpx.Response, sentence: str) -> None:
+def test_what_will_not_pass_is_final(answer: httpx.Response, message: str) -> None:
     judge, asked = served(answer)
-    with pytest.raises(ServiceFailure, match=f"{NAMED} {sentence}"):
+    with pytest.raises(ServiceFailure, match=f"{NAMED} {message}"):
         called(judge)
     assert len(asked) == 1
 
@@ -394,7 +394,7 @@ BOMB = gzip.compress(gzip.compress(b" " * 50_000_000))
 
 
 @pytest.mark.parametrize(
-    ("answer", "sentence"),
+    ("answer", "message"),
     [
         (answering(BOMB, b"Content-Encoding: gzip, gzip"), r"compressed its answer \(gzip, gzip\)"),
         (answering(gzip.compress(BOMB), b"Content-Encoding: GZip"), "compressed its answer"),
@@ -406,16 +406,16 @@ BOMB = gzip.compress(gzip.compress(b" " * 50_000_000))
     ids=range(6),
 )
 async def test_an_answer_is_bounded_before_it_is_read(
-    answer: Callable[[anyio.abc.SocketStream], Awaitable[None]], sentence: str
+    answer: Callable[[anyio.abc.SocketStream], Awaitable[None]], message: str
 ) -> None:
     async with listening(answer) as url:
         judge = HttpReward(url, attempts=1, most_bytes=100_000)
-        if not sentence:
+        if not message:
             assert await judge(["a"], ["b"]) == [0.25]
             return
         tracemalloc.start()
         try:
-            with pytest.raises(ServiceFailure, match=sentence):
+            with pytest.raises(ServiceFailure, match=message):
                 await judge(["a"], ["b"])
             assert tracemalloc.get_traced_memory()[1] < 10_000_000
         finally:
@@ -458,7 +458,7 @@ async def test_a_service_that_is_slow_or_flaps_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "sentence"),
+    ("answer", "message"),
     [
         (hang, "did not answer within 0.3 s"),
         (trickle, "did not answer within 0.3 s"),
@@ -470,14 +470,14 @@ async def test_a_service_that_is_slow_or_flaps_is_waited_for() -> None:
 )
 @pytest.mark.parametrize("kept", [False, True])
 async def test_a_service_that_hangs_trickles_babbles_or_pours_is_a_failure(
-    answer: Callable[[anyio.abc.SocketStream], Awaitable[None]], sentence: str, kept: bool
+    answer: Callable[[anyio.abc.SocketStream], Awaitable[None]], message: str, kept: bool
 ) -> None:
     async with listening(answer) as url, AsyncExitStack() as run:
         most = 1_000_000 if answer is nest else 100_000
         judge = HttpReward(url, timeout=10 if answer in {pour, nest} else 0.3, attempts=2, pause=0.01, most_bytes=most)
         if kept:
             await run.enter_async_context(judge)
-        with anyio.fail_after(30), pytest.raises(ServiceFailure, match=sentence):
+        with anyio.fail_after(30), pytest.raises(ServiceFailure, match=message):
             await judge(["a"], ["b"])
 
 
@@ -490,8 +490,8 @@ async def test_a_service_that_hangs_is_left_alone_until_it_answers_a_call(messag
     async with listening(wake_up) as url:
         judge = HttpReward(url, open_after=2, rest=0.3)
         async with judge:
-            for sentence in ("took longer than 0.1 s", "took longer than 0.1 s", "is not asked for another"):
-                with pytest.raises(RewardFailure, match=sentence):
+            for message in ("took longer than 0.1 s", "took longer than 0.1 s", "is not asked for another"):
+                with pytest.raises(RewardFailure, match=message):
                     await FunctionReward(judge, decode=str, timeout=0.1).finish(finished(1))
             awake = True
             await anyio.sleep(0.4)
@@ -521,15 +521,15 @@ async def test_the_failure_of_a_service_names_no_line_of_a_library_and_no_privat
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"url": "localhost:8000"}, "expected the URL of a service, such as http://localhost:8000/score; got 'localho"),
         ({"attempts": 0}, "attempts must be at least 1, not 0"),
         ({"timeout": -1}, "timeout must be at least 0"),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_bad_arguments_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         HttpReward(**{"url": URL, **options})  # type: ignore[arg-type] # wrong on purpose
 
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong with what a run is given is a sentence: what was expected, what came, what to do."""
+"""Whatever is wrong with what a run is given is a message: what was expected, what came, what to do."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _one_thread_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "sentences"),
+    ("override", "messages"),
     [
         ("data.column=question", ["line 1: no column 'question'; the columns there are prompt, goal"]),
         ("data.prompts=empty.jsonl", ["empty.jsonl, line 2, column 'prompt': the prompt is empty"]),
@@ -102,20 +102,20 @@ def _one_thread_here() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_refused_before_anything_is_written(
-    workplace: Path, override: str, sentences: list[str], capsys: pytest.CaptureFixture[str]
+    workplace: Path, override: str, messages: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(workplace.rglob("*"))
     assert oppo(workplace, "", "run.name=refused", *override.split(" ")) == 2
     said = capsys.readouterr().err
     assert "error: " in said
     assert "Traceback" not in said
-    for sentence in sentences:
-        assert sentence in said
+    for message in messages:
+        assert message in said
     assert sorted(workplace.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("overrides", "message"),
     [
         (
             "rewards.0.source=reward.py:odd data.prompts=clash.jsonl",
@@ -127,11 +127,11 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(
     ],
 )
 def test_columns_that_a_reward_needs_are_checked_before_a_model_is_loaded(
-    workplace: Path, overrides: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    workplace: Path, overrides: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(workplace, "", "run.name=refused", *overrides.split(" ")) == 2
     said = capsys.readouterr().err
-    assert sentence in said
+    assert message in said
     assert "loading" not in said
 
 
@@ -153,7 +153,7 @@ def test_carrying_where_all_responses_are_equally_long_is_said_to_gain_nothing(
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "sentence"),
+    ("how", "code", "message"),
     [
         ("filter", 0, "12 of 20 prompts of {file} are longer than 3 tokens: left out"),
         ("truncate", 0, "12 of 20 prompts of {file} are longer than 3 tokens: their beginnings are cut off"),
@@ -161,10 +161,10 @@ def test_carrying_where_all_responses_are_equally_long_is_said_to_gain_nothing(
     ],
 )
 def test_over_long_prompts_are_counted(
-    workplace: Path, how: str, code: int, sentence: str, capsys: pytest.CaptureFixture[str]
+    workplace: Path, how: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(workplace, "--dry-run", "run.name=long", "data.max_prompt_tokens=3", f"data.over_long={how}") == code
-    assert sentence.format(file=workplace / "prompts.jsonl") in capsys.readouterr().err
+    assert message.format(file=workplace / "prompts.jsonl") in capsys.readouterr().err
 
 
 def test_a_second_run_in_the_same_directory_is_told_who_is_there(
@@ -255,7 +255,7 @@ def wide(folder: Path, role: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited, and its use told, on Linux")
 @pytest.mark.parametrize(
-    ("role", "overrides", "sentence"),
+    ("role", "overrides", "message"),
     [
         (
             "reward",
@@ -273,14 +273,14 @@ def wide(folder: Path, role: str) -> None:
     ids=["serving", "training"],
 )
 def test_a_process_that_may_have_no_more_memory_says_which_model_wanted_it(
-    tmp_path: Path, role: str, overrides: str, sentence: str
+    tmp_path: Path, role: str, overrides: str, message: str
 ) -> None:
     furnish(tmp_path)
     wide(tmp_path, role)
     limit = LIMITED.replace("ROOM", str(200 << 20))  # the least that is asked for at once is 240 MiB
     code, _, said = run(tmp_path, *overrides.split(), before=limit, MALLOC_ARENA_MAX="1")
     assert code == 1, said
-    assert sentence in said
+    assert message in said
     assert "Traceback" not in said
     assert records(tmp_path, "first", "log.jsonl")[-1]["event"] == "failed"
 
@@ -375,7 +375,7 @@ def test_a_reward_that_fails_for_some_is_trained_on_the_others(workplace: Path) 
 
 
 @pytest.mark.parametrize(
-    ("settings", "steps", "sentence"),
+    ("settings", "steps", "message"),
     [
         ("run.max_empty=2 run.steps=9", 2, "error: no rollout was trained in 2 steps in a row (8 x reward function "),
         (
@@ -386,14 +386,14 @@ def test_a_reward_that_fails_for_some_is_trained_on_the_others(workplace: Path) 
     ],
 )
 def test_a_run_that_trains_nothing_ends_with_the_reasons_and_a_code_of_its_own(
-    workplace: Path, settings: str, steps: int, sentence: str, capsys: pytest.CaptureFixture[str]
+    workplace: Path, settings: str, steps: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"nothing-{steps}-{len(settings)}"
     overrides = ("rewards.0.source=reward.py:broken", "rewards.0.on_failure=drop", "run.panel=off", *settings.split())
     assert oppo(workplace, "", f"run.name={name}", *overrides) == UNTRAINED
     made = records(workplace, name, "metrics.jsonl")
     assert [(each["trained"], each["dropped"], each["version"]) for each in made] == [(0, 4, 1), (0, 4, 2)]
-    assert sentence in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert json.loads((workplace / "runs" / name / "summary.json").read_text())["complete"] is False
     assert records(workplace, name, "log.jsonl")[-1]["event"] == "failed"
 

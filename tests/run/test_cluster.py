@@ -1,4 +1,4 @@
-"""``[placement]`` with a cluster: which models are elsewhere, what is refused, and what is counted here."""
+"""``[placement]`` with a cluster: which models are remote, what is refused, and what is counted here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def settings(folder: Path, *overrides: str) -> Settings:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "elsewhere"),
+    ("overrides", "remote"),
     [
         ((), {"reference", "reward", "critic"}),
         ((BOTH,), {"reference", "reward", "critic", "trainer"}),
@@ -43,15 +43,15 @@ def settings(folder: Path, *overrides: str) -> Settings:
         (('placement.remote=["policy", "critic"]',), {"policy", "critic"}),
     ],
 )
-def test_every_model_that_can_be_elsewhere_is_unless_some_are_named(
-    folder: Path, overrides: tuple[str, ...], elsewhere: set[str]
+def test_every_model_that_can_be_remote_is_unless_some_are_named(
+    folder: Path, overrides: tuple[str, ...], remote: set[str]
 ) -> None:
-    assert settings(folder, CLUSTER, *overrides).elsewhere == elsewhere
-    assert not settings(folder, *overrides).elsewhere
+    assert settings(folder, CLUSTER, *overrides).remote == remote
+    assert not settings(folder, *overrides).remote
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("overrides", "message"),
     [
         (('placement.remote=["trainer"]',), "'trainer', and its first rank is here"),
         (('placement.remote=["reward"]', "rewards.0.source=reward.py:short", "models.critic=actor"), "names no model"),
@@ -74,8 +74,8 @@ def test_every_model_that_can_be_elsewhere_is_unless_some_are_named(
         ),
     ],
 )
-def test_what_cannot_be_elsewhere_is_refused_by_name(folder: Path, overrides: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
+def test_what_cannot_be_remote_is_refused_by_name(folder: Path, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         settings(folder, CLUSTER, *overrides)
 
 
@@ -128,7 +128,7 @@ def test_an_exact_run_goes_on_with_another_cluster_and_not_without(
 def test_memory_of_other_machines_is_shown_and_not_counted_here(folder: Path) -> None:
     there = settings(folder, CLUSTER, BOTH, "models.device=cpu")
     needs = {each.model: each for each in expected(there, devices_of(there), None)}
-    assert {name for name, each in needs.items() if each.elsewhere} == {
+    assert {name for name, each in needs.items() if each.remote} == {
         "reference",
         "reward",
         "critic",
@@ -140,14 +140,14 @@ def test_memory_of_other_machines_is_shown_and_not_counted_here(folder: Path) ->
     assert [each.model for each in counted] == ["policy", "trainer, whole weights", "trainer, rank 0"]
 
 
-def test_a_policy_elsewhere_decodes_there_and_is_trained_here(folder: Path) -> None:
+def test_a_remote_policy_decodes_there_and_is_trained_here(folder: Path) -> None:
     there = settings(folder, CLUSTER, 'placement.remote=["policy"]', "placement.policy=cuda", "models.device=cpu")
     assert there.shares_weights, "the critic, which is served here, is the one that is trained"
     devices = devices_of(there)
     assert (str(devices.policy), str(devices.actor), str(devices.proximal)) == ("cuda", "cpu", "cpu")
     assert [str(device) for device in devices.distinct()] == ["cpu"]
     needs = {each.model: each for each in expected(there, devices, None)}
-    assert {name for name, each in needs.items() if each.elsewhere} == {"policy"}
+    assert {name for name, each in needs.items() if each.remote} == {"policy"}
     assert needs["policy"].where == "cuda in the cluster"
     assert needs["trainer"].bytes.weights == needs["policy"].bytes.weights, "the critic's are shared"
 

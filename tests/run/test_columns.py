@@ -1,4 +1,4 @@
-"""What the data's columns hold is the data's business: rollouts that have them are carried over a resume."""
+"""What the data's columns hold is the data's business: rollouts that have them are deferred a resume."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_columns_of_any_type_come_back_with_a_carried_rollout_as_they_were(tmp_p
     parquet.write_table(pa.table(table), folder / "prompts.parquet")
     data = ("rewards.0.source=checked.py:score", "data.prompts=prompts.parquet", "run.checkpoint_every=1")
     assert oppo(folder, "", *data) == DONE
-    assert records(folder, "first", "metrics.jsonl")[0]["deferred"], "something was carried"
+    assert records(folder, "first", "metrics.jsonl")[0]["deferred"], "something was deferred"
     shutil.rmtree(folder / "runs" / "first" / "checkpoints" / "step-000002")
     assert resume(folder, "first", "run.steps=4") == DONE
     assert len(records(folder, "first", "metrics.jsonl")) == 4

@@ -1,4 +1,4 @@
-"""Whatever is damaged, foreign or lying in what a run loads is a sentence with its name: no traceback, and no hang."""
+"""Whatever is damaged, foreign or lying in what a run loads is a message with its name: no traceback, and no hang."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def _one_thread_here() -> None:
     torch.set_num_threads(1)
 
 
-def refused(code: int, capsys: pytest.CaptureFixture[str], *sentences: str) -> None:
+def refused(code: int, capsys: pytest.CaptureFixture[str], *messages: str) -> None:
     """Check that a command ended with these words, and as it does where something cannot be used."""
     said = capsys.readouterr().err
     assert code == 2, said
     assert "Traceback" not in said
-    for sentence in sentences:
-        assert sentence in said
+    for message in messages:
+        assert message in said
 
 
 def says(file: str, text: str | bytes) -> Damage:
@@ -204,12 +204,12 @@ MODELS: dict[str, tuple[Damage, str]] = {
 def test_a_model_that_is_not_what_it_says_is_refused_by_name(
     workplace: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage, sentence = MODELS[name]
+    damage, message = MODELS[name]
     model = workplace / "models" / name
     shutil.copytree(workplace / "actor", model)
     damage(model)
     code = oppo(workplace, "--dry-run", f"models.policy={model}")
-    refused(code, capsys, "error: models.policy: ", sentence.replace("{model}", str(model)))
+    refused(code, capsys, "error: models.policy: ", message.replace("{model}", str(model)))
 
 
 def test_weights_in_shards_of_the_directory_are_read(workplace: Path) -> None:
@@ -220,7 +220,7 @@ def test_weights_in_shards_of_the_directory_are_read(workplace: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "message"),
     [
         (
             "models.policy=./actr",
@@ -255,7 +255,7 @@ def test_weights_in_shards_of_the_directory_are_read(workplace: Path) -> None:
     ids=lambda text: text[:40].replace("\0", "NUL"),
 )
 def test_a_name_that_leads_nowhere_is_refused_by_name(
-    workplace: Path, override: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    workplace: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for pipe in ("pipe.jsonl", "pipe.parquet", "pipe.py"):
         if not (workplace / pipe).exists():
@@ -264,7 +264,7 @@ def test_a_name_that_leads_nowhere_is_refused_by_name(
         if not os.path.lexists(workplace / link):
             (workplace / link).symlink_to(target)
     (workplace / "directory.jsonl").mkdir(exist_ok=True)
-    refused(oppo(workplace, "", "run.name=nowhere", override), capsys, sentence)
+    refused(oppo(workplace, "", "run.name=nowhere", override), capsys, message)
     assert not (workplace / "runs").exists()
 
 
@@ -272,7 +272,7 @@ CHAT = '{"prompt": [{"role": "user", "content": "w3"}]}'
 
 
 @pytest.mark.parametrize(
-    ("row", "template", "sentence"),
+    ("row", "template", "message"),
     [
         (r'{"prompt": "\ud800 w3"}', "", r"column 'prompt': the policy's tokenizer cannot read '\ud800 w3' (str): "),
         (f'{{"prompt": "w3", "goal": {DIGITS}}}', "", "not valid JSON: Exceeds the limit"),
@@ -285,18 +285,18 @@ CHAT = '{"prompt": [{"role": "user", "content": "w3"}]}'
     ids=["a lone surrogate", "a long number", "deep", "raises", "undefined", "syntax", "divides by zero"],
 )
 def test_a_row_that_cannot_be_read_is_named_with_its_line(
-    workplace: Path, row: str, template: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    workplace: Path, row: str, template: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = workplace / "talking"
     shutil.copytree(workplace / "actor", model, dirs_exist_ok=True)
     (model / "chat_template.jinja").write_text(template)
     (workplace / "rows.jsonl").write_text(f'{{"prompt": "w3"}}\n{row}\n')
     code = oppo(workplace, "--dry-run", f"models.policy={model}", "data.prompts=rows.jsonl")
-    refused(code, capsys, f"error: {workplace / 'rows.jsonl'}, line 2", sentence)
+    refused(code, capsys, f"error: {workplace / 'rows.jsonl'}, line 2", message)
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("make", "message"),
     [
         (os.mkfifo, "cannot read the configuration {file}: it is no regular file"),
         (Path.mkdir, "cannot read the configuration {file}: "),
@@ -309,11 +309,11 @@ def test_a_row_that_cannot_be_read_is_named_with_its_line(
     ids=["pipe", "directory", "device", "loop", "not UTF-8", "deep", "a long number"],
 )
 def test_settings_that_cannot_be_read_are_refused_by_file(
-    tmp_path: Path, make: Damage, sentence: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, make: Damage, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "config.toml"
     make(file)
-    refused(main(["train", str(file)]), capsys, "error: ", sentence.format(file=file))
+    refused(main(["train", str(file)]), capsys, "error: ", message.format(file=file))
 
 
 def test_a_nul_in_the_name_of_the_settings_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,7 +156,7 @@ def test_a_trial_makes_one_longest_step_and_saves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "message"),
     [
         ("models.policy=nowhere", "models.policy"),
         ("rewards.0.source=actor", "rewards.0"),
@@ -165,7 +165,7 @@ def test_a_trial_makes_one_longest_step_and_saves_nothing(
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(
-    folder: Path, override: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = doctor(folder, "--set", override)
     said = capsys.readouterr()
@@ -175,7 +175,7 @@ def test_what_cannot_be_used_is_refused_by_name(
         said = capsys.readouterr()
     else:
         assert code == UNUSABLE
-    assert sentence in said.err
+    assert message in said.err
     assert "Traceback" not in said.err
 
 

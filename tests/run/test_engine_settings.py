@@ -68,7 +68,7 @@ def test_tokens_of_vllm_are_weighted_unless_the_file_says_how(tmp_path: Path, al
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "message"),
     [
         (
             "run.deterministic=true",
@@ -78,9 +78,9 @@ def test_tokens_of_vllm_are_weighted_unless_the_file_says_how(tmp_path: Path, al
         ("sampling.top_p=0.9", "sampling.top_p = 0.9 draws from the most likely tokens, and vLLM does not say which"),
     ],
 )
-def test_what_vllm_cannot_do_is_refused_with_the_way_out(tmp_path: Path, override: str, sentence: str) -> None:
+def test_what_vllm_cannot_do_is_refused_with_the_way_out(tmp_path: Path, override: str, message: str) -> None:
     said = refused(tmp_path, ON_VLLM, override)
-    assert said.startswith(sentence)
+    assert said.startswith(message)
     assert said.endswith("set models.engine = 'transformers'")
     loaded(tmp_path, "", override)
 

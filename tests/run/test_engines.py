@@ -78,7 +78,7 @@ class StandInPolicy(HfPolicy):
         self._engine = engine
         self.reporter = Reporter("policy")
         model = load_causal(engine.directory)
-        super().__init__(model, sampling=sampling, thread=engine.thread, kv_on_sync=kv_on_sync, decode=decode)
+        super().__init__(model, sampling=sampling, place=engine.thread, kv_on_sync=kv_on_sync, decode=decode)
 
     async def load(self, weights: Weights) -> None:
         with self.reporter.reported("load"):
@@ -173,7 +173,7 @@ def test_a_run_is_resumed_on_its_checkpoints_weights(workplace: Path, stand_in: 
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "message"),
     [
         ("vllm.max_num_seq=3", "unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)"),
         ("run.deterministic=true", "run.deterministic makes every bit independent of timing"),
@@ -181,11 +181,11 @@ def test_a_run_is_resumed_on_its_checkpoints_weights(workplace: Path, stand_in: 
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded(
-    workplace: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str], override: str, sentence: str
+    workplace: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
     assert on_vllm(workplace, "refused", override) == 2
     said = capsys.readouterr().err
-    assert sentence in said
+    assert message in said
     assert "loading" not in said
     assert not stand_in
     assert not (workplace / "runs" / "refused").exists()

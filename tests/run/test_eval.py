@@ -256,7 +256,7 @@ def test_a_reward_that_fails_on_held_out_prompts_fails_as_in_training(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("overrides", "message"),
     [
         (("eval.every=5",), "[eval] has every, and nothing is evaluated without held-out prompts: give eval.prompts"),
         (("eval.prompts=none.jsonl",), "there is no prompt file "),
@@ -269,7 +269,7 @@ def test_a_reward_that_fails_on_held_out_prompts_fails_as_in_training(
     ],
 )
 def test_what_cannot_be_evaluated_is_a_sentence(
-    folder: Path, overrides: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, overrides: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(folder, "", *overrides, "run.name=refused") == UNUSABLE
-    assert sentence in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -140,7 +140,7 @@ def test_a_copy_on_another_device_has_all_parameters_there_and_leaves_the_origin
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("overrides", "message"),
     [
         (("placement.policy=gpu",), "placement.policy: expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1'"),
         (("placement.reward=cuda:7",), "placement.reward: there is no 'cuda:7' here"),
@@ -159,10 +159,10 @@ def test_a_copy_on_another_device_has_all_parameters_there_and_leaves_the_origin
 )
 @pytest.mark.skipif(torch.cuda.device_count() > 7, reason="names devices that are not there")
 def test_what_cannot_be_placed_is_refused_by_name(
-    folder: Path, overrides: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, overrides: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(folder, "", "run.name=refused", *overrides) == UNUSABLE
     said = capsys.readouterr().err
-    assert sentence in said
+    assert message in said
     assert "loading" not in said
     assert not (folder / "runs" / "refused").exists()

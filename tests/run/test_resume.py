@@ -128,7 +128,7 @@ def test_a_state_that_was_loaded_is_the_state_until_the_first_step() -> None:
         other = Generate(FakePolicy(), pipeline.generate.admission)
         other.load_state_dict(state)
         tokens = [[each["tokens"].tolist() for each in unit["rollouts"]] for unit in state["units"]]
-        assert any(map(any, tokens)), "something half-written is carried"
+        assert any(map(any, tokens)), "something half-written is deferred"
         assert [
             [each["tokens"].tolist() for each in unit["rollouts"]] for unit in other.state_dict()["units"]
         ] == tokens

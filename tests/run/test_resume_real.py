@@ -431,7 +431,7 @@ def test_settings_that_were_edited_by_hand_are_refused(folder: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
         ({"provenance": 3}, "does not say what its run was made of (TypeError: "),
         ({"run": {}}, "does not fit this run (KeyError: 'stages')"),
@@ -439,7 +439,7 @@ def test_settings_that_were_edited_by_hand_are_refused(folder: Path, capsys: pyt
     ],
 )
 def test_a_state_that_was_edited_by_hand_is_a_sentence(
-    folder: Path, change: dict[str, object], sentence: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, change: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(folder / "runs" / "forged", ignore_errors=True)
     run = copied(folder, "whole", "forged")
@@ -447,7 +447,7 @@ def test_a_state_that_was_edited_by_hand_is_a_sentence(
     reseal(checkpoint, json.loads((checkpoint / "state.json").read_text()) | change)
     assert resume(folder, "forged", "run.steps=7") != DONE
     said = capsys.readouterr().err
-    assert sentence in said
+    assert message in said
     assert "Traceback" not in said
 
 

@@ -95,7 +95,7 @@ def test_a_run_is_the_same_bit_for_bit_when_a_bridged_model_reads_in_a_process(w
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentences"),
+    ("overrides", "messages"),
     [
         ("rewards.0.source=encoder", ["is a sentence encoder", "set rewards.0.column"]),
         ("rewards.0.source=bert rewards.0.column=goal", ["is no sentence encoder", "leave it out"]),
@@ -110,12 +110,12 @@ def test_a_run_is_the_same_bit_for_bit_when_a_bridged_model_reads_in_a_process(w
     ],
 )
 def test_what_does_not_fit_the_kind_is_refused_by_name(
-    workplace: Path, capsys: pytest.CaptureFixture[str], overrides: str, sentences: list[str]
+    workplace: Path, capsys: pytest.CaptureFixture[str], overrides: str, messages: list[str]
 ) -> None:
     assert oppo(workplace, "", "run.name=refused", *overrides.split(" ")) == 2
     said = capsys.readouterr().err
     assert "rewards.0" in said
-    assert all(sentence in said for sentence in sentences), said
+    assert all(message in said for message in messages), said
     assert not (workplace / "runs" / "refused").exists()
 
 
@@ -144,13 +144,13 @@ def test_every_kind_is_one_of_several_rewards(workplace: Path, capsys: pytest.Ca
     (workplace / "rewards.py").write_text(SHORT)
     lines = run(workplace, "every-kind", EVERY_KIND.replace("\n", " "))
     said = capsys.readouterr().err
-    for sentence in (
+    for message in (
         f"rewards.1: {workplace / 'chatty'} ",
         f"rewards.2: {workplace / 'steps'} rewards steps",
         f"rewards.3: {workplace / 'several/bert'} (BertForSequenceClassification) scores whole responses",
         f"rewards.4: {workplace / 'encoder'} (BertModel) scores responses by their similarity",
     ):
-        assert sentence in said
+        assert message in said
     weights = {"plain": 1, "bridged": 0.5, "stepwise": 1, "judged": 1, "alike": 1, "short": 0.1}
     for line in lines:
         step = {name: value for name, value in line.items() if isinstance(value, int | float)}
@@ -170,7 +170,7 @@ def test_a_critic_starts_from_the_first_reward_model_that_can_be_one(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentences"),
+    ("overrides", "messages"),
     [
         ("rewards=[{name='a',source='encoder'}]", ["rewards.0: ", "set rewards.0.column"]),
         ("rewards=[{name='a',source='bert',column='goal'}]", ["rewards.0: ", "rewards.0.column = 'goal'"]),
@@ -195,12 +195,12 @@ def test_a_critic_starts_from_the_first_reward_model_that_can_be_one(
     ],
 )
 def test_one_of_several_that_does_not_fit_is_refused_by_its_name(
-    workplace: Path, capsys: pytest.CaptureFixture[str], overrides: str, sentences: list[str]
+    workplace: Path, capsys: pytest.CaptureFixture[str], overrides: str, messages: list[str]
 ) -> None:
     (workplace / "rewards.py").write_text(SHORT)
     assert oppo(workplace, "", "run.name=refused", *overrides.split(" ")) == 2
     said = capsys.readouterr().err
-    assert all(sentence in said for sentence in sentences), said
+    assert all(message in said for message in messages), said
     assert not (workplace / "runs" / "refused").exists()
 
 

@@ -69,18 +69,18 @@ def _one_thread_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "message"),
     [
         ("hedged", "reward function 'hedged' raised CancelledError at "),
         ("leaving", "reward function 'leaving' raised SystemExit: 0 at "),
     ],
 )
 def test_what_a_reward_does_to_end_a_run_is_a_failure_of_it(
-    folder: Path, name: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(folder, "", f"rewards.0.source=mischief.py:{name}", f"run.name={name}", "run.steps=9") == FAILED
     output = capsys.readouterr().err
-    assert sentence in output
+    assert message in output
     assert f"{folder / 'mischief.py'}:" in output
     assert "in stage 'reward' of graph 'ppo', step " in output
     assert "Traceback" not in output

@@ -103,7 +103,7 @@ def test_without_weights_every_prompt_comes_once_in_an_epoch(folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("prompts", "sentence"),
+    ("prompts", "message"),
     [
         ("[]", "data.prompts: expected a file, a directory or a dataset's name, or a list of such with their weights"),
         ("7", "data.prompts: expected a file, a directory or a dataset's name, or a list of such"),
@@ -118,11 +118,11 @@ def test_without_weights_every_prompt_comes_once_in_an_epoch(folder: Path) -> No
     ],
 )
 def test_what_is_no_source_is_a_sentence(
-    folder: Path, prompts: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, prompts: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(folder, "", f"data.prompts={prompts}") == UNUSABLE
     said = capsys.readouterr().err
-    assert sentence in " ".join(said.split())
+    assert message in " ".join(said.split())
     assert "loading" not in said
 
 

@@ -108,7 +108,7 @@ def test_a_tool_that_fails_ends_the_run_with_its_words_or_drops_its_rollouts(fol
 
 
 @pytest.mark.parametrize(
-    ("setting", "sentence"),
+    ("setting", "message"),
     [
         ("environment.source=nothing.py:tool", "there is no file .*nothing.py"),
         ("environment.source=tools.py:nothing", "has no 'nothing'; the functions and classes there are"),
@@ -117,10 +117,10 @@ def test_a_tool_that_fails_ends_the_run_with_its_words_or_drops_its_rollouts(fol
     ],
 )
 def test_what_is_no_environment_is_refused(
-    folder: Path, setting: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, setting: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(folder, "--dry-run", *TURNS, "run.name=refused", setting) == UNUSABLE
     captured = capsys.readouterr()
     text = " ".join((captured.err + captured.out).split())
 
-    assert re.search(sentence, text), text
+    assert re.search(message, text), text

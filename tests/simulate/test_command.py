@@ -72,7 +72,7 @@ def test_a_finished_run_is_simulated_in_every_schedule(workplace: Path, capsys: 
     assert found["baseline"] == "as it ran"
     assert {"as it ran", *SCHEDULES} <= found["schedules"].keys()
     own = found["schedules"]["as it ran"]
-    assert own["about"] == "overcommit, 2 carried, chunk 4"
+    assert own["about"] == "overcommit, 2 deferred, chunk 4"
     assert own["speed"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
     measured = [float(str(each["seconds"])) for each in records(workplace, "finished", "metrics.jsonl")[2:]]
     assert min(measured) / 2 < own["seconds"]["mean"] < 2 * max(measured)
@@ -121,7 +121,7 @@ def test_a_profile_is_simulated(workplace: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         (["--from", "runs/nowhere"], "there is no run in runs/nowhere: expected the file runs/nowhere/metrics.jsonl"),
         (["--from", "runs/unfinished"], "the run in runs/unfinished has not finished"),
@@ -142,7 +142,7 @@ def test_a_profile_is_simulated(workplace: Path, capsys: pytest.CaptureFixture[s
 )
 def test_what_cannot_be_simulated_is_said_in_a_sentence(
     arguments: list[str],
-    sentence: str,
+    message: str,
     workplace: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -150,7 +150,7 @@ def test_what_cannot_be_simulated_is_said_in_a_sentence(
     monkeypatch.chdir(workplace)
     assert main(["simulate", *arguments]) == 2
     printed = capsys.readouterr().err
-    assert sentence in printed.replace("\n", " ")
+    assert message in printed.replace("\n", " ")
     assert "Traceback" not in printed
 
 
@@ -185,7 +185,7 @@ def test_records_that_hold_something_else_are_a_sentence(
     other: tuple[str, str, str], workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(workplace)
-    file, line, sentence = other
+    file, line, message = other
     record = workplace / "runs" / "finished" / file
     text = record.read_text()
     try:
@@ -194,5 +194,5 @@ def test_records_that_hold_something_else_are_a_sentence(
     finally:
         record.write_text(text)
     said = capsys.readouterr().err
-    assert sentence in said
+    assert message in said
     assert "Traceback" not in said

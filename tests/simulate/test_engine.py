@@ -26,11 +26,11 @@ def cost(rows: int, tokens: int) -> float:
 
 @dataclass
 class Rollout:
-    """What happens to a rollout: it joins, and may be parked."""
+    """What happens to a rollout: it joins, and may be paused."""
 
     length: int
     joins: float = 0.0
-    parked: float = 1e6
+    paused: float = 1e6
     made: int = 0
     ended: float = -1.0
 
@@ -55,20 +55,20 @@ class StepByStep:
                 continue
             version = sum(load <= self.now for load in self.loads)
             end = self.now + cost(len(live), sum(each.made for each in live))
-            left = max(each.parked for each in live)
+            left = max(each.paused for each in live)
             if left <= end and not any(self.now < each.joins <= left for each in self.rollouts):
                 self.now = left  # a step without rows is not made to its end
                 continue
             self.now = end
             for each in live:
-                if each.parked > self.now:
+                if each.paused > self.now:
                     each.made += 1
                     self.versions.setdefault(id(each), []).append(version)
                     if each.made == each.length:
                         each.ended = self.now
 
     def live(self, each: Rollout) -> bool:
-        return each.joins <= self.now < each.parked and each.made < each.length
+        return each.joins <= self.now < each.paused and each.made < each.length
 
 
 times = st.integers(1, 400).filter(lambda n: n % 7).map(lambda n: n / 7)  # never a time at which a decode step ends
@@ -81,14 +81,14 @@ def rollouts(draw: st.DrawFn) -> list[Rollout]:
     for each in made:
         if draw(st.booleans()):
             sevenths = round(7 * each.joins)
-            each.parked = draw(st.integers(1, 400).map(sevenths.__add__).filter(lambda n: n % 7)) / 7
+            each.paused = draw(st.integers(1, 400).map(sevenths.__add__).filter(lambda n: n % 7)) / 7
     return made
 
 
 @pytest.mark.schedules
 @given(rollouts(), st.lists(times, max_size=3, unique=True).map(sorted), st.integers(1, 9))
 def test_jumps_change_no_time_no_token_and_no_version(given: list[Rollout], loads: list[float], limit: int) -> None:
-    oracle = StepByStep([Rollout(each.length, each.joins, each.parked) for each in given], loads)
+    oracle = StepByStep([Rollout(each.length, each.joins, each.paused) for each in given], loads)
     oracle.run()
     ends: dict[int, float] = {}
 
@@ -107,7 +107,7 @@ def test_jumps_change_no_time_no_token_and_no_version(given: list[Rollout], load
                 await decoding.add([decodes[k]])
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(read, k)
-                await anyio.sleep_until(given[k].parked)
+                await anyio.sleep_until(given[k].paused)
                 policy.stop([decodes[k]])
 
         async def read(k: int) -> None:

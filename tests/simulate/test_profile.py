@@ -39,7 +39,7 @@ def profile(**sections: dict[str, object] | None) -> Profile:
 
 
 @pytest.mark.parametrize(
-    ("sections", "sentence"),
+    ("sections", "message"),
     [
         ({"layout": {"gpu": "h20"}}, r"layout\.gpu: there is no GPU 'h20' \(did you mean 'h200'\?\); known are a100"),
         ({"layout": {"gpu": "H100"}}, r"no GPU 'H100' \(did you mean 'h100'\?\)"),
@@ -65,9 +65,9 @@ def profile(**sections: dict[str, object] | None) -> Profile:
     ],
 )
 def test_a_wrong_profile_is_named_with_what_was_expected(
-    sections: dict[str, dict[str, object] | None], sentence: str
+    sections: dict[str, dict[str, object] | None], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=message):
         profile(**sections)
 
 

@@ -140,7 +140,7 @@ def test_a_table_has_a_line_for_each_schedule_and_says_what_each_does() -> None:
     assert any(line.startswith("chunk *") and "1.5" in line and "25 %" in line for line in lines)
     assert any(line.startswith("fixed") and "1.35 (1.30 - 1.40)" in line for line in lines)
     said = legend(found)
-    assert "chunk, 2 stragglers carried into the next step" in said
+    assert "chunk, 2 stragglers deferred to the next step" in said
     assert "over those of 'chunk' (*)" in said
 
 

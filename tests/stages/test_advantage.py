@@ -243,7 +243,7 @@ def test_a_rollout_whose_own_log_probs_are_not_finite_is_dropped_though_they_wer
 
 
 @pytest.mark.parametrize(
-    ("choice", "sentence"),
+    ("choice", "message"),
     [
         ({"gamma": 2.0}, "gamma must be at most 1, not 2.0"),
         ({"lam": -1.0}, "lam must be at least 0, not -1.0"),
@@ -253,8 +253,8 @@ def test_a_rollout_whose_own_log_probs_are_not_finite_is_dropped_though_they_wer
         ({"kl": -0.1}, "the KL coefficient must be 0 or more and finite, not -0.1"),
     ],
 )
-def test_what_cannot_be_estimated_with_is_refused_at_once(choice: dict[str, Any], sentence: str) -> None:
-    with pytest.raises((ConfigError, ValueError), match=re.escape(sentence)):
+def test_what_cannot_be_estimated_with_is_refused_at_once(choice: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=re.escape(message)):
         GAE(**choice)
 
 

@@ -48,7 +48,7 @@ def test_outcomes_include_the_unread_events_of_finished_rollouts() -> None:
     backlog = Backlog()
     assert not backlog.is_urgent()
     backlog.add([prompt(1), prompt(2), chunk(1, 0, 5), Defer(2, 1)])
-    assert not backlog.is_urgent(), "nobody waits for what is carried"
+    assert not backlog.is_urgent(), "nobody waits for what is deferred"
     backlog.add([finish(1), Drop(3, "filtered")])
     assert backlog.is_urgent()
     outcomes = backlog.take_outcomes()

@@ -48,7 +48,7 @@ SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=3)
 
 
 def refused(pipeline: Pipeline, policy: FakePolicy | None = None) -> tuple[str, list[str]]:
-    """Return the sentence, and the notes, with which a run is refused before anything is trained."""
+    """Return the message, and the notes, with which a run is refused before anything is trained."""
     if policy is not None:
         pipeline.generate.policy = policy
     with pytest.raises(ProtocolError) as caught:
@@ -88,25 +88,25 @@ class Boasting(FakePolicy):
 
 
 def test_a_policy_that_stops_before_the_cut_is_refused() -> None:
-    sentence, notes = refused(Pipeline(SETTING), Early(SETTING.length))
-    assert sentence == "the policy stopped decoding rollouts [0, 1, 2, 3, 4, 5] before the step was cut"
+    message, notes = refused(Pipeline(SETTING), Early(SETTING.length))
+    assert message == "the policy stopped decoding rollouts [0, 1, 2, 3, 4, 5] before the step was cut"
     assert notes == ["in stage 'generate' of graph 'ppo', step 1"]
 
 
 def test_a_policy_that_does_not_report_what_has_finished_is_refused() -> None:
-    sentence, notes = refused(Pipeline(SETTING), Silent(SETTING.length))
-    assert sentence == "the last piece of rollout 2 came before the policy reported that it finished"
+    message, notes = refused(Pipeline(SETTING), Silent(SETTING.length))
+    assert message == "the last piece of rollout 2 came before the policy reported that it finished"
     assert notes[0] == "while decoding rollout 2"
 
 
 def test_a_policy_that_reports_what_it_never_gives_whole_is_refused() -> None:
-    sentence, _ = refused(Pipeline(SETTING), Boasting(SETTING.length))
-    assert sentence == "the policy reported that rollouts [1, 3] finished, but never gave their last piece"
+    message, _ = refused(Pipeline(SETTING), Boasting(SETTING.length))
+    assert message == "the policy reported that rollouts [1, 3] finished, but never gave their last piece"
 
 
 def test_a_response_without_a_token_is_refused() -> None:
-    sentence, notes = refused(Pipeline(SETTING), FakePolicy(lambda prompt: prompt.admission - 1))
-    assert sentence == (
+    message, notes = refused(Pipeline(SETTING), FakePolicy(lambda prompt: prompt.admission - 1))
+    assert message == (
         "rollout 0: read(4) of FakePolicy returned a piece with no token that says 'eos'; only 'cut' may"
     )
     assert notes[0] == "while decoding rollout 0"
@@ -123,8 +123,8 @@ def test_values_of_wrong_lengths_that_make_up_for_one_another_are_refused() -> N
 
     pipeline = Pipeline(Setting(lengths=(5,), batch=2, steps=1))
     pipeline.critic.value = shifted
-    sentence, _ = refused(pipeline)
-    assert sentence == (
+    message, _ = refused(pipeline)
+    assert message == (
         "rollout 0: expected 5 numbers as its values, one for each response token, got an array of shape (4,) and "
         "type float32"
     )
@@ -134,8 +134,8 @@ def test_values_of_wrong_lengths_that_make_up_for_one_another_are_refused() -> N
 def test_words_are_no_values() -> None:
     pipeline = Pipeline(SETTING)
     pipeline.critic.value = lambda finish, tokens, version: np.array(["x"] * len(finish.response))
-    sentence, _ = refused(pipeline)
-    assert "expected 3 numbers as its values" in sentence
+    message, _ = refused(pipeline)
+    assert "expected 3 numbers as its values" in message
 
 
 @pytest.mark.parametrize("score", [np.float32(0.5), np.array(0.5), 1, True])
@@ -152,8 +152,8 @@ def test_a_trainer_that_forgets_to_sync_is_refused() -> None:
 
     pipeline = Pipeline(SETTING)
     pipeline.trainer = Forgetful()
-    sentence, notes = refused(pipeline)
-    assert sentence == (
+    message, notes = refused(pipeline)
+    assert message == (
         "version 1 was synced, but FakePolicy has version 0, FakeCritic has version 0: the synced models disagree"
     )
     assert notes == ["in stage 'update' of graph 'ppo', step 1"]
@@ -167,8 +167,8 @@ def test_a_trainer_that_counts_its_minibatches_is_refused() -> None:
 
     pipeline = Pipeline(SETTING)
     pipeline.trainer = Counting()
-    sentence, _ = refused(pipeline)
-    assert sentence == "after an update of version 0 the trainer's is 2, not 1"
+    message, _ = refused(pipeline)
+    assert message == "after an update of version 0 the trainer's is 2, not 1"
 
 
 def test_a_failed_sync_says_who_has_which_version_and_nobody_goes_back() -> None:
@@ -187,17 +187,17 @@ def test_a_failed_sync_says_who_has_which_version_and_nobody_goes_back() -> None
     run_virtual(main)
 
 
-def test_a_rollout_given_up_cannot_be_read() -> None:
+def test_a_rollout_closed_cannot_be_read() -> None:
     async def main(opened: Sequence[Prompt]) -> None:
         (decode,) = await FakePolicy().open(opened)
         await decode.aclose()
-        with pytest.raises(ProtocolError, match="rollout 7 was given up"):
+        with pytest.raises(ProtocolError, match="rollout 7 was closed"):
             await decode.read(1)
 
     run_virtual(main, [Prompt(7, 7, np.zeros(1, np.int32))])
 
 
-def test_a_group_that_is_being_given_up_when_the_run_fails_leaves_no_decode_open() -> None:
+def test_a_group_that_is_being_closed_when_the_run_fails_leaves_no_decode_open() -> None:
     """Its first decode was being closed, or its Finish sent, when another stage failed: the second was forgotten."""
 
     class Remembering(FakePolicy):
@@ -236,7 +236,7 @@ ANYTHING: Any = object()
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("make", "message"),
     [
         (
             lambda: Generate(ANYTHING, Overcommit(2)),
@@ -248,8 +248,8 @@ ANYTHING: Any = object()
         (lambda: Update(FakeTrainer(), [ANYTHING]), "SyncedModel, an object with version, load; got object, which"),
     ],
 )
-def test_what_is_no_model_is_refused_when_its_stage_is_made(make: Callable[[], object], sentence: str) -> None:
-    with pytest.raises(ProtocolError, match=re.escape(sentence)):
+def test_what_is_no_model_is_refused_when_its_stage_is_made(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ProtocolError, match=re.escape(message)):
         make()
 
 
@@ -263,8 +263,8 @@ class Careless(FakeTrainer):
 def test_an_update_that_returns_a_dictionary_is_refused() -> None:
     pipeline = Pipeline(SETTING)
     pipeline.trainer = Careless()
-    sentence, _ = refused(pipeline)
-    assert sentence.startswith("update() of the trainer must return oppo.Trained(metrics, ...); got {'loss/fake'")
+    message, _ = refused(pipeline)
+    assert message.startswith("update() of the trainer must return oppo.Trained(metrics, ...); got {'loss/fake'")
 
 
 class Mute(FakeScorer[float]):
@@ -276,9 +276,9 @@ class Mute(FakeScorer[float]):
 
 
 def test_a_scorer_that_returns_nothing_is_refused() -> None:
-    sentence, notes = refused(Pipeline(SETTING, reward=Mute(lambda finish, tokens, version: 0.0)))
-    assert "finish() of the scorer must return a list, one item for each of " in sentence
-    assert sentence.endswith("got None (NoneType)")
+    message, notes = refused(Pipeline(SETTING, reward=Mute(lambda finish, tokens, version: 0.0)))
+    assert "finish() of the scorer must return a list, one item for each of " in message
+    assert message.endswith("got None (NoneType)")
     assert notes[0].startswith("while scoring rollouts ")
 
 
@@ -290,9 +290,9 @@ class Impatient(FakeScorer[float]):
 
 
 def test_a_scorer_that_is_cancelled_from_within_is_refused() -> None:
-    sentence, notes = refused(Pipeline(SETTING, reward=Impatient(lambda finish, tokens, version: 0.0)))
-    assert "got CancelledError at " in sentence
-    assert "nothing had cancelled this call" in sentence
+    message, notes = refused(Pipeline(SETTING, reward=Impatient(lambda finish, tokens, version: 0.0)))
+    assert "got CancelledError at " in message
+    assert "nothing had cancelled this call" in message
     assert notes[0].startswith("while scoring rollouts ")
     assert notes[1] == "in stage 'reward' of graph 'ppo', step 1"
 
@@ -306,15 +306,15 @@ class ByRollout(FakeScorer[float]):
 
 
 def test_a_mapping_from_rollouts_to_scores_is_refused() -> None:
-    sentence, _ = refused(Pipeline(SETTING, reward=ByRollout(lambda finish, tokens, version: 0.5)))
-    assert "finish() of the scorer must return a list, one item for each of " in sentence
+    message, _ = refused(Pipeline(SETTING, reward=ByRollout(lambda finish, tokens, version: 0.5)))
+    assert "finish() of the scorer must return a list, one item for each of " in message
 
 
 @pytest.mark.parametrize("score", ["0.5", np.str_("0.5"), np.array(1j), b"1"])
 def test_what_only_looks_like_a_number_is_no_score(score: object) -> None:
     pipeline = Pipeline(SETTING, reward=FakeScorer(lambda finish, tokens, version: cast("float", score)))
-    sentence, _ = refused(pipeline)
-    assert "expected a number as its score, got " in sentence
+    message, _ = refused(pipeline)
+    assert "expected a number as its score, got " in message
 
 
 class Changing(FakePolicy):
@@ -363,9 +363,9 @@ WRONG_PIECES = [
 def test_a_piece_that_breaks_the_contract_is_refused_by_a_run_and_by_its_check(
     change: Callable[[Piece], object], words: str
 ) -> None:
-    sentence, _ = refused(Pipeline(SETTING), Changing(change))
-    assert "of Changing returned" in sentence
-    assert words in sentence
+    message, _ = refused(Pipeline(SETTING), Changing(change))
+    assert "of Changing returned" in message
+    assert words in message
 
     async def make() -> FakePolicy:
         return Changing(change)

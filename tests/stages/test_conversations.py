@@ -94,7 +94,7 @@ def test_what_the_step_waits_for_is_its_slowest_tool() -> None:
 
 
 def test_what_is_told_of_a_step_counts_sampled_tokens_alone(tmp_path: Path) -> None:
-    """Within a step, and of a rollout that is carried or restored with an answer in it."""
+    """Within a step, and of a rollout that is deferred or restored with an answer in it."""
     tool = Tool(lambda turn: 0.3 if turn.number == 1 else 0.0, length=50)
     setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
     told: list[Observation] = []
@@ -103,9 +103,9 @@ def test_what_is_told_of_a_step_counts_sampled_tokens_alone(tmp_path: Path) -> N
         run_virtual(partial(made.run_part, begin, end, tmp_path))
         told += [item for _, _, item in made.tap.items if isinstance(item, Observation)]
     first, *rest = told
-    assert (first.tokens, first.decode_steps, first.parked) == (3 * 10 + 8 + 5, 10, (5,))
+    assert (first.tokens, first.decode_steps, first.deferred) == (3 * 10 + 8 + 5, 10, (5,))
     assert len(rest) == 3
-    gains = [0, *(sum(seen.parked) for seen in (first, *rest))]
+    gains = [0, *(sum(seen.deferred) for seen in (first, *rest))]
     for before, seen, after in zip(gains[1:], rest, gains[2:], strict=False):
         assert seen.tokens == sum(seen.finished) + after - before
         assert seen.decode_steps == sum(each.steps for each in seen.stretches) == max(seen.finished) == 10
@@ -235,7 +235,7 @@ def test_an_error_names_the_rollout_and_the_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "sentence"),
+    ("answer", "message"),
     [
         (7, r"an environment returns an Answer, a Drop, or None to end; got 7 \(int\)"),
         (Answer(np.zeros(0, np.int32)), r"int32 \[1 or more\]; got an array of shape \(0,\)"),
@@ -243,8 +243,8 @@ def test_an_error_names_the_rollout_and_the_turn() -> None:
         (Answer(np.zeros(2, np.int32), {1j}), r"must be JSON values; got \{1j\} \(set\)"),
     ],
 )
-def test_what_is_no_answer_is_refused(answer: Answer, sentence: str) -> None:
-    with pytest.raises(ProtocolError, match=sentence):
+def test_what_is_no_answer_is_refused(answer: Answer, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
         played(ONE_STEP, Tool(outcome=lambda turn: answer), first_has_turns)
 
 

@@ -272,7 +272,7 @@ def test_a_step_without_a_rollout_sends_nothing_and_one_that_only_carries_sends_
 
 
 @pytest.mark.parametrize(
-    ("choice", "sentence"),
+    ("choice", "message"),
     [
         ({"advantage": "median"}, "advantage must be 'leave_one_out', 'standardised' or 'centred', not 'median'"),
         ({"kl_estimator": "k9"}, "kl_estimator must be 'k1', 'k2' or 'k3', not 'k9'"),
@@ -282,6 +282,6 @@ def test_a_step_without_a_rollout_sends_nothing_and_one_that_only_carries_sends_
         ({"kl": AdaptiveKL(0.01)}, 'put it into the loss, with algorithm.kl_in="loss"'),
     ],
 )
-def test_what_cannot_be_compared_with_is_refused_at_once(choice: dict[str, Any], sentence: str) -> None:
-    with pytest.raises((ConfigError, ValueError), match=re.escape(sentence)):
+def test_what_cannot_be_compared_with_is_refused_at_once(choice: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=re.escape(message)):
         GroupRelative(**choice)

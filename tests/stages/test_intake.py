@@ -63,7 +63,7 @@ def test_a_few_prompts_are_trained_epoch_after_epoch_when_they_are_numbered_anew
 
 
 @pytest.mark.parametrize(
-    ("item", "sentence"),
+    ("item", "message"),
     [
         ("What is streaming?", "reads prompts as oppo.Prompt, token ids with a number; got 'What is streaming"),
         (np.arange(3, dtype=np.int32), "reads prompts as oppo.Prompt"),
@@ -72,6 +72,6 @@ def test_a_few_prompts_are_trained_epoch_after_epoch_when_they_are_numbered_anew
         (Prompt(7, 7, cast("IntArray", [1, 2])), r"tokens of prompt 7 must be .*, not \[1, 2\]"),
     ],
 )
-def test_what_is_no_prompt_is_refused_where_it_is_taken(item: object, sentence: str) -> None:
-    with pytest.raises(DataError, match=sentence):
+def test_what_is_no_prompt_is_refused_where_it_is_taken(item: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         steps_over([item])

@@ -228,7 +228,7 @@ def test_a_rollout_that_is_not_decoded_cannot_finish() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         ({"batch": 0}, "batch must be at least 1, not 0"),
         ({"batch": 4, "overcommit": 5}, "overcommit must lie in 0 .. batch = 4, not 5"),
@@ -236,11 +236,11 @@ def test_a_rollout_that_is_not_decoded_cannot_finish() -> None:
         ({"batch": 4, "overcommit": 1, "max_deferrals": 0}, "max_deferrals must be at least 1, not 0"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, int], sentence: str) -> None:
-    with pytest.raises(AdmissionError, match=sentence):
+def test_impossible_settings_are_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(AdmissionError, match=message):
         Overcommit(**settings)
     if settings.get("extra", -1) > 0:
-        with pytest.raises(AdmissionError, match=sentence):
+        with pytest.raises(AdmissionError, match=message):
             Continuous(**settings)
 
 
@@ -310,7 +310,7 @@ class Own:
         self._cut = cut
 
     def admit(self, view: AdmitView) -> object:
-        return self._admit if view.carried == 0 or self._admit != 6 else 6 - view.carried
+        return self._admit if view.deferred == 0 or self._admit != 6 else 6 - view.deferred
 
     def cut(self, view: CutView) -> object:
         return view.placed >= 4 and not view.overdue if self._cut is None else self._cut
@@ -391,7 +391,7 @@ class Forgetful(Overcommit):
 
     def admit(self, view: AdmitView) -> int:
         self.taken[id(self)] = self.taken.get(id(self), 0) + 1
-        return max(1, self.batch + 2 * (self.taken[id(self)] > 4) - view.carried)
+        return max(1, self.batch + 2 * (self.taken[id(self)] > 4) - view.deferred)
 
     def state_dict(self) -> dict[str, int]:
         return {}

@@ -68,7 +68,7 @@ def test_lengths_are_those_of_units_and_gains_those_of_rollouts() -> None:
         rollouts[number].length, rollouts[number].reason = length, reason  # type: ignore[assignment]  # a FinishReason
     grown = meter.decoded().grown
     assert [(each.start, each.stop) for each in grown] == [(30, 50), (0, 20), (0, 15)]
-    assert replace(meter.decoded(), grown=()) == Decoded(20, 55, rows=3, finished=(90,), capped=0, parked=(20,))
+    assert replace(meter.decoded(), grown=()) == Decoded(20, 55, rows=3, finished=(90,), capped=0, deferred=(20,))
 
 
 def test_seconds_are_told_apart_by_the_cut_and_by_what_was_waited_for() -> None:
@@ -80,7 +80,7 @@ def test_seconds_are_told_apart_by_the_cut_and_by_what_was_waited_for() -> None:
     for tokens in (40, 8):
         step.of("reward").record(ScorerReading(tokens))
     step.of("reward").record(ScorerAnswer(11.0, 12.0, 2))
-    step.record(Span("reward", "extend", 12.0, 40.0, role="score"))  # parked rollouts, meanwhile: nobody waits for it
+    step.record(Span("reward", "extend", 12.0, 40.0, role="score"))  # deferred rollouts, meanwhile: nobody waits for it
     step.of("reward").record(ScorerReading(99))
     step.record(Span("ref_logp", "finish", 10.0, 15.0, role="score"))
     step.of("ref_logp").record(ScorerAnswer(10.0, 15.0, 2))
@@ -136,9 +136,9 @@ def test_a_run_tells_what_happened_to_the_second() -> None:
     pipeline, (first, second) = watched(setting)
     assert (first.decode_steps, first.tokens) == (9, 5 + 9 + 3 + 9 + 8)
     assert first.finished == (5, 9, 3, 8)
-    assert first.parked == (9,)
+    assert first.deferred == (9,)
     assert first.decode_seconds == pytest.approx(0.09)
-    assert second.tokens == sum(second.finished) + sum(second.parked) - 9
+    assert second.tokens == sum(second.finished) + sum(second.deferred) - 9
     for seen, step in zip((first, second), pipeline.reports, strict=True):
         assert [each.stage for each in seen.scoring] == ["ref_logp", "reward", "value"]
         assert seen.seconds == step.seconds
@@ -192,13 +192,14 @@ def test_what_was_seen_survives_as_json() -> None:
         assert seen.stretches
         assert Observation.from_json(json.loads(json.dumps(seen.as_json()))) == seen
     older = {name: value for name, value in Observation(3).as_json().items() if name not in {"lookahead", "stretches"}}
-    nothing = Observation.from_json(older)
-    assert nothing.step == 3
+    del older["deferred"]
+    nothing = Observation.from_json({**older, "parked": [5, 2]})
+    assert (nothing.step, nothing.deferred) == (3, (5, 2))
     assert np.isnan(nothing.score)
 
 
 def test_stretches_say_what_was_decoded_between_the_ends_of_rollouts() -> None:
-    """Lengths 4, 2, 6 and 9 of prompts of 10 tokens, a second for each decode step and row; the last one is parked."""
+    """Lengths 4, 2, 6 and 9 after prompts of 10 tokens, a second a decode step and row; the last one is deferred."""
     rollouts = [
         Grown(10, 0, 4, 5 + 4 + 4 + 3 + 3),
         Grown(10, 3, 5, 5 + 8.0),
@@ -250,7 +251,7 @@ STEPS, BATCH = 100, 16
 EXTRA = (16, pytest.param(4, marks=pytest.mark.deep))
 
 
-def batch(lengths: dict[int, int], carried: Sequence[int] = ()) -> Batch:
+def batch(lengths: dict[int, int], deferred: Sequence[int] = ()) -> Batch:
     """A batch of rollouts, by their number, of these lengths."""
     rows = []
     for rollout, length in lengths.items():
@@ -258,7 +259,7 @@ def batch(lengths: dict[int, int], carried: Sequence[int] = ()) -> Batch:
         ints, floats = np.zeros(length, np.int32), np.zeros(length, np.float32)
         response = Response.empty(prompt).then(Chunk(rollout, 0, ints, floats, ints))
         rows.append(ScoredRollout(Finish(rollout, response, "eos"), floats, 0.0, floats))
-    return GAE().batch(rows, deferred=[Defer(rollout, 1) for rollout in carried])
+    return GAE().batch(rows, deferred=[Defer(rollout, 1) for rollout in deferred])
 
 
 def test_where_nothing_is_carried_there_is_no_bias() -> None:
@@ -271,17 +272,17 @@ def test_where_nothing_is_carried_there_is_no_bias() -> None:
 
 def test_a_long_response_that_is_carried_is_missing_until_it_is_trained() -> None:
     lengths = LengthBias()
-    assert lengths.after(batch({1: 4, 2: 6}, carried=[0])) is None, "nothing below the oldest in flight is known"
-    assert lengths.after(batch({0: 40, 3: 6}, carried=[4])) == 1
-    assert lengths.after(batch({5: 8, 6: 8}, carried=[4])) == (72 / 6) / (56 / 4)
+    assert lengths.after(batch({1: 4, 2: 6}, deferred=[0])) is None, "nothing below the oldest in flight is known"
+    assert lengths.after(batch({0: 40, 3: 6}, deferred=[4])) == 1
+    assert lengths.after(batch({5: 8, 6: 8}, deferred=[4])) == (72 / 6) / (56 / 4)
     assert lengths.after(batch({4: 40, 7: 8})) == 1
 
 
 def test_what_is_known_of_lengths_goes_into_a_checkpoint_and_back() -> None:
     one, other = LengthBias(), LengthBias()
-    one.after(batch({1: 4, 2: 6}, carried=[0]))
+    one.after(batch({1: 4, 2: 6}, deferred=[0]))
     other.load_state_dict(one.state_dict())
-    later = batch({0: 40, 3: 6, 5: 2}, carried=[4])
+    later = batch({0: 40, 3: 6, 5: 2}, deferred=[4])
     assert one.after(later) == other.after(later)
     assert one.state_dict() == other.state_dict()
 

@@ -309,7 +309,7 @@ def test_a_critic_reads_a_carried_rollout_again_in_the_next_step_though_others_a
     run_virtual(scored_apart, stage, finish(1, chunk(1)), Defer(2, 2))
     assert critic.notes == [[(1, 3), (1, 4)], [(2, 3), (2, 4)]]
     run_virtual(scored_apart, stage, finish(2, chunk(2)))
-    assert critic.notes[2:] == [[(2, 3), (2, 4)]], "parked again, it waits for the step after that"
+    assert critic.notes[2:] == [[(2, 3), (2, 4)]], "deferred again, it waits for the step after that"
 
 
 def test_nothing_is_read_again_before_something_comes() -> None:
@@ -330,7 +330,7 @@ def test_nothing_is_read_again_before_something_comes() -> None:
     run_virtual(main)
 
 
-def test_what_was_given_up_is_not_read_again() -> None:
+def test_what_was_closed_is_not_read_again() -> None:
     critic = NotedCritic()
     stage = Score(critic)
     run_virtual(scored, stage, prompt(1), prompt(2), chunk(1), chunk(2), Defer(1, 1, restart=True), Drop(2, "filtered"))

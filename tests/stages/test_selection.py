@@ -135,17 +135,17 @@ def test_where_all_prompts_are_rejected_the_run_ends_with_an_empty_batch() -> No
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("asked", "message"),
     [
         (None, "'select' is a Selection that no stage asks: give the Generate of this graph the same one"),
         (Selection(), "'generate' has a Selection that reads no scores: add the same one after the reward"),
     ],
 )
 def test_a_graph_whose_selection_is_not_that_of_its_generate_cannot_be_built(
-    asked: Selection | None, sentence: str
+    asked: Selection | None, message: str
 ) -> None:
     graph = Selected(CARRIED).graph()
-    with pytest.raises(GraphError, match=sentence):
+    with pytest.raises(GraphError, match=message):
         graph.replace(generate=replace(graph.stage("generate", Generate), select=asked))
     with pytest.raises(GraphError, match="'generate' has a Selection that reads no scores"):
         graph.replace(select=Selection())
@@ -183,7 +183,7 @@ class Bookkeeping:
 
     Places are taken in the order of ending: earlier decode steps first, then lower numbers. A complete group that finds
     no place waits. At the cut the groups with a place are judged; a place that becomes free is taken by the groups that
-    wait, carried ones first, then by new prompts, by number.
+    wait, deferred ones first, then by new prompts, by number.
     """
 
     setting: Setting

@@ -198,7 +198,7 @@ def test_the_limit_holds_however_many_are_carried_up_to_half_a_batch_and_is_near
     bound = together([found for found in waiting if found is not None])
     assert bound is not None
     took = [sum(report.seconds for report in pipeline.reports) for pipeline in pipelines]
-    limit = bound.limit if lookahead else bound.limits["carry"]
+    limit = bound.limit if lookahead else bound.limits["defer"]
     assert 0.8 * limit < took[0] / min(took) < limit
 
 

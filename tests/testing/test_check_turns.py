@@ -79,17 +79,17 @@ class Talkative(FakePolicy):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sentence"),
+    ("kind", "message"),
     [
         (Deaf, "rollout 1: expected the answer [0, 1] as given tokens after its first turn"),
         (Stammering, "rollout 1: expected the answer [0, 1] as given tokens after its first turn"),
         (Taciturn, "rollout 1: expected the answer [0, 1] as given tokens after its first turn"),
         (Restless, "rollout 1: proceed() or finish() did something though decoding has stopped"),
-        (Forgetful, "conversations that were parked and resumed have other tokens than uncut ones"),
+        (Forgetful, "conversations that were deferred and resumed have other tokens than uncut ones"),
         (Endless, "rollout 2: finish() did not end the response with its turn, but with 'eos'"),
     ],
 )
-def test_a_policy_that_does_not_go_on_as_it_should_is_found_out(kind: type[FakeDecode], sentence: str) -> None:
+def test_a_policy_that_does_not_go_on_as_it_should_is_found_out(kind: type[FakeDecode], message: str) -> None:
     async def make() -> FakePolicy:
         policy = Talkative(turns=some_turns)
         policy.kind = kind
@@ -97,7 +97,7 @@ def test_a_policy_that_does_not_go_on_as_it_should_is_found_out(kind: type[FakeD
 
     with pytest.raises(ProtocolError) as caught:
         run_virtual(check_policy, make, prompts(6))
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_policy_whose_turns_cannot_be_seen_is_not_found_to_be_right() -> None:

@@ -90,7 +90,7 @@ class Shy(FakePolicy):
 
 
 @pytest.mark.parametrize(
-    ("policy", "claimed", "sentence"),
+    ("policy", "claimed", "message"),
     [
         (
             Vain,
@@ -106,14 +106,14 @@ class Shy(FakePolicy):
     ],
 )
 def test_a_policy_that_can_other_things_than_it_says_is_found_out(
-    policy: type[FakePolicy], claimed: Capabilities, sentence: str
+    policy: type[FakePolicy], claimed: Capabilities, message: str
 ) -> None:
     async def make() -> FakePolicy:
         return policy(capabilities=claimed)
 
     with pytest.raises(ProtocolError) as caught:
         run_virtual(check_policy, make, prompts(6))
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_nothing_joins_a_decoding_that_has_ended() -> None:
@@ -223,7 +223,7 @@ def of(decode: FakeDecode, response: Response) -> tuple[FakePolicy, Prompt, int,
 
 
 class ClosesAllDecode(FakeDecode):
-    """Ends the decoding of all when it is given up."""
+    """Ends the decoding of all when it is closed."""
 
     async def aclose(self) -> None:
         self.closed = True
@@ -238,7 +238,7 @@ class ClosesAll(FakePolicy):
 
 
 class ReadableDecode(FakeDecode):
-    """Is never given up."""
+    """Is never closed."""
 
     async def aclose(self) -> None:
         return
@@ -250,10 +250,10 @@ class Undying(FakePolicy):
 
 
 @pytest.mark.parametrize(
-    ("policy", "sentence"),
+    ("policy", "message"),
     [
         (ClosesAll, "giving a rollout up changed the tokens of the others"),
-        (Undying, "a rollout that was given up can be read"),
+        (Undying, "a rollout that was closed can be read"),
         (Wrapping, "decoding wraps an error of its body in ExceptionGroup"),
         (Unsure, "did not go on as they were written"),
         (Elsewhere, "outside of its own support"),
@@ -263,11 +263,11 @@ class Undying(FakePolicy):
         (Restless, "gives other tokens"),
     ],
 )
-def test_a_policy_that_breaks_the_contract_is_found_out(policy: type[FakePolicy], sentence: str) -> None:
+def test_a_policy_that_breaks_the_contract_is_found_out(policy: type[FakePolicy], message: str) -> None:
     async def make() -> FakePolicy:
         return policy()
 
-    with pytest.raises(ProtocolError, match=sentence):
+    with pytest.raises(ProtocolError, match=message):
         run_virtual(check_policy, make, prompts(6))
 
 

@@ -102,10 +102,10 @@ def test_a_read_that_raises_names_its_rollout() -> None:
     assert "while decoding rollout 4" in message
 
 
-def test_a_decode_that_cannot_be_given_up_names_its_rollout() -> None:
+def test_a_decode_that_cannot_be_closed_names_its_rollout() -> None:
     error, message = ended(Fault("actor", "aclose", Raise(OSError), call=1), steps=0)
     assert type(error) is OSError
-    assert "while giving up rollout 0" in message
+    assert "while closing rollout 0" in message
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_model_that_hangs_is_a_deadlock_that_names_its_stage(model: str, metho
 
 
 @pytest.mark.parametrize(
-    ("fault", "sentence"),
+    ("fault", "message"),
     [
         (
             Fault("actor", "open", Garbage("count")),
@@ -163,10 +163,10 @@ def test_a_model_that_hangs_is_a_deadlock_that_names_its_stage(model: str, metho
         (Fault("trainer", "update", Garbage("stranger")), r"rollouts \[-1\] as not finite, which are not in its batch"),
     ],
 )
-def test_garbage_is_refused_by_name_and_never_trained(fault: Fault, sentence: str) -> None:
+def test_garbage_is_refused_by_name_and_never_trained(fault: Fault, message: str) -> None:
     error, message = ended(fault, steps=0)
     assert type(error) is ProtocolError
-    with pytest.raises(ProtocolError, match=sentence):
+    with pytest.raises(ProtocolError, match=message):
         raise error
     assert "in stage " in message
 

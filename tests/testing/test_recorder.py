@@ -210,7 +210,7 @@ def test_what_follows_the_rules_is_valid(recorder: Callable[[], Recorder]) -> No
 
 
 @pytest.mark.parametrize(
-    ("recorder", "sentence"),
+    ("recorder", "message"),
     [
         (lambda: told(chunk(0, 0)), "rollout 0, step 1: a Chunk came before its Prompt"),
         (lambda: told(ONE, ONE), "rollout 0, step 1: its Prompt came twice"),
@@ -244,10 +244,10 @@ def test_what_follows_the_rules_is_valid(recorder: Callable[[], Recorder]) -> No
         (lambda: told(reports=(report(), report())), "these are two runs, and each needs a recorder of its own"),
     ],
 )  # fmt: skip
-def test_what_breaks_a_rule_is_said(recorder: Callable[[], Recorder], sentence: str) -> None:
+def test_what_breaks_a_rule_is_said(recorder: Callable[[], Recorder], message: str) -> None:
     with pytest.raises(ProtocolError) as caught:
         recorder().validate()
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_many_faults_are_counted() -> None:

@@ -242,7 +242,7 @@ async def pooling(llm: PoolingEngine, params: object, block: int, wait: Callable
     assert all(len(score) == 1 for score in scores)
     assert scores[-1] == pytest.approx(scores[-2], abs=1e-5)
     assert len({score[0] for score in scores[:-1]}) == 4
-    await llm.add_request("given up", {"type": "token", "prompt_token_ids": tokens}, params)
-    await llm.abort(["given up", "growing-0", "never heard of"])
+    await llm.add_request("closed", {"type": "token", "prompt_token_ids": tokens}, params)
+    await llm.abort(["closed", "growing-0", "never heard of"])
     await wait()
     assert not llm.errored

@@ -1,4 +1,4 @@
-"""Evaluations on vLLM, over a fake of the engine: carried rollouts go on, and held-out ones have the step's weights."""
+"""Evaluations on vLLM, over a fake of the engine: deferred rollouts go on, held-out ones have the step's weights."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def test_an_engine_works_on_one_event_loop() -> None:
         bench.run(main)
 
 
-def test_a_closed_engine_is_named_and_its_rollouts_can_be_given_up() -> None:
+def test_a_closed_engine_is_named_and_its_rollouts_can_be_closed() -> None:
     bench = Bench()
 
     async def main() -> None:

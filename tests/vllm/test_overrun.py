@@ -102,14 +102,14 @@ def test_what_ends_in_the_overrun_of_a_cut_is_reported_first_at_the_next_decodin
     assert len(bench.tokens(2)) < 9
 
 
-def test_a_rollout_that_ended_in_the_overrun_may_be_given_up() -> None:
+def test_a_rollout_that_ended_in_the_overrun_may_be_closed() -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2, 11: 3}[prompt[0]], overrun=3))
 
     async def main() -> None:
         decodes = await bench.policy.open(varied(2))
         await bench.step(decodes, cut_at=1)
         await decodes[1].aclose()
-        with pytest.raises(ProtocolError, match="given up"):
+        with pytest.raises(ProtocolError, match="closed"):
             await decodes[1].read(1)
 
     bench.run(main)

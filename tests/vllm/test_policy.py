@@ -231,16 +231,16 @@ def test_another_policy_on_the_same_engine_begins_clean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sentence"),
+    ("tokens", "message"),
     [([], "is empty"), ([1] * 500, "reads at most 500"), ([5000], "holds token id 5000"), ([-1], "holds token id -1")],
 )
-def test_prompts_that_cannot_be_read_are_refused_by_name(tokens: list[int], sentence: str) -> None:
+def test_prompts_that_cannot_be_read_are_refused_by_name(tokens: list[int], message: str) -> None:
     bench = Bench()
 
     async def main() -> None:
         await bench.policy.open([Prompt(7, 7, np.array(tokens, np.int32))])
 
-    with pytest.raises(ModelError, match=sentence):
+    with pytest.raises(ModelError, match=message):
         bench.run(main)
 
 
@@ -258,22 +258,22 @@ def test_it_tells_of_its_work() -> None:
     assert bench.policy.progress == sum(len(request.tokens) for request in bench.llm.done)
 
 
-def test_a_rollout_may_be_given_up_while_the_others_are_decoded() -> None:
+def test_a_rollout_may_be_closed_while_the_others_are_decoded() -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: 8))
 
     async def main() -> None:
         decodes = await bench.policy.open(varied(3))
 
-        async def give_up() -> None:
+        async def close() -> None:
             await anyio.sleep(0.035)
             await decodes[1].aclose()
 
         async def wait_in_vain() -> None:
-            with pytest.raises(ProtocolError, match="given up"):
+            with pytest.raises(ProtocolError, match="closed"):
                 await decodes[1].read(100)
 
         async with anyio.create_task_group() as tasks, bench.policy.decoding(decodes, lambda ended: False):
-            tasks.start_soon(give_up)
+            tasks.start_soon(close)
             tasks.start_soon(wait_in_vain)
             bench.pieces[0] = [await decodes[0].read(100)]
             bench.pieces[2] = [await decodes[2].read(100)]
@@ -284,7 +284,7 @@ def test_a_rollout_may_be_given_up_while_the_others_are_decoded() -> None:
     assert len(request.tokens) < 8
 
 
-def test_decoding_ends_when_every_rollout_was_given_up() -> None:
+def test_decoding_ends_when_every_rollout_was_closed() -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: 100), sampling=Sampling(max_new_tokens=100, stop=(2,)))
 
     async def main() -> None:

@@ -86,7 +86,7 @@ def test_an_engine_on_a_cpu_reads_a_file_wherever_the_trainer_is(trainer: torch.
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentences"),
+    ("arguments", "messages"),
     [
         (
             {"tensor_parallel_size": 2},
@@ -113,11 +113,11 @@ def test_an_engine_on_a_cpu_reads_a_file_wherever_the_trainer_is(trainer: torch.
     ],
 )
 def test_a_trainer_on_one_of_several_gpus_of_the_engine_is_refused_by_name(
-    arguments: dict[str, object], sentences: list[str]
+    arguments: dict[str, object], messages: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         route_of(arguments, SECOND, on_cpu=False)
-    assert all(sentence in str(caught.value) for sentence in sentences)
+    assert all(message in str(caught.value) for message in messages)
 
 
 def assert_holds(file: WeightFile, tensors: dict[str, Tensor]) -> None:
@@ -205,7 +205,7 @@ def test_a_models_own_weights_pass_whether_tied_ones_come_once_or_twice(tied: bo
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         ({"num_hidden_layers": 1}, r"actor, which vLLM serves: 9 missing \(model\.layers\.1\..*\.\.\.\); it goes on"),
         ({"num_hidden_layers": 3}, r"actor, which vLLM serves: 9 unknown \(model\.layers\.2\..*\.\.\.\)"),
@@ -213,8 +213,8 @@ def test_a_models_own_weights_pass_whether_tied_ones_come_once_or_twice(tied: bo
         ({"attention_bias": True}, r"8 unknown \(model\.layers\.0\.self_attn\.q_proj\.bias"),
     ],
 )
-def test_those_of_another_model_are_named(changes: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ModelError, match=sentence):
+def test_those_of_another_model_are_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         ServedWeights.of("actor", config()).require(weights(**changes))
 
 

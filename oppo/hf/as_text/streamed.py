@@ -358,7 +358,7 @@ class BridgedReward:
     Args:
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
         bridge: both tokenizers, and the form of the text.
-        thread: where the model lives: any place.
+        place: where the model lives: any place.
         deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
@@ -366,9 +366,9 @@ class BridgedReward:
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
     """
 
-    def __init__(self, model: PreTrainedModel, bridge: Bridge, *, thread: Hosting, deterministic: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, bridge: Bridge, *, place: Hosting, deterministic: bool = False) -> None:
         self._columns = (bridge.prompt_column,)
-        self._worker = thread.host(worker_maker(BridgeWorker, model, deterministic, bridge))
+        self._worker = place.host(worker_maker(BridgeWorker, model, deterministic, bridge))
         self._samples: dict[str, list[float]] = {}
 
     @property

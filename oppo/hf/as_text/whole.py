@@ -234,13 +234,13 @@ class WholeReward:
 
     Args:
         make: makes what scores them.
-        thread: where that lives: any place.
+        place: where that lives: any place.
         policy: the policy's tokenizer.
         prompt_column: the column of the data that holds the prompt.
     """
 
-    def __init__(self, make: Make[WholeReader], *, thread: Hosting, policy: HfTokenizer, prompt_column: str) -> None:
-        self._worker = thread.host(make)
+    def __init__(self, make: Make[WholeReader], *, place: Hosting, policy: HfTokenizer, prompt_column: str) -> None:
+        self._worker = place.host(make)
         self._policy = policy
         self._prompt_column = prompt_column
         self._sessions = RolloutSessions(
@@ -314,7 +314,7 @@ class ClassifierReward(WholeReward):
     Args:
         encoder: from :func:`oppo.hf.load_encoder`, with a classification head.
         policy: the policy's tokenizer.
-        thread: where the model lives: any place.
+        place: where the model lives: any place.
         form: of the text: ``pair``, as cross-encoders are trained; see :class:`~oppo.hf.as_text.rendering.Rendering`.
         label: name or index of the label; needed where there are several.
         over_long: ``error`` ends the run, ``drop`` drops the rollout, ``truncate`` cuts as the model's tokenizer does.
@@ -330,7 +330,7 @@ class ClassifierReward(WholeReward):
         encoder: Encoder,
         policy: HfTokenizer,
         *,
-        thread: Hosting,
+        place: Hosting,
         form: Form = "pair",
         label: str | int | None = None,
         over_long: OverLong = "error",
@@ -341,7 +341,7 @@ class ClassifierReward(WholeReward):
         make = partial(
             ClassifierReader, encoder, policy, over_long, form=form, label=number, deterministic=deterministic
         )
-        super().__init__(make, thread=thread, policy=policy, prompt_column=prompt_column)
+        super().__init__(make, place=place, policy=policy, prompt_column=prompt_column)
 
 
 class SimilarityReader(WholeReader):
@@ -363,7 +363,7 @@ class SimilarityReward(WholeReward):
         encoder: from :func:`oppo.hf.load_encoder`, with a pooling.
         policy: the policy's tokenizer.
         column: the column that holds the text, or a list of texts, of which the most similar counts.
-        thread: where the model lives: any place.
+        place: where the model lives: any place.
         over_long: ``error`` ends the run, ``drop`` drops the rollout, ``truncate`` cuts as the model's tokenizer does.
         deterministic: the bits of results do not depend on which rollouts end together; slower.
 
@@ -377,7 +377,7 @@ class SimilarityReward(WholeReward):
         policy: HfTokenizer,
         *,
         column: str,
-        thread: Hosting,
+        place: Hosting,
         over_long: OverLong = "error",
         deterministic: bool = False,
     ) -> None:
@@ -388,7 +388,7 @@ class SimilarityReward(WholeReward):
             )
         self._column = column
         make = partial(SimilarityReader, encoder, policy, over_long, deterministic=deterministic)
-        super().__init__(make, thread=thread, policy=policy, prompt_column="")
+        super().__init__(make, place=place, policy=policy, prompt_column="")
 
     def _wanted(self, finish: Finish) -> Sequence[str]:
         found = finish.response.prompt.columns.get(self._column)

@@ -3,6 +3,6 @@
 ::
 
     reader      which tokens of a growing rollout are read next; one forward pass over rows at different positions
-    cache       where keys and values lie
+    cache       the KV cache: where keys and values lie
     attention   which keys each query attends to; rows of similar length attend together
 """

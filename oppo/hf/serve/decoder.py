@@ -50,7 +50,7 @@ class DecodeRow:
         tokens: the response so far; the model has yet to read the last one.
         turns: whether a token that would end the response ends a turn.
         reason: why the response, or a turn of it, has ended; ``None`` while it continues.
-        given_up: its reader has closed it; the row leaves at the next decode step.
+        closed: its reader has closed it; the row leaves at the next decode step.
     """
 
     key: int
@@ -59,7 +59,7 @@ class DecodeRow:
     tokens: list[int] = field(default_factory=list)
     turns: bool = False
     reason: FinishReason | None = None
-    given_up: bool = False
+    closed: bool = False
 
     @property
     def waits(self) -> bool:
@@ -139,8 +139,8 @@ class Decoder:
         others = [row for row in ordered if not self._is_paused(row)]
         prefill = ChunkedPrefill(self.reader, others, budget=self._prefill_tokens, deterministic=self._deterministic)
         while live or prefill:
-            for at in signals.given_up():
-                rows[at].given_up = True
+            for at in signals.closed():
+                rows[at].closed = True
             live, logits = self._advance(live, tokens, prefill, signals)
             if logits is not None:
                 step, tokens = self._draw(live, logits)
@@ -206,11 +206,11 @@ class Decoder:
         return step, tokens
 
     def _continuing(self, live: list[DecodeRow], tokens: Tensor) -> tuple[list[DecodeRow], Tensor]:
-        stays = [row.reason is None and not row.given_up for row in live]
+        stays = [row.reason is None and not row.closed for row in live]
         if all(stays):
             return live, tokens
         self.reader.forget(
-            [row.key for row, stay in zip(live, stays, strict=True) if not stay and (row.given_up or not row.waits)]
+            [row.key for row, stay in zip(live, stays, strict=True) if not stay and (row.closed or not row.waits)]
         )
         kept = torch.tensor([at for at, stay in enumerate(stays) if stay], dtype=torch.int64, device=tokens.device)
         return [row for row, stay in zip(live, stays, strict=True) if stay], tokens[kept]
@@ -241,13 +241,13 @@ class ChunkedPrefill:
     def read(self, signals: Signals) -> list[tuple[DecodeRow, Tensor]]:
         """Read one portion; return each row that is complete, with the logits [1, V] at its last position.
 
-        Rows given up meanwhile are forgotten. Once ``signals`` are stopped nothing is read, and with ``deterministic``
+        Rows closed meanwhile are forgotten. Once ``signals`` are stopped nothing is read, and with ``deterministic``
         all waiting rows are forgotten.
         """
-        gone = [row.key for row, _ in self._waiting if row.given_up]
+        gone = [row.key for row, _ in self._waiting if row.closed]
         if gone:
             self._reader.forget(gone)
-            self._waiting = [pair for pair in self._waiting if not pair[0].given_up]
+            self._waiting = [pair for pair in self._waiting if not pair[0].closed]
         if self._deterministic:
             return self._read_all(signals)
         portion = [] if signals.stopped else self._portion()
@@ -424,11 +424,11 @@ class Signals:
         """Whether the loop is to stop."""
         return self._block[:1] == _RAISED
 
-    def give_up(self, row: int) -> None:
+    def close(self, row: int) -> None:
         """Have the loop drop the row at this index."""
         self._block.write_at(1 + row, _RAISED)
 
-    def given_up(self) -> Iterator[int]:
+    def closed(self) -> Iterator[int]:
         """Return the indices of the rows to drop."""
         at = self._block.find(_RAISED, 1)
         while at > 0:

@@ -52,7 +52,7 @@ class HfPolicy:
             By a recipe it is loaded where it lives, in memory of its own, so it needs the weights that are trained
             before it decodes, by :meth:`load`, unless those are what was loaded.
         sampling: how tokens are drawn.
-        thread: where the model lives: a thread, a process, or, for a recipe, a place on another machine
+        place: where the model lives: a thread, a process, or, for a recipe, a place on another machine
             (:class:`oppo.placement.ray.RayPlace`). Places with ``restarts`` are refused, as rows are lost with them.
         kv_on_sync: what happens to the KV cache of rollouts, deferred or live, when weights are loaded.
             ``recompute``: the new weights read their tokens again before they continue. ``keep``: they continue with
@@ -77,7 +77,7 @@ class HfPolicy:
         >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
         ...                      num_attention_heads=2)
         >>> with Thread("actor") as thread:
-        ...     policy = HfPolicy(LlamaForCausalLM(config), sampling=Sampling(max_new_tokens=8), thread=thread)
+        ...     policy = HfPolicy(LlamaForCausalLM(config), sampling=Sampling(max_new_tokens=8), place=thread)
         >>> policy.version
         0
     """
@@ -87,7 +87,7 @@ class HfPolicy:
         model: Loadable,
         *,
         sampling: Sampling,
-        thread: Hosting,
+        place: Hosting,
         kv_on_sync: Literal["recompute", "keep"] = "recompute",
         deterministic: bool = False,
         prefill_tokens: int = PREFILL_TOKENS,
@@ -100,7 +100,7 @@ class HfPolicy:
         self._with_sampling = partial(
             HfPolicy,
             model,
-            thread=thread,
+            place=place,
             kv_on_sync=kv_on_sync,
             deterministic=deterministic,
             prefill_tokens=prefill_tokens,
@@ -125,7 +125,7 @@ class HfPolicy:
             decode=decode if sampling.stop_strings else None,
             counters=self.counters,
         )
-        self._core = thread.host(core_maker(model, decoder, recompute=kv_on_sync == "recompute"))
+        self._core = place.host(core_maker(model, decoder, recompute=kv_on_sync == "recompute"))
 
     @property
     def version(self) -> int:
@@ -205,7 +205,7 @@ class HfPolicy:
         stops decoding after the decode step in progress; rollouts that have not ended are deferred.
 
         Raises:
-            ProtocolError: a decode is of another policy, was given up or has failed; or the policy decodes already.
+            ProtocolError: a decode is of another policy, was closed or has failed; or the policy decodes already.
             Exception: whatever ended the decode loop, with a note that names the rollouts.
         """
         if self._loop is not None:
@@ -237,9 +237,9 @@ class HfPolicy:
             for decode in loop.decodes:
                 decode.defer(failure)
             self._loop = None
-            given_up = [decode.key for decode in loop.decodes if decode.given_up]
-            if given_up:
-                await self._forget(given_up)
+            closed = [decode.key for decode in loop.decodes if decode.closed]
+            if closed:
+                await self._forget(closed)
 
     async def _forget(self, keys: Sequence[int]) -> None:
         with suppress(ModelLost):  # the memory is lost with the place it was in
@@ -257,7 +257,7 @@ class HfPolicy:
             self._loop.note_answer()
 
     async def discard(self, rollout: HfDecode) -> None:
-        """Drop the row of a rollout that was given up, a live one at the next decode step."""
+        """Drop the row of a rollout that was closed, a live one at the next decode step."""
         if self._loop is not None and rollout.live:
             self._loop.drop(rollout)
         elif rollout.deferred:
@@ -308,7 +308,7 @@ class DecodeLoop:
         self._news.set()
 
     def note_answer(self) -> None:
-        """Have a rollout that was added, answered or given up join or leave at the next decode step."""
+        """Have a rollout that was added, answered or closed join or leave at the next decode step."""
         if not self._deterministic:
             self._interrupt()
         self._news.set()
@@ -317,7 +317,7 @@ class DecodeLoop:
         """Decode these as well, from the next decode step on; those that come after the cut stay deferred.
 
         Raises:
-            ProtocolError: a decode is of another policy, was given up, has failed or is decoded already.
+            ProtocolError: a decode is of another policy, was closed, has failed or is decoded already.
         """
         joining = unfinished(decodes, self._policy)
         if live := [decode.prompt.rollout for decode in joining if decode.live]:
@@ -334,9 +334,9 @@ class DecodeLoop:
             self._steps.hand_out()
 
     def drop(self, decode: HfDecode) -> None:
-        """Have the call in progress drop the row of a rollout that was given up."""
+        """Have the call in progress drop the row of a rollout that was closed."""
         if self._signals is not None and decode in self._ready:
-            self._signals.give_up(self._ready.index(decode))
+            self._signals.close(self._ready.index(decode))
         if decode.unanswered:
             self.note_answer()
 
@@ -370,7 +370,7 @@ class DecodeLoop:
         while not self._over:
             await self._end_finished()
             async with self._call:
-                open_ = [decode for decode in self.decodes if decode.live and not decode.given_up]
+                open_ = [decode for decode in self.decodes if decode.live and not decode.closed]
                 if self._over or (self._deterministic and not open_):
                     return
                 if any(decode.ending for decode in open_):  # an answer that came meanwhile
@@ -383,7 +383,7 @@ class DecodeLoop:
             await self._news.wait()
 
     async def _end_finished(self) -> None:
-        ended = [each for each in self.decodes if each.ending and not each.given_up]
+        ended = [each for each in self.decodes if each.ending and not each.closed]
         if ended:
             ended.sort(key=lambda each: each.order)
             self._cutting([decode.prompt.rollout for decode in ended])

@@ -281,15 +281,15 @@ class ReferenceLogprobs(StreamedScorer[FloatArray]):
     Args:
         model: a causal LM that shares the policy's tokenizer; or its recipe, for a place on another machine.
         sampling: the policy's; only the temperature and the ids that may be drawn count.
-        thread: where the model lives: any place.
+        place: where the model lives: any place.
         deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
         ModelRefused: the model cannot be served row by row.
     """
 
-    def __init__(self, model: Loadable, *, sampling: Sampling, thread: Hosting, deterministic: bool = False) -> None:
-        super().__init__(worker_maker(ReferenceWorker, model, deterministic, sampling), thread, supports=True)
+    def __init__(self, model: Loadable, *, sampling: Sampling, place: Hosting, deterministic: bool = False) -> None:
+        super().__init__(worker_maker(ReferenceWorker, model, deterministic, sampling), place, supports=True)
 
 
 class RewardModel(StreamedScorer[float]):
@@ -301,15 +301,15 @@ class RewardModel(StreamedScorer[float]):
     Args:
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``; or its recipe, see
             :class:`~oppo.hf.recipe.ModelRecipe`.
-        thread: where the model lives: any place.
+        place: where the model lives: any place.
         deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
     """
 
-    def __init__(self, model: Loadable, *, thread: Hosting, deterministic: bool = False) -> None:
-        super().__init__(worker_maker(RewardWorker, model, deterministic), thread)
+    def __init__(self, model: Loadable, *, place: Hosting, deterministic: bool = False) -> None:
+        super().__init__(worker_maker(RewardWorker, model, deterministic), place)
 
 
 class ValueModel(StreamedScorer[FloatArray]):
@@ -325,15 +325,15 @@ class ValueModel(StreamedScorer[FloatArray]):
     Args:
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``; or its recipe, see
             :class:`~oppo.hf.recipe.ModelRecipe`.
-        thread: where the model lives: any place.
+        place: where the model lives: any place.
         deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
     """
 
-    def __init__(self, model: Loadable, *, thread: Hosting, deterministic: bool = False) -> None:
-        super().__init__(worker_maker(ValueWorker, model, deterministic), thread)
+    def __init__(self, model: Loadable, *, place: Hosting, deterministic: bool = False) -> None:
+        super().__init__(worker_maker(ValueWorker, model, deterministic), place)
         self._model = model
 
     def serves(self, weights: Weights) -> bool:
@@ -402,7 +402,7 @@ class ProcessRewardModel(StreamedScorer[TokenRewards]):
 
     Args:
         model: ``AutoModelForTokenClassification`` of a decoder, which shares the policy's tokenizer; or its recipe.
-        thread: where the model lives: any place.
+        place: where the model lives: any place.
         separators: ids of the tokens that end a step (:meth:`oppo.hf.tokenizer.HfTokenizer.ending_with`).
         label: the label whose probability counts, by its index; the last one by default.
         baseline: subtracted from each reward of a step.
@@ -417,13 +417,13 @@ class ProcessRewardModel(StreamedScorer[TokenRewards]):
         self,
         model: Loadable,
         *,
-        thread: Hosting,
+        place: Hosting,
         separators: Sequence[int],
         label: int = -1,
         baseline: float = 0.0,
         deterministic: bool = False,
     ) -> None:
-        super().__init__(worker_maker(ProcessRewardWorker, model, deterministic, separators, label, baseline), thread)
+        super().__init__(worker_maker(ProcessRewardWorker, model, deterministic, separators, label, baseline), place)
 
 
 class RecomputedLogprobs(ReferenceLogprobs):
@@ -435,7 +435,7 @@ class RecomputedLogprobs(ReferenceLogprobs):
     Args:
         model: the actor. It may be the module that is trained: nothing of it is changed here.
         sampling: the policy's; only the temperature and the ids that may be drawn count.
-        thread: where rollouts are read: any place.
+        place: where rollouts are read: any place.
         deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
     Raises:
@@ -464,7 +464,7 @@ class ProximalLogprobs(RecomputedLogprobs):
     Args:
         model: the actor. It may be the module that decodes: nothing of it is changed here.
         sampling: the policy's; only the temperature and the ids that may be drawn count.
-        thread: where rollouts are read: any place.
+        place: where rollouts are read: any place.
         deterministic: the bits of results do not depend on which rollouts finish together; slower.
         kv_on_sync: what the policy does with the KV cache of deferred rollouts. With ``keep``, no single version
             sampled the tokens that follow older ones, so they are recomputed too.
@@ -478,11 +478,11 @@ class ProximalLogprobs(RecomputedLogprobs):
         model: PreTrainedModel,
         *,
         sampling: Sampling,
-        thread: Hosting,
+        place: Hosting,
         deterministic: bool = False,
         kv_on_sync: Literal["recompute", "keep"] = "recompute",
     ) -> None:
-        super().__init__(model, sampling=sampling, thread=thread, deterministic=deterministic)
+        super().__init__(model, sampling=sampling, place=place, deterministic=deterministic)
         self._mixed = kv_on_sync == "keep"
 
     async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:

@@ -76,7 +76,7 @@ class StalenessMetrics:
         are such tokens.
         ``mismatch/kl``: KL(behaviour || proximal), nats per token, by Schulman's k3 over stale tokens; 0 without any.
         ``mismatch/kl_current``: the same over tokens of the current version: the difference between what decoding and
-        training compute, and the effect of keys and values kept from older weights.
+        training compute, and the effect of a KV cache kept from older weights.
         ``mismatch/ess``: effective sample size of the tokens as importance samples, ``sum(m)**2 / (n * sum(m**2))``
         (Kong 1992); 1 if all are current.
         ``mismatch/weight``, ``mismatch/masked``: mean weight of a token, and the share of tokens with weight 0.

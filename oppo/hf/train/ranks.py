@@ -193,7 +193,7 @@ def deal(costs: Sequence[float], had: list[float], rank: int) -> list[int | None
     """Return the parts of a rank, one for each round; ``None`` for a round in which there is none left for it.
 
     A round has a part of similar cost for each rank, since sharded weights are gathered layer by layer in step. Within
-    a round the dearest part goes to the rank that has had the least.
+    a round the most expensive part goes to the rank that has had the least.
 
     Args:
         costs: of each part, in any unit.
@@ -204,11 +204,11 @@ def deal(costs: Sequence[float], had: list[float], rank: int) -> list[int | None
         >>> [deal([5, 9, 1], [0, 0], rank) for rank in (0, 1)]
         [[1, None], [0, 2]]
     """
-    dearest, size = sorted(range(len(costs)), key=lambda part: -costs[part]), len(had)
+    costliest, size = sorted(range(len(costs)), key=lambda part: -costs[part]), len(had)
     mine: list[int | None] = []
-    for start in range(0, len(dearest), size):
+    for start in range(0, len(costliest), size):
         dealt: list[int | None] = [None] * size
-        for part, to in zip(dearest[start : start + size], sorted(range(size), key=had.__getitem__), strict=False):
+        for part, to in zip(costliest[start : start + size], sorted(range(size), key=had.__getitem__), strict=False):
             dealt[to] = part
             had[to] += costs[part]
         mine.append(dealt[rank])
@@ -312,7 +312,7 @@ class Replicas:
             shard(models, team.mesh)
         return models
 
-    def elsewhere(self) -> tuple[ActorCriticRecipe, Replicas]:
+    def remote(self) -> tuple[ActorCriticRecipe, Replicas]:
         """Return how a rank on another machine makes its models, and how it has them.
 
         Raises:

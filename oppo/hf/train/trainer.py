@@ -437,7 +437,7 @@ class MakesCore:
         Raises:
             ModelError: there is no recipe of the models.
         """
-        recipe, replicas = self.replicas.elsewhere()
+        recipe, replicas = self.replicas.remote()
         return partial(_remote, recipe, self.sampling, self.settings, self.loss, replicas)
 
 
@@ -473,7 +473,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
             (GRPO, RLOO); no value loss is then computed, reported or saved.
         sampling: the policy's: its temperature divides the logits here too. (The ids that it left out come with the
             tokens, as their support.)
-        thread: where updates are made: any place.
+        place: where updates are made: any place.
         settings: everything about the optimisation.
         loss: PPO's by default, :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
         shard: where there are several ranks, each has a shard of weights, gradients and optimizer states (FSDP2, see
@@ -495,7 +495,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         critic: PreTrainedModel | None = None,
         *,
         sampling: Sampling,
-        thread: Hosting,
+        place: Hosting,
         settings: TrainerSettings | None = None,
         loss: Loss | None = None,
         shard: bool = True,
@@ -510,7 +510,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
             TrainerCounts.new(),
             Replicas(shard, devices, recipe),
         )
-        super().__init__(make, thread)
+        super().__init__(make, place)
 
     @property
     def capabilities(self) -> TrainerCapabilities:

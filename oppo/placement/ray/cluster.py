@@ -65,7 +65,7 @@ class Cluster:
 
     Example:
         >>> with Cluster("auto") as cluster, RayPlace("critic", cluster) as place:  # doctest: +SKIP
-        ...     critic = hf.ValueModel(ModelRecipe(path="critic", kind="scalar"), thread=place)
+        ...     critic = hf.ValueModel(ModelRecipe(path="critic", kind="scalar"), place=place)
     """
 
     def __init__(self, address: str = "auto") -> None:

@@ -365,7 +365,7 @@ class RayPlace(Process):
 
     Example:
         >>> with Cluster() as cluster, RayPlace("reward", cluster, room=Room(gpus=1)) as place:  # doctest: +SKIP
-        ...     reward = hf.RewardModel(ModelRecipe(path="judge", kind="scalar", device="cuda"), thread=place)
+        ...     reward = hf.RewardModel(ModelRecipe(path="judge", kind="scalar", device="cuda"), place=place)
     """
 
     what = "actor"
@@ -412,7 +412,7 @@ class RayRanks(Process):
     Example:
         >>> with Cluster() as cluster, RayRanks("trainer", cluster, 2, room=Room(gpus=1)) as ranks:  # doctest: +SKIP
         ...     recipe = ActorCriticRecipe(actor=ModelRecipe(path="actor", device="cuda"))
-        ...     trainer = hf.HfTrainer(actor, sampling=sampling, thread=ranks, recipe=recipe)
+        ...     trainer = hf.HfTrainer(actor, sampling=sampling, place=ranks, recipe=recipe)
     """
 
     what = "group of ranks"

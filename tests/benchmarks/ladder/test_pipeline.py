@@ -84,7 +84,7 @@ def test_nothing_is_scored_while_something_is_decoded_where_scoring_is_held_back
     if mode == "serial":
         calls = [span for span in spans if (span.track, span.label) == ("reward", "finish")]
         assert len(calls) == len(records), "one for the whole batch"
-    # What was parked is read beside the update, which is the scorers' business and not decoding's.
+    # What was deferred is read beside the update, which is the scorers' business and not decoding's.
     assert all(record.exposed == pytest.approx(record.score) for record in records if mode == "serial")
 
 

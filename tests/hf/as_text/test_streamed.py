@@ -75,8 +75,8 @@ def close(a: object, b: object) -> bool:
 @pytest.mark.parametrize(
     ("policy", "reader", "name"),
     [
-        ("byte-level", spot("sentence-piece"), "llama"),
-        ("sentence-piece", spot("byte-level", TEMPLATE), "gpt2"),
+        ("byte-level", spot("message-piece"), "llama"),
+        ("message-piece", spot("byte-level", TEMPLATE), "gpt2"),
         ("unigram", spot("byte-level", TRIMMING), "qwen2-sliding"),
         ("byte-level", spot("byte-level", TEMPLATE), "neox"),
         ("byte-level", spot("unigram"), "llama"),
@@ -89,7 +89,7 @@ async def test_a_score_streamed_as_text_is_that_of_the_librarys_own_call_on_the_
 ) -> None:
     bridge = Bridge(spot(policy), reader, "chat" if reader.has_chat_template else "joined")
     model, made = model_of(name), rollouts(spot(policy))
-    scorer = BridgedReward(model, bridge, thread=thread, deterministic=deterministic)
+    scorer = BridgedReward(model, bridge, place=thread, deterministic=deterministic)
     for seed in (1, 2):
         values = await stream(scorer, made, seed)
         for response in made:
@@ -104,7 +104,7 @@ async def test_an_end_of_sequence_that_is_padding_is_not_scored(pad: int | None,
     bridge, model = Bridge(policy, reader), model_of(pad=pad)
     assert reader.around[1] == [2], "it ends every text with the token of id 2"
     made = rollouts(policy)
-    values = await stream(BridgedReward(model, bridge, thread=thread), made, seed=3)
+    values = await stream(BridgedReward(model, bridge, place=thread), made, seed=3)
     for response in made:
         assert close(values[response.prompt.rollout], library_score(model, bridge, response))
 
@@ -114,7 +114,7 @@ async def test_exact_scores_are_equal_to_the_bit_for_any_arrival_pattern_and_in_
     made = rollouts(spot("unigram"), 4)
 
     async def seen(place: Place, seed: int) -> list[object]:
-        values = await stream(BridgedReward(model_of(), bridge, thread=place, deterministic=True), made, seed)
+        values = await stream(BridgedReward(model_of(), bridge, place=place, deterministic=True), made, seed)
         return [values[response.prompt.rollout] for response in made]
 
     first = await seen(thread, 0)
@@ -129,8 +129,8 @@ async def test_it_keeps_the_contract_of_a_scorer(deterministic: bool, thread: Th
     finished = [Finish(each.prompt.rollout, each, "eos") for each in rollouts(policy, 4, seed=4) if len(each) >= 4]
 
     async def make() -> BridgedReward:
-        bridge = Bridge(policy, spot("sentence-piece"))
-        return BridgedReward(model_of(), bridge, thread=thread, deterministic=deterministic)
+        bridge = Bridge(policy, spot("message-piece"))
+        return BridgedReward(model_of(), bridge, place=thread, deterministic=deterministic)
 
     assert len(finished) >= 2
     await check_scorer(make, finished, close)
@@ -138,7 +138,7 @@ async def test_it_keeps_the_contract_of_a_scorer(deterministic: bool, thread: Th
 
 async def test_events_out_of_place_are_errors(thread: Thread) -> None:
     policy = spot("byte-level")
-    scorer = BridgedReward(model_of(), Bridge(policy, spot("unigram")), thread=thread)
+    scorer = BridgedReward(model_of(), Bridge(policy, spot("unigram")), place=thread)
     (response,) = rollouts(policy, 1)
     with pytest.raises(ProtocolError, match="rollout 0 is unknown to LlamaFor"):
         await scorer.extend([response.chunk()])
@@ -167,7 +167,7 @@ async def test_a_rollout_that_is_longer_as_text_than_the_model_reads_ends_as_cho
         )
         for n, text in enumerate([" ".join(WORDS * 2), "the dog"])
     )
-    scorer, finished = BridgedReward(model, bridge, thread=thread), [Finish(0, long, "eos"), Finish(1, short, "eos")]
+    scorer, finished = BridgedReward(model, bridge, place=thread), [Finish(0, long, "eos"), Finish(1, short, "eos")]
     await scorer.extend([long.prompt, short.prompt, long.chunk(), short.chunk()])
     if over_long == "error":
         with pytest.raises(
@@ -186,7 +186,7 @@ async def test_a_rollout_that_is_longer_as_text_than_the_model_reads_ends_as_cho
 
 async def test_a_rollout_without_text_is_dropped(thread: Thread) -> None:
     policy = spot("byte-level")
-    scorer = BridgedReward(model_of(), Bridge(policy, spot("byte-level"), "response"), thread=thread)
+    scorer = BridgedReward(model_of(), Bridge(policy, spot("byte-level"), "response"), place=thread)
     silent = Response.empty(Prompt(0, 0, np.array([9], np.int32))).then(chunk(0, 0, np.array([2], np.int32)))
     await scorer.extend([silent.prompt, silent.chunk()])
     (value,) = await scorer.finish([Finish(0, silent, "eos")])
@@ -194,10 +194,10 @@ async def test_a_rollout_without_text_is_dropped(thread: Thread) -> None:
 
 
 async def test_a_process_that_replaces_a_dead_one_reads_rollouts_with_their_messages() -> None:
-    policy, bridge = spot("byte-level"), Bridge(spot("byte-level"), spot("sentence-piece", TEMPLATE), "chat")
+    policy, bridge = spot("byte-level"), Bridge(spot("byte-level"), spot("message-piece", TEMPLATE), "chat")
     model, made = model_of(), rollouts(policy, 3)
     with Process("scorers", setup=ONE, restarts=1) as process:
-        scorer = BridgedReward(model, bridge, thread=process)
+        scorer = BridgedReward(model, bridge, place=process)
         for response in made:
             await scorer.extend([response.prompt, response.chunk(0, 2)])
         os.kill(process.pid, signal.SIGKILL)
@@ -213,7 +213,7 @@ async def test_a_process_that_replaces_a_dead_one_reads_rollouts_with_their_mess
 @pytest.mark.parametrize("form", ["joined", "response"])
 async def test_most_of_a_rollout_is_read_before_it_ends(form: Form, thread: Thread) -> None:
     policy = spot("byte-level")
-    scorer = BridgedReward(model_of(), Bridge(policy, spot("sentence-piece"), form), thread=thread)
+    scorer = BridgedReward(model_of(), Bridge(policy, spot("message-piece"), form), place=thread)
     text = " ".join(CORPUS[:2])
     made = [
         Response.empty(Prompt(n, n, np.array([9], np.int32), columns={"prompt": "so "})).then(
@@ -234,7 +234,7 @@ async def test_most_of_a_rollout_is_read_before_it_ends(form: Form, thread: Thre
 async def test_a_run_trains_with_it_and_its_metrics_are_in_the_report(thread: Thread) -> None:
     graph = ppo(
         policy=FakePolicy(length=lambda prompt: 9 + prompt.admission % 7),
-        reward=BridgedReward(model_of(), Bridge(spot("byte-level"), spot("unigram")), thread=thread),
+        reward=BridgedReward(model_of(), Bridge(spot("byte-level"), spot("unigram")), place=thread),
         trainer=FakeTrainer(),
         admission=Overcommit(batch=4, overcommit=1),
         advantage=GAE(kl=0.0),

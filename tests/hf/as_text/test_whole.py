@@ -162,7 +162,7 @@ async def test_the_score_is_the_librarys_own_call_on_the_whole_text(
     assert any("one by one: padding would change its outputs" in note for note in messages) is (name == "fnet")
     made = rollouts()
     form: Form = "pair" if name in {"bert", "roberta", "deberta"} else "joined"
-    scorer = ClassifierReward(encoder, POLICY, thread=thread, form=form, deterministic=deterministic)
+    scorer = ClassifierReward(encoder, POLICY, place=thread, form=form, deterministic=deterministic)
     values = await stream(scorer, made, seed=1)
     for response in made:
         parts = ("say it", said(response)) if form == "pair" else ("say it" + said(response),)
@@ -173,19 +173,19 @@ async def test_of_several_labels_the_one_that_is_named_scores(thread: Thread, tm
     encoder = load_encoder(classifier(tmp_path, labels=("NEGATIVE", "NEUTRAL", "POSITIVE")))
     made = rollouts(2)
     for label, at in (("POSITIVE", 2), (0, 0), ("1", 1)):
-        scorer = ClassifierReward(encoder, POLICY, thread=thread, form="response", label=label)
+        scorer = ClassifierReward(encoder, POLICY, place=thread, form="response", label=label)
         values = await stream(scorer, made, seed=0)
         assert close(values[1], logits(encoder.model, encoder.tokenizer, said(made[1]))[at])
     for wrong in (None, "GOOD", 3):
         with pytest.raises(ConfigError, match=r"labels NEGATIVE, NEUTRAL, POSITIVE: expected one of them as the label"):
-            ClassifierReward(encoder, POLICY, thread=thread, label=wrong)
+            ClassifierReward(encoder, POLICY, place=thread, label=wrong)
 
 
 async def test_a_chat_template_of_its_own_renders_prompt_and_response(thread: Thread, tmp_path: Path) -> None:
     path = classifier(tmp_path, "llama")
     spot("byte-level", TEMPLATE).inner.save_pretrained(path)
     encoder, made = load_encoder(path), rollouts(3)
-    values = await stream(ClassifierReward(encoder, POLICY, thread=thread, form="chat"), made, seed=0)
+    values = await stream(ClassifierReward(encoder, POLICY, place=thread, form="chat"), made, seed=0)
     for response in made:
         messages = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": said(response)}]
         text = str(encoder.tokenizer.inner.apply_chat_template(messages, tokenize=False))
@@ -195,7 +195,7 @@ async def test_a_chat_template_of_its_own_renders_prompt_and_response(thread: Th
 async def test_texts_of_similar_length_are_read_together(thread: Thread, tmp_path: Path) -> None:
     encoder, shapes = load_encoder(classifier(tmp_path)), list[tuple[int, ...]]()
     encoder.model.register_forward_pre_hook(lambda *given: shapes.append(given[2]["input_ids"].shape), with_kwargs=True)
-    scorer, made = ClassifierReward(encoder, POLICY, thread=thread, form="response"), [*rollouts(5)] * 8
+    scorer, made = ClassifierReward(encoder, POLICY, place=thread, form="response"), [*rollouts(5)] * 8
     finished = [
         Finish(n, Response.empty(Prompt(n, n, each.prompt.tokens)).then(chunk(n, 0, each.tokens)), "eos")
         for n, each in enumerate(made)
@@ -213,7 +213,7 @@ async def test_exact_scores_do_not_depend_on_which_rollouts_end_together_nor_on_
     encoder, made = load_encoder(classifier(tmp_path)), rollouts()
 
     async def seen(place: Thread | Process, seed: int) -> list[object]:
-        values = await stream(ClassifierReward(encoder, POLICY, thread=place, deterministic=True), made, seed)
+        values = await stream(ClassifierReward(encoder, POLICY, place=place, deterministic=True), made, seed)
         return [values[each.prompt.rollout] for each in made]
 
     first = await seen(thread, 0)
@@ -230,14 +230,14 @@ async def test_both_keep_the_contract_of_a_scorer(kind: str, thread: Thread, tmp
 
     async def make() -> ClassifierReward | SimilarityReward:
         if kind == "classifier":
-            return ClassifierReward(encoder, POLICY, thread=thread)
-        return SimilarityReward(encoder, POLICY, column="answer", thread=thread)
+            return ClassifierReward(encoder, POLICY, place=thread)
+        return SimilarityReward(encoder, POLICY, column="answer", place=thread)
 
     await check_scorer(make, [Finish(each.prompt.rollout, each, "eos") for each in made], close)
 
 
 async def test_events_out_of_place_are_errors(thread: Thread, tmp_path: Path) -> None:
-    scorer = ClassifierReward(load_encoder(classifier(tmp_path)), POLICY, thread=thread)
+    scorer = ClassifierReward(load_encoder(classifier(tmp_path)), POLICY, place=thread)
     (response,) = rollouts(1)
     with pytest.raises(ProtocolError, match="rollout 0 is unknown"):
         await scorer.extend([response.chunk()])
@@ -258,7 +258,7 @@ async def test_a_text_longer_than_the_model_reads_ends_as_chosen(
     assert encoder.limit == {"bert": 128, "roberta": 126}[name]
     made = rollouts(6)
     long = Response.empty(made[0].prompt).then(chunk(0, 0, np.concatenate([made[5].tokens] * 7)))
-    scorer = ClassifierReward(encoder, POLICY, thread=thread, over_long=over_long)
+    scorer = ClassifierReward(encoder, POLICY, place=thread, over_long=over_long)
     finished = [Finish(0, long, "length"), Finish(1, made[1], "eos")]
     await scorer.extend([long.prompt, made[1].prompt, long.chunk(), made[1].chunk()])
     if over_long == "error":
@@ -304,7 +304,7 @@ async def test_a_response_scores_its_cosine_similarity_to_the_text_of_its_row(
         return unit
 
     made = rollouts(4, answer=["the lazy dog", ["hello, world!", "the quick brown fox"]])
-    values = await stream(SimilarityReward(encoder, POLICY, column="answer", thread=thread), made, seed=2)
+    values = await stream(SimilarityReward(encoder, POLICY, column="answer", place=thread), made, seed=2)
     for response in made:
         answers = response.prompt.columns["answer"]
         texts = answers if isinstance(answers, list) else [answers]
@@ -313,13 +313,13 @@ async def test_a_response_scores_its_cosine_similarity_to_the_text_of_its_row(
     same = Response.empty(Prompt(9, 9, made[0].prompt.tokens, columns={"answer": said(made[2])})).then(
         chunk(9, 0, made[2].tokens)
     )
-    assert close((await stream(SimilarityReward(encoder, POLICY, column="answer", thread=thread), [same], 0))[9], 1.0)
+    assert close((await stream(SimilarityReward(encoder, POLICY, column="answer", place=thread), [same], 0))[9], 1.0)
 
 
 @pytest.mark.parametrize("value", [None, 3, [], ["a", 1]])
 async def test_a_row_without_a_text_to_compare_with_is_named(value: object, thread: Thread, tmp_path: Path) -> None:
     encoder = load_encoder(sentence_encoder(tmp_path / "encoder", {"pooling_mode": "mean"}))
-    scorer, (response,) = SimilarityReward(encoder, POLICY, column="answer", thread=thread), rollouts(1, answer=[value])
+    scorer, (response,) = SimilarityReward(encoder, POLICY, column="answer", place=thread), rollouts(1, answer=[value])
     await scorer.extend([response.prompt, response.chunk()])
     with pytest.raises(RewardError, match=r"rollout 0: expected the text to compare .* column 'answer'; got"):
         await scorer.finish([Finish(0, response, "eos")])
@@ -341,9 +341,9 @@ def test_what_is_no_encoder_or_of_unknown_parts_is_refused_by_name(thread: Threa
     with pytest.raises(ConfigError, match="names a module outside of its directory"):
         load_encoder(outside)
     with pytest.raises(ConfigError, match="classifies, and gives no vector to compare"):
-        SimilarityReward(load_encoder(tmp_path / "bert"), POLICY, column="answer", thread=thread)
+        SimilarityReward(load_encoder(tmp_path / "bert"), POLICY, column="answer", place=thread)
     with pytest.raises(ConfigError, match="has no classification head"):
-        ClassifierReward(load_encoder(sentence_encoder(tmp_path / "s", {"pooling_mode": "cls"})), POLICY, thread=thread)
+        ClassifierReward(load_encoder(sentence_encoder(tmp_path / "s", {"pooling_mode": "cls"})), POLICY, place=thread)
 
 
 def test_without_a_word_on_pooling_it_is_the_mean_and_that_is_said(tmp_path: Path, messages: list[str]) -> None:

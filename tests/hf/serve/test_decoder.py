@@ -130,14 +130,14 @@ def test_what_was_read_before_a_cut_or_a_stop_is_not_read_again(cut: bool) -> No
     assert rows[1].tokens == alone.tokens
 
 
-def test_a_row_given_up_while_it_is_read_is_read_no_further_and_frees_its_memory() -> None:
+def test_a_row_closed_while_it_is_read_is_read_no_further_and_frees_its_memory() -> None:
     rows = [row(0, 9), row(1, HUGE)]
 
-    def give_up() -> None:
+    def close() -> None:
         if len(log.steps) >= 4:
-            log.signals.give_up(1)
+            log.signals.close(1)
 
-    log = Log(decoder(), then=give_up)
+    log = Log(decoder(), then=close)
     log.run(rows)
     assert log.decoder.counters.prefilled == 9 + 3 * PORTION
     assert log.steps == [[0]] * 12

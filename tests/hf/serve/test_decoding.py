@@ -1,4 +1,4 @@
-"""Decoding that is cut, left, cancelled, given up or that fails: in a thread and in a process."""
+"""Decoding that is cut, left, cancelled, closed or that fails: in a thread and in a process."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ async def test_a_parked_rollout_goes_on_as_if_it_had_never_been_cut(serving: Ser
         story = Story(await policy.open(asked), cut_after=3)
         read_at_first = policy.counters.prefilled
         await story.step(policy)
-        parked = [k for k, state in enumerate(story.states()) if state == "cut"]
+        deferred = [k for k, state in enumerate(story.states()) if state == "cut"]
         finished = sum(map(len, story.told))
-        assert 3 <= finished == len(asked) - len(parked) < len(asked)
-        cut_at = {len(tokens) for tokens in (story.tokens()[k] for k in parked)}
-        assert len(cut_at) == 1, "all parked rows have made as many decode steps"
+        assert 3 <= finished == len(asked) - len(deferred) < len(asked)
+        cut_at = {len(tokens) for tokens in (story.tokens()[k] for k in deferred)}
+        assert len(cut_at) == 1, "all deferred rows have made as many decode steps"
         first_prefill = policy.counters.prefilled
         story.cut_after = 7
         await story.step(policy)
@@ -202,14 +202,14 @@ async def test_closing_frees_the_memory_of_parked_and_of_live_rollouts(serving: 
             await decodes[0].read(3)
             await decodes[1].aclose()
             await decodes[1].aclose()
-            with pytest.raises(ProtocolError, match="given up"):
+            with pytest.raises(ProtocolError, match="closed"):
                 await decodes[1].read(1)
             await decodes[0].read(20)
-        parked = (await policy.memory())[1]
-        assert parked > 0
+        deferred = (await policy.memory())[1]
+        assert deferred > 0
         await decodes[0].aclose()
-        assert 0 < (await policy.memory())[1] < parked
-        with pytest.raises(ProtocolError, match="given up"):
+        assert 0 < (await policy.memory())[1] < deferred
+        with pytest.raises(ProtocolError, match="closed"):
             async with policy.decoding(decodes, lambda _: False):
                 pass
         for decode in decodes:
@@ -217,7 +217,7 @@ async def test_closing_frees_the_memory_of_parked_and_of_live_rollouts(serving: 
         assert (await policy.memory())[1] == 0
 
 
-async def test_a_rollout_given_up_after_the_cut_is_freed_with_the_context(serving: Serving) -> None:
+async def test_a_rollout_closed_after_the_cut_is_freed_with_the_context(serving: Serving) -> None:
     asked = prompts(3)
     with serving() as policy:
         decodes = await policy.open(asked)

@@ -75,17 +75,17 @@ async def ran(
     policy = HfPolicy(
         served or actor,
         sampling=sampling,
-        thread=acting,
+        place=acting,
         deterministic=True,
         kv_on_sync="keep" if keep else "recompute",
         decode=HfTokenizer(tokenizer()).decode,
     )
-    reference = ReferenceLogprobs(tiny.causal(seed=1), sampling=sampling, thread=scoring, deterministic=True)
-    reward = RewardModel(tiny.scalar(seed=2), thread=scoring, deterministic=True)
+    reference = ReferenceLogprobs(tiny.causal(seed=1), sampling=sampling, place=scoring, deterministic=True)
+    reward = RewardModel(tiny.scalar(seed=2), place=scoring, deterministic=True)
     made = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(18)]
     admission, chunks = Overcommit(batch=4, overcommit=2), Fixed(5)
     if groups:
-        trainer = HfTrainer(actor, None, sampling=sampling, thread=scoring, settings=settings, loss=ClippedLoss())
+        trainer = HfTrainer(actor, None, sampling=sampling, place=scoring, settings=settings, loss=ClippedLoss())
         graph = grpo(
             policy=policy,
             reference=reference,
@@ -96,8 +96,8 @@ async def ran(
             chunks=chunks,
         )
     else:
-        trainer = HfTrainer(actor, critic, sampling=sampling, thread=scoring, settings=settings)
-        values = ValueModel(critic, thread=scoring, deterministic=True)
+        trainer = HfTrainer(actor, critic, sampling=sampling, place=scoring, settings=settings)
+        values = ValueModel(critic, place=scoring, deterministic=True)
         graph = ppo(
             policy=policy,
             reference=reference,
@@ -145,7 +145,7 @@ async def test_an_exact_run_is_the_same_wherever_its_policy_lives(
 
 async def test_stop_strings_end_responses_in_a_process(actor_process: Process) -> None:
     sampling = Sampling(max_new_tokens=60, seed=3, stop_strings=("w7", "w40"))
-    policy = HfPolicy(tiny.causal(), sampling=sampling, thread=actor_process, decode=HfTokenizer(tokenizer()).decode)
+    policy = HfPolicy(tiny.causal(), sampling=sampling, place=actor_process, decode=HfTokenizer(tokenizer()).decode)
     story = await told(policy, prompts(8))
     assert "stop" in story.states()
     for tokens, state in zip(story.tokens(), story.states(), strict=True):
@@ -155,8 +155,8 @@ async def test_stop_strings_end_responses_in_a_process(actor_process: Process) -
 async def test_a_decode_that_cannot_cross_is_refused_by_name(actor_process: Process) -> None:
     sampling = Sampling(stop_strings=("w7",))
     with pytest.raises(ModelError, match=r"cannot go to another process: .*<lambda>.*importable by name"):
-        HfPolicy(tiny.causal(), sampling=sampling, thread=actor_process, decode=lambda tokens: "")
-    HfPolicy(tiny.causal(), sampling=Sampling(), thread=actor_process, decode=lambda tokens: "")
+        HfPolicy(tiny.causal(), sampling=sampling, place=actor_process, decode=lambda tokens: "")
+    HfPolicy(tiny.causal(), sampling=Sampling(), place=actor_process, decode=lambda tokens: "")
 
 
 async def test_a_place_that_repeats_calls_is_refused() -> None:
@@ -273,7 +273,7 @@ async def test_an_error_in_the_childs_decode_loop_reaches_every_reader(actor_pro
                 readers.start_soon(read, decode)
 
     sampling = Sampling(max_new_tokens=60, stop_strings=("w7",))
-    policy = HfPolicy(tiny.causal(), sampling=sampling, thread=actor_process, decode=unreadable)
+    policy = HfPolicy(tiny.causal(), sampling=sampling, place=actor_process, decode=unreadable)
     decodes = await policy.open(prompts(3))
     with pytest.raises(LookupError, match="no text for 1 tokens") as raised:
         await decode_all(policy, decodes)

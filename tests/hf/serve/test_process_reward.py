@@ -59,7 +59,7 @@ async def test_streamed_rewards_are_those_of_the_librarys_own_call(
     name: str, labels: int, deterministic: bool, thread: Thread
 ) -> None:
     model, made = tiny.steps(name, labels=labels), responses()
-    scorer = ProcessRewardModel(model, thread=thread, separators=SEPARATORS, deterministic=deterministic)
+    scorer = ProcessRewardModel(model, place=thread, separators=SEPARATORS, deterministic=deterministic)
     for response, rewards in zip(made, rewards_of(await stream(scorer, made, seed=2), made), strict=True):
         np.testing.assert_allclose(rewards, expected(model, response), rtol=1e-5, atol=1e-5)
         assert np.count_nonzero(rewards) > 1 or len(response) < 8
@@ -67,22 +67,22 @@ async def test_streamed_rewards_are_those_of_the_librarys_own_call(
 
 async def test_another_label_and_a_baseline_may_be_chosen_and_a_response_may_have_no_step(thread: Thread) -> None:
     model, made = tiny.steps(labels=3), responses(3)
-    scorer = ProcessRewardModel(model, thread=thread, separators=SEPARATORS, label=0, baseline=0.5)
+    scorer = ProcessRewardModel(model, place=thread, separators=SEPARATORS, label=0, baseline=0.5)
     for response, rewards in zip(made, rewards_of(await stream(scorer, made, seed=0), made), strict=True):
         want = expected(model, response, 0)
         np.testing.assert_allclose(rewards, np.where(want > 0, want - 0.5, 0), rtol=1e-5, atol=1e-5)
-    alone = ProcessRewardModel(model, thread=thread, separators=())
+    alone = ProcessRewardModel(model, place=thread, separators=())
     for rewards in rewards_of(await stream(alone, made, seed=0), made):
         assert np.flatnonzero(rewards).tolist() == [len(rewards) - 1]
     with pytest.raises(ConfigError, match="3 labels, and none with the index 3"):
-        ProcessRewardModel(model, thread=thread, separators=(), label=3)
+        ProcessRewardModel(model, place=thread, separators=(), label=3)
 
 
 async def test_exact_rewards_are_equal_to_the_bit_for_any_arrival_pattern_and_in_a_process(thread: Thread) -> None:
     made = responses(4)
 
     async def seen(place: Place, seed: int) -> list[bytes]:
-        scorer = ProcessRewardModel(tiny.steps(), thread=place, separators=SEPARATORS, deterministic=True)
+        scorer = ProcessRewardModel(tiny.steps(), place=place, separators=SEPARATORS, deterministic=True)
         return [rewards.tobytes() for rewards in rewards_of(await stream(scorer, made, seed), made)]
 
     first = await seen(thread, 0)
@@ -97,7 +97,7 @@ def one_core() -> None:
 
 async def test_it_keeps_the_contract_of_a_scorer(thread: Thread) -> None:
     async def make() -> ProcessRewardModel:
-        return ProcessRewardModel(tiny.steps(), thread=thread, separators=SEPARATORS)
+        return ProcessRewardModel(tiny.steps(), place=thread, separators=SEPARATORS)
 
     finished = [Finish(response.prompt.rollout, response, "eos") for response in responses(3, seed=4)]
     await check_scorer(make, finished, lambda a, b: np.allclose(a.rewards, b.rewards, rtol=1e-5, atol=1e-5))
@@ -105,7 +105,7 @@ async def test_it_keeps_the_contract_of_a_scorer(thread: Thread) -> None:
 
 async def test_a_response_without_tokens_has_no_rewards(thread: Thread) -> None:
     response = Response.empty(Prompt(0, 0, np.array([5, 6, 7], np.int32)))
-    scorer = ProcessRewardModel(tiny.steps(), thread=thread, separators=SEPARATORS)
+    scorer = ProcessRewardModel(tiny.steps(), place=thread, separators=SEPARATORS)
     await scorer.extend([response.prompt])
     (score,) = await scorer.finish([Finish(0, response, "stop")])
     assert (float(score), len(score.rewards)) == (0.0, 0)
@@ -115,7 +115,7 @@ async def test_the_advantage_of_a_token_counts_the_steps_from_it_on(thread: Thre
     tokens = np.array([5, 12, 6, 13, 7], np.int32)
     prompt = Prompt(0, 0, np.array([5], np.int32))
     response = Response.empty(prompt).then(chunk(0, 0, tokens))
-    scorer = ProcessRewardModel(tiny.steps(), thread=thread, separators=SEPARATORS)
+    scorer = ProcessRewardModel(tiny.steps(), place=thread, separators=SEPARATORS)
     await scorer.extend([prompt, response.chunk()])
     (score,) = await scorer.finish([Finish(0, response, "eos")])
     batch = GAE(kl=0.0, whiten_advantages=False).batch([ScoredRollout(Finish(0, response, "eos"), None, score)])

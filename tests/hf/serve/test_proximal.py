@@ -65,7 +65,7 @@ def aged(event: Finish, versions: Sequence[int]) -> Finish:
 
 async def rolled_out(thread: Thread, *, seed: int = 1) -> list[Finish]:
     """Responses of more than four tokens."""
-    policy = HfPolicy(tiny.causal(seed=seed), sampling=SAMPLING, thread=thread)
+    policy = HfPolicy(tiny.causal(seed=seed), sampling=SAMPLING, place=thread)
     return [event for event in await respond_serially(policy, prompts(8)) if len(event.response) > 4]
 
 
@@ -89,7 +89,7 @@ async def test_stale_tokens_are_computed_again_and_current_ones_keep_what_was_re
 ) -> None:
     finished = [aged(event, (0, 2)) for event in await rolled_out(thread)]
     scorer = await at_version(
-        ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, thread=thread, deterministic=deterministic), 2
+        ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, place=thread, deterministic=deterministic), 2
     )
     for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
         assert logprobs.dtype == np.float32
@@ -100,14 +100,14 @@ async def test_stale_tokens_are_computed_again_and_current_ones_keep_what_was_re
 
 async def test_of_the_same_weights_what_is_computed_again_agrees_with_what_was_recorded(thread: Thread) -> None:
     finished = await rolled_out(thread)
-    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=1), sampling=SAMPLING, thread=thread), 1)
+    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=1), sampling=SAMPLING, place=thread), 1)
     for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
         assert_allclose(logprobs, event.response.logprobs, rtol=1e-5, atol=1e-5)
 
 
 async def test_where_nothing_is_stale_the_model_is_not_called(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
     finished = [aged(event, (3,)) for event in await rolled_out(thread)]
-    scorer = await at_version(ProximalLogprobs(tiny.causal(), sampling=SAMPLING, thread=thread), 3)
+    scorer = await at_version(ProximalLogprobs(tiny.causal(), sampling=SAMPLING, place=thread), 3)
     monkeypatch.delattr(ScorerWorker, "extend")
     for event in finished:
         await scorer.extend([event.response.prompt])
@@ -119,7 +119,7 @@ async def test_where_nothing_is_stale_the_model_is_not_called(thread: Thread, mo
 async def test_exact_log_probs_do_not_depend_on_what_finishes_together(thread: Thread) -> None:
     finished = [aged(event, (0, 1)) for event in await rolled_out(thread)]
     model = tiny.causal(seed=7)
-    scorer = await at_version(ProximalLogprobs(model, sampling=SAMPLING, thread=thread, deterministic=True), 1)
+    scorer = await at_version(ProximalLogprobs(model, sampling=SAMPLING, place=thread, deterministic=True), 1)
     together = await scorer.finish(finished)
     alone = [(await scorer.finish([event]))[0] for event in reversed(finished)]
     for one, other in zip(together, reversed(alone), strict=True):
@@ -128,7 +128,7 @@ async def test_exact_log_probs_do_not_depend_on_what_finishes_together(thread: T
 
 async def test_where_keys_and_values_are_kept_everything_after_a_stale_token_is_stale(thread: Thread) -> None:
     finished = [aged(event, (0, 2)) for event in await rolled_out(thread)]
-    mixed = ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, thread=thread, kv_on_sync="keep")
+    mixed = ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, place=thread, kv_on_sync="keep")
     for event, logprobs in zip(finished, await (await at_version(mixed, 2)).finish(finished), strict=True):
         assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
 
@@ -140,7 +140,7 @@ async def test_given_tokens_are_read_and_keep_a_log_prob_of_zero(thread: Thread)
     tail = whole.chunk(2)
     shifted = Chunk(event.rollout, 4, tail.tokens, tail.logprobs, tail.versions, tail.support)
     response = Response.empty(whole.prompt).then(whole.chunk(0, 2)).then(answer).then(shifted)
-    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, thread=thread), 1)
+    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, place=thread), 1)
     (logprobs,) = await scorer.finish([Finish(event.rollout, response, "eos")])
     everything = expected(Finish(event.rollout, response, "eos"), 7)
     assert_allclose(logprobs, np.where(response.sampled, everything, 0), rtol=1e-5, atol=1e-5)
@@ -151,7 +151,7 @@ async def test_a_failure_leaves_no_session_behind(thread: Thread) -> None:
     foreign = event.response.tokens.copy()
     foreign[0] = tiny.VOCABULARY
     broken = Finish(event.rollout, replace(event.response, tokens=foreign), "eos")
-    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, thread=thread), 1)
+    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, place=thread), 1)
     with pytest.raises(ModelError, match="vocabulary"):
         await scorer.finish([broken])
     (logprobs,) = await scorer.finish([event])
@@ -160,7 +160,7 @@ async def test_a_failure_leaves_no_session_behind(thread: Thread) -> None:
 
 async def test_what_another_engine_sampled_is_computed_again_also_if_it_is_current(thread: Thread) -> None:
     finished = await rolled_out(thread)
-    scorer = RecomputedLogprobs(tiny.causal(seed=1), sampling=SAMPLING, thread=thread)
+    scorer = RecomputedLogprobs(tiny.causal(seed=1), sampling=SAMPLING, place=thread)
     await scorer.load(Weights(3, actor=tiny.causal(seed=7).state_dict()))
     for first, rest in ((0, 2), (2, 5), (5, None)):
         if not first:
@@ -180,7 +180,7 @@ async def test_in_another_process_the_trainers_new_weights_are_those_that_count(
     finished = await rolled_out(thread)
     actor = tiny.causal(seed=1)
     with Process("scorers", setup=one_core) as process:
-        scorer = kind(actor, sampling=SAMPLING, thread=process)
+        scorer = kind(actor, sampling=SAMPLING, place=process)
         newer = tiny.causal(seed=7)
         await scorer.load(Weights(1, actor=newer.state_dict()))
         await scorer.extend([part for event in finished for part in (event.response.prompt, event.response.chunk())])
@@ -206,18 +206,18 @@ async def ran(correction: Correction | None, *, extra: int, keep: bool = False, 
             policy=HfPolicy(
                 actor,
                 sampling=SAMPLING,
-                thread=decoding,
+                place=decoding,
                 deterministic=True,
                 kv_on_sync="keep" if keep else "recompute",
             ),
-            reference=ReferenceLogprobs(tiny.causal(seed=3), sampling=SAMPLING, thread=scoring, deterministic=True),
-            reward=RewardModel(tiny.scalar(seed=4), thread=scoring, deterministic=True),
-            critic=ValueModel(critic, thread=scoring, deterministic=True),
+            reference=ReferenceLogprobs(tiny.causal(seed=3), sampling=SAMPLING, place=scoring, deterministic=True),
+            reward=RewardModel(tiny.scalar(seed=4), place=scoring, deterministic=True),
+            critic=ValueModel(critic, place=scoring, deterministic=True),
             trainer=HfTrainer(
                 actor,
                 critic,
                 sampling=SAMPLING,
-                thread=decoding,
+                place=decoding,
                 settings=TrainerSettings(learning_rate=2e-3, epochs=2),
                 loss=PPOLoss(correction=Correction() if correction is None else correction),
             ),
@@ -226,7 +226,7 @@ async def ran(correction: Correction | None, *, extra: int, keep: bool = False, 
             proximal=None
             if correction is None
             else ProximalLogprobs(
-                actor, sampling=SAMPLING, thread=scoring, deterministic=True, kv_on_sync="keep" if keep else "recompute"
+                actor, sampling=SAMPLING, place=scoring, deterministic=True, kv_on_sync="keep" if keep else "recompute"
             ),
         )
         async with graph.open(prompts(40), observers=[tap]) as run:
@@ -295,14 +295,14 @@ async def test_kept_keys_and_values_show_as_a_mismatch_of_current_tokens() -> No
 async def test_ratios_over_the_proximal_policy_begin_at_one_for_stale_tokens_too(thread: Thread) -> None:
     finished = [aged(event, (0,)) for event in await rolled_out(thread, seed=9)]
     actor, critic = tiny.causal(seed=1), tiny.scalar(seed=2)
-    scorer = await at_version(ProximalLogprobs(actor, sampling=SAMPLING, thread=thread), 1)
+    scorer = await at_version(ProximalLogprobs(actor, sampling=SAMPLING, place=thread), 1)
     proximal = await scorer.finish(finished)
     rows = [
         ScoredRollout(event, event.response.logprobs, 0.0, np.zeros(len(event.response), np.float32), again)
         for event, again in zip(finished, proximal, strict=True)
     ]
     loss = PPOLoss(correction=Correction(ratio_base="proximal"))
-    trainer = HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=TrainerSettings(epochs=1), loss=loss)
+    trainer = HfTrainer(actor, critic, sampling=SAMPLING, place=thread, settings=TrainerSettings(epochs=1), loss=loss)
     metrics = (await trainer.update(GAE().batch(rows))).metrics
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
     assert metrics["policy/clipfrac_avg"] == 0

@@ -66,7 +66,7 @@ async def test_streamed_reference_logprobs_equal_one_forward_pass(
 ) -> None:
     model = tiny.causal(name)
     scorer = ReferenceLogprobs(
-        model, sampling=Sampling(temperature=TEMPERATURE), thread=thread, deterministic=deterministic
+        model, sampling=Sampling(temperature=TEMPERATURE), place=thread, deterministic=deterministic
     )
     made = responses()
     values = await stream(scorer, made, seed=1)
@@ -82,7 +82,7 @@ async def test_streamed_reference_logprobs_equal_one_forward_pass(
 async def test_a_streamed_score_equals_the_librarys_own_call(name: str, deterministic: bool, thread: Thread) -> None:
     model = tiny.scalar(name)
     made = responses()
-    values = await stream(RewardModel(model, thread=thread, deterministic=deterministic), made, seed=2)
+    values = await stream(RewardModel(model, place=thread, deterministic=deterministic), made, seed=2)
     for response in made:
         assert_close(values[response.prompt.rollout], library_score(model, response))
 
@@ -98,7 +98,7 @@ async def test_wherever_padding_stands_the_score_is_that_of_the_librarys_own_cal
     model = tiny.scalar(name, pad=pad)
     made = endings()
     for seed, deterministic in ((3, False), (4, True)):
-        values = await stream(RewardModel(model, thread=thread, deterministic=deterministic), made, seed)
+        values = await stream(RewardModel(model, place=thread, deterministic=deterministic), made, seed)
         for response in made:
             assert_close(values[response.prompt.rollout], library_score(model, response))
 
@@ -118,7 +118,7 @@ async def test_a_streamed_score_is_that_of_the_librarys_batch_padded_on_either_s
         tokens = sequence(response)
         at = slice(longest - len(tokens), None) if side == "left" else slice(len(tokens))
         ids[row, at], mask[row, at] = tokens, 1
-    values = await stream(RewardModel(model, thread=thread), made, seed=5)
+    values = await stream(RewardModel(model, place=thread), made, seed=5)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     padded = tiny.apart(model)(ids, attention_mask=mask, position_ids=positions).logits[:, 0].detach()
     assert_close([values[response.prompt.rollout] for response in made], padded)
@@ -131,7 +131,7 @@ async def test_streamed_values_equal_the_score_head_on_one_forward_pass(
 ) -> None:
     model = tiny.scalar(name)
     made = responses()
-    values = await stream(ValueModel(model, thread=thread, deterministic=deterministic), made, seed=3)
+    values = await stream(ValueModel(model, place=thread, deterministic=deterministic), made, seed=3)
     for response in made:
         assert_close(values[response.prompt.rollout], expected_values(model, response))
 
@@ -139,9 +139,9 @@ async def test_streamed_values_equal_the_score_head_on_one_forward_pass(
 async def test_exact_results_are_equal_to_the_bit_for_any_arrival_pattern(thread: Thread) -> None:
     made = responses(4)
     scorers: list[Scorer[object]] = [
-        ReferenceLogprobs(tiny.causal("qwen2"), sampling=Sampling(), thread=thread, deterministic=True),
-        RewardModel(tiny.scalar("gpt2"), thread=thread, deterministic=True),
-        ValueModel(tiny.scalar("llama"), thread=thread, deterministic=True),
+        ReferenceLogprobs(tiny.causal("qwen2"), sampling=Sampling(), place=thread, deterministic=True),
+        RewardModel(tiny.scalar("gpt2"), place=thread, deterministic=True),
+        ValueModel(tiny.scalar("llama"), place=thread, deterministic=True),
     ]
     for scorer in scorers:
         first = await stream(scorer, made, seed=0)
@@ -154,7 +154,7 @@ async def test_exact_results_are_equal_to_the_bit_for_any_arrival_pattern(thread
 async def test_a_response_without_tokens_has_a_score_and_the_value_of_its_only_state(thread: Thread) -> None:
     response = Response.empty(Prompt(0, 0, np.array([5, 6, 7], np.int32)))
     finish = [Finish(0, response, "stop")]
-    value, reward = ValueModel(tiny.scalar(), thread=thread), RewardModel(tiny.scalar(), thread=thread)
+    value, reward = ValueModel(tiny.scalar(), place=thread), RewardModel(tiny.scalar(), place=thread)
     await value.extend([response.prompt])
     await reward.extend([response.prompt])
     assert_close(await value.finish(finish), [expected_values(tiny.scalar(), response)])
@@ -164,7 +164,7 @@ async def test_a_response_without_tokens_has_a_score_and_the_value_of_its_only_s
 async def test_a_long_chunk_is_read_in_several_passes(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oppo.hf.kv.reader.TOKENS_PER_PASS", 40)
     model = tiny.causal("llama")
-    scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), thread=thread)
+    scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), place=thread)
     made = responses()
     for response in made:
         await scorer.extend([response.prompt, chunk(response.prompt.rollout, 0, response.tokens)])
@@ -176,7 +176,7 @@ async def test_a_long_chunk_is_read_in_several_passes(thread: Thread, monkeypatc
 async def test_responses_of_very_different_length_are_read_with_little_padding(thread: Thread) -> None:
     model, read = tiny.causal("llama"), list[int]()
     model.register_forward_pre_hook(lambda *given: read.append(given[2]["input_ids"].numel()), with_kwargs=True)
-    scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), thread=thread)
+    scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), place=thread)
     lengths = [4] * 12 + [20] * 6 + [60] * 3 + [300]
     tokens = [np.full(length, 5, np.int32) for length in lengths]
     await scorer.extend([Prompt(n, n, np.array([5, 6], np.int32)) for n in range(len(lengths))])
@@ -188,7 +188,7 @@ async def test_responses_of_very_different_length_are_read_with_little_padding(t
 async def test_no_logits_are_computed_that_say_nothing_of_a_response(thread: Thread) -> None:
     model, made = tiny.causal("llama"), list[int]()
     model.lm_head.register_forward_pre_hook(lambda _, given: made.append(given[0].shape[1]))
-    scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), thread=thread)
+    scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), place=thread)
     prompt = np.full(30, 5, np.int32)
     made.clear()
     await scorer.extend([Prompt(1, 1, prompt), chunk(1, 0, prompt[:4]), Prompt(2, 2, prompt)])
@@ -196,7 +196,7 @@ async def test_no_logits_are_computed_that_say_nothing_of_a_response(thread: Thr
 
 
 async def test_new_weights_are_used_from_the_next_call_on(thread: Thread) -> None:
-    scorer, other = ValueModel(tiny.scalar(seed=0), thread=thread), tiny.scalar(seed=1)
+    scorer, other = ValueModel(tiny.scalar(seed=0), place=thread), tiny.scalar(seed=1)
     await scorer.load(Weights(3, critic=other.state_dict()))
     assert scorer.version == 3
     made = responses(2)
@@ -207,7 +207,7 @@ async def test_new_weights_are_used_from_the_next_call_on(thread: Thread) -> Non
 
 async def test_shared_weights_are_followed_without_a_copy(thread: Thread) -> None:
     model = tiny.scalar()
-    scorer = ValueModel(model, thread=thread)
+    scorer = ValueModel(model, place=thread)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
@@ -219,7 +219,7 @@ async def test_shared_weights_are_followed_without_a_copy(thread: Thread) -> Non
 
 async def test_weights_that_do_not_fit_leave_the_old_ones(thread: Thread) -> None:
     model = tiny.scalar()
-    scorer = ValueModel(model, thread=thread)
+    scorer = ValueModel(model, place=thread)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights: dict[str, object] = {name: tensor + 1 for name, tensor in before.items()}
     with pytest.raises(ModelError, match=r"score\.weight"):
@@ -231,7 +231,7 @@ async def test_weights_that_do_not_fit_leave_the_old_ones(thread: Thread) -> Non
 
 
 async def test_a_gap_names_the_rollout_and_both_positions(thread: Thread) -> None:
-    scorer = ReferenceLogprobs(tiny.causal(), sampling=Sampling(), thread=thread)
+    scorer = ReferenceLogprobs(tiny.causal(), sampling=Sampling(), place=thread)
     tokens = np.array([5, 6], np.int32)
     await scorer.extend([Prompt(7, 7, tokens)])
     with pytest.raises(ProtocolError, match=r"rollout 7: .* expected tokens from 0 .* Chunk starts at 2"):
@@ -239,7 +239,7 @@ async def test_a_gap_names_the_rollout_and_both_positions(thread: Thread) -> Non
 
 
 async def test_events_out_of_place_are_errors(thread: Thread) -> None:
-    scorer = RewardModel(tiny.scalar(), thread=thread)
+    scorer = RewardModel(tiny.scalar(), place=thread)
     tokens = np.array([5, 6], np.int32)
     response = Response.empty(Prompt(1, 1, tokens)).then(chunk(1, 0, tokens))
     with pytest.raises(ProtocolError, match=r"rollout 1 is unknown"):
@@ -255,7 +255,7 @@ async def test_events_out_of_place_are_errors(thread: Thread) -> None:
 
 
 async def test_a_sequence_too_long_or_of_another_vocabulary_is_named(thread: Thread) -> None:
-    scorer = RewardModel(tiny.scalar("gpt2"), thread=thread)
+    scorer = RewardModel(tiny.scalar("gpt2"), place=thread)
     with pytest.raises(ModelError, match=r"rollout 4 has 600 tokens.* GPT2ForSequenceClassification .* 512"):
         await scorer.extend([Prompt(4, 4, np.full(600, 5, np.int32))])
     with pytest.raises(ModelError, match=r"rollout 5 has token ids from 5 to 96.* 96"):
@@ -265,24 +265,24 @@ async def test_a_sequence_too_long_or_of_another_vocabulary_is_named(thread: Thr
 async def test_dropout_of_a_model_in_training_mode_is_off(thread: Thread) -> None:
     model = tiny.scalar("gpt2")
     assert model.training
-    RewardModel(model, thread=thread)
+    RewardModel(model, place=thread)
     assert not any(module.training for module in model.modules())
 
 
 async def test_gradients_stay_possible_for_a_critic_that_is_trained_too(thread: Thread) -> None:
     model = tiny.scalar()
-    await stream(ValueModel(model, thread=thread), responses(2), seed=0)
+    await stream(ValueModel(model, place=thread), responses(2), seed=0)
     tiny.apart(model)(torch.tensor([[5, 6, 7]])).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_model_with_several_labels_or_no_score_layer_is_refused(thread: Thread) -> None:
     with pytest.raises(ModelRefused, match=r"2 numbers.*num_labels=1"):
-        RewardModel(tiny.scalar(labels=2), thread=thread)
+        RewardModel(tiny.scalar(labels=2), place=thread)
     model = tiny.causal()
     model.config.num_labels = 1
     with pytest.raises(ModelRefused, match="no score layer"):
-        ValueModel(model, thread=thread)
+        ValueModel(model, place=thread)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -290,13 +290,13 @@ async def test_every_scorer_keeps_the_contract(thread: Thread, deterministic: bo
     finished = [Finish(response.prompt.rollout, response, "eos") for response in responses(3, seed=4)]
 
     async def reference() -> ReferenceLogprobs:
-        return ReferenceLogprobs(tiny.causal(), sampling=Sampling(), thread=thread, deterministic=deterministic)
+        return ReferenceLogprobs(tiny.causal(), sampling=Sampling(), place=thread, deterministic=deterministic)
 
     async def reward() -> RewardModel:
-        return RewardModel(tiny.scalar(), thread=thread, deterministic=deterministic)
+        return RewardModel(tiny.scalar(), place=thread, deterministic=deterministic)
 
     async def critic() -> ValueModel:
-        return ValueModel(tiny.scalar(), thread=thread, deterministic=deterministic)
+        return ValueModel(tiny.scalar(), place=thread, deterministic=deterministic)
 
     def close(a: FloatArray, b: FloatArray) -> bool:
         return np.allclose(a, b, rtol=1e-5, atol=1e-5)

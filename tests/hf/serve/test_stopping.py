@@ -116,15 +116,15 @@ def test_stop_texts_need_a_way_to_read_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    ("fields", "message"),
     [
         ({"min_new_tokens": 9, "max_new_tokens": 8}, r"must be at most max_new_tokens \(8\); got 9"),
         ({"min_new_tokens": -1}, "not -1"),
         ({"stop_strings": ("x", "")}, "at least one character"),
     ],
 )
-def test_impossible_endings_are_refused(fields: dict[str, int], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_impossible_endings_are_refused(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Sampling(**fields)  # type: ignore[arg-type] # by keyword
 
 
@@ -174,7 +174,7 @@ async def test_a_policy_ends_responses_at_a_text_whether_or_not_they_were_parked
     asked = prompts(8)
     sampling = Sampling(max_new_tokens=64, stop_strings=("ab", "\n"), seed=3)
     with Thread("actor", setup=functools.partial(torch.set_num_threads, 1)) as thread:
-        policy = HfPolicy(tiny.causal(), sampling=sampling, thread=thread, decode=text)
+        policy = HfPolicy(tiny.causal(), sampling=sampling, place=thread, decode=text)
         story = await told(policy, asked)
         cut = Story(await policy.open(asked), cut_after=3)
         await cut.step(policy)

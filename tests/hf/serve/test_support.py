@@ -63,7 +63,7 @@ def batch_of(finished: Sequence[Finish], reference: Sequence[FloatArray], *, kl:
 
 
 async def rolled_out(model: PreTrainedModel, sampling: Sampling, thread: Thread, count: int = 6) -> list[Finish]:
-    return await respond_serially(HfPolicy(model, sampling=sampling, thread=thread), prompts(count))
+    return await respond_serially(HfPolicy(model, sampling=sampling, place=thread), prompts(count))
 
 
 @tiny.apart
@@ -82,7 +82,7 @@ async def test_before_the_first_step_the_ratio_of_every_token_is_one(
     batch = batch_of(finished, [event.response.logprobs for event in finished])
     assert batch.support(range(len(batch))).holds(batch.tokens).all()
     settings = TrainerSettings(epochs=1, micro_batch_tokens=100)
-    trainer = HfTrainer(actor, critic, sampling=sampling, thread=thread, settings=settings)
+    trainer = HfTrainer(actor, critic, sampling=sampling, place=thread, settings=settings)
     cpu = torch.device("cpu")
     for group in micro_batches(batch, units(batch, "row"), cpu, 100):
         part = pack(batch, group, cpu)
@@ -102,7 +102,7 @@ async def test_of_a_reference_equal_to_the_policy_the_kl_is_zero(
     name: str, deterministic: bool, sampling: Sampling, thread: Thread
 ) -> None:
     finished = await rolled_out(tiny.causal(name, seed=1), sampling, thread)
-    scorer = ReferenceLogprobs(tiny.causal(name, seed=1), sampling=sampling, thread=thread, deterministic=deterministic)
+    scorer = ReferenceLogprobs(tiny.causal(name, seed=1), sampling=sampling, place=thread, deterministic=deterministic)
     reference = await score_serially(scorer, finished)
     for event, logprobs in zip(finished, reference, strict=True):
         np.testing.assert_allclose(logprobs, event.response.logprobs, atol=1e-5)
@@ -116,7 +116,7 @@ async def test_reference_log_probs_are_over_the_support_however_the_tokens_come(
 ) -> None:
     finished = await rolled_out(tiny.causal(seed=1), sampling, thread)
     model, dice = tiny.causal(seed=7), random.Random(3)
-    scorer = ReferenceLogprobs(model, sampling=sampling, thread=thread, deterministic=deterministic)
+    scorer = ReferenceLogprobs(model, sampling=sampling, place=thread, deterministic=deterministic)
     await scorer.extend([event.response.prompt for event in finished])
     for event in finished:
         start = 0
@@ -145,21 +145,21 @@ async def test_ids_of_a_padded_table_are_never_drawn_and_no_log_prob_counts_them
     sampling = replace(truncated, max_new_tokens=24, stop=STOP, seed=5, vocabulary=known)
     with torch.no_grad():
         actor.get_output_embeddings().weight[known:] *= 30
-    reference = ReferenceLogprobs(copy.deepcopy(actor), sampling=sampling, thread=thread)
+    reference = ReferenceLogprobs(copy.deepcopy(actor), sampling=sampling, place=thread)
     finished = await rolled_out(actor, sampling, thread)
     assert max(int(event.response.tokens.max()) for event in finished) < known
     for event, logprobs in zip(finished, await score_serially(reference, finished), strict=True):
         np.testing.assert_allclose(logprobs, event.response.logprobs, atol=1e-5)
     batch = batch_of(finished, [event.response.logprobs for event in finished])
     settings = TrainerSettings(epochs=1, micro_batch_tokens=100)
-    trainer = HfTrainer(actor, critic, sampling=sampling, thread=thread, settings=settings)
+    trainer = HfTrainer(actor, critic, sampling=sampling, place=thread, settings=settings)
     metrics = (await trainer.update(batch)).metrics
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
     assert 0 < metrics["policy/entropy_avg"] < np.log(known)
 
 
 async def test_a_support_outside_of_the_references_vocabulary_is_refused(thread: Thread) -> None:
-    scorer = ReferenceLogprobs(tiny.causal(), sampling=Sampling(), thread=thread)
+    scorer = ReferenceLogprobs(tiny.causal(), sampling=Sampling(), place=thread)
     prompt = Prompt(0, 0, np.array([5], np.int32))
     support = Support(np.array([6, tiny.VOCABULARY], np.int32), np.array([2], np.int32))
     one = np.zeros(1, np.float32)
@@ -177,7 +177,7 @@ async def test_what_is_learnt_does_not_depend_on_how_a_support_is_written(thread
         events = [Finish(e.rollout, listed(e.response) if kept else e.response, e.reason) for e in finished]
         actor, critic = tiny.causal(seed=1), tiny.scalar(seed=2)
         settings, loss = TrainerSettings(epochs=1, learning_rate=1e-3), PPOLoss(entropy_coefficient=0.1)
-        trainer = HfTrainer(actor, critic, sampling=sampling, thread=thread, settings=settings, loss=loss)
+        trainer = HfTrainer(actor, critic, sampling=sampling, place=thread, settings=settings, loss=loss)
         before = weights_digest(actor)
         batch = batch_of(events, [event.response.logprobs - 0.1 for event in events])
         metrics = (await trainer.update(batch)).metrics

@@ -143,7 +143,7 @@ async def test_an_answer_waits_for_the_next_decoding_if_the_step_was_cut(serving
                 decodes[0].proceed(ANSWER)
 
 
-async def test_a_rollout_may_be_given_up_while_its_tool_works(serving: Serving) -> None:
+async def test_a_rollout_may_be_closed_while_its_tool_works(serving: Serving) -> None:
     asked = prompts(2)
     with serving(sampling=MOST) as policy:
         decodes = await policy.open_turns(asked)

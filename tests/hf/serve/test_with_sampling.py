@@ -1,4 +1,4 @@
-"""The same policy drawing in another way: its own tokens, the weights at hand, and nothing lost of what is parked."""
+"""The same policy drawing in another way: its own tokens, the weights at hand, and nothing lost of what is deferred."""
 
 from __future__ import annotations
 

@@ -198,9 +198,9 @@ async def test_synced_models_in_shared_and_in_own_memory_get_both_heads_and_the_
     actor, critic = tiny.apart(one_trunk)()
     trainer = make(thread, actor, critic)
     batch = rollouts(actor, critic)
-    mine = HfPolicy(actor, sampling=SAMPLING, thread=thread), ValueModel(critic, thread=thread)
+    mine = HfPolicy(actor, sampling=SAMPLING, place=thread), ValueModel(critic, place=thread)
     copied = copy.deepcopy(actor), copy.deepcopy(critic)
-    theirs = HfPolicy(copied[0], sampling=SAMPLING, thread=thread), ValueModel(copied[1], thread=thread)
+    theirs = HfPolicy(copied[0], sampling=SAMPLING, place=thread), ValueModel(copied[1], place=thread)
 
     async def made() -> HfTrainer:
         return trainer

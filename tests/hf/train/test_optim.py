@@ -82,7 +82,7 @@ def trainer_in(dtype: torch.dtype, thread: Thread, **settings: object) -> HfTrai
     critic = tiny.scalar("llama", seed=2)
     nn.Module.to(critic, dtype=dtype)
     chosen = TrainerSettings(**{"epochs": 1} | settings)  # type: ignore[arg-type] # by keyword
-    return HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=chosen)
+    return HfTrainer(actor, critic, sampling=SAMPLING, place=thread, settings=chosen)
 
 
 def test_bfloat16_models_learn_what_a_single_update_would_lose(thread: Thread) -> None:

@@ -72,7 +72,7 @@ def batch() -> Batch:
 def trainer_of(models: Models, place: Place, *, shard: bool = True, settings: TrainerSettings = SETTINGS) -> HfTrainer:
     loss = PPOLoss() if models.critic is not None else ClippedLoss()
     return HfTrainer(
-        models.actor, models.critic, sampling=SAMPLING, thread=place, settings=settings, loss=loss, shard=shard
+        models.actor, models.critic, sampling=SAMPLING, place=place, settings=settings, loss=loss, shard=shard
     )
 
 
@@ -293,7 +293,7 @@ async def test_an_update_that_fails_in_every_rank_can_be_made_again(
     models, usual = tiny.apart(plain)(), tiny.apart(plain)()
     loss = FailsOnce(mark=tmp_path)
     trainer = HfTrainer(
-        models.actor, models.critic, sampling=SAMPLING, thread=ranks, settings=SETTINGS, loss=loss, shard=True
+        models.actor, models.critic, sampling=SAMPLING, place=ranks, settings=SETTINGS, loss=loss, shard=True
     )
     with pytest.raises(ValueError, match="no loss today"):
         await trainer.update(batch)
@@ -325,7 +325,7 @@ async def test_it_keeps_the_contract_of_a_trainer(ranks: Ranks, batch: Batch) ->
         return trainer_of(models, ranks)
 
     with Thread("actor", setup=partial(use_cores, 1)) as thread:
-        await check_trainer(made, batch, [HfPolicy(followed, sampling=SAMPLING, thread=thread)])
+        await check_trainer(made, batch, [HfPolicy(followed, sampling=SAMPLING, place=thread)])
     assert weights_digest(followed) == weights_digest(models.actor)
 
 

@@ -99,7 +99,7 @@ def groups_of(batch: Batch) -> list[Batch]:
 
 def trainer_of(place: Place, loss: Loss, given: TrainerSettings = SETTINGS, *, shard: bool = True) -> HfTrainer:
     actor: PreTrainedModel = tiny.causal(seed=1)
-    return HfTrainer(actor, sampling=SAMPLING, thread=place, settings=given, loss=loss, shard=shard)
+    return HfTrainer(actor, sampling=SAMPLING, place=place, settings=given, loss=loss, shard=shard)
 
 
 def weights(actor: PreTrainedModel) -> torch.Tensor:
@@ -279,7 +279,7 @@ async def test_every_stop_id_that_was_sampled_is_counted(thread: Thread, batch: 
     sampled[1::3] = True
     stop = tuple({int(batch.tokens[1]), int(batch.tokens[3]), int(batch.tokens[4])})
     ends = replace(SAMPLING, stop=stop)
-    trainer = HfTrainer(tiny.causal(seed=1), sampling=ends, thread=thread, settings=SETTINGS, loss=ClippedLoss())
+    trainer = HfTrainer(tiny.causal(seed=1), sampling=ends, place=thread, settings=SETTINGS, loss=ClippedLoss())
     metrics = (await trainer.update(replace(batch, sampled=sampled))).metrics
     assert metrics["val/num_eos_tokens"] == sum(
         int(token) in stop for token, counts in zip(batch.tokens, sampled, strict=True) if counts

@@ -137,7 +137,7 @@ def trainer_of(
         actor,
         critic,
         sampling=SAMPLING,
-        thread=thread,
+        place=thread,
         settings=TrainerSettings(**{"learning_rate": 1e-3, "epochs": 1} | settings),  # type: ignore[arg-type] # by keyword
         loss=kind(**loss),  # type: ignore[arg-type] # by keyword
     )
@@ -185,7 +185,7 @@ async def test_an_update_equals_trls(thread: Thread) -> None:
         fixed.causal(1),
         fixed.scalar(2),
         sampling=Sampling(temperature=setting.temperature, stop=(fixed.EOS,)),
-        thread=thread,
+        place=thread,
         settings=TrainerSettings(
             learning_rate=setting.learning_rate,
             epochs=setting.epochs,
@@ -265,7 +265,7 @@ async def test_an_actor_that_gives_all_logits_is_trained_as_one_that_can_be_told
         batch = rollouts(actor, critic)
         actor.__class__ = kind
         settings = TrainerSettings(learning_rate=1e-3, epochs=2, micro_batch_tokens=40)
-        trainer = HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, settings=settings)
+        trainer = HfTrainer(actor, critic, sampling=SAMPLING, place=thread, settings=settings)
         await trainer.update(batch)
         return actor.state_dict()
 
@@ -542,8 +542,8 @@ async def test_served_models_follow_the_trainer_in_shared_or_in_own_memory(threa
     actor, critic = trainer.core.actor, critic_of(trainer)
     if not shared:
         actor, critic = copy.deepcopy(actor), copy.deepcopy(critic)
-    policy = HfPolicy(actor, sampling=SAMPLING, thread=thread)
-    values = ValueModel(critic, thread=thread)
+    policy = HfPolicy(actor, sampling=SAMPLING, place=thread)
+    values = ValueModel(critic, place=thread)
 
     async def made() -> HfTrainer:
         return trainer
@@ -579,14 +579,14 @@ async def test_saved_models_load_with_the_same_bits(thread: Thread, tmp_path: Pa
 
 def test_a_critic_with_two_labels_is_refused(thread: Thread) -> None:
     with pytest.raises(ModelRefused, match="must have one label, a value, but has 2"):
-        HfTrainer(tiny.causal(), tiny.scalar(labels=2), sampling=SAMPLING, thread=thread)
+        HfTrainer(tiny.causal(), tiny.scalar(labels=2), sampling=SAMPLING, place=thread)
 
 
 def test_a_critic_without_a_head_is_refused(thread: Thread) -> None:
     with pytest.raises(ModelRefused, match="has no 'score' head"):
-        HfTrainer(tiny.causal(), tiny.causal(), sampling=SAMPLING, thread=thread)
+        HfTrainer(tiny.causal(), tiny.causal(), sampling=SAMPLING, place=thread)
 
 
 def test_models_without_anything_to_train_are_refused(thread: Thread) -> None:
     with pytest.raises(ModelRefused, match="no parameter of the actor requires a gradient"):
-        HfTrainer(tiny.causal().requires_grad_(False), tiny.scalar(), sampling=SAMPLING, thread=thread)
+        HfTrainer(tiny.causal().requires_grad_(False), tiny.scalar(), sampling=SAMPLING, place=thread)

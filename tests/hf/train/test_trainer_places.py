@@ -90,9 +90,9 @@ MARKED = [pytest.param(kind, marks=[pytest.mark.adapters] * (kind == "lora")) fo
 
 
 def graph_of(models: Models, trainer: HfTrainer, acting: Hosting, scoring: Place) -> Graph[StepReport]:
-    policy = HfPolicy(models.actor, sampling=SAMPLING, thread=acting, deterministic=True)
-    reference = ReferenceLogprobs(models.reference, sampling=SAMPLING, thread=scoring, deterministic=True)
-    reward = RewardModel(tiny.scalar(seed=2), thread=scoring, deterministic=True)
+    policy = HfPolicy(models.actor, sampling=SAMPLING, place=acting, deterministic=True)
+    reference = ReferenceLogprobs(models.reference, sampling=SAMPLING, place=scoring, deterministic=True)
+    reward = RewardModel(tiny.scalar(seed=2), place=scoring, deterministic=True)
     if models.critic is None:
         return grpo(
             policy=policy,
@@ -107,7 +107,7 @@ def graph_of(models: Models, trainer: HfTrainer, acting: Hosting, scoring: Place
         policy=policy,
         reference=reference,
         reward=reward,
-        critic=ValueModel(models.critic, thread=scoring, deterministic=True),
+        critic=ValueModel(models.critic, place=scoring, deterministic=True),
         trainer=trainer,
         admission=Overcommit(batch=4, overcommit=2),
         chunks=Fixed(5),
@@ -118,7 +118,7 @@ def trainer_of(models: Models, place: Place, *, share: bool = True) -> HfTrainer
     trained = ActorCritic(models.actor, models.critic)
     if not share:
         trained = trained.copied()
-    return HfTrainer(trained.actor, trained.critic, sampling=SAMPLING, thread=place, settings=SETTINGS)
+    return HfTrainer(trained.actor, trained.critic, sampling=SAMPLING, place=place, settings=SETTINGS)
 
 
 async def steps(graph: Graph[StepReport], count: int) -> None:
@@ -203,7 +203,7 @@ def test_a_loss_that_cannot_go_to_another_process_is_refused_at_once(process: Pr
         """Not importable by name."""
 
     with pytest.raises(ModelError, match=r"this cannot go to another process: .*Local.*importable by name"):
-        HfTrainer(tiny.causal(), sampling=SAMPLING, thread=process, loss=Local())
+        HfTrainer(tiny.causal(), sampling=SAMPLING, place=process, loss=Local())
 
 
 async def test_progress_is_seen_while_an_update_goes_on_elsewhere(process: Process, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ async def test_progress_is_seen_while_an_update_goes_on_elsewhere(process: Proce
     batch = rollouts(models.actor, tiny.scalar(seed=3))
     loss = Pausing(**vars(PPOLoss()), begun=begun, go_on=go_on)
     settings = TrainerSettings(epochs=2, micro_batch_tokens=1)
-    trainer = HfTrainer(models.actor, models.critic, sampling=SAMPLING, thread=process, settings=settings, loss=loss)
+    trainer = HfTrainer(models.actor, models.critic, sampling=SAMPLING, place=process, settings=settings, loss=loss)
     with anyio.fail_after(60):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(trainer.update, batch)
@@ -251,6 +251,6 @@ async def test_a_trainer_that_was_killed_between_two_updates_is_not_begun_again(
 
 def test_weights_of_16_bits_are_not_copied_where_nothing_is_trained(process: Process) -> None:
     actor = tiny.causal(dtype=torch.bfloat16)
-    trainer = HfTrainer(actor, sampling=SAMPLING, thread=process)
+    trainer = HfTrainer(actor, sampling=SAMPLING, place=process)
     anyio.run(trainer.update, rollouts(tiny.causal(), tiny.scalar()))
     assert "optimisation" not in vars(trainer.core)

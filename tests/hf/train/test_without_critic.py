@@ -97,7 +97,7 @@ async def test_it_keeps_the_contract_of_a_trainer(thread: Thread) -> None:
     async def made() -> HfTrainer:
         return trainer
 
-    await check_trainer(made, batch, [HfPolicy(trainer.core.actor, sampling=SAMPLING, thread=thread)])
+    await check_trainer(made, batch, [HfPolicy(trainer.core.actor, sampling=SAMPLING, place=thread)])
 
 
 async def test_a_minibatch_that_is_not_finite_is_skipped(thread: Thread) -> None:
@@ -119,13 +119,13 @@ def test_a_setting_that_is_about_a_critic_is_refused(thread: Thread, setting: st
 def test_a_loss_of_a_critic_is_refused_without_one_and_a_critic_without_a_loss(thread: Thread) -> None:
     actor, critic = tiny.causal(), tiny.scalar()
     with pytest.raises(ConfigError, match=r"the loss PPOLoss\(.* reads old_values, returns, values, and there is no"):
-        HfTrainer(actor, sampling=SAMPLING, thread=thread, loss=PPOLoss())
+        HfTrainer(actor, sampling=SAMPLING, place=thread, loss=PPOLoss())
     with pytest.raises(ConfigError, match=r"there is a critic, and the loss ClippedLoss\(.* does not read its values"):
-        HfTrainer(actor, critic, sampling=SAMPLING, thread=thread, loss=ClippedLoss())
+        HfTrainer(actor, critic, sampling=SAMPLING, place=thread, loss=ClippedLoss())
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         (
             {"kl": 0.01, "kl_estimator": "k3"},
@@ -139,12 +139,12 @@ def test_a_loss_of_a_critic_is_refused_without_one_and_a_critic_without_a_loss(t
     ],
 )
 async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_and_nothing_stands_for_it(
-    thread: Thread, settings: dict[str, object], sentence: str
+    thread: Thread, settings: dict[str, object], message: str
 ) -> None:
     trainer, _ = make(thread, None, **settings)
     graph = grpo(
-        policy=HfPolicy(trainer.core.actor, sampling=Sampling(max_new_tokens=8, stop=(1, 2), seed=3), thread=thread),
-        reward=RewardModel(tiny.scalar(seed=4), thread=thread),
+        policy=HfPolicy(trainer.core.actor, sampling=Sampling(max_new_tokens=8, stop=(1, 2), seed=3), place=thread),
+        reward=RewardModel(tiny.scalar(seed=4), place=thread),
         trainer=trainer,
         admission=Overcommit(batch=2, overcommit=0),
         samples=2,
@@ -156,7 +156,7 @@ async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_an
                 pass
 
     before = weights_digest(trainer.core.actor)
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=message):
         await one_step()
     assert (trainer.version, weights_digest(trainer.core.actor)) == (0, before)
 
@@ -177,13 +177,13 @@ async def ran(correction: Correction | None, *, extra: int) -> tuple[str, Sequen
     loss = ClippedLoss(correction=correction or Correction())
     with Thread("decode", setup=lambda: torch.set_num_threads(1)) as decoding:
         graph = grpo(
-            policy=HfPolicy(actor, sampling=sampling, thread=decoding, deterministic=True),
-            reward=RewardModel(tiny.scalar(seed=4), thread=decoding, deterministic=True),
-            trainer=HfTrainer(actor, sampling=sampling, thread=decoding, settings=settings, loss=loss),
+            policy=HfPolicy(actor, sampling=sampling, place=decoding, deterministic=True),
+            reward=RewardModel(tiny.scalar(seed=4), place=decoding, deterministic=True),
+            trainer=HfTrainer(actor, sampling=sampling, place=decoding, settings=settings, loss=loss),
             admission=Overcommit(batch=2, overcommit=extra),
             samples=3,
             chunks=Fixed(7),
-            proximal=ProximalLogprobs(actor, sampling=sampling, thread=decoding, deterministic=True)
+            proximal=ProximalLogprobs(actor, sampling=sampling, place=decoding, deterministic=True)
             if correction
             else None,
         )
@@ -195,7 +195,7 @@ async def ran(correction: Correction | None, *, extra: int) -> tuple[str, Sequen
 async def test_stale_tokens_are_corrected_as_beside_a_critic() -> None:
     decoupled = Correction(ratio_base="proximal", weight="truncated", cap=1.0)
     plain, corrected = await ran(None, extra=0), await ran(decoupled, extra=0)
-    assert plain == corrected, "where nothing is carried, nothing is stale"
+    assert plain == corrected, "where nothing is deferred, nothing is stale"
     stale, mended = await ran(None, extra=2), await ran(decoupled, extra=2)
     assert max(stale[1]) > 1e-6
     assert stale[0] != mended[0]

@@ -76,9 +76,9 @@ def on(machine: Machine) -> NodeAffinitySchedulingStrategy:
 
 async def test_scores_are_those_of_this_machine(place: RayPlace, thread: Thread, folder: Path) -> None:
     made: list[Made] = [
-        lambda at: ReferenceLogprobs(recipe(folder, "actor"), sampling=SAMPLING, thread=at),
-        lambda at: RewardModel(recipe(folder, "reward"), thread=at),
-        lambda at: ValueModel(recipe(folder, "critic"), thread=at),
+        lambda at: ReferenceLogprobs(recipe(folder, "actor"), sampling=SAMPLING, place=at),
+        lambda at: RewardModel(recipe(folder, "reward"), place=at),
+        lambda at: ValueModel(recipe(folder, "critic"), place=at),
     ]
     for scorer in made:
         here = await stream(tiny.apart(scorer)(thread), responses(), seed=1)
@@ -91,7 +91,7 @@ async def test_a_scorer_keeps_the_contract(place: RayPlace, folder: Path) -> Non
     finished = [Finish(response.prompt.rollout, response, "eos") for response in responses(3, seed=4)]
 
     async def critic() -> ValueModel:
-        return ValueModel(recipe(folder, "critic"), thread=place)
+        return ValueModel(recipe(folder, "critic"), place=place)
 
     def close(a: FloatArray, b: FloatArray) -> bool:
         return np.allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -104,9 +104,9 @@ async def test_a_critic_follows_and_its_replacement_has_the_weights_that_were_sy
 ) -> None:
     other, (response,) = tiny.scalar("llama", seed=9), responses(1, seed=6)
     finish = Finish(response.prompt.rollout, response, "eos")
-    expected = ValueModel(other, thread=thread, deterministic=True)
+    expected = ValueModel(other, place=thread, deterministic=True)
     with RayPlace("critic", cluster, setup=child.set_up, restarts=1) as place, anyio.fail_after(300):
-        critic = ValueModel(recipe(folder, "critic"), thread=place, deterministic=True)
+        critic = ValueModel(recipe(folder, "critic"), place=place, deterministic=True)
         await critic.load(Weights(1, critic=other.state_dict()))
         assert critic.version == 1
         assert not critic.serves(Weights(1, critic=other.state_dict()))
@@ -125,13 +125,13 @@ async def test_a_critic_follows_and_its_replacement_has_the_weights_that_were_sy
 
 
 async def test_a_model_that_is_not_there_is_an_error_as_it_would_be_here(place: RayPlace, folder: Path) -> None:
-    scorer = RewardModel(replace(recipe(folder, "reward"), path=str(folder / "nothing")), thread=place)
+    scorer = RewardModel(replace(recipe(folder, "reward"), path=str(folder / "nothing")), place=place)
     with pytest.raises(ConfigError, match="nothing"):
         await scorer.extend([responses(1)[0].prompt])
 
 
 async def trained(folder: Path, scoring: Place, between: Callable[[int], None]) -> tuple[str, str]:
-    """Make three deterministic steps of PPO, with rollouts carried over; return what actor and critic have become."""
+    """Make three deterministic steps of PPO, with rollouts deferred; return what actor and critic have become."""
     recipes = {name: recipe(folder, name) for name in ("actor", "reference", "reward", "critic")}
     models = {name: tiny.apart(each.load)() for name, each in recipes.items()}
     actor, critic = models["actor"], models["critic"]
@@ -142,11 +142,11 @@ async def trained(folder: Path, scoring: Place, between: Callable[[int], None]) 
     ]
     with Thread("decode", setup=child.set_up) as decoding:
         graph = ppo(
-            policy=HfPolicy(actor, sampling=SAMPLING, thread=decoding, deterministic=True),
-            reference=ReferenceLogprobs(given["reference"], sampling=SAMPLING, thread=scoring, deterministic=True),
-            reward=RewardModel(given["reward"], thread=scoring, deterministic=True),
-            critic=ValueModel(given["critic"], thread=scoring, deterministic=True),
-            trainer=HfTrainer(actor, critic, sampling=SAMPLING, thread=decoding, settings=settings),
+            policy=HfPolicy(actor, sampling=SAMPLING, place=decoding, deterministic=True),
+            reference=ReferenceLogprobs(given["reference"], sampling=SAMPLING, place=scoring, deterministic=True),
+            reward=RewardModel(given["reward"], place=scoring, deterministic=True),
+            critic=ValueModel(given["critic"], place=scoring, deterministic=True),
+            trainer=HfTrainer(actor, critic, sampling=SAMPLING, place=decoding, settings=settings),
             admission=Overcommit(batch=4, overcommit=2),
             chunks=Fixed(5),
         )

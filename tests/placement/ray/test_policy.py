@@ -77,7 +77,7 @@ async def test_a_recipe_is_loaded_here_once_where_the_policy_is_here(
     with serving(other) as policy:
         expected = await told(policy, prompts(3))
     with kind("actor", setup=child.set_up) as place:
-        policy = tiny.apart(HfPolicy)(actor, sampling=SAMPLING, thread=place)
+        policy = tiny.apart(HfPolicy)(actor, sampling=SAMPLING, place=place)
         again = tiny.apart(policy.with_sampling)(SAMPLING)
         await policy.load(Weights(1, actor=other.state_dict()))
         for each in (policy, again):
@@ -85,13 +85,13 @@ async def test_a_recipe_is_loaded_here_once_where_the_policy_is_here(
 
 
 async def test_a_policy_in_an_actor_shares_no_tensor_with_the_trainer(place: RayPlace, actor: ModelRecipe) -> None:
-    policy = HfPolicy(actor, sampling=SAMPLING, thread=place)
+    policy = HfPolicy(actor, sampling=SAMPLING, place=place)
     assert not policy.serves(Weights(1, actor=tiny.causal(seed=1).state_dict()))
     assert not policy.tensors()
 
 
 async def test_policies_over_one_model_count_together(place: RayPlace, actor: ModelRecipe) -> None:
-    policy = HfPolicy(actor, sampling=SAMPLING, thread=place)
+    policy = HfPolicy(actor, sampling=SAMPLING, place=place)
     greedy = policy.with_sampling(SAMPLING)
     story = await told(greedy, prompts(3))
     made = sum(map(len, story.tokens()))
@@ -100,7 +100,7 @@ async def test_policies_over_one_model_count_together(place: RayPlace, actor: Mo
 
 
 async def test_what_was_done_is_counted_at_each_cut(place: RayPlace, actor: ModelRecipe) -> None:
-    policy, counted = HfPolicy(actor, sampling=SAMPLING, thread=place), list[int]()
+    policy, counted = HfPolicy(actor, sampling=SAMPLING, place=place), list[int]()
 
     def cut(finished: Sequence[int]) -> bool:
         counted.append(policy.counters.decode_steps)
@@ -117,7 +117,7 @@ async def test_an_error_of_the_cut_is_raised_as_itself(place: RayPlace, actor: M
     def cut(finished: Sequence[int]) -> NoReturn:
         raise LookupError(f"no place for {list(finished)}")
 
-    policy = HfPolicy(actor, sampling=SAMPLING, thread=place)
+    policy = HfPolicy(actor, sampling=SAMPLING, place=place)
     story = Story(await policy.open(prompts(3)))
     story.cut = cut  # type: ignore[method-assign]
     with pytest.raises(LookupError, match=r"no place for \[1\]") as raised:
@@ -128,7 +128,7 @@ async def test_an_error_of_the_cut_is_raised_as_itself(place: RayPlace, actor: M
 
 async def test_an_error_of_the_decode_loop_has_its_traceback(place: RayPlace, actor: ModelRecipe) -> None:
     sampling = Sampling(max_new_tokens=60, stop_strings=("w7",))
-    policy = HfPolicy(actor, sampling=sampling, thread=place, decode=unreadable)
+    policy = HfPolicy(actor, sampling=sampling, place=place, decode=unreadable)
     decodes = await policy.open(prompts(2))
     with pytest.raises(LookupError, match="no text for 1 tokens") as raised:
         async with policy.decoding(decodes, lambda _: False):
@@ -138,7 +138,7 @@ async def test_an_error_of_the_decode_loop_has_its_traceback(place: RayPlace, ac
 
 
 async def test_weights_that_have_diverged_name_the_rollouts(place: RayPlace, actor: ModelRecipe) -> None:
-    policy = HfPolicy(actor, sampling=SAMPLING, thread=place)
+    policy = HfPolicy(actor, sampling=SAMPLING, place=place)
     weights = dict(tiny.causal(seed=1).state_dict())
     await policy.load(Weights(1, actor={name: torch.full_like(each, torch.nan) for name, each in weights.items()}))
     (decode,) = await policy.open(prompts(1))
@@ -150,7 +150,7 @@ async def test_weights_that_have_diverged_name_the_rollouts(place: RayPlace, act
 async def test_stop_strings_end_responses_in_an_actor(place: RayPlace, actor: ModelRecipe) -> None:
     text = HfTokenizer(tokenizer()).decode
     sampling = Sampling(max_new_tokens=60, seed=3, stop_strings=("w7", "w40"))
-    story = await told(HfPolicy(actor, sampling=sampling, thread=place, decode=text), prompts(8))
+    story = await told(HfPolicy(actor, sampling=sampling, place=place, decode=text), prompts(8))
     assert "stop" in story.states()
     for tokens, state in zip(story.tokens(), story.states(), strict=True):
         assert (state == "stop") == any(each in text(tokens) for each in sampling.stop_strings)
@@ -160,14 +160,14 @@ async def test_a_model_that_holds_its_weights_is_refused_and_so_is_a_path_withou
     place: RayPlace, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=r"'actor' hosts no weights of this one: expected .* ModelRecipe"):
-        HfPolicy(tiny.causal(), sampling=SAMPLING, thread=place)
+        HfPolicy(tiny.causal(), sampling=SAMPLING, place=place)
     with pytest.raises(ConfigError, match="nothing"):
-        HfPolicy(ModelRecipe(path=str(tmp_path / "nothing")), sampling=SAMPLING, thread=place)
+        HfPolicy(ModelRecipe(path=str(tmp_path / "nothing")), sampling=SAMPLING, place=place)
 
 
 async def test_a_place_that_would_repeat_decoding_is_refused(cluster: Cluster, actor: ModelRecipe) -> None:
     with RayPlace("actor", cluster, setup=child.set_up, restarts=2) as place:
-        policy = HfPolicy(actor, sampling=SAMPLING, thread=place)
+        policy = HfPolicy(actor, sampling=SAMPLING, place=place)
         (decode,) = await policy.open(prompts(1))
         with pytest.raises(ProtocolError, match=r"'decode' for 'actor' calls back.*restarts=2: expected restarts=0"):
             async with policy.decoding([decode], lambda _: False):
@@ -222,7 +222,7 @@ async def lost_while_decoding(policy: HfPolicy, end: Callable[[], None]) -> floa
 
 async def test_an_actor_killed_while_it_decodes_is_lost_for_every_reader(cluster: Cluster, actor: ModelRecipe) -> None:
     with RayPlace("actor", cluster, setup=child.set_up, restarts=0) as place, anyio.fail_after(120):
-        policy = HfPolicy(actor, sampling=ENDLESS, thread=place, decode=slowly)
+        policy = HfPolicy(actor, sampling=ENDLESS, place=place, decode=slowly)
         await told(policy.with_sampling(SAMPLING), prompts(1))
         assert await lost_while_decoding(policy, partial(os.kill, place.pid, signal.SIGKILL)) < 10
 
@@ -235,6 +235,6 @@ async def test_a_machine_that_dies_while_it_decodes_is_lost_for_every_reader(
         RayPlace("actor", cluster, setup=child.set_up, strategy=on(third), restarts=0) as place,
         anyio.fail_after(120),
     ):
-        policy = HfPolicy(actor, sampling=ENDLESS, thread=place, decode=slowly)
+        policy = HfPolicy(actor, sampling=ENDLESS, place=place, decode=slowly)
         await told(policy.with_sampling(SAMPLING), prompts(1))
         assert await lost_while_decoding(policy, partial(two.lose, third)) < 10

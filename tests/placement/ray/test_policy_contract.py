@@ -69,7 +69,7 @@ def serving(place: RayPlace, folder: Path) -> Serving:
         yield HfPolicy(
             ModelRecipe(path=str(path)),
             sampling=sampling,
-            thread=place,
+            place=place,
             deterministic=deterministic,
             kv_on_sync="keep" if keep else "recompute",
             prefill_tokens=portion,

@@ -70,12 +70,12 @@ class Program:
         """Everything it has said so far, on either stream."""
         return self._said.read_text(encoding="utf-8", errors="replace")
 
-    def until(self, sentence: str, seconds: float = 120) -> None:
-        """Wait until it has said ``sentence``."""
+    def until(self, message: str, seconds: float = 120) -> None:
+        """Wait until it has said ``message``."""
         deadline = time.monotonic() + seconds
-        while sentence not in self.said:
+        while message not in self.said:
             assert self._process.poll() is None, self.said
-            assert time.monotonic() < deadline, f"never said {sentence!r}:\n{self.said}"
+            assert time.monotonic() < deadline, f"never said {message!r}:\n{self.said}"
             time.sleep(0.05)
 
     def signal(self, number: signal.Signals) -> None:

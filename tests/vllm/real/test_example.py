@@ -25,9 +25,9 @@ def test_the_score_rises() -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    steps = re.findall(r"step \d+: score ([\d.]+), carried (\[.*?\]), .* mismatch (\S+)", ran.stdout)
+    steps = re.findall(r"step \d+: score ([\d.]+), deferred (\[.*?\]), .* mismatch (\S+)", ran.stdout)
     scores = [float(score) for score, _, _ in steps]
     assert scores[0] < 0.6
     assert sum(scores[-2:]) / 2 > 0.85
-    assert any(carried != "[]" for _, carried, _ in steps)
+    assert any(deferred != "[]" for _, deferred, _ in steps)
     assert all(float(mismatch) < 1e-6 for _, _, mismatch in steps)

@@ -91,7 +91,7 @@ async def test_a_streamed_score_is_that_of_one_request_and_of_transformers(
     pad: int | None, model: tuple[PreTrainedModel, Path], engine: VllmEngine, thread: Thread
 ) -> None:
     model[0].config.pad_token_id = engine.config.model_config.hf_text_config.pad_token_id = pad
-    library = RewardModel(model[0], thread=thread)
+    library = RewardModel(model[0], place=thread)
     for made in (endings(), responses(8)):
         reward, at_once = VllmReward(engine), VllmReward(engine)
         values = await stream(reward, made, seed=3)
