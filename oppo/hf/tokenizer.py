@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FrameType
 from typing import Any, Final, TypeAlias
 
 import psutil
+from jinja2 import Environment, TemplateSyntaxError, nodes
 from transformers import PreTrainedTokenizerBase
 
 from oppo.errors import ConfigError
@@ -30,7 +32,15 @@ TEMPLATE_LINES: Final = 1_000_000
 """Lines that a chat template executes at most for one conversation."""
 
 TEMPLATE_BYTES = 1 << 30
-"""Memory that it takes at most."""
+"""Memory that it takes at most, as measured between lines."""
+
+TEMPLATE_PRODUCT: Final = 1 << 24
+"""Characters that a product of constants, or of variables set to such, makes at most; and the bits of a power.
+
+What filters, methods, macros and loops repeat within a line is bounded by nothing.
+"""
+
+_GENERATION: Final = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # tags of transformers, without output
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +87,35 @@ def _bounded() -> Iterator[None]:
         yield
     finally:
         sys.settrace(tracing)
+
+
+def _check_products(template: str) -> None:
+    # Jinja works out products of constants when it compiles, in one call each that nothing interrupts.
+    with suppress(TemplateSyntaxError):  # whoever compiles it says so, or knows more tags
+        parser = Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"])
+        _bits(parser.parse(_GENERATION.sub("", template)), {})
+
+
+def _bits(node: nodes.Node, known: dict[str, float]) -> float:
+    # The logarithm of a length or value, to base 2; what is not known counts as 1.
+    match node:
+        case nodes.Name(name=name):
+            return known.get(name, 0.0)
+        case nodes.Const(value=str() | int() | float() as value):
+            return math.log2(max(1, len(value) if isinstance(value, str) else abs(value)))
+        case nodes.Assign(target=nodes.Name(name=name) | nodes.NSRef(name=name), node=value):
+            known[name] = max(_bits(value, known), known.get(name, 0.0))
+            return 0.0
+        case nodes.Mul(left=left, right=right):
+            bits, most = _bits(left, known) + _bits(right, known), math.log2(TEMPLATE_PRODUCT)
+        case nodes.Pow(left=left, right=right):
+            bits, most = _bits(left, known) * 2.0 ** min(_bits(right, known), 64.0), TEMPLATE_PRODUCT
+        case _:
+            parts = [min(_bits(part, known), 1000.0) for part in node.iter_child_nodes()]
+            return math.log2(sum(2.0**part for part in parts) or 1)
+    if bits > most:
+        raise ConfigError(f"its line {node.lineno} makes a product above {TEMPLATE_PRODUCT}: expected a smaller one")
+    return bits
 
 
 class HfTokenizer:
@@ -141,6 +180,8 @@ class HfTokenizer:
         marked = [self._marked(message) for message in messages]
         continued = not answered and bool(messages) and messages[-1].get("role") == "assistant"
         with nullcontext() if self._has_rendered else _bounded():
+            if not self._has_rendered:
+                _check_products(self.inner.get_chat_template())
             text: Any = self.inner.apply_chat_template(
                 marked,
                 add_generation_prompt=not answered and not continued,
