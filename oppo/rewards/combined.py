@@ -342,11 +342,6 @@ def _makes_scorer(found: object) -> TypeGuard[Callable[..., object]]:
 
 
 def _made(make: Callable[..., object], spec: str, given: Mapping[str, object]) -> object:
-    """Return the scorer that a function makes.
-
-    Raises:
-        RewardError: it raised, or made something else, or there is no place.
-    """
     if given["place"] is None:
         raise RewardError(f"{spec} makes a scorer in a place, and got none: give load_reward one, place=Thread(...)")
     wanted = inspect.signature(make).parameters

@@ -247,23 +247,17 @@ def _assembled(
 
 
 def _scoring(places: DeviceLayout, model: str, name: str = "") -> ModelPlace:
-    """Return the place of a model that scores, under the model's name."""
     return ModelPlace(places.place_of(model), name or model, SERVING)
 
 
 def _here(places: DeviceLayout) -> ModelPlace:
-    """Return the place of scorers that a user's file makes, which is on this machine."""
     return ModelPlace(places.scoring.get("reward", places.saving), "reward", SERVING)
 
 
 def _actor_and_reference(
     models: ModelsSection, load: RoleLoader, *, apart: bool, seed: int
 ) -> tuple[PreTrainedModel, Loadable | None]:
-    """Return the trained model, and the reference if there is one; with adapters, both over the same base in memory.
-
-    Args:
-        apart: the two are on different devices or machines, so each has a base of its own.
-    """
+    # With adapters both are over the same base in memory, unless they are apart: on two devices or machines.
     actor = load.policy()
     reference: Loadable | None = None
     if models.reference:
@@ -277,7 +271,6 @@ def _actor_and_reference(
 def _reward_models(
     settings: Settings, tokenizer: HfTokenizer, places: DeviceLayout, load: RoleLoader
 ) -> dict[str, ServedRewardModel]:
-    """Return the rewards that are models, each served, by their place in the file."""
     models = RewardModels(tokenizer, load, settings.data.column, settings.run.deterministic)
     served = {}
     for key, reward in settings.reward_tables.items():
@@ -290,7 +283,6 @@ def _reward_models(
 def _copies(
     models: ModelsSection, load: RoleLoader, critic: Critic, *, device: torch.device, seed: int
 ) -> ActorCriticRecipe:
-    """Return how ranks on other machines load what is trained."""
     return ActorCriticRecipe(
         actor=_actor_recipe(models, load, device, seed),
         critic=None if critic.source is None else load.recipe("critic", "scalar", critic.source, device),
@@ -299,7 +291,6 @@ def _copies(
 
 
 def _actor_recipe(models: ModelsSection, load: RoleLoader, device: torch.device, seed: int) -> ModelRecipe:
-    """Return how the policy is loaded on another machine, with its adapters."""
     return replace(
         load.recipe("policy", "causal", models.policy, device),
         lora_rank=models.lora_rank,

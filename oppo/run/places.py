@@ -105,12 +105,6 @@ def _scored_here(settings: Settings) -> list[str]:
 
 
 def _remote_places(settings: Settings, devices: Devices) -> RemotePlaces:
-    """Return the places of the remote models; the cluster is left when they are closed.
-
-    Raises:
-        ConfigError: Ray is not installed, or there is no such cluster.
-        ModelError: it has no room for the trainer's ranks.
-    """
     chosen = settings.placement
     if not settings.remote:
         return RemotePlaces()

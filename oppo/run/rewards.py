@@ -121,11 +121,6 @@ def _leave_retries_to_our_log() -> None:
 
 
 def _of_tasks(key: str, decode: Callable[[Sequence[int]], str], options: Mapping[str, Any]) -> FunctionReward:
-    """Return the verifier of the tasks of reasoning-gym.
-
-    Raises:
-        ConfigError: reasoning-gym is not installed.
-    """
     require(LIBRARY, f"{key}: {LIBRARY}", module="reasoning_gym")
     return FunctionReward(verify, decode, name=LIBRARY, **{**options, "process": bool(options["process"])})
 

@@ -299,12 +299,6 @@ class RayChild(Child):
         return on_this_clock(cast("Outcome", unpack(Packet(data, bulk=bulk))), sent, observe.now())
 
     def _got(self, get: Callable[[], R]) -> R:
-        """Return what ``get`` returns.
-
-        Raises:
-            Gone: the actor is dead, or cannot be reached.
-            ModelError: it cannot work on its machine.
-        """
         try:
             return get()
         except GetTimeoutError:
