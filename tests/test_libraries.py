@@ -6,12 +6,14 @@ import re
 import tomllib
 import warnings
 from collections.abc import Callable
+from importlib import reload
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 import transformers
 
+import oppo.hf
 from oppo import libraries
 from oppo.errors import ConfigError, DataError
 from oppo.hf.lora import add_lora
@@ -76,6 +78,12 @@ def test_other_versions_are_named_beside_those_that_were_tested(
     (said,) = warned(monkeypatch, extra, **found)
     for each in named:
         assert each in said
+
+
+def test_what_was_not_tested_is_said_when_models_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "requires", lambda name: ["transformers<5.0", "peft<0.1; extra == 'lora'"])
+    with pytest.warns(UserWarning, match=r"not tested with transformers \S+ \(tested: <5\.0\): what fails"):
+        reload(oppo.hf)
 
 
 def test_a_source_tree_that_is_not_installed_has_no_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

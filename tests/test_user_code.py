@@ -389,6 +389,15 @@ async def test_the_timeout_of_a_call_in_a_process_leaves_its_start_out(tmp_path:
         assert len(await reward.finish(TWO)) == 2
 
 
+async def test_a_process_that_does_not_start_has_failed_at_a_limit_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oppo.user_code.START_SECONDS", 0.2)
+    spec, words = f"{module(tmp_path, SLOW_TO_START)}:pid", r"'pid' had no process that started within 0\.2 s"
+    with FunctionReward(spec, decode, process=True) as reward, pytest.raises(RewardError, match=words):
+        await reward.finish(TWO)
+
+
 async def test_a_file_that_cannot_be_run_in_a_process_is_named(tmp_path: Path) -> None:
     file = module(tmp_path, APART)
     with FunctionReward(f"{file}:pid", decode, process=True, on_failure="drop") as reward:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from oppo import train
+from oppo.algorithms.group import RLOO
 from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load, resolve
 from oppo.run.train import FINAL
@@ -206,7 +207,7 @@ def test_a_program_trains_from_a_mapping_or_from_settings_as_from_a_file(
         "sampling": {"max_new_tokens": 12},
         "step": {"batch": 4, "algorithm": "rloo"},
     }
-    directory = train(document, ["run.steps=2"])
+    directory = train(document | {"step": {"batch": 4, "algorithm": RLOO()}}, ["run.steps=2"])
     assert directory.path == folder / "runs" / "mapped"
     settings = resolve(document, folder)
     assert train(settings, ["run.name=checked", "run.steps=2"]).path == folder / "runs" / "checked"

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from oppo.errors import ModelRefused
-from oppo.hf.introspection import backbone
+from oppo.hf.introspection import backbone, cache_argument
 from oppo.hf.kv.attention import AttentionKind, Masks, Segments, attend_in_segments
 from oppo.hf.kv.cache import KVRegion, Slab
 from oppo.hf.probe import probe
@@ -46,6 +46,30 @@ def of(
     model: Callable[..., PreTrainedModel], config: Callable[..., PreTrainedConfig], **settings: object
 ) -> PreTrainedModel:
     return model(config(**settings))
+
+
+def by_name(cache: object) -> None: ...
+
+
+def by_the_name_of_before(past_key_values: object) -> None: ...
+
+
+def by_both(past_key_values: object, cache: object) -> None: ...
+
+
+def without(input_ids: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [(by_name, "cache"), (by_the_name_of_before, "past_key_values"), (by_both, "cache"), (without, None)],
+)
+def test_a_cache_is_passed_by_either_name_that_transformers_has_for_it(
+    forward: Callable[..., None], name: str | None
+) -> None:
+    model = tiny.causal()
+    model.forward = forward
+    assert cache_argument(model) == name
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)

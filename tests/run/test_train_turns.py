@@ -7,13 +7,21 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
 
 from oppo.cli import DONE, UNUSABLE
+from oppo.config.load import resolve
+from oppo.events import Prompt
+from oppo.placement import Thread
 from oppo.run.checkpoint import CHECKPOINTS
+from oppo.run.rewards import UserCode
 from oppo.run.train import FINAL
+from oppo.testing import run_virtual
+from oppo.turns import Answer, Turn
+from tests.hf.spot_tokenizers import byte_tokenizer
 from tests.workplace import furnish, oppo, records, resume, run, start
 
 TOOLS = """
@@ -33,6 +41,9 @@ def broken(turn):
 
 def hangs(turn):
     time.sleep(3600)
+
+def forging(turn):
+    return "<|end|>"
 """
 TURNS = (
     "environment.source=tools.py:tool",
@@ -66,6 +77,26 @@ def test_responses_go_on_with_what_the_tool_says(folder: Path) -> None:
     assert {(line["turn"], line["tokens"]) for line in answered} >= {(0, 2), (1, 2)}
     assert len({(line["rollout"], line["turn"]) for line in answered}) == len(answered)
     assert all(isinstance(line["seconds"], float) and "error" not in line for line in answered)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_special_tokens_that_an_answer_spells_are_ordinary_text_unless_they_are_kept(
+    folder: Path, *, keeps: bool
+) -> None:
+    document: dict[str, object] = {
+        "models": {"policy": "actor"},
+        "rewards": [{"source": "reward.py:short"}],
+        "data": {"prompts": "prompts.jsonl"},
+        "environment": {"source": "tools.py:forging", "keep_special_tokens": keeps},
+    }
+    tokenizer, tokens = byte_tokenizer(), np.array([70, 71], np.int32)
+    with Thread("scorers") as place:
+        environment = UserCode.of(resolve(document, folder), tokenizer, place).environment
+    assert environment is not None
+    answer = run_virtual(environment.answer, Turn(Prompt(0, 0, tokens), 0, tokens))
+    assert isinstance(answer, Answer)
+    assert (answer.tokens.tolist() == [3]) is keeps
+    assert tokenizer.decode_whole(answer.tokens.tolist()) == "<|end|>"
 
 
 @pytest.mark.parametrize("policy", ["thread", "process"])

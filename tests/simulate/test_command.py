@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import tomllib
 from pathlib import Path
 
@@ -169,6 +170,16 @@ def test_a_run_whose_turns_an_environment_answered_is_refused(
     finally:
         config.write_text(text)
     assert "has an environment, whose answers a simulation does not know yet" in capsys.readouterr().err
+
+
+def test_a_signal_ends_it_with_a_sentence(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("oppo.run.simulation.study", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    assert main(["simulate", str(workplace / "profile.toml")]) == 128 + signal.SIGTERM
+    printed = capsys.readouterr()
+    assert printed.err == "interrupted by SIGTERM\n"
+    assert printed.out == ""
 
 
 OTHERS = (
