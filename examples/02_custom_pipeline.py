@@ -97,9 +97,7 @@ async def main() -> None:
         async for step in run.steps(3):
             trained = sorted({rollout // SAMPLES for rollout in step.trained})
             late = sorted({event.rollout // SAMPLES for event in step.deferred})
-            print(
-                f"step {step.index}: score {step.score:.2f}, groups {trained}, deferred {late}, {step.seconds:.2f} s"
-            )
+            print(f"step {step.index}: score {step.score:.2f}, groups {trained}, deferred {late}, {step.seconds:.2f} s")
     for batch in trainer.batches:
         assert batch.advantages is not None
         groups = batch.advantages[batch.offsets[:-1]].reshape(-1, SAMPLES)
