@@ -8,8 +8,8 @@
       --decoding                       decoding: our decoder beside ``generate``
     python -m benchmarks.ladder        the README's table and picture, from results/
     python -m benchmarks.peer.sweep    the fastest settings of the peer
-    python -m benchmarks.convergence   docs/learning.md: what schedules and lookahead do to learning
-    python -m benchmarks.controllers   docs/controllers.md: controllers of overcommit in virtual time
+    python -m benchmarks.convergence   benchmarks/convergence/README.md: what schedules and lookahead do to learning
+    python -m benchmarks.controllers   benchmarks/results/controllers.md: controllers of overcommit in virtual time
     python -m benchmarks.kv_on_sync    the KV cache after an update: recomputed or kept
     python -m benchmarks.policy_place  decoding in a thread and in a process
     python -m benchmarks.remote_call   a call in each place

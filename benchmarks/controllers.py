@@ -1,7 +1,7 @@
 """Controllers of overcommit in eight regimes: the real graph of stages, models of cost, virtual time.
 
 ``python -m benchmarks.controllers [ENGINE ...]`` makes the runs that ``results/controllers.json`` lacks, then writes
-``docs/controllers.md`` and its figure. Nothing here was measured on a device.
+``results/controllers.md`` and its figure. Nothing here was measured on a device.
 
 Seven devices hold actor, critic and reference, and decode side by side; one holds the reward model. The reference and
 the critic read a step's rollouts after the cut, on the actor's devices. FLOPs are 2 N a token and 4 L d a token and
@@ -302,7 +302,7 @@ def mean_worth(standings: Sequence[Standing]) -> float:
     return float(np.exp(np.mean([np.log(each.speed / (1 + each.lag)) for each in standings])))
 
 
-DOCS = CHECKOUT / "docs"
+PAGE = RESULTS.with_suffix(".md")
 
 COLOURS = {"tail": "#dc2626", "text": "#2563eb", "algorithm 1": "#7c3aed", "tail batched": "#059669"}
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 190, 130, 44, 40, 62
@@ -358,8 +358,8 @@ ALWAYS = """\
 
 
 def write(results: Results) -> None:
-    (DOCS / "controllers.svg").write_text(figure(results, FULL), encoding="utf-8")
-    (DOCS / "controllers.md").write_text(page(results), encoding="utf-8")
+    PAGE.with_suffix(".svg").write_text(figure(results, FULL), encoding="utf-8")
+    PAGE.write_text(page(results), encoding="utf-8")
 
 
 def page(results: Results) -> str:

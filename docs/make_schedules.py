@@ -54,12 +54,12 @@ CHUNK: Final = replace(MODES["chunk"], chunks=lambda _: WholeRollout())
 
 PICTURES: Final = {
     "chunk": [Shown('step.chunk = "whole"', CHUNK), Shown("step.chunk = 32", MODES["chunk"])],
-    "extra": [Shown("step.overcommit = 0", MODES["chunk"]), Shown("step.overcommit = 3", MODES["fixed"])],
+    "overcommit": [Shown("step.overcommit = 0", MODES["chunk"]), Shown("step.overcommit = 3", MODES["fixed"])],
     "lookahead": [
         Shown("step.lookahead = 0", MODES["fixed"]),
         Shown("step.lookahead = 1", replace(MODES["fixed"], lookahead=1)),
     ],
-    "weight_sync": [
+    "weight-sync": [
         Shown('step.weight_sync = "cut"', replace(MODES["fixed"], lookahead=1)),
         Shown('step.weight_sync = "in-flight"', replace(MODES["fixed"], lookahead=1), in_flight=True),
     ],

@@ -187,13 +187,14 @@ ABOUT: Mapping[str, str] = {
     "run": "What is run, for how long, and what is written about it.",
     "models": "The models that are trained or served, by directory or hub name, and how they are loaded.",
     "rewards": "The reward, or several with names, whose weighted sum is the score: [rewards.md](rewards.md). Each is "
-    "a table of the list `[[rewards]]`; `--set rewards.0.weight=2` is about the first. One whose source is code has "
-    "the keys of a `function`, another one those of a `model`.",
-    "environment": "What answers a response that has ended at a stop, as a tool does: [turns.md](turns.md).",
-    "placement": "The device of each model, where they are not all on `models.device`: [scale.md](scale.md).",
+    "a table of the list `[[rewards]]`; `--set rewards.0.weight=2` sets a key of the first. If its source is code, it "
+    "has the keys of a `function`, else those of a `model`.",
+    "environment": "What answers a response that has ended at a stop, as a tool does: "
+    "[rewards.md](rewards.md#tools-and-turns).",
+    "placement": "The device of each model, if they are not all on `models.device`: [scale.md](scale.md).",
     "data": "The prompts and how they are served.",
-    "sampling": "How the policy draws tokens.",
-    "step": "The algorithm, and the schedule of a step.",
+    "sampling": "How the policy samples tokens.",
+    "step": "The algorithm, and the [schedule](schedules.md) of a step.",
     "algorithm": "The settings of the algorithm that `step.algorithm` names; not all of them have every key.",
     "eval": "How the policy answers held-out prompts while it is trained: [runs.md](runs.md#held-out-score).",
     "trainer": "How actor and critic are optimised.",
@@ -207,23 +208,25 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 PREFACE = """\
 # Settings
 
+What does each key mean, and what does TRL call it?
+
 Every key of the file that `oppo train` reads, made from the dataclasses that check it: change those, then run
 `python -m docs.make_settings`. A key without a default must be given. *Known as* is the field's common name, *in TRL*
-the name in TRL's `PPOConfig`, `PPOTrainer` or `ModelConfig`. A file with keys of an earlier version opens, and
-a message names each of them with the key of today.
+the name in TRL's `PPOConfig`, `PPOTrainer` or `ModelConfig`. A file with keys of an earlier version opens; a message
+names each of them with its key of today.
 """
 
 VLLM = """## `[vllm]`
 
-Arguments of vLLM's engine where `models.engine = "vllm"`, by the names that vLLM gives them (`AsyncEngineArgs`):
-`gpu_memory_utilization`, `tensor_parallel_size`, `max_num_seqs` and others. They are checked against the vLLM that is
-installed before anything is loaded; those that the run sets itself are refused. [vllm.md](vllm.md) says more.
+Arguments of vLLM's engine with `models.engine = "vllm"`, by the names that vLLM gives them (`AsyncEngineArgs`):
+`gpu_memory_utilization`, `tensor_parallel_size`, `max_num_seqs` and others. They are checked against the installed vLLM
+before anything is loaded. Those that the run sets itself are refused: [engines.md](engines.md#in-a-settings-file).
 """
 
 OWN = """## `[admission]` and `[loss]`
 
-The settings of an admission or a loss of your own, where `step.admission` or `step.loss` names a file: its parameters,
-with the types and defaults that it declares. [extending.md](extending.md#parts-of-your-own-by-their-file) says more.
+The settings of an admission or a loss of your own, which `step.admission` or `step.loss` names by its file: its
+parameters, with the types and defaults that it declares ([compose.md](compose.md#parts-of-your-own-by-their-file)).
 """
 
 POSTFACE = """## Where the demo differs

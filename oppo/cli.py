@@ -249,7 +249,7 @@ def simulate(
     Parameters
     ----------
     profile
-        The file that describes hardware, models and lengths; docs/simulate.md has every key of it.
+        The file that describes hardware, models and lengths; docs/schedules.md says more.
     run
         The directory of a run that has finished, instead of a profile: its measurements are simulated.
     override
@@ -305,7 +305,7 @@ def demo(
     seed
         Seed of models, prompts, sampling and training.
     engine
-        What decodes the policy's responses while it is trained; vllm must be installed: docs/vllm.md.
+        What decodes the policy's responses while it is trained; vllm must be installed: docs/engines.md.
     directory
         The folder that holds runs.
     """

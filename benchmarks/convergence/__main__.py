@@ -14,7 +14,6 @@ from typing import Final
 
 import anyio
 
-from benchmarks import CHECKOUT
 from benchmarks.convergence import runs
 from benchmarks.convergence.results import Plan, Results
 from benchmarks.convergence.studies import STUDIES, figure
@@ -23,7 +22,7 @@ from benchmarks.ladder.workloads import Flag
 from oppo.errors import ConfigError
 
 HERE: Final = Path(__file__).parent
-PAGE: Final = CHECKOUT / "docs" / "learning.md"
+PAGE: Final = HERE / "README.md"
 PLAN: Final = Plan()
 
 
@@ -56,7 +55,7 @@ def make(
         small: tiny models, to try it out.
         out: where the results and the figure are.
         table: print what has been found; run nothing.
-        page: write it into docs/learning.md; run nothing.
+        page: write it into benchmarks/convergence/README.md; run nothing.
 
     Raises:
         ConfigError: there is no such study, no seed of which every arm has been run, or a core too few for the jobs.

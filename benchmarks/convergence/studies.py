@@ -1,4 +1,4 @@
-"""The studies: their arms, their words in ``docs/learning.md``, and their figures.
+"""The studies: their arms, their words in ``benchmarks/convergence/README.md``, and their figures.
 
 ``schedules`` goes from serial to more deferral than is good. ``lookahead`` trains tokens that are n updates old, with
 and without importance weights. A figure shows the score of what was trained: mean and interval of every arm.
@@ -99,7 +99,7 @@ class Study:
         file: name of the file of results.
         picture: name of the figure, beside the page and beside the results.
         panels: of the figure.
-        section: returns the section of ``docs/learning.md``, with its heading.
+        section: returns the section of ``benchmarks/convergence/README.md``, with its heading.
         findings: returns what was found, an item each.
         table: returns the results as a table.
     """

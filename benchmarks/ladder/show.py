@@ -1,4 +1,4 @@
-"""The ladder for people: on a terminal, as the Markdown table of ``docs/performance.md``, and as a picture."""
+"""The ladder for people: on a terminal, as the Markdown table of ``benchmarks/results/README.md``, and as a picture."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``python -m benchmarks.simulate check RESULTS ...``: the simulator beside results of ``make bench``.
 
 ``python -m benchmarks.simulate paper``: what schedules would take in the OPPO paper's settings; it keeps the outcomes
-in ``paper.json`` and writes the tables of ``docs/simulate.md``.
+in ``paper.json`` and writes the tables of ``benchmarks/simulate/README.md``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import CHECKOUT
 from benchmarks.harness import keep, require_writable
 from benchmarks.simulate import paper
 from benchmarks.simulate.check import CheckedResult, LadderResult, check
@@ -23,7 +22,7 @@ from oppo.cli import DONE, FAILED, call, note, program
 from oppo.durable import put
 from oppo.log import routed
 
-PAGE: Final = CHECKOUT / "docs" / "simulate.md"
+PAGE: Final = Path(__file__).with_name("README.md")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +59,7 @@ def check_results(
 
 
 def simulate_paper(*, anew: bool = False) -> int:
-    """Simulate the settings of the OPPO paper, and write the tables of docs/simulate.md.
+    """Simulate the settings of the OPPO paper, and write the tables of benchmarks/simulate/README.md.
 
     Parameters
     ----------

@@ -222,7 +222,7 @@ BEGIN: Final = "<!-- python -m benchmarks.simulate paper -->\n"
 
 
 def in_page(text: str, results: Results) -> str:
-    """Return the text of ``docs/simulate.md`` with the tables of the results.
+    """Return the text of ``benchmarks/simulate/README.md`` with the tables of the results.
 
     Raises:
         ValueError: it lacks the marks.

@@ -1,6 +1,6 @@
 """``python -m benchmarks.vllm``: oppo's policy beside bare ``AsyncLLM``, and weight sync beside a copy.
 
-It needs vLLM (docs/vllm.md). Exit codes are those of ``oppo``.
+It needs vLLM (docs/engines.md). Exit codes are those of ``oppo``.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ RISE = 4
 
 @dataclass
 class TailAdaptive(AdaptiveOvercommit):
-    """Chooses ``overcommit`` from a prediction of the step's time for each of its values (``docs/controllers.md``).
+    """Chooses ``overcommit`` from a prediction of the step's time for each of its values (``docs/schedules.md``).
 
     From the last ``window`` steps it estimates the survival function of the lengths (Kaplan-Meier: deferred responses
     are censored), and the seconds per decode step, per token, of every scorer, and of the rest. These give, for each

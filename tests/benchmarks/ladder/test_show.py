@@ -1,4 +1,4 @@
-"""The table and the picture of ``docs/performance.md`` are those of the results of record."""
+"""The table and the picture of ``benchmarks/results/README.md`` are those of the results of record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.ladder.__main__ import main
 from benchmarks.ladder.show import PICTURE, TIMES_SERIAL, Results, bars_of, ladders, table, title
 from oppo.errors import ConfigError
 
-PAGE = CHECKOUT / "docs" / "performance.md"
+PAGE = CHECKOUT / "benchmarks" / "results" / "README.md"
 BEGIN = "<!-- python -m benchmarks.ladder -->\n"
 
 
