@@ -75,8 +75,8 @@ def close(a: object, b: object) -> bool:
 @pytest.mark.parametrize(
     ("policy", "reader", "name"),
     [
-        ("byte-level", spot("message-piece"), "llama"),
-        ("message-piece", spot("byte-level", TEMPLATE), "gpt2"),
+        ("byte-level", spot("sentence-piece"), "llama"),
+        ("sentence-piece", spot("byte-level", TEMPLATE), "gpt2"),
         ("unigram", spot("byte-level", TRIMMING), "qwen2-sliding"),
         ("byte-level", spot("byte-level", TEMPLATE), "neox"),
         ("byte-level", spot("unigram"), "llama"),
@@ -129,7 +129,7 @@ async def test_it_keeps_the_contract_of_a_scorer(deterministic: bool, thread: Th
     finished = [Finish(each.prompt.rollout, each, "eos") for each in rollouts(policy, 4, seed=4) if len(each) >= 4]
 
     async def make() -> BridgedReward:
-        bridge = Bridge(policy, spot("message-piece"))
+        bridge = Bridge(policy, spot("sentence-piece"))
         return BridgedReward(model_of(), bridge, place=thread, deterministic=deterministic)
 
     assert len(finished) >= 2
@@ -194,7 +194,7 @@ async def test_a_rollout_without_text_is_dropped(thread: Thread) -> None:
 
 
 async def test_a_process_that_replaces_a_dead_one_reads_rollouts_with_their_messages() -> None:
-    policy, bridge = spot("byte-level"), Bridge(spot("byte-level"), spot("message-piece", TEMPLATE), "chat")
+    policy, bridge = spot("byte-level"), Bridge(spot("byte-level"), spot("sentence-piece", TEMPLATE), "chat")
     model, made = model_of(), rollouts(policy, 3)
     with Process("scorers", setup=ONE, restarts=1) as process:
         scorer = BridgedReward(model, bridge, place=process)
@@ -213,7 +213,7 @@ async def test_a_process_that_replaces_a_dead_one_reads_rollouts_with_their_mess
 @pytest.mark.parametrize("form", ["joined", "response"])
 async def test_most_of_a_rollout_is_read_before_it_ends(form: Form, thread: Thread) -> None:
     policy = spot("byte-level")
-    scorer = BridgedReward(model_of(), Bridge(policy, spot("message-piece"), form), place=thread)
+    scorer = BridgedReward(model_of(), Bridge(policy, spot("sentence-piece"), form), place=thread)
     text = " ".join(CORPUS[:2])
     made = [
         Response.empty(Prompt(n, n, np.array([9], np.int32), columns={"prompt": "so "})).then(
