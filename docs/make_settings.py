@@ -172,14 +172,14 @@ NAMES: Mapping[str, tuple[str, str]] = {
 
 DEMO: Mapping[str, str] = {
     "sampling.max_new_tokens": "the longest reviews of its language have about 230 tokens, and none should be cut off",
-    "step.admission": "as many are deferred as save time here; by default nothing is, so that a run is on-policy "
+    "step.admission": "it defers as many as save time here; by default nothing is deferred, so a run is on-policy "
     "and does not depend on timing",
     "step.chunk": "its responses have 30 to 40 tokens, so that the default would hardly divide them",
-    "trainer.learning_rate": "a model of 2 million parameters can, and in so few steps must, move faster",
+    "trainer.learning_rate": "a model of 2 million parameters can learn faster, and must in so few steps",
     "trainer.critic_learning_rate": "a critic whose head begins at 0 has further to go than the policy",
-    "trainer.epochs": "half of the passes over a batch, with two steps in each: as many steps as by default",
+    "trainer.epochs": "half of the passes over a batch, with two optimizer steps in each: as many as by default",
     "trainer.minibatches": "see `epochs`",
-    "trainer.micro_batch_tokens": "short passes hold little padding, and two cores are busy with them as it is",
+    "trainer.micro_batch_tokens": "short passes hold little padding, and keep two cores busy",
 }
 """Where ``make demo`` is not at the default, and why."""
 
@@ -272,7 +272,7 @@ def _section(name: str, keys: Mapping[str, Mapping[str, Declared]]) -> Iterator[
         declared = next(iter(by_algorithm.values()))
         told = declared.description
         if key == "seed" and name in SEEDED:
-            told += "; the run's own when absent"
+            told += "; absent: the seed of the run"
         if len(by_algorithm) < len(kinds):
             told += f" ({', '.join(f'`{algorithm}`' for algorithm in by_algorithm)} only)"
         theirs = f"`{trl}`" if trl.isidentifier() else trl or "-"

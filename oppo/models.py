@@ -60,16 +60,16 @@ class SamplingSettings:
         ValueError: a value is out of range.
     """
 
-    max_new_tokens: PositiveCount = setting(128, "a response of so many tokens ends, with reason `length`")
-    temperature: NonNegative = setting(1.0, "divides the logits; 0 is greedy, and log-probs are then those at 1")
-    top_k: Count = setting(0, "only the k most likely tokens are drawn, and log-probs are among them; 0 keeps all")
+    max_new_tokens: PositiveCount = setting(128, "most tokens of a response, which then ends with reason `length`")
+    temperature: NonNegative = setting(1.0, "divides the logits; 0 is greedy, with log-probs at temperature 1")
+    top_k: Count = setting(0, "only the k most likely tokens are sampled, and log-probs are over them; 0 keeps all")
     top_p: Annotated[float, Gt(0), Le(1)] = setting(
         1.0,
-        "only the most likely tokens that reach this probability are drawn, and log-probs are among them; their ids "
+        "only the most likely tokens that reach this probability are sampled, and log-probs are over them; their ids "
         "are stored (4 bytes each, for each token), which `top_k` bounds; 1 keeps all",
     )
     min_new_tokens: Count = setting(
-        0, "no token of `stop` is drawn before a response is so long, and log-probs are among the others"
+        0, "no token of `stop` is sampled before a response has so many tokens, and log-probs are over the others"
     )
     stop_strings: Annotated[tuple[Filled, ...], FromList()] = setting(
         (), "texts that end a response with the token that completes them"

@@ -58,7 +58,9 @@ class TrainerSettings:
     """
 
     learning_rate: LearningRate = setting(3e-6, "of AdamW, for the actor")
-    critic_learning_rate: LearningRate | None = setting(None, "the actor's when absent; a shared trunk has the actor's")
+    critic_learning_rate: LearningRate | None = setting(
+        None, "of AdamW, for the critic; absent, or on a shared trunk: the actor's"
+    )
     critic_warmup: Count = setting(
         0, "updates at the beginning that train the critic only (on a shared trunk: its head)"
     )
@@ -77,8 +79,7 @@ class TrainerSettings:
         0, "recompute every n-th layer in the backward pass, to save memory: 1 is all layers, 0 none"
     )
     micro_batch_tokens: PositiveCount = setting(
-        4096,
-        "at most so many tokens, padding included, in a forward pass; a longer row gets a pass of its own",
+        4096, "most tokens, padding included, in a forward pass; a longer row gets a pass of its own"
     )
     seed: Seed = setting(0, "keys, with the number of the update, how rows are shuffled into minibatches")
 

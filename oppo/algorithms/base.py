@@ -97,7 +97,7 @@ class ClippedAlgorithm:
         description="leave responses that ended at max_new_tokens out of the loss; they stay in the baseline",
     )
     clip: Positive = setting(0.2, "how far the probability ratio may move from 1, or fall below it")
-    clip_high: Positive | None = setting(None, "how far the ratio may rise above 1; as `clip` when absent")
+    clip_high: Positive | None = setting(None, "how far the ratio may rise above 1; absent: as `clip`")
     entropy_coefficient: NonNegative = setting(0.0, "weight of the entropy bonus")
     aggregation: Aggregation = setting(
         "tokens",
@@ -110,17 +110,13 @@ class ClippedAlgorithm:
     )
     is_correction: Literal["none", "truncated", "mask", "mask_sequence"] = setting(
         "none",
-        "importance sampling (IS) of stale tokens: weights truncated at `is_cap`, or masked outside "
-        "`is_low` .. `is_high`, by token or by rollout (geometric mean); `truncated` when absent and another engine "
-        "than the trainer's decodes (`models.engine`)",
+        "importance sampling (IS) of stale tokens: weights truncated at `is_cap`, or masked outside `is_low` .. "
+        "`is_high`, by token or by rollout (geometric mean); absent: `truncated` if another engine than the trainer's "
+        "decodes (`models.engine`)",
     )
     is_cap: AtLeastOne = setting(CAP, "an importance weight is at most this")
-    is_low: Fraction | None = setting(
-        None, "smaller weights are masked; 0.5 for a token, 0.9 for a rollout, when absent"
-    )
-    is_high: AtLeastOne | None = setting(
-        None, "larger weights are masked; 5 for a token, 1.1 for a rollout, when absent"
-    )
+    is_low: Fraction | None = setting(None, "smaller weights are masked; absent: 0.5 for a token, 0.9 for a rollout")
+    is_high: AtLeastOne | None = setting(None, "larger weights are masked; absent: 5 for a token, 1.1 for a rollout")
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)

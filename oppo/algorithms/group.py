@@ -187,12 +187,12 @@ class DAPO(GRPO):
         default=True, description="replace a group whose scores are all equal by another within the step"
     )
     max_rounds: PositiveCount = setting(
-        10, "rounds of a step in which groups are replaced, after which the run ends with an error"
+        10, "rounds in which a step replaces groups; after them the run ends with an error"
     )
     long_buffer: Count | None = setting(
         None,
-        "the last tokens before `sampling.max_new_tokens`, over which a penalty on the number of sampled tokens grows; "
-        "a fifth of `max_new_tokens` when absent; 0: no penalty",
+        "the last tokens before `sampling.max_new_tokens`, over which a penalty on the number of sampled tokens "
+        "grows; absent: a fifth of `max_new_tokens`; 0: no penalty",
     )
     long_penalty: NonNegative = setting(
         1.0, "subtracted from the reward of a response with `sampling.max_new_tokens` sampled tokens"
@@ -243,7 +243,7 @@ class OnlineDPO:
 
     has_critic: ClassVar[bool] = False
 
-    beta: Positive = setting(0.1, "how much the policy is held to the reference")
+    beta: Positive = setting(0.1, "how strongly the policy is held to the reference")
     mask_truncated: bool = setting(
         default=False, description="leave pairs with a response that ended at max_new_tokens out of the loss"
     )

@@ -83,7 +83,7 @@ class PPO(ClippedAlgorithm):
 
     bootstrap_truncated: bool = setting(
         default=False,
-        description="after a response that ended at max_new_tokens the critic's value of its last state counts, not 0",
+        description="after a response that ended at max_new_tokens, count the critic's value of its last state, not 0",
     )
 
     def __post_init__(self) -> None:

@@ -84,10 +84,12 @@ class RewardSection:
 
     source: Filled = required(SOURCE)
     name: Name | None = setting(
-        None, "the name of a term of the weighted sum, in metrics too; when absent, the only reward, which is the score"
+        None, "its name in the weighted sum and in metrics; absent: it is the only reward, and the score"
     )
     weight: float = setting(1.0, "its factor in the sum")
-    on_drop: OnDrop = setting("drop", "when it drops a rollout: drop that, or leave it to the other rewards (`skip`)")
+    on_drop: OnDrop = setting(
+        "drop", "if it drops a rollout: drop the rollout, or leave it to the other rewards (`skip`)"
+    )
 
     def __post_init__(self) -> None:
         if self.name is None and self.weight != 1:
@@ -99,26 +101,25 @@ class FunctionRewardSection(RewardSection):
     """``[[rewards]]`` whose source is code: a function, or what else a file names."""
 
     on_failure: OnFailure = setting(
-        "fail", "when the function fails: stop the run, drop the rollout, or call again, then stop"
+        "fail", "if the function fails: stop the run, drop the rollout, or call it again and then stop"
     )
     process: bool | Literal["sync"] = setting(
         default=False,
-        description="call a sync function in processes of its own: it may then hold the interpreter lock for long, or "
-        "crash, which is a failure like others; `sync`: if it is a sync function",
+        description="call a sync function in its own processes, where it may hold the interpreter lock for long; a "
+        "crash is then a failure like others; `sync`: only if it is a sync function",
     )
     concurrency: PositiveCount | None = setting(
-        None, "calls of the function that may overlap; when absent 64 of an async one, 1 of a sync one"
+        None, "calls of the function that may overlap; absent: 64 of an async function, 1 of a sync one"
     )
     timeout: Positive | None = setting(
         None,
-        "seconds after which a call of the function has failed, without the start of its process; an async function is "
-        "cancelled then, and a process is interrupted, or killed if that does not help",
+        "seconds after which a call of the function has failed, not counting the start of its process; an async "
+        "function is then cancelled, a process interrupted, or killed if it goes on",
     )
     each: bool = setting(default=False, description="call the function for each rollout alone")
     keep_special_tokens: bool = setting(
         default=False,
-        description="give the function, or what else the file names, the text with its special tokens, the end of "
-        "sequence included",
+        description="keep special tokens, the end of sequence included, in the text for what the file names",
     )
 
 
@@ -140,16 +141,16 @@ class ModelRewardSection(RewardSection):
     )
     over_long: OverLong = setting(
         "error",
-        "what becomes of a rollout that is longer as text than the model reads: stop the run, drop the rollout, "
-        "or cut it as the model's tokenizer does",
+        "what happens to a rollout whose text is longer than the model reads: stop the run, drop the rollout, or cut "
+        "it as the model's tokenizer does",
     )
-    label: str = setting("", "the label whose logit is the score, of a classifier with several")
+    label: str = setting("", "the label whose logit is the score, if a classifier has several")
     column: str = setting(
         "",
         "the column of the data with the text, or the list of texts, that a sentence encoder compares a response with",
     )
     separators: Separators = setting(
-        ("\n",), "a token that ends with one of these ends a step, for a process reward model"
+        ("\n",), "texts that end a step, for a process reward model: a token that ends with one of them ends the step"
     )
 
 
@@ -193,26 +194,26 @@ class EnvironmentSection:
 
     source: str = setting(
         "",
-        "`file.py:function` that answers a response which has ended at a stop token or string, as a tool does, so that "
-        "it goes on; none when empty",
+        "`file.py:function` that answers a response at a stop token or string, as a tool does, so that the response "
+        "goes on; empty: none",
     )
-    on_failure: Literal["fail", "drop"] = setting("fail", "when the function fails: stop the run, or drop the rollout")
+    on_failure: Literal["fail", "drop"] = setting("fail", "if the function fails: stop the run, or drop the rollout")
     process: bool = setting(
         default=False,
-        description="call a sync function in processes of its own: it may then hold the interpreter lock for long, or "
-        "crash, which is a failure like others",
+        description="call a sync function in its own processes, where it may hold the interpreter lock for long; a "
+        "crash is then a failure like others",
     )
     concurrency: PositiveCount | None = setting(
-        None, "calls of the function that may overlap; when absent 64, or 4 in processes"
+        None, "calls of the function that may overlap; absent: 64, or 4 in processes"
     )
     timeout: Positive | None = setting(
         None,
-        "seconds after which a call of the function has failed, without the start of its process; an async function is "
-        "cancelled then, and a process is interrupted, or killed if that does not help",
+        "seconds after which a call of the function has failed, not counting the start of its process; an async "
+        "function is then cancelled, a process interrupted, or killed if it goes on",
     )
     keep_special_tokens: bool = setting(
         default=False,
-        description="give the function the text with its special tokens, and take those that its answer spells as "
+        description="keep special tokens in the text for the function, and take those that its answer spells as "
         "special tokens; otherwise an answer is ordinary text, whatever it spells",
     )
 
@@ -253,16 +254,16 @@ Several: TypeAlias = Annotated[tuple[DeviceName, ...], FromList(), BeforeValidat
 class PlacementSection:
     """``[placement]``: the device of each model, where they are not all on ``models.device``."""
 
-    policy: Another = setting("", "of the policy that decodes; `models.device` when empty")
+    policy: Another = setting("", "device of the policy that decodes; empty: `models.device`")
     trainer: Several = setting(
         (),
-        "where updates are made: a device, or a list of them for as many training ranks, each a process, such as "
-        '`["cuda:1", "cuda:2"]` or `["cpu", "cpu"]`; `models.device` when empty',
+        'device of the trainer; or a list of devices for as many training ranks, each a process, such as `["cuda:1", '
+        '"cuda:2"]` or `["cpu", "cpu"]`; empty: `models.device`',
     )
-    scorers: Another = setting("", "of reference, reward and critic; `models.device` when empty")
-    reference: Another = setting("", "of the reference; `placement.scorers` when empty")
-    reward: Another = setting("", "of reward models; `placement.scorers` when empty")
-    critic: Another = setting("", "of the critic that is served; `placement.scorers` when empty")
+    scorers: Another = setting("", "device of reference, reward and critic; empty: `models.device`")
+    reference: Another = setting("", "device of the reference; empty: `placement.scorers`")
+    reward: Another = setting("", "device of reward models; empty: `placement.scorers`")
+    critic: Another = setting("", "device of the critic that is served; empty: `placement.scorers`")
     shard: bool = setting(
         default=True,
         description="give each training rank a shard of weights, gradients and optimizer states (FSDP2), in place of "
@@ -270,16 +271,18 @@ class PlacementSection:
     )
     cluster: str = setting(
         "",
-        "a Ray cluster whose machines take the models of `placement.remote`: `auto`, which is that of `RAY_ADDRESS` or "
-        "of `ray start` on this machine, or the `host:port` of its head; none when empty",
+        "Ray cluster for the models of `placement.remote`: `auto`, that of `RAY_ADDRESS` or of `ray start` on this "
+        "machine, or the `host:port` of its head; empty: none",
     )
     remote: Annotated[tuple[Remote, ...], FromList()] = setting(
         (),
-        "with a cluster, the models that are actors there, each of its own; of the trainer, every rank but the first; "
-        "all that can be but the policy when empty",
+        "with a cluster, the models that are remote, one actor each; of the trainer, every rank but the first; empty: "
+        "every model that can be remote, but the policy",
     )
     actor_cpus: PositiveCount = setting(
-        1, "with a cluster, the cores that each actor takes of its machine and computes with, as rank 0 does here"
+        1,
+        "with a cluster, the cores that each actor reserves on its machine and computes with; rank 0 computes with as "
+        "many",
     )
     spread: bool = setting(
         default=False, description="with a cluster, put each rank of the trainer on a machine of its own"
@@ -436,20 +439,20 @@ class RunSection:
     steps: PositiveCount = setting(100, "how many updates to make")
     seed: Seed = setting(
         0,
-        "seeds the data order, sampling and training; `--set run.seed=N` moves the seeds of the sections "
-        "with it that were the same",
+        "seeds the data order, sampling and training; `--set run.seed=N` also sets the seeds of other sections that "
+        "were equal to it",
     )
     deterministic: bool = setting(
         default=False, description="make every bit independent of timing (slower; float32, CPU)"
     )
     cores: Annotated[int, Field(ge=0, le=1024)] = setting(0, "cores to work with; 0: all that the process may use")
     policy: Literal["thread", "process"] = setting(
-        "thread", "where the actor decodes: in a thread, or, on a CPU, in a process; the run ends if that dies"
+        "thread", "where the actor decodes: in a thread, or, on a CPU, in a process, whose death ends the run"
     )
     scorers: Literal["auto", "thread", "process"] = setting(
         "auto",
-        "where reward, reference and critic work: in a thread beside the actor's, or in a process of their "
-        "own, which is started again if it dies; auto: a process on a CPU with several cores, else a thread",
+        "where reward, reference and critic work: in a thread beside the actor's, or in a process, which is restarted "
+        "if it dies; auto: a process on a CPU with several cores, else a thread",
     )
     trainer: Literal["thread", "process"] = setting("thread", "where updates are made")
     panel: Literal["auto", "live", "lines", "off"] = setting(
@@ -463,8 +466,8 @@ class RunSection:
     logged_samples: Count = setting(4, "rollouts a step written to samples.jsonl with their text")
     trace: Count | Literal["all"] = setting(
         20,
-        "steps at the beginning of the run, and as many at its end, that trace.json shows in "
-        "chrome://tracing or Perfetto; `all`: every step, 0: none",
+        "how many of the first steps, and how many of the last, trace.json shows in chrome://tracing or Perfetto; "
+        "`all`: every step, 0: none",
     )
     watchdog_seconds: Seconds = setting(
         600.0, "seconds without progress after which a run is ended, with hang-report.json; 0: never"
@@ -473,7 +476,7 @@ class RunSection:
         3600.0,
         "replaces `watchdog_seconds` during one call of a model or a reward function, if longer; 0: no limit",
     )
-    scorer_restarts: Count = setting(3, "restarts of a dead process of the scorers per hour")
+    scorer_restarts: Count = setting(3, "restarts per hour of a process of the scorers that dies")
     max_empty: Count = setting(5, "end a run after this many consecutive steps without a trained rollout; 0: never")
     max_nonfinite: Count = setting(
         3, "end a run after this many consecutive updates that are not finite, and dump the batch; 0: never"
@@ -497,11 +500,12 @@ class ModelsSection:
     policy: Filled = required("directory or hub name of the causal language model to train")
     reference: str = setting(
         "",
-        "directory or hub name; when empty, the policy as it is at the start, and none where the algorithm needs none, "
-        "without a KL penalty; named, it is loaded and the KL to it measured all the same",
+        "directory or hub name of a model that is always loaded, and the KL to it measured; empty: the policy as it "
+        "is at the start if the algorithm needs a reference (a KL penalty, online DPO), else none",
     )
     critic: str = setting(
-        "", "directory or hub name; the (first) reward model, or the policy, when empty; none without PPO"
+        "",
+        "directory or hub name; empty: the first reward model that can be one, else the policy; only PPO has a critic",
     )
     shared_trunk: bool = setting(
         default=False,
@@ -509,8 +513,8 @@ class ModelsSection:
     )
     share_weights: bool | None = setting(
         None,
-        "train the weights that are served, or a copy of them, which is synced after each update; when absent the "
-        "served ones, but a copy with `step.lookahead`",
+        "train the served weights themselves, or a copy, from which the served ones are synced after each update; "
+        "absent: `true`, but `false` with `step.lookahead`",
     )
     engine: Engine = setting(
         "transformers",
@@ -523,7 +527,7 @@ class ModelsSection:
     )
     device: DeviceName = setting(
         "auto",
-        "where the models are that `[placement]` does not place: `auto`, `cpu`, `cuda`, or one of several as "
+        "device of the models that `[placement]` does not place: `auto`, `cpu`, `cuda`, or one of several as "
         "`cuda:1`; auto: `cuda` where there is one and `run.deterministic` is off, else `cpu`",
     )
     attention: Literal["auto", "segmented", "padded", "eager"] = setting(
@@ -540,7 +544,8 @@ class ModelsSection:
         description="read weights that come as pickles only: tensors and nothing else of them (`weights_only`)",
     )
     ignore_unused_weights: bool = setting(
-        default=False, description="leave out weights that a model does not use, and say which, instead of refusing it"
+        default=False,
+        description="leave out weights that a model does not use, and log which, instead of refusing the model",
     )
 
     def __post_init__(self) -> None:
@@ -560,7 +565,7 @@ class DataSection:
         "hub; or a list of such, mixed: each a text, or a table with `path`, `weight`, `column`, `split`, `subset`"
     )
     column: Filled = setting("prompt", "the column that holds the prompt: text, or chat messages")
-    max_prompt_tokens: PositiveCount = setting(512, "a longer prompt is over-long")
+    max_prompt_tokens: PositiveCount = setting(512, "a prompt with more tokens is over-long")
     over_long: Literal["filter", "truncate", "error"] = setting("filter", "what to do with over-long prompts")
     epochs: Count = setting(
         0,
@@ -578,8 +583,7 @@ class SamplingSection(SamplingSettings):
         (), "token ids, or texts that are one token each, which end a response as the end of sequence does"
     )
     eos: bool = setting(
-        default=True,
-        description="whether the tokens of the tokenizer and the model that mean the end of sequence end a response",
+        default=True, description="whether the end-of-sequence tokens of tokenizer and model end a response"
     )
 
 
@@ -595,27 +599,29 @@ class StepSection:
     batch: Rollouts = setting(32, "prompts trained in a step, each with all of its responses")
     overcommit: Count | None = setting(
         None,
-        "prompts kept in flight beyond the batch, with all of their responses, or the most where `admission` adapts "
-        "the number, or those decoded at a time where it is `continuous`; when absent 0 (none is ever deferred), "
-        "or a quarter of the batch, or as many as the batch",
+        "prompts in flight beyond the batch, with all of their responses; their maximum if `admission` adapts the "
+        "number; the prompts decoded at a time if it is `continuous`; absent: 0, so nothing is deferred; a quarter of "
+        "the batch if adapted; the batch for `continuous` and your own",
     )
-    max_deferrals: PositiveCount = setting(2, "a rollout deferred this often is waited for")
+    max_deferrals: PositiveCount = setting(
+        2, "how often a rollout may be deferred; a step waits for one that was deferred this often"
+    )
     admission: Annotated[str, OneOf(ADMISSIONS, "file.py:name", SPEC)] = setting(
         "overcommit",
-        "how many are kept in flight: `overcommit` always `overcommit`; `continuous` replaces each that has ended at "
-        "once, so that `overcommit` are decoded until the batch is full; `adaptive` as many as save time at the "
-        "price of their lag; `slope` and `slope-algorithm1` more while the score rises (the paper's two rules); "
-        "`tail-batched` a quarter of the batch, and those that are late begin anew together in a later step, so that "
-        "nothing is ever stale; `file.py:name` as your own class or function decides, with the settings of "
-        "`[admission]`",
+        "how many prompts are in flight: `overcommit`: always `overcommit` beyond the batch; `continuous`: a new "
+        "prompt replaces each that ends, so `overcommit` are decoded at a time until the batch is full; `adaptive`: "
+        "as many as save time at the price of their staleness; `slope` and `slope-algorithm1`: more while the score "
+        "rises (the paper's two rules); `tail-batched`: a quarter more, and the longest are aborted and restarted "
+        "together in a later step, so nothing is ever stale; `file.py:name`: your own class or function, with the "
+        "settings of `[admission]`",
     )
     staleness_price: NonNegative = setting(
-        1.0, "price of a mean lag of one step for `adaptive`, as a fraction of a step's time"
+        1.0, "price of a mean staleness of one version for `adaptive`, as a fraction of a step's time"
     )
     chunk: PositiveCount | Literal["whole", "tuned"] = setting(
         32,
-        "tokens streamed to the scorers at a time; `whole`: each response when it has ended; `tuned`: a "
-        "part of `max_new_tokens` that is tried out every 50 steps",
+        "tokens streamed to the scorers at a time; `whole`: each response when it has ended; `tuned`: a part of "
+        "`max_new_tokens`, which is chosen by trial every 50 steps",
     )
     kv_on_sync: Literal["recompute", "keep"] = setting(
         "recompute",
@@ -624,8 +630,8 @@ class StepSection:
     )
     lookahead: Annotated[int, Field(ge=0, le=100)] = setting(
         0,
-        "steps that begin before the current one has ended: 0 decodes, scores and trains one step after the other; "
-        "with 1 the next step is decoded while this one is trained (one-step-off), and tokens are one update older",
+        "steps that may begin before the current one has ended: 0 decodes, scores and trains one step after the "
+        "other; 1 decodes the next step while this one is trained (one-step-off), with tokens one version staler",
     )
     loss: Annotated[str, OneOf(("",), "file.py:name", SPEC)] = setting(
         "",
@@ -634,15 +640,14 @@ class StepSection:
     )
     stream_updates: bool = setting(
         default=False,
-        description="add the gradient of each group once it is scored, while others are still being written; the step "
-        "is the same but for rounding; for algorithms that compare the responses of a group, with one epoch and one "
+        description="add the gradient of each group once it is scored, while others are still decoded; the result "
+        "differs by rounding only; for algorithms that compare the responses of a group, with one epoch and one "
         "minibatch",
     )
     weight_sync: Literal["cut", "in-flight"] = setting(
         "cut",
-        "when the policy gets new weights, with `lookahead`: `cut`, between two steps, so that what a step is decoded "
-        "with depends on no timing; `in-flight`, as soon as there are any, between two decode steps, so that tokens "
-        "are newer",
+        "when the policy gets new weights, with `lookahead`: `cut`: between two steps, so the weights of a step do "
+        "not depend on timing; `in-flight`: between two decode steps, as soon as there are any, so tokens are fresher",
     )
 
     def __post_init__(self) -> None:
@@ -682,16 +687,14 @@ class EvalSection:
     )
     samples: PositiveCount = setting(
         1,
-        "the most likely response to each prompt is scored; with more than one, so many are drawn besides, as in "
-        "training, for their mean score and pass@k",
+        "the most likely response to each prompt is scored; above 1, so many are sampled besides, as in training, for "
+        "their mean score and pass@k",
     )
-    count: Count = setting(0, "answer only the first so many of the prompts; 0: all")
+    count: Count = setting(0, "answer only the first so many prompts; 0: all")
     pass_score: float | None = setting(
         None,
-        "a response of at least this score passes, for pass@k; when absent 1 for one reward function, and with a "
-        "reward model or several rewards none does",
+        "a response of at least this score passes, for pass@k; absent: 1 for one reward function; with a reward model "
+        "or several rewards nothing passes",
     )
-    batch: Rollouts | None = setting(
-        None, "responses that are written at a time; when absent as many as are trained in a step"
-    )
-    seed: Seed = setting(0, "keys the noise of drawn responses, the same in every evaluation")
+    batch: Rollouts | None = setting(None, "responses that are decoded at a time; absent: as many as a step trains")
+    seed: Seed = setting(0, "keys the noise of sampled responses, the same in every evaluation")
