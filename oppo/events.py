@@ -2,10 +2,10 @@
 
 Over its life a rollout's events follow one grammar, in this order on every stream::
 
-    Prompt  ((Chunk | Given)* Defer)*  (Chunk | Given)*  (Finish | Drop)
+    Prompt  ((Chunk | ToolTokens)* Defer)*  (Chunk | ToolTokens)*  (Finish | Drop)
 
 A ``Defer`` with ``restart`` voids everything before it: the rollout begins again with its ``Prompt``, or is deferred
-until it does. ``start`` is contiguous over ``Chunk`` and ``Given``, and versions never decrease. ``Finish`` means that
+until it does. ``start`` is contiguous, and versions never decrease. ``Finish`` means that
 the response is complete and that the rollout belongs to the batch of the step that sends it. What is not known yet is
 another type here, never an ``Optional`` field.
 """
@@ -36,7 +36,7 @@ LONGEST_REASON: Final = 4000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Support:
-    """The ids from which some tokens were drawn; ragged, 4 bytes for each id and token, empty without truncation.
+    """The ids from which some tokens were sampled; ragged, 4 bytes for each id and token, empty without truncation.
 
     ``top_k``, ``top_p`` and ``min_new_tokens`` truncate the distribution of a token. Its log-prob, with these or other
     weights or under another model, must then be normalised over the ids that were kept; normalised over the whole
@@ -44,7 +44,7 @@ class Support:
 
     Attributes:
         ids: int32 [S], token after token.
-        counts: int32 [n], the number of ids that belong to each token. Above 0: the ids that it was drawn from. Below
+        counts: int32 [n], the number of ids that belong to each token. Above 0: the ids that it was sampled from. Below
             0: the ids that were excluded, so that excluding a few needs no list of the others. 0: none was excluded.
             Empty, the default: no id was excluded for any number of tokens.
 
@@ -101,7 +101,7 @@ class Support:
         ]
 
     def holds(self, tokens: IntArray) -> BoolArray:
-        """Return whether each of its tokens could have been drawn: bool [n]."""
+        """Return whether each of its tokens could have been sampled: bool [n]."""
         if self.whole:
             return np.ones(len(tokens), np.bool_)
         owner = np.repeat(np.arange(len(tokens)), np.abs(self.counts))
@@ -153,7 +153,7 @@ class Chunk:
         tokens: int32 [n].
         logprobs: float32 [n], natural logarithm, of each token under the policy that sampled it, over its support.
         versions: int32 [n], the version of the weights that made each token.
-        support: of the n tokens: the ids that each was drawn from.
+        support: of the n tokens: the ids that each was sampled from.
     """
 
     rollout: int
@@ -187,7 +187,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
+class ToolTokens:
     """Tokens of a response that were not sampled (a tool's answer): streamed to scorers, never trained."""
 
     rollout: int
@@ -203,8 +203,8 @@ class Response:
         tokens: int32 [n].
         logprobs: float32 [n]; 0 where ``sampled`` is false.
         versions: int32 [n].
-        sampled: bool [n], false for ``Given`` tokens: the loss mask.
-        support: of the n tokens: the ids that each was drawn from; all of them for ``Given`` tokens.
+        sampled: bool [n], false for tool tokens: the loss mask.
+        support: of the n tokens: the ids that each was sampled from; all of them for tool tokens.
     """
 
     prompt: Prompt
@@ -221,7 +221,7 @@ class Response:
         return cls(prompt, ints, floats, ints, np.zeros(0, np.bool_))
 
     @classmethod
-    def of(cls, prompt: Prompt, pieces: Iterable[Chunk | Given]) -> Response:
+    def of(cls, prompt: Prompt, pieces: Iterable[Chunk | ToolTokens]) -> Response:
         """Return the response that consists of these pieces, in order."""
         response = cls.empty(prompt)
         for sampled, run in groupby(pieces, lambda piece: isinstance(piece, Chunk)):
@@ -233,10 +233,10 @@ class Response:
                     response = response.then(piece)
         return response
 
-    def then(self, piece: Chunk | Given) -> Response:
+    def then(self, piece: Chunk | ToolTokens) -> Response:
         """Return this response with ``piece`` appended."""
         n, sampled = len(piece.tokens), isinstance(piece, Chunk)
-        if isinstance(piece, Given):
+        if isinstance(piece, ToolTokens):
             last = self.versions[-1:] if len(self) else np.zeros(1, np.int32)
             piece = Chunk(piece.rollout, piece.start, piece.tokens, np.zeros(n, np.float32), np.repeat(last, n))
         return Response(
@@ -254,13 +254,13 @@ class Response:
         s, support = slice(start, stop), self.support.slice(start, stop)
         return Chunk(self.prompt.rollout, start, self.tokens[s], self.logprobs[s], self.versions[s], support)
 
-    def pieces(self) -> list[Chunk | Given]:
-        """Return the response in the fewest pieces: a ``Chunk`` or ``Given`` for each run of equal ``sampled``."""
+    def pieces(self) -> list[Chunk | ToolTokens]:
+        """Return the response in the fewest pieces: a ``Chunk`` or ``ToolTokens`` for each run of equal ``sampled``."""
         edges = [0, *(np.flatnonzero(np.diff(self.sampled)) + 1).tolist(), len(self)] if len(self) else []
         return [
             self.chunk(start, stop)
             if self.sampled[start]
-            else Given(self.prompt.rollout, start, self.tokens[start:stop])
+            else ToolTokens(self.prompt.rollout, start, self.tokens[start:stop])
             for start, stop in pairwise(edges)
         ]
 
@@ -342,9 +342,9 @@ class Scored(Generic[T_co]):
     version: int
 
 
-RolloutEvent: TypeAlias = Prompt | Chunk | Given | Defer | Finish | Drop
+RolloutEvent: TypeAlias = Prompt | Chunk | ToolTokens | Defer | Finish | Drop
 
-_OF_A_ROLLOUT = (Chunk, Prompt, Finish, Given, Defer, Drop, Scored)
+_OF_A_ROLLOUT = (Chunk, Prompt, Finish, ToolTokens, Defer, Drop, Scored)
 
 
 def described(value: object) -> str:

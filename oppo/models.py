@@ -28,7 +28,7 @@ from oppo.declared import (
     setting,
 )
 from oppo.errors import ProtocolError
-from oppo.events import Batch, Chunk, Finish, FloatArray, Given, IntArray, Prompt, Response, Support, described
+from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, Support, ToolTokens, described
 from oppo.scheduling import IN_ORDER, Priority
 
 T_co = TypeVar("T_co", covariant=True)
@@ -94,7 +94,7 @@ class SamplingSettings:
 class Sampling(SamplingSettings):
     """How the policy draws tokens; the trainer and the reference apply the same temperature and truncation.
 
-    If ``top_k``, ``top_p`` or ``min_new_tokens`` excludes ids, a token is drawn from the others, renormalised, and its
+    If ``top_k``, ``top_p`` or ``min_new_tokens`` excludes ids, a token is one of the others, renormalised, and its
     log-prob, entropy and KL are taken over these. They travel with the token, as its :class:`~oppo.events.Support`, to
     the reference and the trainer. At that position the excluded ids are neither learnt from nor held to the reference.
     An id costs 4 bytes of host memory: 80 bytes for a token with ``top_k=20``. With ``top_p`` alone a token of an
@@ -104,7 +104,7 @@ class Sampling(SamplingSettings):
     Attributes:
         stop: token ids that end a response (reason ``eos`` for the first, ``stop`` for the others); each is part of
             the response.
-        vocabulary: the ids below it are drawn, and log-probs, entropies and KL are over these alone: a model's table
+        vocabulary: the ids below it are sampled, and log-probs, entropies and KL are over these alone: a model's table
             may be padded with ids that the tokenizer does not have. 0: the whole table.
 
     Raises:
@@ -120,8 +120,8 @@ class Sampling(SamplingSettings):
         return bool(self.stop or self.stop_strings) and self.min_new_tokens < self.max_new_tokens
 
     @property
-    def drawn(self) -> slice:
-        """The ids that may be drawn, as an index of logits [..., V]."""
+    def ids(self) -> slice:
+        """The ids that may be sampled, as an index of logits [..., V]."""
         return slice(self.vocabulary or None)
 
 
@@ -131,7 +131,7 @@ class Piece:
 
     Attributes:
         logprobs: natural logarithms, under the policy that sampled the tokens, over their support.
-        support: of the n tokens: the ids that each was drawn from.
+        support: of the n tokens: the ids that each was sampled from.
         state: ``live``: there is more to read now. ``cut``: decoding stopped; read on in a later step. ``eos``,
             ``stop``, ``length``: this was the last piece. Only a ``cut`` piece may hold no token, or one that ends a
             response with turns (:class:`oppo.turns.TurnDecode`).
@@ -144,11 +144,11 @@ class Piece:
     versions: IntArray
     state: PieceState
     support: Support = field(default_factory=Support)
-    given: bool = False
+    from_tool: bool = False
 
-    def event(self, rollout: int, start: int) -> Chunk | Given:
+    def event(self, rollout: int, start: int) -> Chunk | ToolTokens:
         """Return its tokens as an event of ``rollout``, from position ``start`` on."""
-        return Given(rollout, start, self.tokens) if self.given else self.chunk(rollout, start)
+        return ToolTokens(rollout, start, self.tokens) if self.from_tool else self.chunk(rollout, start)
 
     def chunk(self, rollout: int, start: int) -> Chunk:
         """Return its tokens as a chunk of ``rollout``, from position ``start`` on."""
@@ -193,7 +193,7 @@ class Decode(Protocol):
     """One rollout being decoded; between steps it keeps its unread tokens, and no task owns it."""
 
     async def read(self, limit: int) -> Piece:
-        """Return the next ``limit`` tokens, or fewer up to a border of given tokens, the end of a turn or the cut.
+        """Return the next ``limit`` tokens, or fewer up to a border of tool tokens, the end of a turn or the cut.
 
         Cancel-safe: a cancelled read takes nothing.
         """
@@ -215,7 +215,7 @@ class Capabilities:
     """What an engine can do; a run that needs more is refused by name before the first step that would.
 
     Attributes:
-        supports: where its sampling excludes ids, the ids that each token was drawn from are reported. Training needs
+        supports: where its sampling excludes ids, the ids that each token was sampled from are reported. Training needs
             them, since log-probs are over these ids.
         resumes: how responses go on that are opened half-written, as those of a resumed run are.
         adds_while_decoding: rollouts can join while others are decoded (:class:`Decoding`).
@@ -311,7 +311,7 @@ class Scorer(Protocol[T_co]):
     def version(self) -> int:
         """Version of the weights; constant for a frozen model."""
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         """Prefill events, those of each rollout in order and contiguous; ``Prompt`` opens a session."""
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T_co]:
@@ -329,7 +329,7 @@ class PrioritisedScorer(Scorer[T_co], Protocol[T_co]):
     wait for the end of the urgent calls to which it belongs.
     """
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         """Prefill events; a call that raises :class:`~oppo.scheduling.Preempted` has read nothing."""
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T_co]:

@@ -41,7 +41,7 @@ class DecodeStep:
         logprobs: float32 [n], natural logarithm.
         version: of the weights that made the tokens.
         reasons: why a row ended with its token; ``None`` while it is live.
-        support: the ids that each of the n tokens was drawn from.
+        support: the ids that each of the n tokens was sampled from.
     """
 
     keys: tuple[int, ...]
@@ -70,7 +70,7 @@ class _Token(NamedTuple):
     logprob: float
     version: int
     support: Support
-    given: bool = False
+    from_tool: bool = False
 
 
 class RolloutBuffer(Generic[R]):
@@ -119,7 +119,7 @@ class RolloutBuffer(Generic[R]):
         self._state: PieceState = "cut"
         self._failure: Exception | None = None
         self._readiness: anyio.Event | None = None
-        self._given = 0  # unread tokens that were given
+        self._from_tool = 0  # unread tool tokens
         self._answer: list[int] = []
         self._turn = turn_so_far(response) if turns else []
         self._unanswered = ended
@@ -190,7 +190,7 @@ class RolloutBuffer(Generic[R]):
         else:
             version = self._version
             self._unread += [_Token(token, 0.0, version, Support(), True) for token in given.tolist()]
-            self._given += len(given)
+            self._from_tool += len(given)
             self._turn, self._unanswered, self._answer = [], None, given.tolist()
             self._wake_if_readable()
         self.engine.note_answer(self)
@@ -293,7 +293,7 @@ class RolloutBuffer(Generic[R]):
     def _readable(self) -> bool:
         if not self.live or self.closed or self.received >= self.enough:
             return True
-        return bool(self._unread) and (self.unanswered or self._given > 0)
+        return bool(self._unread) and (self.unanswered or self._from_tool > 0)
 
     def _take(self, limit: int) -> Piece:
         rollout = self.prompt.rollout
@@ -303,11 +303,11 @@ class RolloutBuffer(Generic[R]):
             raise self._failure
         if self._end_read:
             raise ProtocolError(f"the last piece of rollout {rollout} has been read; expected no further read")
-        given = bool(self._unread) and self._unread[0].given
-        taken = list(takewhile(lambda each: each.given == given, self._unread[:limit]))
+        given = bool(self._unread) and self._unread[0].from_tool
+        taken = list(takewhile(lambda each: each.from_tool == given, self._unread[:limit]))
         self._unread = self._unread[len(taken) :]
         self._taken += len(taken)
-        self._given -= len(taken) if given else 0
+        self._from_tool -= len(taken) if given else 0
         tokens, logprobs, versions, supports, _ = zip(*taken, strict=True) if taken else ((), (), (), (), ())
         continues = bool(self._unread) or self._failure is not None
         self._end_read = self.ended and not continues

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeAlias, TypeVar, cast
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import Chunk, Finish, Given, Prompt, Response, Support
+from oppo.events import Chunk, Finish, Prompt, Response, Support, ToolTokens
 from oppo.models import PrioritisedScorer, Scorer
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
 
 T = TypeVar("T")
 
-Growth: TypeAlias = Prompt | Chunk | Given
+Growth: TypeAlias = Prompt | Chunk | ToolTokens
 """An event that a scorer reads."""
 
 METHODS: Final = ("extend", "finish", "forget")

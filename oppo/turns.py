@@ -1,7 +1,7 @@
 """Where a response ends, and turns: a response goes on after a token that would end it, with an environment's answer.
 
 A tool's result, a user's reply and a game's next state are answers. Their tokens are read by every model, count against
-the length limit, and are never trained (:class:`oppo.events.Given`).
+the length limit, and are never trained (:class:`oppo.events.ToolTokens`).
 """
 
 from __future__ import annotations

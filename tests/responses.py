@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from oppo.events import Chunk, Finish, Given, IntArray, Prompt, Response
+from oppo.events import Chunk, Finish, IntArray, Prompt, Response, ToolTokens
 from oppo.models import Scorer
 
 VOCABULARY: Final = 96
@@ -34,13 +34,13 @@ def responses(count: int = 5, seed: int = 0) -> list[Response]:
 
 
 async def stream(scorer: Scorer[object], made: Sequence[Response], seed: int) -> dict[int, object]:
-    """Stream the responses in random pieces and company; some tokens come as ``Given``; finish in random groups."""
+    """Stream the responses in random pieces and company, some tokens as ``ToolTokens``; finish in random groups."""
     dice = random.Random(seed)
     sent: dict[int, int] = {}
     values: dict[int, object] = {}
     waiting = {response.prompt.rollout: response for response in made}
     while waiting:
-        events: list[Prompt | Chunk | Given] = []
+        events: list[Prompt | Chunk | ToolTokens] = []
         for rollout in dice.sample(sorted(waiting), dice.randint(1, len(waiting))):
             response = waiting[rollout]
             if rollout not in sent:
@@ -52,7 +52,7 @@ async def stream(scorer: Scorer[object], made: Sequence[Response], seed: int) ->
             if len(tokens):
                 given = dice.random() < 0.2
                 start = sent[rollout]
-                events.append(Given(rollout, start, tokens) if given else chunk(rollout, start, tokens))
+                events.append(ToolTokens(rollout, start, tokens) if given else chunk(rollout, start, tokens))
                 sent[rollout] += len(tokens)
         await scorer.extend(events)
         ended = [rollout for rollout in waiting if sent.get(rollout) == len(waiting[rollout].tokens)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.events import Chunk, Given, Prompt, Response, Support, merge_chunks
+from oppo.events import Chunk, Prompt, Response, Support, ToolTokens, merge_chunks
 
 Listed = list[tuple[bool, set[int]]]
 """Of each token, whether it was one of the ids or any but them, and the ids."""
@@ -69,7 +69,7 @@ def test_merged_chunks_and_grown_responses_keep_what_each_token_was_drawn_from(o
     merged = merge_chunks(first, second)
     assert isinstance(merged, Chunk)
     assert written(merged.support, n) == written(support_of([*one, *two]), n)
-    answer = Given(0, len(one), np.zeros(2, np.int32))
+    answer = ToolTokens(0, len(one), np.zeros(2, np.int32))
     grown = Response.empty(Prompt(0, 0, np.zeros(1, np.int32))).then(first).then(answer).then(chunk(n + 2, two))
     assert written(grown.support, n + 2) == written(support_of([*one, (True, set()), (True, set()), *two]), n + 2)
     tail = grown.chunk(len(one) + 1)

@@ -33,7 +33,7 @@ NAMES = [
     "ScoredRollout",
     "ScoredRollouts",
     "Generate",
-    "Given",
+    "ToolTokens",
     "Graph",
     "GraphBuilder",
     "GroupRelative",

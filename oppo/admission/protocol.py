@@ -222,7 +222,7 @@ class Restarting(Protocol):
     """An admission that discards, at the cut, units without a place in the batch, and restarts them later.
 
     Discarded units, the oldest first, fill up a step with fewer new units than the batch. A restarted unit keeps its
-    admission number: its tokens are drawn with the same noise, by the current weights.
+    admission number: its tokens are sampled with the same noise, by the current weights.
     """
 
     @property

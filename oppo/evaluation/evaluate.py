@@ -287,7 +287,7 @@ def of_greedy(answers: Answers, pass_score: float | None) -> Mapping[str, float]
 
 
 def of_sampled(answers: Answers, samples: int, pass_score: float | None) -> Mapping[str, float]:
-    """Return the metrics of several responses to each prompt, drawn as in training.
+    """Return the metrics of several responses to each prompt, sampled as in training.
 
     A prompt counts as much as any other, however many of its responses were dropped; towards pass@k it counts if it has
     ``k`` left.

@@ -337,7 +337,7 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
     Args:
         make: returns the model, made of its config.
         load: what is asked of it.
-        sampling: how tokens are drawn.
+        sampling: how tokens are sampled.
         prefill_tokens: see :class:`oppo.hf.HfPolicy`.
     """
     model, whole = _bare(make), at_rest(make).weights

@@ -37,7 +37,7 @@ import anyio
 from oppo.declared import require_real
 from oppo.durable import opened
 from oppo.errors import HangError, as_itself, note_others, running_loop
-from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, StepReport
+from oppo.events import Chunk, Defer, Drop, Finish, Prompt, StepReport, ToolTokens
 from oppo.graph import Run, Snapshot
 from oppo.log import logger, with_route
 from oppo.models import Scorer
@@ -330,7 +330,7 @@ class Watchdog(Observer):
         """Count a move; keep the rollout's state."""
         del step, stage, at
         self._moves += 1
-        if isinstance(item, Prompt | Chunk | Given):
+        if isinstance(item, Prompt | Chunk | ToolTokens):
             self._rollouts[item.rollout] = "in flight"
         elif isinstance(item, Defer):
             self._rollouts[item.rollout] = "deferred"

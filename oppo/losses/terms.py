@@ -23,12 +23,12 @@ class SupportIndex:
     """Indices of the supports of T tokens in their logits [T, V]; int64, on the device of the logits.
 
     Attributes:
-        narrow: [A], the tokens drawn from exactly their listed ids.
+        narrow: [A], the tokens sampled from exactly their listed ids.
         kept: [3, S], for each of those ids its row in ``narrow``, its position in that row and the id.
         width: largest number of ids of a narrow token.
-        wide: [B], the tokens drawn from all but their listed ids.
+        wide: [B], the tokens sampled from all but their listed ids.
         barred: [2, S'], for each of those ids its row in ``wide`` and the id.
-        free: whether any token was drawn from the whole vocabulary.
+        free: whether any token was sampled from the whole vocabulary.
     """
 
     narrow: Tensor
@@ -40,7 +40,7 @@ class SupportIndex:
 
     @classmethod
     def of(cls, support: Support, device: torch.device) -> SupportIndex | None:
-        """Return the indices of a support; ``None`` if every token was drawn from the whole vocabulary."""
+        """Return the indices of a support; ``None`` if every token was sampled from the whole vocabulary."""
         if support.whole:
             return None
         sizes, exact, lacking = np.abs(support.counts.astype(np.int64)), support.counts > 0, support.counts < 0

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO, TypeAlias
 
-from oppo.events import Chunk, Defer, Finish, Given, Prompt
+from oppo.events import Chunk, Defer, Finish, Prompt, ToolTokens
 from oppo.observe import Observer, Span
 
 
@@ -137,7 +137,7 @@ class Trace:
 
     def item(self, stage: str, item: object, at: float) -> None:
         """Add the arrow of a rollout: from its prompt, by way of every deferral, to its end."""
-        if isinstance(item, Chunk | Given):
+        if isinstance(item, Chunk | ToolTokens):
             if item.rollout in self._deferred:
                 self._deferred.remove(item.rollout)
                 self._arrow("t", stage, item.rollout, at)

@@ -15,7 +15,7 @@ import anyio
 from oppo import user_code
 from oppo.declared import require_real
 from oppo.errors import ConfigError, RewardError, SessionsLost, as_itself, contained, shown
-from oppo.events import Chunk, Drop, Finish, Given, Prompt
+from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.models import RewardFunction, Scorer
 from oppo.placement import Hosted, Hosting, Make
 from oppo.returns import weighted_sum
@@ -115,7 +115,7 @@ class Rewards(Scorer["float | Drop"]):
                 samples.setdefault(name, []).extend(measured)
         return samples
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         """Have each part that reads growing responses read the events.
 
         Raises:

@@ -26,7 +26,7 @@ import numpy as np
 from oppo import user_code
 from oppo.declared import require_real
 from oppo.errors import RewardError, as_itself, one_line, shown
-from oppo.events import Chunk, Drop, Finish, Given, Prompt, Response
+from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
 from oppo.log import logger
 from oppo.models import RewardFunction, Scorer
 from oppo.returns import TokenRewards
@@ -374,7 +374,7 @@ class FunctionReward(Scorer[float | Drop]):
         """Always 0: a function does not change."""
         return 0
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         """Read nothing: a function sees whole responses."""
 
     async def forget(self, rollouts: Sequence[int]) -> None:

@@ -173,7 +173,7 @@ def _longest(session: PreparedRun) -> Prompt:
 
 
 LONGEST: Final = 32
-"""Tokens that are drawn at most."""
+"""Tokens that are sampled at most."""
 
 WIDTH: Final = 100
 """Characters of a line of text."""

@@ -336,13 +336,13 @@ class Lognormal:
         random, shape = np.random.default_rng(seed), (units, samples)
         first, last = self.median
         median = (first + (last - first) * np.linspace(0, 1, units))[:, None]
-        drawn = np.clip((median * np.exp(self.sigma * random.standard_normal(shape))).astype(np.int64), 1, self.cap)
-        return np.where(random.random(shape) < self.runaways, self.cap, drawn)
+        sampled = np.clip((median * np.exp(self.sigma * random.standard_normal(shape))).astype(np.int64), 1, self.cap)
+        return np.where(random.random(shape) < self.runaways, self.cap, sampled)
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Lengths drawn anew from observed ones, those of a group together.
+    """Lengths sampled anew from observed ones, those of a group together.
 
     Attributes:
         groups: lengths by group, in tokens; at least one group, and one length in each.

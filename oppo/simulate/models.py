@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from oppo.declared import require_declared, require_real
 from oppo.errors import ProtocolError
-from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt
+from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, ToolTokens
 from oppo.models import Scorer, SyncedModel, Trained, TrainerCapabilities, Weights
 from oppo.observe import Span, SpanListener, silent
 from oppo.scheduling import IN_ORDER, Preempted, Priority
@@ -77,7 +77,7 @@ class FakeScorer(Generic[T]):
             type(self).__name__, lambda prompt: Session(prompt.rollout, len(prompt.tokens), self.version)
         )
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         """Read more of some rollouts.
 
         Raises:
@@ -114,7 +114,7 @@ class FakeScorer(Generic[T]):
         self.sessions.forget(rollouts)
 
 
-def _span(event: Prompt | Chunk | Given) -> tuple[int, int]:
+def _span(event: Prompt | Chunk | ToolTokens) -> tuple[int, int]:
     start = -len(event.tokens) if isinstance(event, Prompt) else event.start
     return start, start + len(event.tokens)
 
@@ -357,7 +357,7 @@ class PlacedScorer(Generic[T]):
         """The version of the weights."""
         return self._scorer.version
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         async with self._place.reserved(priority, self._track, "extend"):
             await self._scorer.extend(events)
 

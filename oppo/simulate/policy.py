@@ -23,7 +23,7 @@ from anyio.abc import TaskGroup
 
 from oppo.declared import require_declared
 from oppo.errors import ProtocolError, as_itself
-from oppo.events import FloatArray, Given, IntArray, Prompt, Response, Support
+from oppo.events import FloatArray, IntArray, Prompt, Response, Support, ToolTokens
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Piece, PieceState, Weights
 from oppo.simulate.engine import Device, Lane
 from oppo.simulate.models import ReadSeconds, noises, require_seconds
@@ -148,7 +148,7 @@ class FakePolicy:
             response = rollout if isinstance(rollout, Response) else Response.empty(rollout)
             decode.ends = sorted(self.turns(response.prompt))
             for piece in response.pieces():
-                if isinstance(piece, Given):
+                if isinstance(piece, ToolTokens):
                     decode.answers[piece.start] = piece.tokens
                     decode.length = min(self.cap, decode.length + len(piece.tokens))
                     decode.ends = [end + len(piece.tokens) for end in decode.ends if end > piece.start]
@@ -501,7 +501,7 @@ class FakeDecode:
             self.versions(start, stop),
             self._state(),
             self.policy.support(tokens),
-            given=any(start in answer for answer in answers),
+            from_tool=any(start in answer for answer in answers),
         )
 
     def _given(self) -> list[range]:

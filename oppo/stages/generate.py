@@ -23,12 +23,12 @@ from oppo.events import (
     Defer,
     Drop,
     Finish,
-    Given,
     Prompt,
     Response,
     RolloutEvent,
     StepReport,
     Support,
+    ToolTokens,
     described,
 )
 from oppo.graph import Receiver, Sender, Stateful, Step
@@ -396,7 +396,7 @@ class Generate:
                     event = piece.event(rollout.prompt.rollout, rollout.length)
                     rollout.pieces.append(event)
                     rollout.length += len(piece.tokens)
-                    rollout.tool_tokens += len(piece.tokens) if isinstance(event, Given) else 0
+                    rollout.tool_tokens += len(piece.tokens) if isinstance(event, ToolTokens) else 0
                     await out.send(event)
                 if piece.state == "cut":
                     ended(rollout)
@@ -523,7 +523,7 @@ def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) 
         return "" if ends else f"a piece with no token that says {piece.state!r}; only 'cut' may"
     if piece.tokens.min() < 0:
         return f"a piece that holds the token id {piece.tokens.min()}; expected 0 or more"
-    if piece.given:
+    if piece.from_tool:
         return ""
     lengths = (len(piece.logprobs), len(versions))
     support: object = piece.support

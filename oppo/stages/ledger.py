@@ -29,7 +29,7 @@ import numpy as np
 from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView, Restarting
 from oppo.declared import require_whole
 from oppo.errors import AdmissionError, DataError, ProtocolError, blaming, noted, shown
-from oppo.events import Chunk, Drop, Finish, FinishReason, Given, Prompt, Response, Support
+from oppo.events import Chunk, Drop, Finish, FinishReason, Prompt, Response, Support, ToolTokens
 from oppo.models import Decode
 
 
@@ -277,7 +277,7 @@ class InFlightRollout:
     prompt: Prompt
     decode: Decode
     announced: bool = False
-    pieces: list[Chunk | Given] = field(default_factory=list)
+    pieces: list[Chunk | ToolTokens] = field(default_factory=list)
     length: int = 0
     reason: FinishReason | None = None
     dropped: str = ""

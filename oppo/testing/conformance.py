@@ -55,7 +55,7 @@ class Transcript:
     @property
     def tokens(self) -> list[tuple[int, bool]]:
         """All tokens, in order, and whether each was given."""
-        return [(int(token), piece.given) for piece in self.pieces for token in piece.tokens]
+        return [(int(token), piece.from_tool) for piece in self.pieces for token in piece.tokens]
 
     @property
     def ended(self) -> bool:
@@ -153,13 +153,13 @@ def check_piece(
     rollout: int, piece: Piece, limit: int, policy: Policy, earlier: Sequence[Piece], *, turns: bool = False
 ) -> None:
     """Raise :class:`ProtocolError` unless a piece can be the next of its rollout."""
-    sampled = [before.versions[-1] for before in earlier if len(before.versions) and not before.given]
+    sampled = [before.versions[-1] for before in earlier if len(before.versions) and not before.from_tool]
     require_piece(piece, policy, rollout, limit, int(sampled[-1]) if sampled else 0, turns=turns)
     n = len(piece.tokens)
     for before in () if turns else earlier[-1:]:  # a piece ends with its turn
-        have, whole = len(before.tokens), before.state != "live" or before.given is not piece.given
+        have, whole = len(before.tokens), before.state != "live" or before.from_tool is not piece.from_tool
         require(whole or have == limit, f"rollout {rollout}: a live piece holds {have} of {limit} tokens")
-    if not piece.given:
+    if not piece.from_tool:
         require(bool(np.all(piece.logprobs <= 0)), f"rollout {rollout}: a log-prob is above 0")
         require(
             piece.support.describes(n) and bool(piece.support.holds(piece.tokens).all()),
@@ -271,7 +271,7 @@ def _check_answers(whole: Dialogue, plain: Trial) -> None:
             answer = [] if no_room else whole.answer.tolist()
             require(
                 given == answer and tokens[len(first) :][: len(given)] == [(token, True) for token in answer],
-                f"{rollout}: expected the answer {answer} as given tokens after its first turn, {first}; got {tokens}",
+                f"{rollout}: expected the answer {answer} as tool tokens after its first turn, {first}; got {tokens}",
             )
         require(bool(turns) or not given, f"{rollout}: tokens were given though no turn has ended")
         for second in turns[1:]:
@@ -326,7 +326,7 @@ async def _check_reopening(make: Make[Policy], whole: Dialogue) -> None:
     k = next(k for k, heard in enumerate(whole.heard) if heard)
     prompt, first, half = whole.prompts[k], whole.heard[k][0], Response.empty(whole.prompts[k])
     for piece in whole.transcripts[k].pieces:
-        if not piece.given and len(half) < len(first):
+        if not piece.from_tool and len(half) < len(first):
             half = half.then(piece.event(prompt.rollout, len(half)))
     policy = await make()
     (decode,) = await require_turns(policy).open_turns([half])

@@ -39,7 +39,7 @@ from typing import Generic, TypeVar, cast
 import numpy as np
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import Batch, Chunk, Drop, Finish, Given, IntArray, Prompt, Response
+from oppo.events import Batch, Chunk, Drop, Finish, IntArray, Prompt, Response, ToolTokens
 from oppo.models import (
     Capabilities,
     Cut,
@@ -201,7 +201,7 @@ class FaultyScorer(Generic[T]):
         """The version of the weights."""
         return self.inner.version
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         if await self.player.play("extend") == LoseSessions():
             await self._lose()
         await self.inner.extend(events)

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from oppo.errors import GraphError, ProtocolError
-from oppo.events import Batch, Chunk, Defer, Drop, Finish, Given, Prompt, Response, Scored, StepReport, rollout_of
+from oppo.events import Batch, Chunk, Defer, Drop, Finish, Prompt, Response, Scored, StepReport, ToolTokens, rollout_of
 from oppo.observe import Interval, Observer, Span, occupation, seconds, union
 from oppo.turns import Answered
 
@@ -72,7 +72,7 @@ class Life:
 
     known: bool
     state: str = "unknown"
-    pieces: list[Chunk | Given] = field(default_factory=list)
+    pieces: list[Chunk | ToolTokens] = field(default_factory=list)
     length: int = 0
     newest: int = -1
     age: int = 0
@@ -91,7 +91,7 @@ class Life:
         match event:
             case Prompt():
                 return self._begin(event)
-            case Chunk() | Given():
+            case Chunk() | ToolTokens():
                 return self._grow(event)
             case Defer():
                 return self._defer(event, step)
@@ -107,7 +107,7 @@ class Life:
         self.state, self.known, self.prompt = "live", True, event
         self.pieces, self.length, self.newest = [], 0, -1
 
-    def _grow(self, event: Chunk | Given) -> Iterator[str]:
+    def _grow(self, event: Chunk | ToolTokens) -> Iterator[str]:
         if self.known and self.state == "unknown":
             yield f"{_named(event)} came before its Prompt"
         if self.known and event.start != self.length:
@@ -188,7 +188,7 @@ def _named(event: object) -> str:
 NAMES: Final[Mapping[type, str]] = {
     Prompt: "admitted",
     Chunk: "chunk",
-    Given: "given",
+    ToolTokens: "tool tokens",
     Answered: "answered",
     Defer: "deferred",
     Finish: "finished",

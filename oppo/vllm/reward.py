@@ -2,8 +2,8 @@
 
 ::
 
-    Prompt | Chunk | Given  ->  whole blocks of the cache  ->  a request that fills the cache; its answer is not needed
-    Finish                  ->  up to the scored token     ->  a request that reads on from there: its answer counts
+    Prompt | Chunk | ToolTokens  ->  whole blocks of the cache  ->  a request that fills the cache
+    Finish                       ->  up to the scored token     ->  a request that reads on from there, with the answer
 
 Only what pools the last token can be read so. Log-probs of a prompt and a value at every token skip the prefix cache in
 vLLM, since the hidden states of cached tokens are gone: reference and critic stay on transformers.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 from uuid import uuid4
 
 from oppo.errors import ModelRefused
-from oppo.events import Chunk, Finish, Given, Prompt
+from oppo.events import Chunk, Finish, Prompt, ToolTokens
 from oppo.scorers import RolloutSession, RolloutSessions
 from oppo.vllm.surface import StartedEngine, answered
 
@@ -226,7 +226,7 @@ class VllmReward:
         """Always 0: the model is frozen."""
         return 0
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         """Read more of some rollouts, as far as blocks of the cache are whole.
 
         Raises:
@@ -259,7 +259,7 @@ class VllmReward:
         real = (end for end in range(len(tokens), 0, -1) if tokens[end - 1] != self._model.padding)
         return next(real, 1)
 
-    def _received(self, event: Prompt | Chunk | Given) -> _Session:
+    def _received(self, event: Prompt | Chunk | ToolTokens) -> _Session:
         session = self._sessions.receive(event)
         session.tokens += event.tokens.tolist()
         return session

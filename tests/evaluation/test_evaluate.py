@@ -29,7 +29,7 @@ from oppo.evaluation import (
     respond,
 )
 from oppo.evaluation.evaluate import BEFORE, of_greedy, of_sampled
-from oppo.events import Chunk, Drop, Finish, Given, Prompt, Response, StepReport
+from oppo.events import Chunk, Drop, Finish, Prompt, Response, StepReport, ToolTokens
 from oppo.graph import Graph
 from oppo.models import Cut, Decode, Decoding, Scorer, Weights
 from oppo.observe import WorkContext, work_context
@@ -156,7 +156,7 @@ class Exclusive:
         finally:
             self.calls -= 1
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         async with self.alone():
             await self.inner.extend(events)
 

@@ -179,7 +179,7 @@ def thread() -> Iterator[Thread]:
 @cache
 @tiny.apart
 def batch() -> Batch:
-    """Return three pairs of responses, given tokens among theirs, of weights that have changed since."""
+    """Return three pairs of responses, tool tokens among theirs, of weights that have changed since."""
     made, random = rollouts(tiny.causal(seed=1), tiny.scalar(seed=2), given=True), np.random.default_rng(3)
     columns = ((made.logprobs, 0.2), (known(made.reference), 0.5), (known(made.proximal), 0.1))
     for column, width in columns:

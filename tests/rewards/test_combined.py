@@ -16,7 +16,7 @@ import anyio.to_thread
 import pytest
 
 from oppo.errors import ConfigError, RewardError, SessionsLost
-from oppo.events import Chunk, Drop, Finish, Given, Prompt
+from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.observe import Span
 from oppo.placement import Thread
 from oppo.rewards import FunctionReward, Rewards, Weighted, load_reward
@@ -114,7 +114,7 @@ class Unhurried(FakeScorer[float | Drop]):
         self.preempted = preempted
         self.asked: list[tuple[str, Priority]] = []
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         self.asked.append(("extend", priority))
         await anyio.sleep(1)
         if self.preempted:
@@ -191,7 +191,7 @@ class Placed(FakeScorer[float | Drop]):
         self.core, self.let = core, anyio.Event()
         self.hosted = place.host(lambda: core)
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         await self.hosted.at(priority).call("extend", lambda core: None)
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:

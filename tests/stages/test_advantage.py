@@ -21,11 +21,11 @@ from oppo.events import (
     Finish,
     FinishReason,
     FloatArray,
-    Given,
     Prompt,
     Response,
     RolloutEvent,
     Scored,
+    ToolTokens,
 )
 from oppo.graph.channel import Channel
 from oppo.returns import AdaptiveKL, FixedKL, ScoreShaping, TokenRewards, whiten
@@ -181,7 +181,7 @@ def test_a_number_that_is_not_finite_drops_its_rollout_alone(
 
 @pytest.mark.parametrize("length", [0, 4])
 def test_a_rollout_of_which_nothing_was_sampled_is_dropped_by_name_and_the_others_are_trained(length: int) -> None:
-    given = Given(2, 0, np.arange(length, dtype=np.int32))
+    given = ToolTokens(2, 0, np.arange(length, dtype=np.int32))
     silent = Finish(2, Response.empty(finish(2).response.prompt).then(given), "length")
     zeros = Scored(2, np.zeros(length, np.float32), 0)
     ends = ((finish(1), per_token(1)), (silent, zeros), (finish(3), per_token(3)))

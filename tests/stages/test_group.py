@@ -19,11 +19,11 @@ from oppo.events import (
     Finish,
     FinishReason,
     FloatArray,
-    Given,
     Prompt,
     Response,
     RolloutEvent,
     Scored,
+    ToolTokens,
 )
 from oppo.graph import GraphBuilder
 from oppo.graph.channel import Channel
@@ -36,12 +36,12 @@ SAMPLES = 3
 
 
 def finish(rollout: int, *, length: int = 4, given: int = 0, reason: FinishReason = "eos") -> Finish:
-    """Return the end of one of three responses to a prompt: log-probs of -1, and tokens that were given at its end."""
+    """Return the end of one of three responses to a prompt: log-probs of -1, and tool tokens at its end."""
     prompt = Prompt(rollout, rollout // SAMPLES, np.arange(3, dtype=np.int32)).samples(SAMPLES)[rollout % SAMPLES]
     tokens = np.arange(length, dtype=np.int32)
     chunk = Chunk(rollout, 0, tokens, np.full(length, -1, np.float32), np.zeros(length, np.int32))
     assert prompt.rollout == rollout
-    return Finish(rollout, Response.of(prompt, [chunk, Given(rollout, length, tokens[:given])]), reason)
+    return Finish(rollout, Response.of(prompt, [chunk, ToolTokens(rollout, length, tokens[:given])]), reason)
 
 
 def row(rollout: int, score: float, *, reference: float | None = None, length: int = 4) -> ScoredRollout:

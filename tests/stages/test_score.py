@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from oppo.errors import ProtocolError, SessionsLost
-from oppo.events import Chunk, Defer, Drop, Finish, FloatArray, Given, Prompt, Response, RolloutEvent, Scored
+from oppo.events import Chunk, Defer, Drop, Finish, FloatArray, Prompt, Response, RolloutEvent, Scored, ToolTokens
 from oppo.graph import Channel, Step
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.scorers import ScorerCapabilities
@@ -117,7 +117,7 @@ def test_finished_rollouts_are_scored_before_anything_is_read_of_those_that_go_o
     read: list[int] = []
 
     class Noting(FakeScorer[float]):
-        async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+        async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
             read.extend(event.rollout for event in events)
             await super().extend(events)
 
@@ -136,7 +136,7 @@ class Noted(FakeScorer[float]):
 
     notes: list[tuple[str, list[int], type[Priority]]] = field(default_factory=list)
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         self.notes.append(("extend", [event.rollout for event in events], type(priority)))
         await super().extend(events)
 
@@ -182,7 +182,7 @@ def test_a_scorer_with_the_keyword_says_the_same_as_one_without() -> None:
 
 def test_a_scorer_that_takes_priorities_in_some_of_its_methods_is_refused() -> None:
     class Half(FakeScorer[float]):
-        async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+        async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
             del priority
             await super().extend(events)
 
@@ -199,7 +199,7 @@ class NotedCritic(FakeCritic):
         super().__init__()
         self.notes: list[list[tuple[int, int]]] = []
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         self.notes.append([(event.rollout, len(event.tokens)) for event in events])
         await super().extend(events)
 
@@ -210,7 +210,7 @@ class Queued(Noted):
 
     read: list[list[int]] = field(default_factory=list)
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         is_preempted = priority.preemption()
         await anyio.sleep(1)
         if is_preempted():
@@ -225,7 +225,7 @@ class Plain(FakeScorer[float]):
 
     read: list[list[int]] = field(default_factory=list)
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         await anyio.sleep(1)
         self.read.append([event.rollout for event in events])
         await super().extend(events)
@@ -356,7 +356,7 @@ class Broken(FakeScorer[float]):
         super().__init__(fake_scalar)
         self.at = at
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         if self.at == "extend":
             raise ZeroDivisionError("no score")
         await super().extend(events)
@@ -398,7 +398,7 @@ class Mortal(FakeScorer[float]):
             self.lost += 1
             raise SessionsLost("'reward' was lost, and works again")
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         await super().extend(events)
         self._die()
 
@@ -417,7 +417,7 @@ class MortalCritic(FakeCritic):
 
     made = 0
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         await super().extend(events)
         self.made += 1
         if self.made % 4 == 0:

@@ -13,7 +13,7 @@ from hypothesis import example, given, strategies as st
 from numpy.typing import NDArray
 
 from oppo.errors import ConfigError
-from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Prompt, Scored
+from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Scored, ToolTokens
 from oppo.graph import Graph
 from oppo.models import Capabilities, Loads, SyncedModel, Trained, Weights
 from oppo.stages import Score, Update, synced_models
@@ -56,7 +56,7 @@ class Slow(FakeCritic):
         super().__init__(per_call=1.0)
         self.seen: list[tuple[int, int]] = []
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         before = self.version
         await super().extend(events)
         self.seen.append((before, self.version))

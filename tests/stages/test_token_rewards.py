@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from oppo.errors import ProtocolError
-from oppo.events import Batch, Chunk, Drop, Finish, FloatArray, Given, Prompt, Response, Scored
+from oppo.events import Batch, Chunk, Drop, Finish, FloatArray, Prompt, Response, Scored, ToolTokens
 from oppo.returns import ScoreShaping, TokenRewards, shaped_rewards, weighted_sum
 from oppo.stages import GAE, GroupRelative, ScoredRollout
 from oppo.stages.batch import scored_rollout
@@ -30,7 +30,7 @@ def finish(rollout: int, *, sampled: int = 4, given: int = 0, group: int | None 
     logprobs = np.full(sampled, -1, np.float32)
     chunk = Chunk(rollout, 0, np.arange(sampled, dtype=np.int32), logprobs, np.zeros(sampled, np.int32))
     return Finish(
-        rollout, Response.of(prompt, [chunk, Given(rollout, sampled, np.arange(given, dtype=np.int32))]), "eos"
+        rollout, Response.of(prompt, [chunk, ToolTokens(rollout, sampled, np.arange(given, dtype=np.int32))]), "eos"
     )
 
 

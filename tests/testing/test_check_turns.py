@@ -81,9 +81,9 @@ class Talkative(FakePolicy):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Deaf, "rollout 1: expected the answer [0, 1] as given tokens after its first turn"),
-        (Stammering, "rollout 1: expected the answer [0, 1] as given tokens after its first turn"),
-        (Taciturn, "rollout 1: expected the answer [0, 1] as given tokens after its first turn"),
+        (Deaf, "rollout 1: expected the answer [0, 1] as tool tokens after its first turn"),
+        (Stammering, "rollout 1: expected the answer [0, 1] as tool tokens after its first turn"),
+        (Taciturn, "rollout 1: expected the answer [0, 1] as tool tokens after its first turn"),
         (Restless, "rollout 1: proceed() or finish() did something though decoding has stopped"),
         (Forgetful, "conversations that were deferred and resumed have other tokens than uncut ones"),
         (Endless, "rollout 2: finish() did not end the response with its turn, but with 'eos'"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from oppo.errors import ProtocolError
-from oppo.events import Chunk, Finish, Given, IntArray, Prompt, Response, Support
+from oppo.events import Chunk, Finish, IntArray, Prompt, Response, Support, ToolTokens
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Piece, SyncedModel, Weights
 from oppo.simulate.policy import FakeDecode
 from oppo.stages import GAE
@@ -274,7 +274,7 @@ def test_a_policy_that_breaks_the_contract_is_found_out(policy: type[FakePolicy]
 class LastChunkOnly(FakeScorer[float]):
     """Scores what came last."""
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         self.last = [len(event.tokens) for event in events]
         await super().extend(events)
 

@@ -13,7 +13,7 @@ from hypothesis import given
 
 from oppo import Fixed, Generate, Graph, Overcommit, Receiver, Score, Sender, TailBatched, ppo
 from oppo.errors import ConfigError, GraphError, ProtocolError
-from oppo.events import Chunk, Defer, Drop, Finish, Given, Prompt, Response, Scored, StepReport
+from oppo.events import Chunk, Defer, Drop, Finish, Prompt, Response, Scored, StepReport, ToolTokens
 from oppo.graph import GraphBuilder
 from oppo.models import SyncedModel
 from oppo.observe import Span
@@ -163,7 +163,7 @@ def chunk(start: int, *versions: int) -> Chunk:
     )
 
 
-def finish(*pieces: Chunk | Given) -> Finish:
+def finish(*pieces: Chunk | ToolTokens) -> Finish:
     return Finish(0, Response.of(ONE, pieces), "eos")
 
 
@@ -220,7 +220,7 @@ def test_what_follows_the_rules_is_valid(recorder: Callable[[], Recorder]) -> No
         (lambda: told(*WHOLE, chunk(3, 0)), "a Chunk came after its end"),
         (lambda: told(*WHOLE[:2], finish(chunk(0, 0))), "its response has 1 tokens, which are not the 2 of its chunks"),
         (
-            lambda: told(ONE, Given(0, 0, np.zeros(1, np.int32)), finish(chunk(0, 0))),
+            lambda: told(ONE, ToolTokens(0, 0, np.zeros(1, np.int32)), finish(chunk(0, 0))),
             "its response and its chunks differ in which tokens were sampled",
         ),
         (lambda: told(*PARKED, 1, Defer(0, 3)), "rollout 0, step 2: it was deferred at age 3 after age 1"),

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ModelLost
-from oppo.events import Chunk, Drop, Finish, Given, Prompt
+from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import longest, vocabulary
 from oppo.hf.kv.reader import IncrementalPrefill, ReadState, TokenSpan
@@ -325,12 +325,12 @@ class BridgeWorker:
             ) from error
 
     def _read(self, edits: Mapping[int, Edit]) -> None:
-        chunks: list[Given] = []
+        chunks: list[ToolTokens] = []
         for rollout, edit in edits.items():
             kept = self._prefill.rewind(rollout, edit.keep)
             tokens = np.array(self._sent(rollout)[kept:], np.int32)
             if len(tokens):
-                chunks.append(Given(rollout, kept, tokens))
+                chunks.append(ToolTokens(rollout, kept, tokens))
         self._prefill.extend(chunks)
 
     def _score(self, state: ReadState) -> float:
@@ -353,7 +353,7 @@ class BridgedReward:
     :class:`~oppo.hf.as_text.rendering.Rendering` and tokenized at once. While the rollout grows, the model reads the
     tokens that its end can hardly change; where it does change them, the model goes back. Of each rollout the tokens
     read in vain are in the metrics (``bridge/reread_tokens``), and those read when it had ended
-    (``bridge/tail_tokens``). ``Given`` tokens are part of the response's text.
+    (``bridge/tail_tokens``). ``ToolTokens`` tokens are part of the response's text.
 
     Args:
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
@@ -385,7 +385,7 @@ class BridgedReward:
         samples, self._samples = self._samples, {}
         return samples
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         inputs = ScorerInput(events, columns=self._columns)
         await self._worker.at(priority).call("extend", BridgeWorker.extend, inputs)
 

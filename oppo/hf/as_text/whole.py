@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelError, ModelRefused, RewardError, shown
-from oppo.events import Chunk, Drop, Finish, Given, Prompt
+from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import longest
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
@@ -252,7 +252,7 @@ class WholeReward:
         """Always 0: the model is frozen."""
         return 0
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         """Check that the events follow one another.
 
         Raises:

@@ -12,7 +12,7 @@ causal LM computes logits there only. The keys and values of padding are never s
 
 :class:`IncrementalPrefill` makes such calls from the events of growing rollouts::
 
-    Prompt | Chunk | Given  ->  ReadState.unread  ->  spans, batched  ->  keep(span, outputs)
+    Prompt | Chunk | ToolTokens  ->  ReadState.unread  ->  spans, batched  ->  keep(span, outputs)
 
 Tokens are read on arrival, in ragged batches. With ``deterministic`` each rollout is read alone, in blocks on an
 absolute grid of its sequence: neither the arrival pattern nor other rollouts can change a bit of the outputs.
@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import Chunk, Given, Prompt, Support
+from oppo.events import Chunk, Prompt, Support, ToolTokens
 from oppo.hf.introspection import cache_argument, keeps_logits, longest
 from oppo.hf.kv.attention import Masks, attend_in_segments, expand_in_segments, overhead_of, segmented
 from oppo.hf.kv.cache import KVRegion, KVView, Slab, as_slice, index
@@ -478,7 +478,7 @@ class ReadState(RolloutSession):
     Attributes:
         read: tokens that the model has read.
         unread: int64 [received - read].
-        support: of the unread tokens, if outputs are logits: the ids that each was drawn from.
+        support: of the unread tokens, if outputs are logits: the ids that each was sampled from.
         kept: what the scorer kept of each span.
         tail: [1, D], the output at the last position read, for scorers that need it with the next token.
     """
@@ -548,7 +548,7 @@ class IncrementalPrefill:
             longest=incremental.max_length,
         )
 
-    def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
+    def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         """Receive the tokens of ``events`` and read them; with ``deterministic``, the whole blocks.
 
         Raises:
@@ -602,7 +602,7 @@ class IncrementalPrefill:
         """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
         return self._incremental.memory()
 
-    def _received(self, event: Prompt | Chunk | Given) -> ReadState:
+    def _received(self, event: Prompt | Chunk | ToolTokens) -> ReadState:
         support = event.support if self._needs_logits and isinstance(event, Chunk) else Support()
         state = self._states.receive(event, support)
         state.support = Support.concatenate([(state.support, len(state.unread)), (support, len(event.tokens))])

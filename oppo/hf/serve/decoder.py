@@ -90,7 +90,7 @@ class Decoder:
 
     Args:
         model: a causal LM.
-        sampling: how tokens are drawn.
+        sampling: how tokens are sampled.
         deterministic: prefill so that a row's bits depend on no other row, and keep rows in admission order.
         prefill_tokens: tokens, padding included, that are prefilled between two decode steps.
         decode: returns the text of tokens, for stop strings.
@@ -174,7 +174,7 @@ class Decoder:
         return [together[at] for at in order], torch.cat(outputs)[order]
 
     def _draw(self, live: Sequence[DecodeRow], logits: Tensor) -> tuple[DecodeStep, Tensor]:
-        lengths, logits = [len(row.tokens) for row in live], logits[:, self._sampling.drawn]
+        lengths, logits = [len(row.tokens) for row in live], logits[:, self._sampling.ids]
         noise = None
         if self._sampling.temperature > 0:
             noise = self._noise([row.order for row in live], lengths, logits.shape[-1], logits.device)

@@ -51,7 +51,7 @@ class HfPolicy:
         model: a causal LM, put into evaluation mode for good; or its recipe, see :class:`~oppo.hf.recipe.ModelRecipe`.
             By a recipe it is loaded where it lives, in memory of its own, so it needs the weights that are trained
             before it decodes, by :meth:`load`, unless those are what was loaded.
-        sampling: how tokens are drawn.
+        sampling: how tokens are sampled.
         place: where the model lives: a thread, a process, or, for a recipe, a place on another machine
             (:class:`oppo.placement.ray.RayPlace`). Places with ``restarts`` are refused, as rows are lost with them.
         kv_on_sync: what happens to the KV cache of rollouts, deferred or live, when weights are loaded.

@@ -59,16 +59,16 @@ class _Kept(NamedTuple):
 
 
 def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Tensor | None = None) -> Drawn:
-    """Return the tokens drawn from ``logits`` with ``noise``, their log-probs and their support.
+    """Return the tokens sampled from ``logits`` with ``noise``, their log-probs and their support.
 
-    A log-prob is of the distribution that the token was drawn from: at the sampling temperature (1 when greedy),
+    A log-prob is of the distribution that the token was sampled from: at the sampling temperature (1 when greedy),
     truncated and renormalised.
 
     Args:
         logits: [n, V], of any floating type; the arithmetic is float32.
         noise: float32 [n, V], standard Gumbel; ``None`` only when the temperature is 0.
         sampling: temperature, then ``top_k``, then ``top_p``, as in transformers' ``generate``.
-        too_short: bool [n], the rows that must not end yet: no token of ``sampling.stop`` is drawn for them; ``None``:
+        too_short: bool [n], the rows that must not end yet: they get no token of ``sampling.stop``; ``None``:
             no row.
 
     Raises:
@@ -160,7 +160,7 @@ def gumbel(seed: int, admission: Tensor, sample: Tensor, position: Tensor, vocab
 
     Args:
         seed: any integer; its low 64 bits count.
-        admission, sample, position: int64 [n], of the token to be drawn.
+        admission, sample, position: int64 [n], of the token to be sampled.
         vocabulary: entries per row; a longer row begins with the shorter one.
     """
     key = torch.full_like(admission, _signed(seed, 64))

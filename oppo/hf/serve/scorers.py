@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelLost
-from oppo.events import BoolArray, Chunk, Finish, FloatArray, Given, Prompt, Response, Support
+from oppo.events import BoolArray, Chunk, Finish, FloatArray, Prompt, Response, Support, ToolTokens
 from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
 from oppo.hf.kv.reader import Incremental, IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.recipe import Loadable, ModelRecipe, worker_maker
@@ -80,8 +80,8 @@ def _unpacked(packed: Sequence[_Packed]) -> ScorerInput:
         tokens, ids, counts = (np.frombuffer(buffer, np.int32) for buffer in buffers)
         if kind is Prompt:
             events.append(Prompt(rollout, rollout, tokens, columns=columns))
-        elif kind is Given:
-            events.append(Given(rollout, start, tokens))
+        elif kind is ToolTokens:
+            events.append(ToolTokens(rollout, start, tokens))
         else:
             logprobs, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
             events.append(Chunk(rollout, start, tokens, logprobs, versions, Support(ids, counts)))
@@ -168,7 +168,7 @@ class ReferenceWorker(ScorerWorker[FloatArray]):
             skipped = first - span.start
             targets = span.tokens[skipped:]
             support = SupportIndex.of(span.support.slice(skipped, len(span.tokens)), outputs.device)
-            before = before[len(before) - len(targets) :, self._sampling.drawn]
+            before = before[len(before) - len(targets) :, self._sampling.ids]
             session.kept.append(token_logprobs(before, targets, self._sampling.temperature, support))
         session.tail = outputs[-1:].clone()  # a view would keep the whole chunk's logits alive
 
@@ -253,7 +253,7 @@ class StreamedScorer(Generic[T]):
 
         await self._worker.load(_load, SentWeights(weights), served)
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         inputs = ScorerInput(events, supports=self._supports)
         await self._worker.at(priority).call("extend", ScorerWorker.extend, inputs)
 
@@ -276,11 +276,11 @@ class ReferenceLogprobs(StreamedScorer[FloatArray]):
     It computes them as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
     (z / temperature)[t] - logsumexp(z / temperature), in float32; a temperature of 0 counts as 1. Where the policy's
     sampling left ids out, the logsumexp is over the others, so that the KL is between distributions over one support.
-    ``Given`` tokens get a log-prob too. Between chunks it keeps one row of logits for each open rollout.
+    ``ToolTokens`` tokens get a log-prob too. Between chunks it keeps one row of logits for each open rollout.
 
     Args:
         model: a causal LM that shares the policy's tokenizer; or its recipe, for a place on another machine.
-        sampling: the policy's; only the temperature and the ids that may be drawn count.
+        sampling: the policy's; only the temperature and the ids that may be sampled count.
         place: where the model lives: any place.
         deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
@@ -434,7 +434,7 @@ class RecomputedLogprobs(ReferenceLogprobs):
 
     Args:
         model: the actor. It may be the module that is trained: nothing of it is changed here.
-        sampling: the policy's; only the temperature and the ids that may be drawn count.
+        sampling: the policy's; only the temperature and the ids that may be sampled count.
         place: where rollouts are read: any place.
         deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
@@ -463,7 +463,7 @@ class ProximalLogprobs(RecomputedLogprobs):
 
     Args:
         model: the actor. It may be the module that decodes: nothing of it is changed here.
-        sampling: the policy's; only the temperature and the ids that may be drawn count.
+        sampling: the policy's; only the temperature and the ids that may be sampled count.
         place: where rollouts are read: any place.
         deterministic: the bits of results do not depend on which rollouts finish together; slower.
         kv_on_sync: what the policy does with the KV cache of deferred rollouts. With ``keep``, no single version
@@ -485,7 +485,7 @@ class ProximalLogprobs(RecomputedLogprobs):
         super().__init__(model, sampling=sampling, place=place, deterministic=deterministic)
         self._mixed = kv_on_sync == "keep"
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None:
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         """Read nothing: which tokens are stale is known when a rollout finishes."""
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[FloatArray]:

@@ -34,7 +34,7 @@ class MicroBatch:
         versions: int64 [T].
         behaviour: float32 [T], behaviour log-probs.
         given: inputs of the loss that the batch holds: float32 [T], or [n] for those of rows.
-        support: where the ids lie from which the T tokens were drawn; ``None`` if that was the whole vocabulary.
+        support: where the ids lie from which the T tokens were sampled; ``None`` if that was the whole vocabulary.
     """
 
     ids: Tensor

@@ -395,7 +395,7 @@ class HfTrainerCore:
     def outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
         """Return log-probs, values if there is a critic, and entropies if the loss has them as input: float32 [T]."""
         logits, values = self.optimisation.models(part, actor_learns=self.counts.version >= self.settings.critic_warmup)
-        temperature, logits = self._sampling.temperature, logits[..., self._sampling.drawn]
+        temperature, logits = self._sampling.temperature, logits[..., self._sampling.ids]
         outputs: dict[Input, Tensor] = {"logprobs": token_logprobs(logits, part.tokens, temperature, part.support)}
         if "entropies" in self._inputs:
             source = logits if "entropies" in self.loss.reads else logits.detach()

@@ -14,7 +14,7 @@ from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError
-from oppo.events import Batch, Chunk, Finish, FloatArray, Given, Response, StepReport
+from oppo.events import Batch, Chunk, Finish, FloatArray, Response, StepReport, ToolTokens
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import (
     ProximalLogprobs,
@@ -136,7 +136,7 @@ async def test_where_keys_and_values_are_kept_everything_after_a_stale_token_is_
 async def test_given_tokens_are_read_and_keep_a_log_prob_of_zero(thread: Thread) -> None:
     event = max(await rolled_out(thread), key=lambda event: len(event.response))
     whole = event.response
-    answer = Given(event.rollout, 2, np.array([9, 11], np.int32))
+    answer = ToolTokens(event.rollout, 2, np.array([9, 11], np.int32))
     tail = whole.chunk(2)
     shifted = Chunk(event.rollout, 4, tail.tokens, tail.logprobs, tail.versions, tail.support)
     response = Response.empty(whole.prompt).then(whole.chunk(0, 2)).then(answer).then(shifted)

@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 
-from oppo.events import Chunk, Given, IntArray, Prompt, Support
+from oppo.events import Chunk, IntArray, Prompt, Support, ToolTokens
 from oppo.hf.serve.scorers import ScorerInput
 
 
@@ -37,9 +37,9 @@ def inputs() -> ScorerInput:
         [
             Prompt(7, 7, ints(1, 2), columns={"judge": lambda: None}),
             chunk(3, 5, 9, 8, 7, ids=(9, 1, 4, 5), counts=(2, 0, -2)),
-            Given(4, 0, ints()),
+            ToolTokens(4, 0, ints()),
             chunk(6, 0, 3),
-            Given(5, 2, ints(6)),
+            ToolTokens(5, 2, ints(6)),
             chunk(8, 1, 5, 6, ids=(5, 6), counts=(1, 1)),
         ],
         supports=True,

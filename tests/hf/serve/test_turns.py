@@ -137,7 +137,7 @@ async def test_an_answer_waits_for_the_next_decoding_if_the_step_was_cut(serving
             assert (piece.tokens.tolist(), piece.state) == (tokens.tolist(), "live")
             assert decodes[0].proceed(ANSWER)
             piece = await decodes[0].read(100)
-            assert piece.given
+            assert piece.from_tool
             assert piece.tokens.tolist() == ANSWER.tolist()
             with pytest.raises(ProtocolError, match="expected a turn that has ended"):
                 decodes[0].proceed(ANSWER)

@@ -122,7 +122,7 @@ async def test_weights_that_come_while_every_rollout_waits_for_its_tool(determin
                 decode.finish()
             for decode in decodes:
                 await decode.read(1_000)
-                assert (await decode.read(1_000)).given
+                assert (await decode.read(1_000)).from_tool
                 last = await decode.read(1_000)
                 assert set(last.versions.tolist()) == {0 if deterministic else 1}
         assert policy.version == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_type
 
-from oppo.events import Chunk, Finish, Given, Prompt
+from oppo.events import Chunk, Finish, Prompt, ToolTokens
 from oppo.models import PrioritisedScorer, Scorer
 from oppo.scheduling import IN_ORDER, Priority, TimeSlice
 from oppo.scorers import ScorerCapabilities
@@ -15,7 +15,7 @@ from oppo.stages import Score
 class Plain:
     version = 0
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None: ...
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None: ...
 
     async def finish(self, finished: Sequence[Finish]) -> list[float]:
         return [0.0 for _ in finished]
@@ -27,7 +27,7 @@ class Shared:
     version = 0
     capabilities = ScorerCapabilities(time_slice=TimeSlice(seconds=0.1))
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority = IN_ORDER) -> None: ...
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None: ...
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> list[float]:
         return [0.0 for _ in finished]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oppo.events import Chunk, Finish, Given, Prompt
+from oppo.events import Chunk, Finish, Prompt, ToolTokens
 from oppo.models import PrioritisedScorer, Scorer
 from oppo.scheduling import Priority
 
@@ -12,7 +12,7 @@ from oppo.scheduling import Priority
 class Plain:
     version = 0
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None: ...
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None: ...
 
     async def finish(self, finished: Sequence[Finish]) -> list[float]:
         return [0.0 for _ in finished]
@@ -23,7 +23,7 @@ class Plain:
 class Demanding:
     version = 0
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given], *, priority: Priority) -> None: ...
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority) -> None: ...
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority) -> list[float]:
         return [0.0 for _ in finished]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from oppo.events import Chunk, Given, Prompt, Response
+from oppo.events import Chunk, Prompt, Response, ToolTokens
 from oppo.stages.ledger import RolloutSnapshot
 from oppo.testing import FakeCritic, run_virtual
 from tests.known import known
@@ -24,8 +24,10 @@ class Reader(FakeCritic):
         super().__init__()
         self.given: list[tuple[int, int, int]] = []
 
-    async def extend(self, events: Sequence[Prompt | Chunk | Given]) -> None:
-        self.given += [(event.rollout, event.start, len(event.tokens)) for event in events if isinstance(event, Given)]
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
+        self.given += [
+            (event.rollout, event.start, len(event.tokens)) for event in events if isinstance(event, ToolTokens)
+        ]
         await super().extend(events)
 
 
@@ -73,11 +75,11 @@ def test_a_resumed_run_knows_what_was_given(tmp_path: Path) -> None:
 def test_a_parked_response_keeps_its_mask() -> None:
     prompt = Prompt(4, 4, np.arange(3, dtype=np.int32), group=4)
     floats, ints = np.full(2, -1, np.float32), np.zeros(2, np.int32)
-    pieces: list[Chunk | Given] = [
+    pieces: list[Chunk | ToolTokens] = [
         Chunk(4, 0, np.array([7, 8], np.int32), floats, ints),
         Chunk(4, 2, np.array([9, 9], np.int32), floats, ints),
-        Given(4, 4, np.array([1], np.int32)),
-        Given(4, 5, np.array([2], np.int32)),
+        ToolTokens(4, 4, np.array([1], np.int32)),
+        ToolTokens(4, 5, np.array([2], np.int32)),
         Chunk(4, 6, np.array([5, 6], np.int32), floats, ints),
     ]
     response = Response.of(prompt, pieces)
@@ -85,7 +87,7 @@ def test_a_parked_response_keeps_its_mask() -> None:
     assert again.sampled.tolist() == response.sampled.tolist() == [True] * 4 + [False] * 2 + [True] * 2
     assert [(type(piece), piece.start, len(piece.tokens)) for piece in again.pieces()] == [
         (Chunk, 0, 4),
-        (Given, 4, 2),
+        (ToolTokens, 4, 2),
         (Chunk, 6, 2),
     ]
     assert Response.empty(prompt).pieces() == []
