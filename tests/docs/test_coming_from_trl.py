@@ -53,6 +53,15 @@ def test_the_names_in_trl_of_the_settings_page_lead_back_to_the_same_setting() -
                 assert f"`{setting}`" in mapped[field] or setting.endswith(".seed"), (setting, field)
 
 
+def test_the_settings_that_stand_for_keys_of_verl_and_openrlhf_are_there() -> None:
+    table = PAGE.partition("\n## From verl or OpenRLHF\n")[2].partition("\n## ")[0]
+    named = {
+        name for row in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+\.\w+)`", row)
+    }
+    assert len(named) > 30
+    assert named - {"file.py"} <= SETTINGS
+
+
 def test_the_file_of_the_page_is_one_that_is_read(tmp_path: Path) -> None:
     (shown,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "config.toml").write_text(shown)

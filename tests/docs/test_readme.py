@@ -299,10 +299,10 @@ def test_the_parts_that_the_page_shows_train_by_their_files(tmp_path: Path) -> N
     furnish(tmp_path)
     blocks = fenced(COMPOSE, "python")
     (recipe,) = [block for block in blocks if "def discounted" in block]
-    (admission,) = [block for block in blocks if "class CarryTails" in block]
+    (admission,) = [block for block in blocks if "class DeferTails" in block]
     (tmp_path / "recipes.py").write_text(recipe)
-    (tmp_path / "carry.py").write_text(admission)
-    chosen = ("step.algorithm=recipes.py:discounted", "algorithm.gamma=0.9", "step.admission=carry.py:CarryTails")
+    (tmp_path / "defer.py").write_text(admission)
+    chosen = ("step.algorithm=recipes.py:discounted", "algorithm.gamma=0.9", "step.admission=defer.py:DeferTails")
     assert oppo_train(tmp_path, "", *chosen) == 0
     assert [step["trained"] for step in records(tmp_path, "first", "metrics.jsonl")] == [4, 4]
     assert "gamma = 0.9" in (tmp_path / "runs" / "first" / "config.toml").read_text()
