@@ -37,7 +37,7 @@ async def test_a_function_gets_aligned_lists_and_the_columns_it_names() -> None:
     seen: dict[str, object] = {}
 
     def reward(prompts: list[str], completions: list[str], answer: list[str]) -> list[float]:
-        seen.update(prompts=prompts, completions=completions, answer=answer, place=threading.current_thread().name)
+        seen.update(prompts=prompts, completions=completions, answer=answer, thread=threading.current_thread().name)
         return [1.0, 2.0]
 
     assert await FunctionReward(reward, decode).finish(TWO) == [1.0, 2.0]
