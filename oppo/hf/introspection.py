@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -13,6 +13,12 @@ from oppo.errors import ModelRefused
 
 UNLIMITED = 1 << 20
 """The longest sequence of a model whose config names no limit."""
+
+FAILURES: Final = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""Errors of a model that cannot read its input."""
+
+ONLY_WHOLE: Final = "_oppo_only_whole"
+"""The attribute of a backbone that cannot continue a sequence: the reason. Copies, and other processes, have it too."""
 
 
 def backbone(model: PreTrainedModel) -> PreTrainedModel:
@@ -29,7 +35,7 @@ def backbone(model: PreTrainedModel) -> PreTrainedModel:
 
 def keeps_logits(model: PreTrainedModel) -> bool:
     """Return whether the forward pass takes ``logits_to_keep``, and then computes logits at the last positions only."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+    return takes(model, "logits_to_keep")
 
 
 def cache_argument(model: PreTrainedModel) -> str | None:
@@ -37,8 +43,36 @@ def cache_argument(model: PreTrainedModel) -> str | None:
 
     ``past_key_values`` is ``cache`` since transformers 5.24, but for models whose code is not theirs.
     """
-    taken = inspect.signature(model.forward).parameters
-    return next((name for name in ("cache", "past_key_values", "cache_params") if name in taken), None)
+    return next((name for name in ("cache", "past_key_values", "cache_params") if takes(model, name)), None)
+
+
+def only_whole(model: PreTrainedModel) -> str | None:
+    """Return why ``model`` reads each sequence once, whole, as the probe found; ``None``: it reads them in pieces."""
+    found: str | None = getattr(backbone(model), ONLY_WHOLE, None)
+    return found
+
+
+def set_only_whole(model: PreTrainedModel, reason: str | None) -> None:
+    """Record why ``model`` is to read each sequence whole; ``None``: it reads them in pieces."""
+    setattr(backbone(model), ONLY_WHOLE, reason)
+
+
+def require_pieces(model: PreTrainedModel) -> None:
+    """Accept a model that reads sequences in pieces, and so can decode.
+
+    Raises:
+        ModelRefused: it does not, as the probe found.
+    """
+    if reason := only_whole(model):
+        raise ModelRefused(
+            f"{reason}. So it can be a reference, a reward model or a critic, and be trained, but not decode here: "
+            "vLLM may serve it (models.engine = 'vllm')"
+        )
+
+
+def takes(model: PreTrainedModel, argument: str) -> bool:
+    """Return whether the forward pass has such an argument by name."""
+    return argument in inspect.signature(model.forward).parameters
 
 
 def vocabulary(model: PreTrainedModel) -> int:

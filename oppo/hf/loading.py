@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from oppo.errors import ConfigError, ModelRefused, OppoError, one_line
 from oppo.hf.as_text.whole import Encoder, Pooling, reach, reads_beside
 from oppo.hf.devices import CPU, ran_out
+from oppo.hf.introspection import only_whole
 from oppo.hf.kv.attention import CHOICES, COSTS, Choice
 from oppo.hf.lora import require_peft
 from oppo.hf.model_files import (
@@ -211,6 +212,8 @@ def load(
             kind, trial, info, path, given=given, new_head=new_head, ignore_unused=ignore_unused
         )
         model = cast("PreTrainedModel", kind.auto.from_pretrained(base, **options))
+        if getattr(model.config, "rescale_every", 0):
+            model.config.rescale_every = 0  # RWKV would scale its weights in place: those that are trained and saved
         with torch.no_grad():
             for name in missing:
                 model.get_parameter(name).zero_()
@@ -221,7 +224,9 @@ def load(
         _align(model)
         torch.nn.Module.to(model, device=device)
         served_by = probe(model, attention=attention) if kind.streamed else "segmented"
-    if served_by != "segmented" and attention == "auto":
+    if served_by == "whole":
+        logger.info(f"{path} reads whole responses, each when it has ended: {only_whole(model)}")
+    elif served_by != "segmented" and attention == "auto":
         logger.info(f"{path} is served with attention {served_by!r}: {COSTS[served_by]}")
     if left_out:
         logger.info(f"{path} has {first_of(left_out)}, left out since {type(model).__name__} does not use that")

@@ -28,12 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Batch, Chunk, IntArray, Prompt, Response
 from oppo.hf.devices import CPU
-from oppo.hf.introspection import backbone
+from oppo.hf.introspection import FAILURES, backbone, set_only_whole
 from oppo.hf.kv.attention import attend, kinds_of
 from oppo.hf.kv.reader import Incremental
+from oppo.hf.probe import known_reason
 from oppo.hf.serve.decoder import ChunkedPrefill, DecodeRow, Signals
 from oppo.hf.serve.sampling import Noise, draw
 from oppo.hf.serve.scorers import (
@@ -341,6 +342,7 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
         prefill_tokens: see :class:`oppo.hf.HfPolicy`.
     """
     model, whole = _bare(make), at_rest(make).weights
+    set_only_whole(model, known_reason(model))
     layers = _keep_one_layer(model)
     with without_data() as live, torch.inference_mode():
         model = _attending(strip(model))
@@ -383,17 +385,31 @@ def of_critic(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
 def _of_scorer(
     make: Callable[[], PreTrainedModel], worker_of: Callable[[PreTrainedModel], ScorerWorker[T]], load: Load
 ) -> Bytes:
+    try:
+        return _scoring_bytes(make, worker_of, load)
+    except (ModelRefused, *FAILURES) as error:  # as in the probe, for which there are no weights here
+        return _scoring_bytes(make, worker_of, load, only_whole=str(error))
+
+
+def _scoring_bytes(
+    make: Callable[[], PreTrainedModel],
+    worker_of: Callable[[PreTrainedModel], ScorerWorker[T]],
+    load: Load,
+    only_whole: str | None = None,
+) -> Bytes:
     model, whole = _bare(make), at_rest(make).weights
+    set_only_whole(model, only_whole or known_reason(model))
     layers = _keep_one_layer(model)
     with without_data() as live, torch.inference_mode():
         worker = worker_of(strip(model))
-        weights = live.now
-        rollouts = range(load.rollouts)
+        weights, rollouts = live.now, range(load.rollouts)
         worker.extend(ScorerInput([Prompt(each, each, np.zeros(load.prompt, np.int32)) for each in rollouts]))
         for start in range(0, load.response, load.chunk):
             tokens = np.zeros(min(load.chunk, load.response - start), np.int32)
             worker.extend(ScorerInput([_chunk(each, start, tokens) for each in rollouts]))
-        return _serving(live, weights, worker.memory(), whole, layers)
+        cache = worker.memory()
+        worker.reader.finish(dict.fromkeys(rollouts, load.response))  # where it is read now
+        return _serving(live, weights, cache, whole, layers)
 
 
 def of_trainer(

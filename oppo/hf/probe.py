@@ -1,18 +1,43 @@
-"""The probe at load: models that cannot be served row by row are refused, by their config or by their outputs."""
+"""The probe at load: how a model can be served, by its config and by its outputs.
+
+::
+
+    in pieces    while sequences grow: what decodes, and what reads beside it
+    whole        each sequence once, when it has ended: what scores, and what is trained
+    refused      it is not causal, or padding behind a sequence changes its outputs
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
-from oppo.hf.introspection import backbone, cache_argument, has_experts, keeps_logits, vocabulary
-from oppo.hf.kv.attention import AttentionKind, Choice, attend, attending_as_loaded, kinds_of, window_of
-from oppo.hf.kv.reader import Incremental
+from oppo.hf.introspection import (
+    FAILURES,
+    backbone,
+    cache_argument,
+    has_experts,
+    keeps_logits,
+    longest,
+    set_only_whole,
+    vocabulary,
+)
+from oppo.hf.kv.attention import (
+    AttentionKind,
+    Choice,
+    attend,
+    attend_as_loaded,
+    attending_as_loaded,
+    kinds_of,
+    window_of,
+)
+from oppo.hf.kv.reader import Incremental, WholeRows
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest difference at a position, in units of the largest output there; two-byte types hide small faults."""
@@ -59,79 +84,103 @@ One step has a segment for each length, which such short rows never get otherwis
 """
 
 
-def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: Choice = "auto") -> AttentionKind:
-    """Return the kind of attention by which ``model``, read in pieces, agrees with its own one-shot forward pass.
+Way: TypeAlias = AttentionKind | Literal["whole"]
+"""How a model is served: in pieces, by a kind of attention, or each sequence whole."""
 
-    The model attends so from now on. Rows are read beside one another and compared by logits or, for a model without a
-    language model's head, by the last hidden states of its backbone. The longest row exceeds the sliding window, or has
-    about 80 tokens without one. Of a mixture of experts the median position of each row must agree, in two-byte types
-    within :data:`ROUTED_TOLERANCE`.
+
+def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: Choice = "auto") -> Way:
+    """Return how ``model`` agrees with its own one-shot forward pass; it is served so from now on.
+
+    Rows are read beside one another and compared by logits or, for a model without a language model's head, by the last
+    hidden states of its backbone. The longest row exceeds the sliding window, or has about 80 tokens without one. Of a
+    mixture of experts the median position of each row must agree, in two-byte types within :data:`ROUTED_TOLERANCE`.
 
     Args:
         model: any model with a causal backbone.
         tolerance: replaces that of the model's dtype in :data:`TOLERANCES`.
-        attention: the only kind to try; ``auto``: the fastest that agrees (:mod:`oppo.hf.kv.attention`).
+        attention: the only kind to try; ``auto``: the fastest that agrees (:mod:`oppo.hf.kv.attention`), and whole
+            sequences if none does.
 
     Raises:
         ModelRefused: names the model, and the difference found or the reason why it was not tried.
     """
     served = model if model.get_output_embeddings() is not None else backbone(model)
-    reason = _known_reason(served)
-    if reason is not None:
-        raise ModelRefused(f"{_name(model)} cannot be served row by row: {reason}")
     limit = TOLERANCES.get(model.dtype, 1e-4) if tolerance is None else tolerance
     if has_experts(model) and tolerance is None and model.dtype.itemsize == 2:
         limit = max(limit, ROUTED_TOLERANCE)
-    *faster, last = kinds_of(served) if attention == "auto" else (attention,)
-    for kind in faster:
-        with suppress(ModelRefused):
-            _require_agreement(served, kind, limit)
+    set_only_whole(served.train(mode=False), None)
+    with _refusing(f"{_name(served)} cannot be served"):
+        if model.config.is_encoder_decoder:
+            raise ModelRefused("it is an encoder-decoder; only decoders are served")
+        _require_causal(served, limit)
+    kinds = kinds_of(served) if attention == "auto" else (attention,)
+    try:
+        return _in_pieces(served, kinds, limit)
+    except ModelRefused as refusal:
+        if attention != "auto":
+            raise
+        reason = str(refusal)
+    attend_as_loaded(served)
+    with _refusing(f"{reason}; nor can it read whole sequences"):
+        _compare_whole(served, limit)
+    set_only_whole(served, reason)
+    return "whole"
+
+
+def _in_pieces(model: PreTrainedModel, kinds: Sequence[AttentionKind], limit: float) -> AttentionKind:
+    if reason := known_reason(model):
+        raise ModelRefused(reason)
+    for kind in kinds:
+        try:
+            attend(model, kind)
+            with _refusing(f"{_name(model)} cannot be served row by row with attention {kind!r}"):
+                _compare(model, limit)
+        except ModelRefused as error:
+            refusal = error
+        else:
             return kind
-    _require_agreement(served, last, limit)
-    return last
+    raise refusal
 
 
-def _require_agreement(model: PreTrainedModel, kind: AttentionKind, limit: float) -> None:
-    attend(model, kind)
+@contextmanager
+def _refusing(message: str) -> Iterator[None]:
     try:
         with torch.inference_mode():
-            _compare(model, limit)
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise ModelRefused(
-            f"{_name(model)} cannot be served row by row with attention {kind!r}: it failed when probed ({error!r})"
-            + (": choose 'auto' or 'padded'" if kind == "segmented" else "")
-        ) from error
+            yield
+    except ModelRefused as error:
+        raise ModelRefused(f"{message}: {error}") from error
+    except FAILURES as error:
+        raise ModelRefused(f"{message}: it failed when probed ({error!r})") from error
 
 
 def _name(model: PreTrainedModel) -> str:
     return f"{type(model).__name__} (model type {model.config.model_type!r})"
 
 
-def _known_reason(model: PreTrainedModel) -> str | None:
-    # ``None``: the model is to be tried.
+def known_reason(model: PreTrainedModel) -> str | None:
+    """Return why ``model`` cannot be served row by row, as its parts say, without weights; ``None``: it is to be tried.
+
+    Some faults show in sequences only that are longer than the probe's.
+    """
     text = model.config.get_text_config()
-    if model.config.is_encoder_decoder:
-        return "it is an encoder-decoder; only decoders are served"
     alibi = (getattr(config, "alibi", False) for config in (text, getattr(text, "attn_config", None)))
     if text.model_type == "bloom" or any(alibi):
-        return "its attention has ALiBi biases, which transformers derives from one length for all rows"
-    if "local" in getattr(text, "attention_layers", ()):
-        return "its local layers apply their window by the column of a key, the same for all rows"
-    if any(hasattr(module, "A_log") and hasattr(module, "x_proj") for module in model.modules()):
-        return "its recurrent layers (Mamba 1) begin each chunk of a sequence anew in transformers"
-    if cache_argument(model) is None:
-        return "its forward pass takes no KV cache (cache or past_key_values), so it cannot continue a sequence"
-    return None
+        reason = "its attention has ALiBi biases, which transformers derives from one length for all rows"
+    elif "local" in getattr(text, "attention_layers", ()):
+        reason = "its local layers apply their window by the column of a key, the same for all rows"
+    elif any(hasattr(module, "A_log") and hasattr(module, "x_proj") for module in model.modules()):
+        reason = "its recurrent layers (Mamba 1) begin each chunk of a sequence anew in transformers"
+    elif cache_argument(model) is None:
+        reason = "its forward pass takes no KV cache (cache or past_key_values), so it cannot continue a sequence"
+    else:
+        return None
+    return f"{_name(model)} cannot be served row by row: {reason}"
 
 
 def _compare(model: PreTrainedModel, limit: float) -> None:
-    incremental = Incremental(model, classes=CLASSES)
-    longest = min(incremental.max_length, max(80, (window_of(model.config) or 0) + PAST_WINDOW))
-    rows = {row: _tokens(model, row, length) for row, length in ((LONG, longest), (MIDDLE, 41), (SHORT, 8))}
-    rows = {row: tokens[:longest] for row, tokens in rows.items()}
-    _require_causal(model, rows[MIDDLE], limit)
+    incremental, rows = Incremental(model, classes=CLASSES), _rows(model)
     read: dict[int, list[tuple[int, Tensor]]] = {row: [] for row in rows}
-    first = incremental.extend([LONG], [rows[LONG][: max(longest - TAIL, 1)]], last=[1])[0]
+    first = incremental.extend([LONG], [rows[LONG][: max(len(rows[LONG]) - TAIL, 1)]], last=[1])[0]
     read[LONG].append((incremental.length(LONG) - 1, first))
     for call, amounts in CALLS:
         if call == "forget":
@@ -167,28 +216,37 @@ def _compare_after_padding(model: PreTrainedModel, limit: float) -> None:
     least = float(_relative(after, torch.cat(alone))[:-1].min())
     if not least <= limit:
         raise ModelRefused(
-            f"{_name(model)} cannot be served row by row: padding before a chunk changes the states of its recurrent "
-            f"layers, and its output after it by at least {least:.1e} of the largest output; at most {limit:.0e} is "
-            f"allowed in {model.dtype}"
+            "padding before a chunk changes the states of its recurrent layers, and its output after it by at least "
+            f"{least:.1e} of the largest output; at most {limit:.0e} is allowed in {model.dtype}"
         )
 
 
-def _require_same(model: PreTrainedModel, tokens: Tensor, read: Sequence[tuple[int, Tensor]], limit: float) -> None:
+def _compare_whole(model: PreTrainedModel, limit: float) -> None:
+    rows = _rows(model)
+    outputs = WholeRows(model).extend(list(rows), list(rows.values()))
+    for tokens, found in zip(rows.values(), outputs, strict=True):
+        _require_same(model, tokens, [(0, found)], limit, "beside longer rows")
+
+
+def _require_same(
+    model: PreTrainedModel, tokens: Tensor, read: Sequence[tuple[int, Tensor]], limit: float, how: str = "in pieces"
+) -> None:
     # ``read`` has the outputs of one row, by the first position of each piece.
-    base = max(len(tokens) - TAIL - 1, 0)
+    base = min(start for start, _ in read)
     expected = _one_shot(model, tokens, len(tokens) - base)
     positions = torch.cat([torch.arange(start, start + len(outputs)) for start, outputs in read])
     found = torch.cat([outputs for _, outputs in read])
     difference, at = _difference(model, found, expected[positions - base])
     if not difference <= limit:
         raise ModelRefused(
-            f"{_name(model)} cannot be served row by row: read in pieces, its output at position {positions[at]} of "
-            f"{len(tokens)} differs from its own one-shot forward pass by {difference:.1e} of the largest output "
-            f"there; at most {limit:.0e} is allowed in {model.dtype}"
+            f"read {how}, its output at position {positions[at]} of {len(tokens)} differs from its own one-shot "
+            f"forward pass by {difference:.1e} of the largest output there; at most {limit:.0e} is allowed in "
+            f"{model.dtype}"
         )
 
 
-def _require_causal(model: PreTrainedModel, tokens: Tensor, limit: float) -> None:
+def _require_causal(model: PreTrainedModel, limit: float) -> None:
+    tokens = _rows(model)[MIDDLE]
     changed = tokens.clone()
     changed[-1] = (changed[-1] + 1) % 2
     expected = _one_shot(model, tokens, len(tokens))[:-1]
@@ -196,8 +254,8 @@ def _require_causal(model: PreTrainedModel, tokens: Tensor, limit: float) -> Non
     difference, at = _difference(model, _one_shot(model, changed, len(tokens))[:-1], expected)
     if not difference <= limit:
         raise ModelRefused(
-            f"{_name(model)} cannot be served row by row: it is not causal: another last token changed its output at "
-            f"position {at} of {len(tokens)} by {difference:.1e} of the largest output there"
+            f"it is not causal: another last token changed its output at position {at} of {len(tokens)} by "
+            f"{difference:.1e} of the largest output there"
         )
 
 
@@ -221,6 +279,11 @@ def _one_shot(model: PreTrainedModel, tokens: Tensor, keep: int) -> Tensor:
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept)
     outputs: Tensor = output.logits if "logits" in output else output.last_hidden_state
     return outputs[0, -keep:]
+
+
+def _rows(model: PreTrainedModel) -> dict[int, Tensor]:
+    most = min(longest(model), max(80, (window_of(model.config) or 0) + PAST_WINDOW))
+    return {row: _tokens(model, row, min(length, most)) for row, length in ((LONG, most), (MIDDLE, 41), (SHORT, 8))}
 
 
 def _tokens(model: PreTrainedModel, row: int, length: int) -> Tensor:

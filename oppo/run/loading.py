@@ -14,6 +14,7 @@ from oppo.config.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.as_text.whole import Encoder
 from oppo.hf.devices import Devices, attributed
+from oppo.hf.introspection import require_pieces
 from oppo.hf.loading import LoadOptions, load_causal, load_encoder, load_scalar, load_tokenizer, require_supported
 from oppo.hf.model_files import RewardKind, holds_tokenizer, located, reward_kind
 from oppo.hf.recipe import LOADERS, Loadable, ModelKind, ModelRecipe, vocabulary_of
@@ -41,6 +42,8 @@ class RoleLoader:
         path = self._models.policy
         with self.attributed("policy"):
             actor = self._loaded("policy", load_causal, path)
+            if self._models.engine == "transformers":
+                require_pieces(actor)
             if self._tokenizer.size > (known := vocabulary_of(actor)):
                 raise ConfigError(
                     f"the ids of its tokenizer go up to {self._tokenizer.size - 1}, but the model at {path!r} reads "

@@ -17,8 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BloomConfig,
-    BloomForCausalLM,
+    BertConfig,
     CTRLConfig,
     PreTrainedTokenizerFast,
     T5Config,
@@ -155,9 +154,24 @@ def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(
 
 
 def test_a_model_that_cannot_be_served_is_refused_at_load(tmp_path: Path) -> None:
-    BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).save_pretrained(tmp_path)
-    with pytest.raises(ModelRefused, match="Bloom"):
+    tiny.of(tiny.build(BertConfig, tiny.GROUPED, is_decoder=False)).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match=r"BertLMHeadModel.*not causal"):
         load_causal(tmp_path)
+
+
+def test_a_model_that_reads_whole_responses_says_so_once_and_keeps_its_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tiny.of(tiny.ONLY_WHOLE["rwkv"]())
+    saved.save_pretrained(tmp_path)
+    model, ids = load_causal(tmp_path), torch.arange(3, 20)[None]
+    said = "".join(capsys.readouterr())
+    assert said.count("reads whole responses") == 1
+    assert "takes no KV cache" in said
+    with torch.no_grad():
+        found, want = (each.train(mode=False)(ids, use_cache=False).logits for each in (model, saved))
+    torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)
+    assert weights_digest(model) == weights_digest(tiny.of(tiny.ONLY_WHOLE["rwkv"]())), "not scaled in place"
 
 
 def test_an_architecture_without_a_model_of_the_kind_asked_for_is_refused_by_name(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -73,6 +74,14 @@ def test_a_served_model_is_estimated_without_its_weights(name: str) -> None:
         assert each.keys_values >= LOAD.rollouts * (LOAD.sequence - 1) * 4
         assert each.activations > 0
         assert each.total == each.weights + each.keys_values + each.activations
+
+
+@pytest.mark.parametrize("name", ["jamba", "minimax"])
+def test_a_model_that_reads_whole_responses_is_estimated_without_a_cache(name: str) -> None:
+    make = partial(tiny.of, tiny.ONLY_WHOLE[name]())
+    found, longer = of_reference(make, LOAD), of_reference(make, replace(LOAD, response=2 * LOAD.response))
+    assert found.keys_values == 0
+    assert 1.2 * found.activations < longer.activations
 
 
 def test_more_rollouts_longer_ones_and_more_logits_need_more() -> None:

@@ -48,7 +48,10 @@ from transformers import (
     YoutuConfig,
 )
 
+from oppo.hf.introspection import only_whole
+from oppo.hf.probe import probe
 from oppo.log import with_route
+from tests.known import known
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -253,6 +256,33 @@ INDEXED: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 """Models whose tokens attend to the keys that an indexer picks, by their names: not every transformers has them."""
 
+_NEO = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "hidden_size": HIDDEN}
+_JAMBA = {
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "num_experts": 4,
+}
+
+ONLY_WHOLE: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    # The window is longer than the probe, which therefore could not see the fault.
+    "gpt-neo": lambda: build(_named("gpt_neo"), _TOKENS, _NEO, window_size=256),
+    "mpt": lambda: build(_named("mpt"), _TOKENS, d_model=HIDDEN, n_heads=4, n_layers=2, max_seq_len=LONGEST),
+    "bloom": lambda: build(_named("bloom"), _TOKENS, hidden_size=HIDDEN, n_layer=2, n_head=4),
+    "mamba": lambda: build(_named("mamba"), _TOKENS, hidden_size=HIDDEN, state_size=8, num_hidden_layers=2),
+    "jamba": lambda: build(_named("jamba"), GROUPED, _JAMBA),
+    "rwkv": lambda: build(
+        _named("rwkv"), _TOKENS, hidden_size=HIDDEN, attention_hidden_size=HIDDEN, num_hidden_layers=8
+    ),
+    "minimax": lambda: build(
+        _named("minimax"), _HEAD_DIM, num_local_experts=4, layer_types=["linear_attention", "full_attention"]
+    ),
+}
+"""Models that cannot continue a sequence, and read whole ones."""
+
 PLAIN = ("llama", "qwen2", "qwen3", "gpt2", "neox")
 """Those without a sliding window."""
 
@@ -284,6 +314,12 @@ def of(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.fl
 def causal(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return a causal LM in training mode with weights drawn from ``seed``."""
     return of(CONFIGS[name](), seed=seed, dtype=dtype)
+
+
+def why_whole(model: PreTrainedModel) -> str:
+    """Return the reason why the probe lets a model read whole sequences only."""
+    assert probe(model) == "whole"
+    return known(only_whole(model))
 
 
 def own_attention() -> PreTrainedModel:

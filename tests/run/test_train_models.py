@@ -75,3 +75,23 @@ def test_a_policy_that_cannot_attend_in_parts_is_trained_and_what_serving_it_cos
     refusal = capsys.readouterr().err
     assert "models.policy: DiffLlamaForCausalLM" in refusal
     assert "with attention 'segmented': " in refusal
+
+
+def test_models_that_read_whole_responses_score_and_train_but_do_not_decode(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.of(tiny.ONLY_WHOLE["jamba"](), seed=4).save_pretrained(workplace / "jamba")
+    config = tiny.ONLY_WHOLE["minimax"]()
+    config.num_labels = 1
+    tiny.scalar_of(config, seed=5).save_pretrained(workplace / "minimax")
+    for name in ("jamba", "minimax"):
+        tokenizer().save_pretrained(workplace / name)
+    models = ("models.reference=jamba", 'rewards=[{source="minimax"}]', "models.critic=minimax", "run.panel=off")
+    assert oppo(workplace, "", "run.name=scored", *models) == 0
+    metrics(workplace, "scored")
+    log = "".join(capsys.readouterr())
+    assert "jamba reads whole responses" in log
+    assert oppo(workplace, "", "run.name=undecoded", "models.policy=jamba", "run.panel=off") == 2
+    refused = " ".join("".join(capsys.readouterr()).split())
+    assert "models.policy: JambaForCausalLM" in refused
+    assert "models.engine = 'vllm'" in refused

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from oppo.errors import ConfigError, ModelError, ModelRefused, RewardError, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, PromptText, Reader, Rendering, TooLong, prompt_text
-from oppo.hf.introspection import longest
+from oppo.hf.introspection import FAILURES, longest
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.reader import TOKENS_PER_PASS
 from oppo.hf.shared_memory import SharedModel
@@ -32,9 +32,6 @@ Pooling: TypeAlias = Literal["cls", "last", "max", "mean"]
 
 TOLERANCE: Final = 1e-3
 """Largest difference, relative to the largest output, that padding may make before texts are read one by one."""
-
-FAILURES: Final = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""Errors of a model that cannot read its input."""
 
 Features: TypeAlias = Mapping[str, Sequence[int]]
 """A tokenizer's output for one text: the model's inputs by name, one number for each token."""

@@ -118,12 +118,17 @@ def attend(model: PreTrainedModel, kind: AttentionKind) -> None:
 def attending_as_loaded(model: PreTrainedModel) -> Iterator[None]:
     """Have ``model`` attend under the name by which it was loaded: transformers' models branch on it."""
     text, name = model.config.get_text_config(), _implementation(model)
-    if name in {NAME, PADDED}:
-        text._attn_implementation = "sdpa"  # noqa: SLF001
+    attend_as_loaded(model)
     try:
         yield
     finally:
         text._attn_implementation = name  # noqa: SLF001
+
+
+def attend_as_loaded(model: PreTrainedModel) -> None:
+    """Let ``model`` attend under the name by which it was loaded, from now on."""
+    if _implementation(model) in {NAME, PADDED}:
+        model.config.get_text_config()._attn_implementation = "sdpa"  # noqa: SLF001
 
 
 def attend_in_segments(model: PreTrainedModel) -> bool:

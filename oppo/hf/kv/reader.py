@@ -14,7 +14,8 @@ causal LM computes logits there only. The keys and values of padding are never s
 
     Prompt | Chunk | ToolTokens  ->  ReadState.unread  ->  spans, batched  ->  keep(span, outputs)
 
-Tokens are read on arrival, in ragged batches. With ``deterministic`` each rollout is read alone, in blocks on an
+Tokens are read on arrival, in ragged batches; by a model that cannot continue a sequence (:class:`WholeRows`), when the
+rollout has ended. With ``deterministic`` each rollout is read alone, in blocks on an
 absolute grid of its sequence: neither the arrival pattern nor other rollouts can change a bit of the outputs.
 """
 
@@ -24,18 +25,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Chunk, Prompt, Support, ToolTokens
-from oppo.hf.introspection import cache_argument, keeps_logits, longest
+from oppo.hf.introspection import cache_argument, keeps_logits, longest, only_whole, require_pieces, takes
 from oppo.hf.kv.attention import Masks, attend_in_segments, expand_in_segments, overhead_of, segmented
-from oppo.hf.kv.cache import KVRegion, KVView, Slab, as_slice, index
+from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Slab, as_slice, index
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.states import Gates, RowCache, StateSlots
 from oppo.scorers import RolloutSession, RolloutSessions
@@ -66,7 +69,7 @@ class Incremental:
         max_length: the longest sequence of a row, in tokens (:func:`~oppo.hf.introspection.longest`).
 
     Raises:
-        ModelRefused: the model's attention cannot be served row by row.
+        ModelRefused: the model's attention cannot be served row by row, or the probe found that it cannot.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -87,6 +90,7 @@ class Incremental:
         head: Callable[[Tensor], Tensor] | None = None,
         ordered: bool = False,
     ) -> None:
+        require_pieces(model)
         self.max_length = longest(model)
         self._model = model.train(False)
         self._head = head
@@ -428,43 +432,66 @@ def _class_lengths(shortest: Sequence[int], longest: int) -> list[int]:
     return lengths
 
 
-@dataclass(slots=True)
-class DecodeBatch:
-    """Rows that decode together; valid until other rows are stepped, or any row is extended or forgotten.
+class WholeRows:
+    """A causal model that reads each row once and whole, since it cannot continue a sequence; it keeps nothing.
 
-    Attributes:
-        rows: in the order of tokens and outputs.
-        members: the same rows, in the order of the batch.
-        views: of its segments, whose rows one after another form the batch.
-        positions: int64 [n], of the tokens to be read, in batch order.
-        picks: int64 [n], the index in ``rows`` of each row of the batch; ``None`` when the orders agree.
+    Rows are padded on the right, without a mask: no token attends to those behind it. Arguments are those of
+    :class:`Incremental`.
     """
 
-    rows: list[int]
-    members: list[int]
-    views: Sequence[KVView]
-    positions: Tensor
-    picks: Tensor | None
+    def __init__(self, model: PreTrainedModel, *, head: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.max_length = longest(model)
+        self._model = model.train(False)
+        self._head = head
 
     @property
-    def end(self) -> int:
-        """Columns of the longest row, the token to be read included."""
-        return max(view.region.end for view in self.views)
+    def device(self) -> torch.device:
+        """The model's device."""
+        return torch.device(self._model.device)
 
-    def continues(self, rows: Sequence[int], longest: int) -> bool:
-        """Return whether the batch consists of ``rows``, and none of them exceeds ``longest`` tokens in this step."""
-        return self.rows == rows and self.end <= longest
+    @torch.inference_mode()
+    def extend(
+        self, rows: Sequence[int], tokens: Sequence[Tensor], *, last: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """Return the outputs of ``tokens``, whole sequences, see :meth:`Incremental.extend`."""
+        del rows
+        sizes = [len(piece) for piece in tokens]
+        wanted = sizes if last is None else last
+        first = min(size - count for size, count in zip(sizes, wanted, strict=True))
+        ids = pad_sequence(list(tokens), batch_first=True).to(self.device)
+        columns = torch.arange(ids.shape[1], device=self.device)
+        output = self._model(
+            input_ids=ids,
+            use_cache=False,
+            **({"position_ids": columns.expand_as(ids)} if takes(self._model, "position_ids") else {}),
+            **({"logits_to_keep": ids.shape[1] - first} if keeps_logits(self._model) else {}),
+        )
+        outputs: Tensor = output.logits if "logits" in output else output.last_hidden_state
+        outputs = outputs[:, first - ids.shape[1] :]
+        outputs = outputs if self._head is None else self._head(outputs)
+        return [
+            out[size - count - first : size - first] for out, size, count in zip(outputs, sizes, wanted, strict=True)
+        ]
 
-    def make_room(self) -> None:
-        """Reserve a column for the next token of each row in its slab."""
-        for slab, region in self.views:
-            slab.reserve(0, region.end)
+    def rewind(self, row: int, length: int) -> int:
+        """Return 0: no token of a row is kept."""
+        del row, length
+        return 0
 
-    def advance(self) -> None:
-        """Move each row on by one token."""
-        self.positions += 1
-        for _, region in self.views:
-            region.advance()
+    def forget(self, rows: Iterable[int]) -> None:
+        """Do nothing: no row is kept."""
+
+    def memory(self) -> tuple[int, int]:
+        """Return 0 and 0: there is no KV cache."""
+        return 0, 0
+
+
+Reader: TypeAlias = Incremental | WholeRows
+
+
+def reader_of(model: PreTrainedModel, *, head: Callable[[Tensor], Tensor] | None = None) -> Reader:
+    """Return what reads with ``model``: in pieces or, where the probe found that it cannot, whole sequences."""
+    return WholeRows(model, head=head) if only_whole(model) else Incremental(model, head=head)
 
 
 TOKENS_PER_PASS = 4096
@@ -519,6 +546,7 @@ class IncrementalPrefill:
     """Reads rollouts with one model and hands the outputs to a scorer.
 
     Args:
+        reader: of the model; of :class:`WholeRows` each rollout is read when it is finished, in one span.
         name: of the model, for errors.
         vocabulary: upper bound of token ids.
         keep: called with each span and the outputs [k, D] at its last k positions: all of them, or, with
@@ -529,7 +557,7 @@ class IncrementalPrefill:
 
     def __init__(
         self,
-        incremental: Incremental,
+        reader: Reader,
         *,
         name: str,
         vocabulary: int,
@@ -537,7 +565,8 @@ class IncrementalPrefill:
         deterministic: bool,
         needs_logits: bool = False,
     ) -> None:
-        self._incremental = incremental
+        self._reader = reader
+        self._whole = isinstance(reader, WholeRows)
         self._keep = keep
         self._deterministic = deterministic
         self._needs_logits = needs_logits
@@ -545,7 +574,7 @@ class IncrementalPrefill:
             name,
             lambda prompt: ReadState(prompt.rollout, len(prompt.tokens)),
             vocabulary=vocabulary,
-            longest=incremental.max_length,
+            longest=reader.max_length,
         )
 
     def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
@@ -586,7 +615,7 @@ class IncrementalPrefill:
             state.unread = state.unread[: length - state.read]
         else:
             length = length // EXACT_BLOCK * EXACT_BLOCK if self._deterministic else length
-            length = self._incremental.rewind(rollout, length)
+            length = self._reader.rewind(rollout, length)
             state.read, state.unread = length, state.unread[:0]
         state.support = state.support.slice(0, len(state.unread))
         state.received = min(length, state.received)
@@ -596,11 +625,11 @@ class IncrementalPrefill:
         """Drop rollouts and their memory; unknown rollouts are fine."""
         rollouts = list(rollouts)
         self._states.forget(rollouts)
-        self._incremental.forget(rollouts)
+        self._reader.forget(rollouts)
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
-        return self._incremental.memory()
+        return self._reader.memory()
 
     def _received(self, event: Prompt | Chunk | ToolTokens) -> ReadState:
         support = event.support if self._needs_logits and isinstance(event, Chunk) else Support()
@@ -610,21 +639,23 @@ class IncrementalPrefill:
         return state
 
     def _advance(self, states: Sequence[ReadState], *, final: bool) -> None:
+        if self._whole and not final:
+            return
         for batch in self._blocks(states, final=final) if self._deterministic else self._batches(states):
             last = [span.predictive for span in batch] if self._needs_logits else None
             rows, tokens = [span.state.rollout for span in batch], [span.tokens for span in batch]
-            for span, outputs in zip(batch, self._incremental.extend(rows, tokens, last=last), strict=True):
+            for span, outputs in zip(batch, self._reader.extend(rows, tokens, last=last), strict=True):
                 self._keep(span, outputs)
 
     def _blocks(self, states: Sequence[ReadState], *, final: bool) -> Iterator[list[TokenSpan]]:
         for state in states:
             while len(state.unread) >= EXACT_BLOCK or (final and len(state.unread)):
-                yield [self._next_span(state, EXACT_BLOCK)]
+                yield [self._next_span(state, len(state.unread) if self._whole else EXACT_BLOCK)]
 
     def _batches(self, states: Sequence[ReadState]) -> Iterator[list[TokenSpan]]:
-        waiting, overhead = list(states), overhead_on(self._incremental.device)
+        waiting, overhead = list(states), overhead_on(self._reader.device)
         while waiting := [state for state in waiting if len(state.unread)]:
-            spans = [self._next_span(state, TOKENS_PER_PASS) for state in waiting]
+            spans = [self._next_span(state, len(state.unread) if self._whole else TOKENS_PER_PASS) for state in waiting]
             # A pass computes logits for each span as for the one that needs most: prompts have passes of their own.
             for in_prompt in (True, False):
                 alike = [span for span in spans if (self._needs_logits and span.in_prompt) == in_prompt]
@@ -636,6 +667,6 @@ class IncrementalPrefill:
         tokens, state.unread = state.unread[:limit], state.unread[limit:]
         support = state.support.slice(0, limit)
         state.support = state.support.slice(limit, len(state.support.counts))
-        span = TokenSpan(state, state.read, torch.from_numpy(tokens).to(self._incremental.device), support)
+        span = TokenSpan(state, state.read, torch.from_numpy(tokens).to(self._reader.device), support)
         state.read += len(tokens)
         return span

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from oppo.errors import ConfigError, ModelLost
 from oppo.events import BoolArray, Chunk, Finish, FloatArray, Prompt, Response, Support, ToolTokens
 from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
-from oppo.hf.kv.reader import Incremental, IncrementalPrefill, ReadState, TokenSpan
+from oppo.hf.kv.reader import IncrementalPrefill, Reader, ReadState, TokenSpan, reader_of
 from oppo.hf.recipe import Loadable, ModelRecipe, worker_maker
 from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
 from oppo.losses import SupportIndex, token_logprobs
@@ -96,18 +96,18 @@ class ScorerWorker(ABC, Generic[T]):
 
     Args:
         model: whose weights are loaded.
-        incremental: reads with it, or with its backbone and score layer.
+        reader: reads with it, or with its backbone and score layer.
         deterministic: read each rollout alone, on the grid.
         needs_logits: see :class:`~oppo.hf.kv.reader.IncrementalPrefill`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, incremental: Incremental, *, deterministic: bool, needs_logits: bool = False
+        self, model: PreTrainedModel, reader: Reader, *, deterministic: bool, needs_logits: bool = False
     ) -> None:
         self._model = model
         self._deterministic = deterministic
-        self._reader = IncrementalPrefill(
-            incremental,
+        self.reader = IncrementalPrefill(
+            reader,
             name=type(model).__name__,
             vocabulary=vocabulary(model),
             keep=self._keep,
@@ -117,19 +117,19 @@ class ScorerWorker(ABC, Generic[T]):
 
     def extend(self, inputs: ScorerInput) -> None:
         """Read more of some rollouts."""
-        self._reader.extend(inputs.events)
+        self.reader.extend(inputs.events)
 
     def finish(self, lengths: Mapping[int, int]) -> list[T]:
         """Return each rollout's result, and forget it; ``lengths`` are the tokens of the responses, by rollout."""
-        return [self._result(state) for state in self._reader.finish(lengths)]
+        return [self._result(state) for state in self.reader.finish(lengths)]
 
     def forget(self, rollouts: Iterable[int]) -> None:
         """Drop sessions; unknown rollouts are ignored."""
-        self._reader.forget(rollouts)
+        self.reader.forget(rollouts)
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
-        return self._reader.memory()
+        return self.reader.memory()
 
     def load(self, weights: Mapping[str, object]) -> None:
         """Compute with ``weights`` from now on, here and in every worker over the same memory."""
@@ -149,7 +149,7 @@ class ReferenceWorker(ScorerWorker[FloatArray]):
 
     def __init__(self, model: PreTrainedModel, deterministic: bool, sampling: Sampling) -> None:
         self._sampling = sampling
-        super().__init__(model, Incremental(model), deterministic=deterministic, needs_logits=True)
+        super().__init__(model, reader_of(model), deterministic=deterministic, needs_logits=True)
 
     def load(self, weights: Mapping[str, object]) -> None:
         """Compute with ``weights`` from now on; without any, go on with those there are."""
@@ -209,11 +209,11 @@ class ValueWorker(ScorerWorker[FloatArray]):
         span.state.kept.append(outputs[skipped:, 0].float())
 
 
-def score_reader(model: PreTrainedModel) -> Incremental:
+def score_reader(model: PreTrainedModel) -> Reader:
     """Return a reader that applies a sequence-classification model's score layer at every position."""
     head = score_head(model)
     model.train(mode=False)
-    return Incremental(backbone(model), head=head)
+    return reader_of(backbone(model), head=head)
 
 
 def _joined(state: ReadState) -> FloatArray:
@@ -372,7 +372,7 @@ class ProcessRewardWorker(ScorerWorker[TokenRewards]):
         self._label = label
         self._baseline = baseline
         head = token_head(model)
-        super().__init__(model, Incremental(backbone(model), head=head), deterministic=deterministic)
+        super().__init__(model, reader_of(backbone(model), head=head), deterministic=deterministic)
         self._ids = torch.tensor(self._separators, dtype=torch.int64, device=model.device)
 
     @torch.inference_mode()

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from oppo.errors import ModelRefused
-from oppo.hf.introspection import backbone, keeps_logits, score_head
+from oppo.hf.introspection import backbone, keeps_logits, score_head, takes
 from oppo.hf.recipe import ModelRecipe
 from oppo.hf.train.packing import MicroBatch
 
@@ -203,16 +203,20 @@ class ActorCritic(nn.Module):
 
         Values are ``None`` without a critic. The actor's pass records no gradient unless ``actor_learns``.
         """
-        inputs = {"position_ids": batch.positions, "use_cache": False}  # no mask: see MicroBatch
+
+        def inputs(model: PreTrainedModel) -> dict[str, object]:
+            placed = {"position_ids": batch.positions} if takes(model, "position_ids") else {}
+            return {"use_cache": False, **placed}  # no mask: see MicroBatch
 
         def read(model: PreTrainedModel) -> Tensor:
-            hidden: Tensor = model.base_model(batch.ids, **inputs).last_hidden_state[:, batch.keep]
+            trunk = backbone(model)
+            hidden: Tensor = trunk(batch.ids, **inputs(trunk)).last_hidden_state[:, batch.keep]
             return hidden
 
         with torch.set_grad_enabled(actor_learns):
             if self._own_head is None:
                 kept = {"logits_to_keep": batch.keep} if self._keeps else {}
-                logits: Tensor = self.actor(batch.ids, **kept, **inputs).logits
+                logits: Tensor = self.actor(batch.ids, **kept, **inputs(self.actor)).logits
                 logits = logits if self._keeps else logits[:, batch.keep]
             else:
                 hidden = read(self.actor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oppo.errors import ModelRefused
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.kv.states import Gates, StateSlots
 from oppo.hf.probe import probe
@@ -170,8 +170,7 @@ def test_padding_that_changes_the_states_of_a_mixture_is_found_by_the_probe(
                 parameter.fill_(-3.0)  # it remembers
     probe(model)
     monkeypatch.setattr("oppo.hf.kv.states.NEUTRAL", 3.0)
-    with pytest.raises(ModelRefused, match=r"padding before a chunk changes the states|read in pieces"):
-        probe(model)
+    assert re.search(r"padding before a chunk changes the states|read in pieces", tiny.why_whole(model))
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "kimi-linear"])
@@ -232,8 +231,7 @@ def test_a_pass_that_fails_loses_its_rows_and_no_state_is_half_advanced() -> Non
 
 def test_a_time_step_that_is_clamped_in_chunks_only_is_found_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gates, "neutral", lambda _gates, _real: nullcontext())
-    with pytest.raises(ModelRefused, match="read in pieces"):
-        probe(model_of("nemotron-h"))
+    assert "read in pieces" in tiny.why_whole(model_of("nemotron-h"))
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1", "lfm2"])

@@ -140,7 +140,7 @@ def test_a_bidirectional_model_is_refused_since_it_cannot_be_read_as_it_grows(tm
 
     config = BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
     BertForTokenClassification(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelRefused, match="cannot be served row by row: it is not causal"):
+    with pytest.raises(ModelRefused, match="cannot be served: it is not causal"):
         load_process(tmp_path)
 
 
