@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from oppo.report.metrics import METRICS
@@ -13,10 +14,28 @@ PREFACE = """\
 # Metrics
 
 Every metric of a step, made from the declarations in `oppo/report/metrics.py`: change those, then run
-`python -m docs.make_metrics`. The names are the same in `StepReport.metrics` of any run, in `metrics.jsonl`, in
-[TensorBoard and Weights & Biases](runs.md#trackers). Those of the objective, the loss and the policy are TRL's for PPO
-where it has them. A number that is not finite is `null` in `metrics.jsonl`, and left out by the trackers; a metric is
-absent where there is nothing to measure. Metrics of a trainer or a loss of your own are added under their own names.
+`python -m docs.make_metrics`.
+
+Dashboards may know a metric by another name. `run.metric_names` chooses the names in `metrics.jsonl`, in
+[TensorBoard and Weights & Biases](runs.md#trackers) and for the observers of `oppo.train`:
+
+| `run.metric_names` | algorithm | names |
+|---|---|---|
+| `trl` (default) | `ppo`, `reinforce_pp`, `online_dpo` | The first column, TRL's names of PPO where it has one |
+| `trl` | `grpo`, `rloo`, `dr_grpo`, `dapo`, `gspo` | The second column, TRL's names of GRPO, else the first |
+| `verl` | any | The third column, else the first |
+
+A name is given only to a number that means the same; where it differs in detail, its meaning says how. The trackers of
+transformers put `train/` before TRL's names. verl's `perf/time_per_step` is `timing_s/step`, and its
+`training/global_step` the step of a tracker. TRL's `num_tokens` and verl's `perf/throughput`, tokens a second and GPU,
+are not measured.
+
+Graphs of a program report the first column in `StepReport.metrics`; `oppo.report.metrics.Renamed` tells observers
+others. The report, `oppo simulate` and `oppo resume` read runs under any of these names, and under
+[those of earlier versions](#names-of-earlier-versions); `oppo.report.metrics.metrics_of` reads them into a program.
+
+A number that is not finite is `null` in `metrics.jsonl`, and left out by the trackers; a metric is absent where there
+is nothing to measure. Metrics of a trainer or a loss of your own are added under their own names.
 """
 
 
@@ -27,10 +46,15 @@ def page() -> str:
 
 def _sections() -> Iterator[str]:
     for title, metrics in METRICS.items():
-        yield f"## {title}\n\n| metric | unit | meaning |\n|---|---|---|"
+        yield f"## {title}\n\n| metric | TRL's GRPO | verl | unit | meaning |\n|---|---|---|---|---|"
         for each in metrics:
-            yield f"| `{each.name}` | {each.unit} | {each.meaning} |"
+            others = (f"`{name}`" if name else "" for name in (each.trl, each.verl))
+            yield f"| `{each.name}` | {' | '.join(others)} | {each.unit} | {each.meaning} |"
         yield ""
+    yield "## Names of earlier versions\n\n| earlier | today |\n|---|---|"
+    for each in filter(lambda each: each.earlier, chain(*METRICS.values())):
+        yield f"| `{each.earlier}` | `{each.name}` |"
+    yield ""
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "run.trainer": ("placement of the trainer", ""),
     "run.panel": ("progress display", "disable_tqdm"),
     "run.track": ("experiment tracker, logger", "report_to"),
+    "run.metric_names": ("metric names, log keys", ""),
     "run.logged_samples": ("logged samples", "num_sample_generations"),
     "run.trace": ("timeline", ""),
     "run.watchdog_seconds": ("hang timeout", ""),

@@ -51,7 +51,7 @@ def test_training_leaves_a_run_directory_and_loadable_models(
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(each["step"], each["version"], each["trained"]) for each in lines] == [(1, 1, 4), (2, 2, 4)]
     wanted = ("objective/kl", "policy/approxkl_avg", "loss/value_avg", "response_length/mean", "timing_s/update")
-    assert all(name in lines[0] for name in (*wanted, "overlap/hidden_fraction", "staleness/lag_mean"))
+    assert all(name in lines[0] for name in (*wanted, "overlap/hidden_fraction", "staleness/mean"))
     trained = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     carried = next(entry["rollout"] for entry in trained if entry["event"] == "deferred")
     assert story(run / "journal.jsonl", carried)[0]["event"] == "admitted"

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oppo.cli import main
-from oppo.report.records import read
+from oppo.report.metrics import in_own_names, metrics_of
 from tests.forked import Program
 from tests.hf import tiny
 
@@ -169,9 +169,9 @@ def require_bounded_lag(run: Path) -> None:
         return
     step = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["step"]
     deferrals = 0 if step["admission"] == "tail-batched" else step["max_deferrals"]
-    for line in read(run / "metrics.jsonl"):
-        lag = line.get("staleness/lag_max", 0.0)
-        assert isinstance(lag, float | int)
+    for line in metrics_of(run):
+        lag = line.get("staleness/max", 0.0)
+        assert lag is not None
         assert lag <= deferrals + step["lookahead"], f"{run.name}, step {line['step']}: a token lags by {lag} updates"
 
 
@@ -188,8 +188,9 @@ def run(folder: Path, *overrides: str, before: str = "", **environment: str) -> 
 
 
 def records(folder: Path, run_name: str, file: str) -> list[dict[str, Any]]:
-    """Return the lines of a file of a run directory; JSON, so their values are of any type."""
-    return [json.loads(line) for line in (folder / "runs" / run_name / file).read_text(encoding="utf-8").splitlines()]
+    """Return the lines of a file of a run directory, metrics by oppo's names; JSON, so their values are of any type."""
+    lines = [json.loads(line) for line in (folder / "runs" / run_name / file).read_text(encoding="utf-8").splitlines()]
+    return [in_own_names(line) for line in lines] if file == "metrics.jsonl" else lines
 
 
 def _set(overrides: tuple[str, ...]) -> list[str]:

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import anyio
 import numpy as np
@@ -34,6 +34,7 @@ from oppo.hf.loading import load_tokenizer
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.log import logger
 from oppo.models import Sampling
+from oppo.report.metrics import metrics_of
 from oppo.run.train import FINAL, PreparedRun, prepare, run
 from oppo.stages.hold import held
 
@@ -56,23 +57,22 @@ def train(plan: Plan, arm: Arm, seed: int, assets: Assets, directory: Path) -> O
     settings = arm.settings(demo, plan.batch)
     with prepare(settings) as session:
         anyio.run(carry_out, session, arm)
-    lines = (settings.run_directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line) for line in lines]
+    steps = metrics_of(settings.run_directory)
 
     def column(name: str) -> tuple[float, ...]:
-        return tuple(float(step[name]) for step in steps)
+        return tuple(cast("float", step[name]) for step in steps)
 
     return Outcome(
         answers=answers(plan, assets, settings.run_directory / FINAL / "actor"),
         seconds=column("seconds"),
         scores=column("score"),
-        extra=fmean(column("deferral/extra")),
-        lag=fmean(column("staleness/lag_mean")),
+        extra=fmean(column("deferral/overcommit")),
+        lag=fmean(column("staleness/mean")),
         late=fmean(column("deferral/trained_late")),
         off_policy=OffPolicy(
-            lags=column("staleness/lag_mean"),
+            lags=column("staleness/mean"),
             samples=column("mismatch/ess"),
-            largest=max(column("staleness/lag_max")),
+            largest=max(column("staleness/max")),
             kl=fmean(column("mismatch/kl")),
             clipped=fmean(column("policy/clipfrac_avg")),
         ),

@@ -326,7 +326,7 @@ and as often. Each final policy answers the same {plan.examined} held-out prompt
   gain, and seconds is when they had been made, from the start of the run.
 - KL is the median over seeds, and the largest; its difference is of means.
 - Lag, mismatch, effective sample size (ESS) and the share of clipped tokens are means over the steps of
-  `staleness/lag_mean`, `mismatch/kl`, `mismatch/ess` and `policy/clipfrac_avg`.
+  `staleness/mean`, `mismatch/kl`, `mismatch/ess` and `policy/clipfrac_avg`.
 
 ![score against the updates that the writer had seen, and against seconds](convergence-lookahead.svg)
 

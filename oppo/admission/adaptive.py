@@ -134,7 +134,7 @@ class TailAdaptive(AdaptiveOvercommit):
 
     Example:
         >>> TailAdaptive(batch=112).metrics()
-        {'deferral/extra': 0.0}
+        {'deferral/overcommit': 0.0}
     """
 
     batch: int

@@ -56,7 +56,7 @@ class Overcommit:
         pass
 
     def metrics(self) -> Mapping[str, float]:
-        return {"deferral/extra": float(self.overcommit)}
+        return {"deferral/overcommit": float(self.overcommit)}
 
 
 class AdaptiveOvercommit:
@@ -188,4 +188,4 @@ class Continuous:
         pass
 
     def metrics(self) -> Mapping[str, float]:
-        return {"deferral/extra": float(self.overcommit)}
+        return {"deferral/overcommit": float(self.overcommit)}

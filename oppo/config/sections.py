@@ -463,6 +463,11 @@ class RunSection:
         "where metrics go besides metrics.jsonl: `tensorboard`, event files in the run directory; `wandb`, Weights & "
         "Biases, to which the settings go too; each needs the extra of its name",
     )
+    metric_names: Literal["trl", "verl"] = setting(
+        "trl",
+        "whose names the metrics of a step have in metrics.jsonl, in trackers and for observers: `trl`, those of its "
+        "PPO, or of its GRPO for algorithms with groups; `verl`; [metrics.md](metrics.md) has each",
+    )
     logged_samples: Count = setting(4, "rollouts a step written to samples.jsonl with their text")
     trace: Count | Literal["all"] = setting(
         20,

@@ -34,9 +34,9 @@ from oppo.log import routed
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.redact import harmless
-from oppo.report.metrics import hidden_fraction
+from oppo.report.metrics import hidden_fraction, metrics_of
 from oppo.report.records import JOURNAL, read, require_unused
-from oppo.report.run_dir import metrics_of, write_page
+from oppo.report.run_dir import write_page
 from oppo.run.places import require_engine_installed
 from oppo.run.train import FINAL, prepare, run
 from oppo.stages import ScoredRollout

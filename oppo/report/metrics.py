@@ -1,7 +1,8 @@
 """The metrics of a step, each with its unit and meaning (``docs/metrics.md`` has them), and the summary of a run.
 
-They are in :class:`oppo.StepReport`, in ``metrics.jsonl`` and in the trackers under the same names. A trainer or a loss
-of one's own adds others; those are what it says they are.
+Within the package, as in :class:`oppo.StepReport`, a metric has one name. :class:`Renamed` gives observers the name of
+TRL's GRPO or of verl; readers of files take any (:func:`in_own_names`). A trainer or a loss of one's own adds others;
+those are what it says they are.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ import math
 import re
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
+from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import ClassVar, Final, Self, TypeAlias, cast
+from typing import ClassVar, Final, Literal, Self, TypeAlias, TypeVar, cast
 
 from oppo.errors import behind
 from oppo.evaluation import Evaluated
 from oppo.evaluation.evaluate import BEFORE
 from oppo.events import StepReport
+from oppo.graph.engine import notify
 from oppo.observe import Observer, Span
-from oppo.report.records import Record
+from oppo.report.records import METRICS as METRICS_FILE, Record, read
+
+T = TypeVar("T")
 
 TOKENS: Final = "tokens"
 COUNT: Final = "count"
@@ -38,307 +44,282 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: parts in braces stand for any text without a slash.
+        name: in this package; parts in braces stand for any text without a slash.
         unit: of its value.
-        meaning: its description.
+        meaning: its description, and where TRL's or verl's differs.
+        trl: its name in TRL's GRPO, if that is another.
+        verl: its name in verl, if that is another.
+        earlier: its name in files of earlier versions, if that was another.
     """
 
     name: str
     unit: str
     meaning: str
+    trl: str = ""
+    verl: str = ""
+    earlier: str = ""
 
-    def describes(self, name: str) -> bool:
-        """Return whether a metric of this name is this one."""
-        return _pattern(self.name).fullmatch(name) is not None
+
+MetricNames: TypeAlias = Literal["trl", "verl"]
+"""The names of TRL's GRPO, or of verl."""
 
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile("[^/]+".join(map(re.escape, re.split(r"\{\w+\}", name))))
+    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(name)))
 
 
+@cache
 def metric(name: str) -> Metric | None:
-    """Return the declaration of a metric; ``None`` for one that oppo does not make.
+    """Return the declaration of a metric by its name in this package; ``None`` for one that oppo does not make.
 
     Example:
         >>> metric("queue/generate->reward/peak").unit
         'items'
     """
-    return next((each for section in METRICS.values() for each in section if each.describes(name)), None)
+    return next((each for each in chain(*METRICS.values()) if _pattern(each.name).fullmatch(name)), None)
 
 
-METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
-    {
-        "The step": (
-            Metric("step", "ordinal", "Steps made so far, from 1; the trackers have it as their step."),
-            Metric("version", COUNT, "Updates that have been made, this one included."),
-            Metric("score", SCORE, "Mean score of the rollouts that were trained, and of those left out of the loss."),
-            Metric(
-                "seconds",
-                SECONDS,
-                "From the step's start, or the last weight sync before if that is later, to its last weight sync.",
-            ),
-            Metric("trained", "rollouts", "Rollouts that were trained."),
-            Metric("deferred", "rollouts", "Rollouts that are deferred to the next step."),
-            Metric("dropped", "rollouts", "Rollouts that ended without being trained."),
-            Metric("lr", "1", "Learning rate of the actor."),
-            Metric("episode", "rollouts", "Rollouts trained since the run began."),
-        ),
-        "Objective": (
-            Metric(
-                "objective/kl",
-                NATS_PER_RESPONSE,
-                "KL to the reference, by the estimator of the algorithm: the sum over a response's tokens, "
-                "mean over responses; absent without a reference.",
-            ),
-            Metric("objective/kl_coef", "1", "Coefficient of the KL penalty in this step; absent without a reference."),
-            Metric(
-                "objective/entropy",
-                NATS_PER_RESPONSE,
-                "Minus the behaviour log-prob of a response, mean over responses.",
-            ),
-            Metric(
-                "objective/non_score_reward",
-                SCORE,
-                "Minus the mean KL penalty of a response; absent without a reference.",
-            ),
-            Metric("objective/rlhf_reward", SCORE, "Mean shaped score and KL penalty of a response together."),
-            Metric("objective/scores", SCORE, "Mean score."),
-            Metric("objective/scores_std", SCORE, "Standard deviation of the scores."),
-            Metric("objective/shaped_scores", SCORE, "Mean score after scaling, clipping and penalties."),
-            Metric(
-                "objective/group_std",
-                SCORE,
-                "Standard deviation of the shaped scores of a group, mean over groups.",
-            ),
-            Metric(
-                "objective/frac_zero_std",
-                SHARE,
-                "Groups whose shaped scores are all the same, which teach nothing.",
-            ),
-            Metric(
-                "reward/{name}_mean",
-                SCORE,
-                "Of several rewards: the mean of this part over the rollouts it applies to.",
-            ),
-            Metric("reward/{name}_share", SHARE, "Of several rewards: rollouts that this part applies to."),
-            Metric(
-                "bridge/reread_tokens",
-                TOKENS,
-                "Of a reward model that reads text: tokens of a rollout that it had read and that later text changed.",
-            ),
-            Metric(
-                "bridge/tail_tokens",
-                TOKENS,
-                "Of a reward model that reads text: tokens of a rollout that were left to read when it had ended.",
-            ),
-        ),
-        "Loss and policy": (
-            Metric("loss/policy_avg", "1", "Policy loss, mean over minibatches."),
-            Metric("loss/value_avg", "as the returns, squared", "Value loss of the critic, mean over minibatches."),
-            Metric(
-                "policy/approxkl_avg",
-                NATS,
-                "Half the mean square of the log-ratio of current to old probability.",
-            ),
-            Metric("policy/clipfrac_avg", SHARE, "Tokens whose loss was clipped."),
-            Metric(
-                "policy/clipfrac_lag_{lag}",
-                SHARE,
-                "The same of the tokens of one lag: `0`, `1` or `2plus` updates.",
-            ),
-            Metric("policy/entropy_avg", NATS, "Entropy of the policy's distribution."),
-            Metric("policy/kl_avg", NATS, "KL to the reference, of the weights that are trained."),
-            Metric(
-                "policy/margin_avg",
-                "nats",
-                "Of pairs: how much more the policy prefers the better response than the reference does, times beta.",
-            ),
-            Metric("policy/ranked_right_avg", SHARE, "Of pairs: those whose margin is above 0."),
-            Metric("val/clipfrac_avg", SHARE, "Tokens whose value loss was clipped."),
-            Metric("val/ratio", RATIO, "Current over old probability of a token, mean over tokens."),
-            Metric("val/ratio_var", "1", "Variance of that mean over the minibatches."),
-            Metric(
-                "val/num_eos_tokens",
-                TOKENS,
-                "Stop tokens that were sampled in the batch: end-of-sequence tokens, any of them.",
-            ),
-        ),
-        "Trainer": (
-            Metric("train/tokens", TOKENS, "Sampled tokens in the batch, which the loss counts."),
-            Metric("train/minibatches", COUNT, "Optimizer steps."),
-            Metric(
-                "train/minibatches_skipped",
-                COUNT,
-                "Minibatches whose loss or gradient was not finite: no optimizer step.",
-            ),
-            Metric("train/micro_batches", COUNT, "Forward and backward passes."),
-            Metric("train/padding_fraction", SHARE, "Of the tokens that were read, those that are padding."),
-            Metric("train/grad_norm", "1", "Norm of the actor's gradient before clipping, mean over minibatches."),
-            Metric(
-                "train/critic_grad_norm",
-                "1",
-                "Norm of the critic's gradient before clipping, mean over minibatches.",
-            ),
-        ),
-        "Responses": (
-            Metric("response_length/mean", TOKENS, "Mean length of the batch's responses, a tool's tokens included."),
-            Metric("response_length/max", TOKENS, "Length of the longest of them."),
-            Metric("response_length/tokens", TOKENS, "Length of all of them together."),
-            Metric("response_length/capped", SHARE, "Responses that ended at the length cap."),
-        ),
-        "Deferral and selection": (
-            Metric("deferral/carried", "rollouts", "Rollouts that are deferred to the next step."),
-            Metric("deferral/oldest_age", "steps", "Age of the oldest of them; 0 without one."),
-            Metric("deferral/dropped", "rollouts", "Rollouts that were dropped before the update."),
-            Metric("deferral/trained_late", SHARE, "Responses of the batch that were deferred to this step."),
-            Metric(
-                "deferral/length_bias",
-                RATIO,
-                "Mean length of what was trained over that of what was generated, in the last steps; below 1, "
-                "long responses are still to come.",
-            ),
-            Metric("deferral/extra", "units", "Units in flight beyond the batch, as the admission decided."),
-            Metric("deferral/predicted_seconds", SECONDS, "What the adaptive admission expects a step to take."),
-            Metric("deferral/discarded_tokens", TOKENS, "Tokens of rollouts that begin anew in a later step."),
-            Metric("selection/rounds", COUNT, "Rounds of generation, with dynamic sampling."),
-            Metric("selection/rejected", "groups", "Groups that were rejected, with dynamic sampling."),
-            Metric("turns/answer_seconds", SECONDS, "From the end of a turn to its answer, mean over turns."),
-        ),
-        "Staleness": (
-            Metric(
-                "staleness/lag_mean",
-                "updates",
-                "Updates between the weights that sampled a token and those it trains, mean over tokens.",
-            ),
-            Metric("staleness/lag_max", "updates", "The largest of them."),
-            Metric("staleness/stale_tokens", SHARE, "Tokens of an older version."),
-            Metric("staleness/lag_0", SHARE, "Tokens of the current version."),
-            Metric("staleness/lag_1", SHARE, "Tokens of the version before."),
-            Metric("staleness/lag_2plus", SHARE, "Tokens of older versions than that."),
-            Metric(
-                "mismatch/kl",
-                NATS,
-                "KL of the behaviour to the proximal policy over stale tokens, by Schulman's k3; 0 without any.",
-            ),
-            Metric(
-                "mismatch/kl_current",
-                NATS,
-                "The same over tokens of the current version: how decoding and training differ.",
-            ),
-            Metric("mismatch/ess", SHARE, "Effective sample size of the tokens as importance samples (Kong 1992)."),
-            Metric("mismatch/weight", RATIO, "Mean importance weight of a token."),
-            Metric("mismatch/masked", SHARE, "Tokens of weight 0."),
-        ),
-        "Time and overlap": (
-            Metric("timing_s/step", SECONDS, "As `seconds`."),
-            Metric(
-                "timing_s/rollouts",
-                SECONDS,
-                "From the step's start until its batch was complete: decoding and scoring.",
-            ),
-            Metric("timing_s/decode", SECONDS, "Decoding, up to the cut."),
-            Metric(
-                "timing_s/score",
-                SECONDS,
-                "A scorer was at work: a call counts from when its stage makes it to its answer, and calls "
-                "that overlap count once.",
-            ),
-            Metric(
-                "timing_s/score_exposed",
-                SECONDS,
-                "Of these, nothing decoded or trained meanwhile, in this step or one beside it.",
-            ),
-            Metric("timing_s/update", SECONDS, "The update."),
-            Metric("timing_s/weight_sync", SECONDS, "The weight sync."),
-            Metric(
-                "sync/rounding_loss",
-                SHARE,
-                "Of the norm of what adapters add to the weights, the part that the dtype of vLLM rounds away; absent "
-                "without adapters, or where transformers decodes.",
-            ),
-            Metric(
-                "overlap/hidden_fraction",
-                SHARE,
-                "Of the scoring time, what decoding or training hid; absent without scoring.",
-            ),
-            Metric("overlap/chunk", TOKENS, "Size of a chunk, where it is tuned."),
-            Metric("throughput/tokens_per_s", "tokens a second", "Tokens of the trained responses over `seconds`."),
-            Metric("queue/{channel}/peak", "items", "The most items that waited in a channel (`generate->reward`)."),
-            Metric(
-                "queue/{channel}/merged",
-                "items",
-                "Chunks that joined the one before them because the channel was full.",
-            ),
-            Metric(
-                "loop/worst_gap_s",
-                SECONDS,
-                "The longest that the event loop was blocked, by `oppo.liveness.Heartbeat`: in `oppo train`, and in a "
-                "program's run that is `watched`; not in virtual time, which what measures it would keep from jumping.",
-            ),
-        ),
-        "Held-out prompts": (
-            Metric("eval/score", SCORE, "Mean score of the most likely responses, one to each prompt."),
-            Metric(
-                "eval/score_ci95",
-                SCORE,
-                "Half the width of its 95 % confidence interval, over prompts; absent with one prompt.",
-            ),
-            Metric("eval/passed", SHARE, "Of these responses, those that pass (`eval.pass_score`)."),
-            Metric("eval/response_length", TOKENS, "Their mean length."),
-            Metric("eval/capped", SHARE, "Those that ended at the length cap."),
-            Metric("eval/reward/{name}_mean", SCORE, "Of several rewards: the mean of this part."),
-            Metric("eval/reward/{name}_share", SHARE, "Of several rewards: responses that this part applies to."),
-            Metric("eval/turns/answer_seconds", SECONDS, "From the end of a turn to its answer, mean over turns."),
-            Metric("eval/sampled_score", SCORE, "With `eval.samples`: mean score of drawn responses, over prompts."),
-            Metric(
-                "eval/sampled_score_ci95",
-                SCORE,
-                "Half the width of its 95 % confidence interval, over the means of the prompts.",
-            ),
-            Metric(
-                "eval/pass_at_{k}",
-                SHARE,
-                "Probability that one of k drawn responses passes, mean over prompts: the unbiased estimate of Chen et "
-                "al. (2021).",
-            ),
-            Metric("eval/dropped", "responses", "Responses without a score."),
-            Metric("eval/seconds", SECONDS, "The evaluation."),
-        ),
-        "Bottleneck": (
-            Metric("bottleneck/decode", SHARE, "Of the step's time: decoding with every place taken."),
-            Metric("bottleneck/tail", SHARE, "Of the step's time: places left empty by the long tail."),
-            Metric(
-                "bottleneck/cap",
-                SHARE,
-                "Of the step's time: places left empty while responses run into the length cap.",
-            ),
-            Metric(
-                "bottleneck/score",
-                SHARE,
-                "Of the step's time: waiting for scores after decoding, or for a scorer that is slower than decoding.",
-            ),
-            Metric("bottleneck/train", SHARE, "Of the step's time: the update."),
-            Metric(
-                "bottleneck/limit",
-                RATIO,
-                "The largest speed-up by all schedules of as many rows together: streaming, deferral, steps in flight, "
-                "streamed updates, in-flight weight sync. More rows at a time and other hardware are left out.",
-            ),
-            Metric("bottleneck/limit_stream", RATIO, "The same by scoring responses while they are decoded alone."),
-            Metric("bottleneck/limit_defer", RATIO, "The same by that and by deferring stragglers."),
-            Metric(
-                "bottleneck/limit_lookahead",
-                RATIO,
-                "The same by scoring and updating beside decoding (steps in flight, streamed updates), where "
-                "each has hardware of its own.",
-            ),
-            Metric("bottleneck/scoring", RATIO, "Busy time of the slowest scorer over that of decoding."),
-            Metric("bottleneck/capped", "units", "Units that ended at the length cap."),
-            Metric("bottleneck/finished", "units", "Units that were completed."),
-        ),
-    }
-)
+def renamed(metrics: Mapping[str, T], names: MetricNames) -> dict[str, T]:
+    """Return metrics under the names of TRL or verl, as far as these have one.
+
+    Example:
+        >>> renamed({"lr": 0.1, "train/tokens": 8, "of_ones_own": 2}, "verl")
+        {'actor/lr': 0.1, 'train/tokens': 8, 'of_ones_own': 2}
+    """
+    return _renamed(metrics, lambda name: getattr(metric(name), names, "") or name)
+
+
+def in_own_names(record: Mapping[str, T]) -> dict[str, T]:
+    """Return a record with this package's names of the metrics, whichever it was written with, in any version.
+
+    Example:
+        >>> in_own_names({"actor/lr": 0.1, "deferral/carried": 2, "of_ones_own": 3})
+        {'lr': 0.1, 'deferral/deferred': 2, 'of_ones_own': 3}
+    """
+    return _renamed(record, _own_name)
+
+
+def _renamed(record: Mapping[str, T], name_of: Callable[[str], str]) -> dict[str, T]:
+    # a metric of one's own that has the name already keeps it
+    return {name if (other := name_of(name)) in record else other: value for name, value in record.items()}
+
+
+@cache
+def _own_name(name: str) -> str:
+    if metric(name) is None:
+        for each in chain(*METRICS.values()):
+            for other in filter(None, (each.trl, each.verl, each.earlier)):
+                if found := _pattern(other).fullmatch(name):
+                    return each.name.format(**found.groupdict())
+    return name
+
+
+METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
+    "The step": (
+        Metric("step", "ordinal", "Steps made so far, from 1; the trackers have it as their step."),
+        Metric("version", COUNT, "Updates that have been made, this one included."),
+        Metric("score", SCORE, "Mean score of the rollouts that were trained, and of those left out of the loss."),
+        Metric("seconds", SECONDS,
+               "From the step's start, or the last weight sync before if that is later, to its last weight sync."),
+        Metric("trained", "rollouts", "Rollouts that were trained."),
+        Metric("deferred", "rollouts", "Rollouts that are deferred to the next step."),
+        Metric("dropped", "rollouts", "Rollouts that ended without being trained."),
+        Metric("lr", "1", "Learning rate of the actor.", "learning_rate", "actor/lr"),
+        Metric("episode", "rollouts", "Rollouts trained since the run began."),
+    ),
+    "Objective": (
+        Metric("objective/kl", NATS_PER_RESPONSE,
+               "KL to the reference, by the estimator of the algorithm: the sum over a response's tokens, mean over "
+               "responses; absent without a reference."),
+        Metric("objective/kl_coef", "1", "Coefficient of the KL penalty in this step; absent without a reference.",
+               verl="actor/reward_kl_penalty_coeff"),
+        Metric("objective/entropy", NATS_PER_RESPONSE,
+               "Minus the behaviour log-prob of a response, mean over responses."),
+        Metric("objective/non_score_reward", SCORE,
+               "Minus the mean KL penalty of a response; absent without a reference."),
+        Metric("objective/rlhf_reward", SCORE, "Mean shaped score and KL penalty of a response together.",
+               verl="critic/rewards/mean"),
+        Metric("objective/scores", SCORE, "Mean score.", "reward", "critic/score/mean"),
+        Metric("objective/scores_std", SCORE, "Standard deviation of the scores; TRL divides by n - 1.", "reward_std"),
+        Metric("objective/shaped_scores", SCORE, "Mean score after scaling, clipping and penalties."),
+        Metric("objective/group_std", SCORE, "Standard deviation of the shaped scores of a group, mean over groups."),
+        Metric("objective/frac_zero_std", SHARE, "Groups whose shaped scores are all the same, which teach nothing.",
+               "frac_reward_zero_std"),
+        Metric("advantages/mean", "1", "Mean advantage of a token.", verl="critic/advantages/mean"),
+        Metric("returns/mean", SCORE, "Mean return of a token; only with a critic.", verl="critic/returns/mean"),
+        Metric("rewards/{name}/mean", SCORE,
+               "Of several rewards: the mean of this part over the rollouts it applies to.",
+               earlier="reward/{name}_mean"),
+        Metric("rewards/{name}/share", SHARE, "Of several rewards: rollouts that this part applies to.",
+               earlier="reward/{name}_share"),
+        Metric("bridge/reread_tokens", TOKENS,
+               "Of a reward model that reads text: tokens of a rollout that it had read and that later text changed."),
+        Metric("bridge/tail_tokens", TOKENS,
+               "Of a reward model that reads text: tokens of a rollout that were left to read when it had ended."),
+    ),
+    "Loss and policy": (
+        Metric("loss/policy_avg", "1", "Policy loss, mean over minibatches.", verl="actor/pg_loss"),
+        Metric("loss/value_avg", "as the returns, squared", "Value loss of the critic, mean over minibatches.",
+               verl="critic/vf_loss"),
+        Metric("policy/approxkl_avg", NATS,
+               "Half the mean square of the log-ratio of current to old probability; verl takes minus its mean.",
+               verl="actor/ppo_kl"),
+        Metric("policy/clipfrac_avg", SHARE, "Tokens whose loss was clipped.",
+               "clip_ratio/region_mean", "actor/pg_clipfrac"),
+        Metric("policy/clipfrac_staleness_{versions}", SHARE,
+               "The same of the tokens of one staleness: `0`, `1` or `2plus` versions.",
+               earlier="policy/clipfrac_lag_{versions}"),
+        Metric("policy/entropy_avg", NATS,
+               "Entropy of the policy's distribution, mean over minibatches; verl measures it before the update.",
+               "entropy", "actor/entropy"),
+        Metric("policy/kl_avg", NATS,
+               "KL of the trained weights to the reference, by the algorithm's estimator; TRL's GRPO takes k3.",
+               "kl", "actor/kl_loss"),
+        Metric("policy/margin_avg", "nats",
+               "Of pairs: how much more the policy prefers the better response than the reference does, times beta."),
+        Metric("policy/ranked_right_avg", SHARE, "Of pairs: those whose margin is above 0."),
+        Metric("val/clipfrac_avg", SHARE, "Tokens whose value loss was clipped.", verl="critic/vf_clipfrac"),
+        Metric("val/ratio", RATIO, "Current over old probability of a token, mean over tokens."),
+        Metric("val/ratio_var", "1", "Variance of that mean over the minibatches."),
+        Metric("val/num_eos_tokens", TOKENS,
+               "Stop tokens that were sampled in the batch: end-of-sequence tokens, any of them."),
+    ),
+    "Trainer": (
+        Metric("train/tokens", TOKENS, "Sampled tokens in the batch, which the loss counts."),
+        Metric("train/minibatches", COUNT, "Optimizer steps."),
+        Metric("train/minibatches_skipped", COUNT,
+               "Minibatches whose loss or gradient was not finite: no optimizer step."),
+        Metric("train/micro_batches", COUNT, "Forward and backward passes."),
+        Metric("train/padding", SHARE, "Of the tokens that were read, those that are padding.",
+               earlier="train/padding_fraction"),
+        Metric("train/grad_norm", "1", "Norm of the actor's gradient before clipping, mean over minibatches.",
+               "grad_norm", "actor/grad_norm"),
+        Metric("train/critic_grad_norm", "1", "Norm of the critic's gradient before clipping, mean over minibatches.",
+               verl="critic/grad_norm"),
+    ),
+    "Responses": (
+        Metric("response_length/mean", TOKENS,
+               "Mean length of the batch's responses, tool tokens included; TRL counts none of these.",
+               "completions/mean_length"),
+        Metric("response_length/min", TOKENS, "Length of the shortest of them.", "completions/min_length"),
+        Metric("response_length/max", TOKENS, "Length of the longest of them.", "completions/max_length"),
+        Metric("response_length/tokens", TOKENS, "Length of all of them together."),
+        Metric("response_length/capped", SHARE, "Responses that ended at the length cap.",
+               "completions/clipped_ratio", "response_length/clip_ratio"),
+        Metric("response_length/mean_uncapped", TOKENS,
+               "Mean length of the others; absent without any, where TRL has 0.", "completions/mean_terminated_length"),
+        Metric("prompt_length/mean", TOKENS, "Mean length of their prompts."),
+        Metric("prompt_length/min", TOKENS, "Length of the shortest of these."),
+        Metric("prompt_length/max", TOKENS, "Length of the longest of these."),
+        Metric("throughput/tokens", TOKENS, "Prompts and responses of the batch together.",
+               verl="perf/total_num_tokens"),
+    ),
+    "Deferral and selection": (
+        Metric("deferral/deferred", "rollouts", "Rollouts that are deferred to the next step.",
+               earlier="deferral/carried"),
+        Metric("deferral/oldest_age", "steps", "Age of the oldest of them; 0 without one."),
+        Metric("deferral/dropped", "rollouts", "Rollouts that were dropped before the update."),
+        Metric("deferral/trained_late", SHARE, "Responses of the batch that were deferred to this step."),
+        Metric("deferral/length_bias", RATIO,
+               "Mean length of what was trained over that of what was generated, in the last steps; below 1, long "
+               "responses are still to come."),
+        Metric("deferral/overcommit", "units", "Units in flight beyond the batch, as the admission decided.",
+               earlier="deferral/extra"),
+        Metric("deferral/predicted_seconds", SECONDS, "What the adaptive admission expects a step to take."),
+        Metric("deferral/discarded_tokens", TOKENS, "Tokens of rollouts that begin anew in a later step."),
+        Metric("selection/rounds", COUNT, "Rounds of generation, with dynamic sampling."),
+        Metric("selection/rejected", "groups", "Groups that were rejected, with dynamic sampling."),
+        Metric("turns/answer_seconds", SECONDS, "From the end of a turn to its answer, mean over turns."),
+    ),
+    "Staleness": (
+        Metric("staleness/mean", "versions",
+               "Updates between the weights that sampled a token and those it trains, mean over tokens.",
+               earlier="staleness/lag_mean"),
+        Metric("staleness/max", "versions", "The largest of them.", earlier="staleness/lag_max"),
+        Metric("staleness/stale_tokens", SHARE, "Tokens of an older version."),
+        Metric("staleness/share_{versions}", SHARE,
+               "Tokens of one staleness: `0`, the current version; `1`, the one before; `2plus`, older ones.",
+               earlier="staleness/lag_{versions}"),
+        Metric("mismatch/kl", NATS,
+               "KL of the behaviour to the proximal policy over stale tokens, by Schulman's k3; 0 without any."),
+        Metric("mismatch/kl_current", NATS,
+               "The same over tokens of the current version: how decoding and training differ."),
+        Metric("mismatch/ess", SHARE, "Effective sample size of the tokens as importance samples (Kong 1992)."),
+        Metric("mismatch/weight", RATIO, "Mean importance weight of a token."),
+        Metric("mismatch/masked", SHARE, "Tokens of weight 0."),
+    ),
+    "Time and overlap": (
+        Metric("timing_s/step", SECONDS, "As `seconds`.", "step_time"),
+        Metric("timing_s/rollouts", SECONDS,
+               "From the step's start until its batch was complete: decoding and scoring."),
+        Metric("timing_s/decode", SECONDS, "Decoding, up to the cut.", verl="timing_s/gen"),
+        Metric("timing_s/score", SECONDS,
+               "A scorer was at work: a call counts from when its stage makes it to its answer, and calls that "
+               "overlap count once."),
+        Metric("timing_s/score_exposed", SECONDS,
+               "Of these, nothing decoded or trained meanwhile, in this step or one beside it."),
+        Metric("timing_s/update", SECONDS, "The update; verl's is without a critic.", verl="timing_s/update_actor"),
+        Metric("timing_s/weight_sync", SECONDS, "The weight sync.", "", "timing_s/update_weights", "timing_s/publish"),
+        Metric("sync/rounding_loss", SHARE,
+               "Of the norm of what adapters add to the weights, the part that the dtype of vLLM rounds away; absent "
+               "without adapters, or where transformers decodes."),
+        Metric("overlap/hidden_fraction", SHARE,
+               "Of the scoring time, what decoding or training hid; absent without scoring."),
+        Metric("overlap/chunk", TOKENS, "Size of a chunk, where it is tuned."),
+        Metric("throughput/tokens_per_s", "tokens a second", "Tokens of the trained responses over `seconds`."),
+        Metric("queue/{channel}/peak", "items", "The most items that waited in a channel (`generate->reward`)."),
+        Metric("queue/{channel}/merged", "items",
+               "Chunks that joined the one before them because the channel was full."),
+        Metric("loop/worst_gap_s", SECONDS,
+               "The longest that the event loop was blocked, by `oppo.liveness.Heartbeat`: in `oppo train`, and in a "
+               "program's run that is `watched`; not in virtual time, which what measures it would keep from "
+               "jumping."),
+    ),
+    "Held-out prompts": (
+        Metric("eval/score", SCORE, "Mean score of the most likely responses, one to each prompt."),
+        Metric("eval/score_ci95", SCORE,
+               "Half the width of its 95 % confidence interval, over prompts; absent with one prompt."),
+        Metric("eval/passed", SHARE, "Of these responses, those that pass (`eval.pass_score`)."),
+        Metric("eval/response_length", TOKENS, "Their mean length."),
+        Metric("eval/capped", SHARE, "Those that ended at the length cap."),
+        Metric("eval/rewards/{name}/mean", SCORE, "Of several rewards: the mean of this part.",
+               earlier="eval/reward/{name}_mean"),
+        Metric("eval/rewards/{name}/share", SHARE, "Of several rewards: responses that this part applies to.",
+               earlier="eval/reward/{name}_share"),
+        Metric("eval/turns/answer_seconds", SECONDS, "From the end of a turn to its answer, mean over turns."),
+        Metric("eval/sampled_score", SCORE, "With `eval.samples`: mean score of drawn responses, over prompts."),
+        Metric("eval/sampled_score_ci95", SCORE,
+               "Half the width of its 95 % confidence interval, over the means of the prompts."),
+        Metric("eval/pass_at_{k}", SHARE,
+               "Probability that one of k drawn responses passes, mean over prompts: the unbiased estimate of Chen "
+               "et al. (2021)."),
+        Metric("eval/dropped", "responses", "Responses without a score."),
+        Metric("eval/seconds", SECONDS, "The evaluation."),
+    ),
+    "Bottleneck": (
+        Metric("bottleneck/decode", SHARE, "Of the step's time: decoding with every place taken."),
+        Metric("bottleneck/tail", SHARE, "Of the step's time: places left empty by the long tail."),
+        Metric("bottleneck/cap", SHARE,
+               "Of the step's time: places left empty while responses run into the length cap."),
+        Metric("bottleneck/score", SHARE,
+               "Of the step's time: waiting for scores after decoding, or for a scorer that is slower than decoding."),
+        Metric("bottleneck/train", SHARE, "Of the step's time: the update."),
+        Metric("bottleneck/limit", RATIO,
+               "The largest speed-up by all schedules of as many rows together: streaming, deferral, steps in "
+               "flight, streamed updates, in-flight weight sync. More rows at a time and other hardware are left "
+               "out."),
+        Metric("bottleneck/limit_stream", RATIO, "The same by scoring responses while they are decoded alone."),
+        Metric("bottleneck/limit_defer", RATIO, "The same by that and by deferring stragglers.",
+               earlier="bottleneck/limit_carry"),
+        Metric("bottleneck/limit_lookahead", RATIO,
+               "The same by scoring and updating beside decoding (steps in flight, streamed updates), where each has "
+               "hardware of its own."),
+        Metric("bottleneck/scoring", RATIO, "Busy time of the slowest scorer over that of decoding."),
+        Metric("bottleneck/capped", "units", "Units that ended at the length cap."),
+        Metric("bottleneck/finished", "units", "Units that were completed."),
+    ),
+})  # fmt: skip
 """Every metric, by section of the page."""
 
 
@@ -366,6 +347,14 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def metrics_of(run: Path) -> Sequence[Metrics]:
+    """Return the metrics of all steps from a run directory, by our names, without values that are no numbers."""
+    return [
+        {name: value for name, value in in_own_names(each).items() if value is None or isinstance(value, int | float)}
+        for each in read(run / METRICS_FILE)
+    ]
+
+
 def summary(records: Sequence[Mapping[str, float | None]]) -> dict[str, float | int | None]:
     """Return the summary of a run; medians and means leave out steps without the metric."""
     return {
@@ -374,11 +363,11 @@ def summary(records: Sequence[Mapping[str, float | None]]) -> dict[str, float | 
         "dropped": int(sum(column(records, "dropped"))),
         "deferrals": int(sum(column(records, "deferred"))),
         "seconds": math.fsum(column(records, "seconds")),
-        "step_seconds_median": _median(column(records, "seconds")),
-        "score_first": _mean(column(records[:10], "score")),
-        "score_last": _mean(column(records[-10:], "score")),
-        "kl_last": _mean(column(records[-10:], "objective/kl")),
-        "tokens_per_s_median": _median(column(records, "throughput/tokens_per_s")),
+        "step_seconds_median": _of(column(records, "seconds"), statistics.median),
+        "score_first": _of(column(records[:10], "score"), statistics.fmean),
+        "score_last": _of(column(records[-10:], "score"), statistics.fmean),
+        "kl_last": _of(column(records[-10:], "objective/kl"), statistics.fmean),
+        "tokens_per_s_median": _of(column(records, "throughput/tokens_per_s"), statistics.median),
         "hidden_fraction": hidden_fraction(records),
     }
 
@@ -397,12 +386,8 @@ def column(records: Sequence[Mapping[str, float | None]], name: str) -> list[flo
     return [value for each in records if (value := each.get(name)) is not None]
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
+def _of(values: Sequence[float], statistic: Callable[[Sequence[float]], float]) -> float | None:
+    return statistic(values) if values else None
 
 
 def by_version(records: Sequence[Record], name: str) -> list[float | None]:
@@ -427,6 +412,30 @@ def summary_of(records: Sequence[Record]) -> Mapping[str, float | int | None]:
         "eval_score_best": best,
         "eval_steps_best": steps,
     }
+
+
+class Renamed(Observer):
+    """Tells observers of a run, with the metrics of its steps under the names of TRL's GRPO or of verl."""
+
+    def __init__(self, names: MetricNames, *observers: Observer) -> None:
+        self._names: MetricNames = names
+        self._observers = observers
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Pass it on; the report of a step with other names."""
+        item = self._with_names(item)
+        notify(self._observers, lambda observer: observer.on_item(step, stage, item, at))
+
+    def on_span(self, span: Span) -> None:
+        notify(self._observers, lambda observer: observer.on_span(span))
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        """Pass it on with other names."""
+        result = self._with_names(result)
+        notify(self._observers, lambda observer: observer.on_step(step, result, channels))
+
+    def _with_names(self, item: object) -> object:
+        return replace(item, metrics=renamed(item.metrics, self._names)) if isinstance(item, StepReport) else item
 
 
 class Tracker(Observer, ABC):

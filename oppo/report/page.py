@@ -56,7 +56,7 @@ def page(
             ),
             stacked("Step time by phase (s)", _phases(records)),
             stacked("Step time by bottleneck (share)", {part: _column(records, PREFIX + part) for part in PARTS}),
-            *_carried(records),
+            *_deferred(records),
             *_hidden(records),
         ]
     )
@@ -75,7 +75,7 @@ def page(
     )
 
 
-def _carried(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
+def _deferred(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
     deferred = _column(records, "deferred")
     if any(deferred):
         yield lines("Rollouts deferred to the next step", {"deferred": deferred}, within=(0,))

@@ -2,7 +2,7 @@
 
 ====================  ===================================================================================
 ``config.toml``       the resolved settings
-``metrics.jsonl``     one flat object a step, with TRL's names for PPO's metrics
+``metrics.jsonl``     one flat object a step, with TRL's names of metrics or verl's
 ``samples.jsonl``     a few rollouts of each step, with text and score
 ``eval.jsonl``        only where a run is evaluated: one object an evaluation, the first of step 0
 ``journal.jsonl``     the events of every rollout, and the controllers' observation of every step
@@ -43,7 +43,7 @@ from oppo.models import Detokenize
 from oppo.observe import Observer, Span
 from oppo.redact import holds_secret, redacted
 from oppo.report.charts import Excerpt, timeline
-from oppo.report.metrics import Metrics, finite, step_metrics, summary, summary_of
+from oppo.report.metrics import finite, metrics_of, step_metrics, summary, summary_of
 from oppo.report.page import page
 from oppo.report.records import (
     EVALUATIONS,
@@ -348,14 +348,6 @@ def write_page(path: Path, excerpts: Sequence[Excerpt]) -> None:
     opening = timeline(excerpts)
     evaluations = list(read(path / EVALUATIONS))
     put(path / REPORT, [page(path.name, metrics_of(path), list(chain.from_iterable(shown)), opening, evaluations)])
-
-
-def metrics_of(path: Path) -> Sequence[Metrics]:
-    """Return the metrics of all steps from a run directory, without values that are no numbers."""
-    return [
-        {name: value for name, value in each.items() if value is None or isinstance(value, int | float)}
-        for each in read(path / METRICS)
-    ]
 
 
 def _require(config: str, **counts: int) -> None:

@@ -40,7 +40,7 @@ class Rewards(Scorer["float | Drop"]):
     A function that returns ``None`` for a rollout does not apply to it and adds nothing; the weights of the others stay
     as they are. One that returns a ``Drop`` (:meth:`oppo.Drop.because`) drops the rollout, or leaves it to the others,
     as ``on_drop`` says. The mean of each part, and the share of the rollouts that it applies to, are metrics of the
-    step: ``reward/NAME_mean`` and ``reward/NAME_share``.
+    step: ``rewards/NAME/mean`` and ``rewards/NAME/share``.
 
     Args:
         parts: weight and reward of each, by name.
@@ -195,9 +195,9 @@ class Rewards(Scorer["float | Drop"]):
                 return Drop(rollout, f"{part.name}: {score.reason}", score.nonfinite)
         for part in self._parts:
             score = scores[part.name]
-            self._samples.setdefault(f"reward/{part.name}_share", []).append(float(not isinstance(score, Drop)))
+            self._samples.setdefault(f"rewards/{part.name}/share", []).append(float(not isinstance(score, Drop)))
             if not isinstance(score, Drop):
-                self._samples.setdefault(f"reward/{part.name}_mean", []).append(float(score))
+                self._samples.setdefault(f"rewards/{part.name}/mean", []).append(float(score))
                 terms.append((part.weight, score))
         return weighted_sum(terms) if terms else Drop(rollout, NONE_APPLIES)
 

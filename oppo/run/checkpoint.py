@@ -459,6 +459,7 @@ MAY_CHANGE = frozenset(
         "run.steps",
         "run.panel",
         "run.logged_samples",
+        "run.metric_names",
         "run.track",
         "run.trace",
         "run.watchdog_seconds",

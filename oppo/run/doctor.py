@@ -264,7 +264,7 @@ def _ending(tokenizer: HfTokenizer, sampling: Sampling) -> Iterator[str]:
 
 
 def _scored(rewards: Sequence[str], tried: Tried) -> str:
-    parts = ", ".join(f"{name.removeprefix('reward/')} {value:g}" for name, value in tried.parts.items())
+    parts = ", ".join(f"{name.removeprefix('rewards/')} {value:g}" for name, value in tried.parts.items())
     said = [f"drops it ({one.reason})" if isinstance(one, Drop) else f"says {float(one):g}" for one in tried.scores]
     first, second = said
     return (

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 
-from oppo.config.sections import RunSection, Tracker
+from oppo.algorithms.group import GroupAlgorithm
+from oppo.config.sections import RunSection, Tracker as TrackerName
 from oppo.config.settings import Settings
 from oppo.errors import HangError
 from oppo.graph import Run
@@ -21,6 +22,7 @@ from oppo.log import logger, routed
 from oppo.models import Detokenize
 from oppo.observe import Expendable, Observer
 from oppo.report import Panel, RunDirectory, RunLog
+from oppo.report.metrics import Renamed, Tracker
 
 if TYPE_CHECKING:
     from oppo.run.models import Assembly
@@ -67,6 +69,7 @@ def watching(
     assembly: Assembly,
     directory: RunDirectory,
     console: Console,
+    own: Sequence[Observer] = (),
     *,
     first: int,
     last_resort: Callable[[HangError], None] | None = None,
@@ -76,6 +79,7 @@ def watching(
     Args:
         directory: of the run; the first messages name its damaged records.
         console: shows the panel.
+        own: of a program, after the others.
         first: the step with which the run begins or goes on.
         last_resort: as of :class:`oppo.liveness.Watchdog`.
 
@@ -96,8 +100,17 @@ def watching(
         watchdog = watchdog_of(chosen, assembly, directory, [log.on_stall, panel.on_stall], last_resort)
         stack.enter_context(watchdog)
         assembly.listen(directory.model_span, watchdog.on_span)
-        observers = [directory, log, Expendable(panel), watchdog, *trackers]
+        written, others = (with_names(settings, *each) for each in ((directory,), (*trackers, *own)))
+        observers = [*written, log, Expendable(panel), watchdog, *others]
         yield RunObservers(console, log, panel, watchdog, observers)
+
+
+def with_names(settings: Settings, *observers: Observer) -> Sequence[Observer]:
+    """Return observers that are told the metrics of a step by the names that ``run.metric_names`` chooses."""
+    names = settings.run.metric_names
+    if names == "trl" and not isinstance(settings.algorithm, GroupAlgorithm):
+        return observers  # within the package metrics have the names of TRL's PPO
+    return [Renamed(names, *observers)]
 
 
 def panel_of(chosen: RunSection, console: Console, decode: Detokenize) -> Panel:
@@ -139,14 +152,7 @@ EVENTS: Final = "tensorboard"
 """The folder of TensorBoard's event files, in the run directory."""
 
 
-class Closing(Observer, Protocol):
-    """An observer that is completed."""
-
-    def close(self, *, failed: bool = False) -> None:
-        """Complete what it has written of a run that has ended or failed."""
-
-
-def require_trackers(names: Sequence[Tracker]) -> None:
+def require_trackers(names: Sequence[TrackerName]) -> None:
     """Check that the packages of some trackers are installed.
 
     Raises:
@@ -173,7 +179,7 @@ def tracking(settings: Settings, first: int) -> Iterator[Sequence[Observer]]:
 
 
 @contextmanager
-def _completed(name: Tracker, settings: Settings, first: int) -> Iterator[Closing]:
+def _completed(name: TrackerName, settings: Settings, first: int) -> Iterator[Tracker]:
     tracker, failed = _begun(name, settings, first), True
     try:
         yield tracker
@@ -185,7 +191,7 @@ def _completed(name: Tracker, settings: Settings, first: int) -> Iterator[Closin
             logger.warning(f"{type(tracker).__name__} could not be completed: {type(error).__name__}: {error}")
 
 
-def _begun(name: Tracker, settings: Settings, first: int) -> Closing:
+def _begun(name: TrackerName, settings: Settings, first: int) -> Tracker:
     path: Path = settings.run_directory
     if name == "tensorboard":
         from oppo.report.tensorboard import TensorBoard  # noqa: PLC0415 - an extra

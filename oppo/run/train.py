@@ -260,7 +260,9 @@ async def run(
     directory = directory_of(session)
     with (
         directory,
-        watching(settings, assembly, directory, console, first=session.done, last_resort=last_resort) as watch,
+        watching(
+            settings, assembly, directory, console, observers, first=session.done, last_resort=last_resort
+        ) as watch,
     ):
         show_progress(session.graph, watch.panel.on_evaluation)
         async with (
@@ -270,7 +272,7 @@ async def run(
             watch.watchdog.guarding(),
             session.graph.open(
                 session.prompts,
-                observers=[*watch.observers, *observers],
+                observers=watch.observers,
                 lookahead=settings.step.lookahead,
                 gauges={GAP: heartbeat.take},
             ) as running,
@@ -399,7 +401,7 @@ def train(
             loss and settings stay. Its stages ``generate`` and ``update`` are a ``Generate`` and an ``Update``. A
             trainer of its own is a :class:`oppo.models.ResumableTrainer`; the run saves and restores it. A resumed run
             is given the same function again: unlike files, it is not compared.
-        observers: see every item and step, beside those of the run.
+        observers: see every item and step, beside those of the run, with the names of ``run.metric_names``.
 
     Raises:
         OppoError: settings, data or models cannot be used, or the run failed.

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from oppo.admission import Observation, Scoring
 from oppo.errors import ConfigError, DataError, one_line
+from oppo.report.metrics import in_own_names
 from oppo.report.records import JOURNAL, METRICS, WORK, Record, Work, ended, observations, read
 from oppo.simulate.costs import Decoder, Observed, Passes, Reader, ScorerName, System, Updater
 
@@ -339,7 +340,9 @@ class RunRecord:
     @classmethod
     def _of(cls, directory: Path) -> RunRecord:
         seen = observations(directory / JOURNAL)
-        metrics = {cast("int", each["step"]): cast("Mapping[str, Any]", each) for each in read(directory / METRICS)}
+        metrics: dict[int, Mapping[str, Any]] = {
+            cast("int", each["step"]): in_own_names(each) for each in read(directory / METRICS)
+        }
         if any(each.get("selection/rounds", 1) != 1 for each in metrics.values()):
             raise ConfigError(f"the run in {directory} replaces rejected groups, which a simulation does not know yet")
         work = {cast("int", each["step"]): cast("Any", each.get("models", {})) for each in read(directory / WORK)}

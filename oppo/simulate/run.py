@@ -133,7 +133,7 @@ class ScheduleOutcome:
         lags = np.concatenate([each.lags for each in trained])
         lengths = [each.lengths for each in trained]
         predicted = np.array([report.metrics.get("deferral/predicted_seconds", math.nan) for report in steps])
-        extras = tuple(int(report.metrics.get("deferral/extra", 0)) for report in reports)
+        extras = tuple(int(report.metrics.get("deferral/overcommit", 0)) for report in reports)
         cost = None
         if restarts:
             discarded = sum(report.metrics.get("deferral/discarded_tokens", 0.0) for report in steps)

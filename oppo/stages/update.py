@@ -257,33 +257,43 @@ def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:
 
 
 def composition(batch: Batch, version: int) -> Mapping[str, float]:
-    """Return metrics of the batch's lengths, lags and deferrals.
+    """Return metrics of the batch's deferrals, lengths, estimates and staleness.
 
     Args:
-        version: version of the weights that are about to be updated; a token's lag is this minus its own version.
+        version: of the weights that are about to be updated; a token's staleness is this minus its own version.
     """
     metrics = {
-        "deferral/carried": float(len(batch.deferred)),
+        "deferral/deferred": float(len(batch.deferred)),
         "deferral/oldest_age": float(max((event.age for event in batch.deferred), default=0)),
         "deferral/dropped": float(len(batch.dropped)),
     }
     if not len(batch):
         return metrics
-    lengths = np.diff(batch.offsets)
-    lag = version - batch.versions[batch.sampled]
+    lengths, prompts = np.diff(batch.offsets), np.array([len(each.prompt.tokens) for each in batch.responses])
+    capped = np.array([reason == "length" for reason in batch.reasons])
+    staleness = version - batch.versions[batch.sampled]
+    if not capped.all():
+        metrics["response_length/mean_uncapped"] = _mean(lengths[~capped])
+    estimates = {"advantages/mean": batch.advantages, "returns/mean": batch.returns}
+    metrics |= {name: _mean(each[batch.sampled]) for name, each in estimates.items() if each is not None}
     return metrics | {
-        "response_length/mean": float(lengths.mean()),
+        "prompt_length/mean": _mean(prompts),
+        "prompt_length/min": float(prompts.min()),
+        "prompt_length/max": float(prompts.max()),
+        "response_length/mean": _mean(lengths),
+        "response_length/min": float(lengths.min()),
         "response_length/max": float(lengths.max()),
-        "response_length/capped": float(np.mean([reason == "length" for reason in batch.reasons])),
+        "response_length/capped": _mean(capped),
         "response_length/tokens": float(lengths.sum()),
-        "staleness/lag_mean": _mean(lag),
-        "staleness/lag_max": float(lag.max(initial=0)),
-        "staleness/stale_tokens": _mean(lag > 0),
-        "staleness/lag_0": _mean(lag == 0),
-        "staleness/lag_1": _mean(lag == 1),
-        "staleness/lag_2plus": _mean(lag > 1),
+        "throughput/tokens": float(lengths.sum() + prompts.sum()),
+        "staleness/mean": _mean(staleness),
+        "staleness/max": float(staleness.max(initial=0)),
+        "staleness/stale_tokens": _mean(staleness > 0),
+        "staleness/share_0": _mean(staleness == 0),
+        "staleness/share_1": _mean(staleness == 1),
+        "staleness/share_2plus": _mean(staleness > 1),
     }
 
 
-def _mean(values: NDArray[np.integer[Any]] | NDArray[np.bool_]) -> float:
+def _mean(values: NDArray[np.number[Any]] | NDArray[np.bool_]) -> float:
     return float(np.mean(values)) if len(values) else 0.0

@@ -149,7 +149,7 @@ def test_a_step_of_models_that_take_no_time_says_nothing() -> None:
     pipeline = adaptive(Setting(lengths=(5, 9, 3, 30)))
     pipeline.policy.seconds = 0.0
     run_virtual(pipeline.run)
-    assert [step.metrics["deferral/extra"] for step in pipeline.reports] == [0.0] * 3
+    assert [step.metrics["deferral/overcommit"] for step in pipeline.reports] == [0.0] * 3
 
 
 def test_it_says_what_it_expects_of_a_step() -> None:
@@ -158,7 +158,10 @@ def test_it_says_what_it_expects_of_a_step() -> None:
     observations = World(rest=3.0).observations(8)
     told(controller, observations)
     assert controller.predicted_seconds == pytest.approx(np.mean([each.seconds for each in observations]), rel=0.1)
-    assert controller.metrics() == {"deferral/extra": 0.0, "deferral/predicted_seconds": controller.predicted_seconds}
+    assert controller.metrics() == {
+        "deferral/overcommit": 0.0,
+        "deferral/predicted_seconds": controller.predicted_seconds,
+    }
 
 
 def test_the_same_events_make_the_same_decisions_across_a_restart() -> None:
@@ -186,10 +189,10 @@ def test_a_resumed_run_goes_on_with_what_was_learned(tmp_path: Path) -> None:
     run_virtual(whole.run_part, 0, 8, tmp_path)
     run_virtual(first.run_part, 0, 5, tmp_path)
     run_virtual(second.run_part, 5, 8, tmp_path)
-    extras = [step.metrics["deferral/extra"] for step in whole.reports]
+    extras = [step.metrics["deferral/overcommit"] for step in whole.reports]
     assert extras[0] == 0.0
     assert max(extras[1:]) > 0
-    assert [step.metrics["deferral/extra"] for step in (*first.reports, *second.reports)] == extras
+    assert [step.metrics["deferral/overcommit"] for step in (*first.reports, *second.reports)] == extras
     assert same_batches([*first.batches, *second.batches], whole.batches)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,22 @@ from safetensors.torch import save_file
 from benchmarks.ruler import Made
 
 
-def written(run: Path, weight: float = 1.0, at: float = 0.0, reason: str = "stop", score: float = 0.5) -> Made:
+def written(
+    run: Path,
+    weight: float = 1.0,
+    at: float = 0.0,
+    reason: str = "stop",
+    score: float = 0.5,
+    *,
+    names: Mapping[str, float] | None = None,
+) -> Made:
     final = run / "checkpoints" / "final" / "actor"
     final.mkdir(parents=True)
     save_file({"weight": torch.tensor([weight, 2.0])}, final / "model.safetensors")
     for name, record in (
-        ("samples", {"rollout": 0, "completion": "a b"}),
-        ("journal", {"at": at, "event": "finished", "reason": reason}),
-        ("metrics", {"step": 0, "seconds": at, "timing_s/step": at, "objective/scores": score}),
+        ("samples", {"step": 1, "rollout": 0, "completion": "a b"}),
+        ("journal", {"step": 1, "at": at, "event": "finished", "reason": reason}),
+        ("metrics", {"step": 1, "seconds": at, "timing_s/step": at, "objective/scores": score, **(names or {})}),
     ):
         (run / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
     return Made.read(run)
@@ -27,6 +36,13 @@ def written(run: Path, weight: float = 1.0, at: float = 0.0, reason: str = "stop
 
 def test_times_make_no_difference(tmp_path: Path) -> None:
     assert written(tmp_path / "a").differs(written(tmp_path / "b", at=3.0)) == ""
+
+
+def test_metrics_are_compared_by_their_names_of_today_and_new_ones_make_no_difference(tmp_path: Path) -> None:
+    before = written(tmp_path / "a", names={"deferral/carried": 2, "timing_s/publish": 3, "train/padding_fraction": 0})
+    after = written(tmp_path / "b", names={"deferral/deferred": 2, "response_length/min": 3, "train/padding": 0})
+    assert before.differs(after) == ""
+    assert after.differs(before).startswith('metrics: {"response_length/min": 3} is now {}')
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class Tails:
         self.extra = min(self.extra + 1, int(self.share * self.batch))
 
     def metrics(self):
-        return {"deferral/extra": float(self.extra)}
+        return {"deferral/overcommit": float(self.extra)}
 
     def state_dict(self):
         return {"extra": self.extra}
@@ -117,7 +117,7 @@ def test_an_admission_of_a_file_decides_and_its_state_is_resumed(
     assert oppo(folder, "", *chosen) == DONE
     run = str(folder / "runs" / "first")
     assert main(["resume", run, "--set", "run.steps=5"]) == DONE
-    extras = [line["deferral/extra"] for line in records(folder, "first", "metrics.jsonl")]
+    extras = [line["deferral/overcommit"] for line in records(folder, "first", "metrics.jsonl")]
     assert extras == [0, 1, 2, 3, 3]
     resolved = (folder / "runs" / "first" / "config.toml").read_text()
     assert f'admission = "{folder / "mine.py"}:Tails"' in resolved
@@ -137,7 +137,7 @@ def test_a_function_makes_an_admission(folder: Path) -> None:
 
 def test_an_admission_of_earlier_versions_is_given_keys_of_the_step_by_their_names_then(folder: Path) -> None:
     assert oppo(folder, "", *CHOSEN, "step.admission=mine.py:former", "step.overcommit=1") == DONE
-    assert records(folder, "first", "metrics.jsonl")[0]["deferral/extra"] == 1
+    assert records(folder, "first", "metrics.jsonl")[0]["deferral/overcommit"] == 1
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

@@ -56,9 +56,9 @@ def test_a_short_demo_learns_and_leaves_a_run_that_can_be_repeated(
     assert again.run.steps == facts["steps"]
     assert again.step.admission == "adaptive"
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [step["deferral/extra"] for step in steps[:3]] == [0, 0, 0], "it only watches at first"
+    assert [step["deferral/overcommit"] for step in steps[:3]] == [0, 0, 0], "it only watches at first"
     assert all("deferral/predicted_seconds" in step for step in steps[3:])
-    assert max(step["deferral/extra"] for step in steps) <= again.step.batch / 4
+    assert max(step["deferral/overcommit"] for step in steps) <= again.step.batch / 4
 
 
 @pytest.mark.deep

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from docs.make_metrics import PAGE, page
 from oppo.admission.bottleneck import LIMITS, NUMBERS, PARTS, PREFIX
 from oppo.cli import DONE
 from oppo.evaluation.evaluate import PREFIX as HELD_OUT
-from oppo.report.metrics import METRICS, metric
+from oppo.report.metrics import METRICS, in_own_names, metric, renamed
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting
 from tests.workplace import furnish, oppo, records
@@ -40,7 +41,9 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_each_is_declared_once_and_says_something() -> None:
-    assert len(NAMES) == len(set(NAMES))
+    for chosen in ("trl", "verl"):
+        names = [getattr(each, chosen) or each.name for each in chain(*METRICS.values())]
+        assert len(names) == len(set(names))
     for section in METRICS.values():
         assert all(each.unit and each.meaning.endswith(".") for each in section)
 
@@ -48,16 +51,31 @@ def test_each_is_declared_once_and_says_something() -> None:
 def test_a_name_is_found_with_its_variable_parts_and_no_other_is() -> None:
     known = [
         metric("queue/generate->ref_logp/merged"),
-        metric("policy/clipfrac_lag_2plus"),
-        metric("reward/helpful_mean"),
+        metric("policy/clipfrac_staleness_2plus"),
+        metric("rewards/helpful/mean"),
     ]
     assert [each.name for each in known if each] == [
         "queue/{channel}/merged",
-        "policy/clipfrac_lag_{lag}",
-        "reward/{name}_mean",
+        "policy/clipfrac_staleness_{versions}",
+        "rewards/{name}/mean",
     ]
     assert metric("queue/generate->ref_logp") is None
     assert metric("objective/kl_coefficient") is None
+
+
+@pytest.mark.parametrize("kind", ["trl", "verl", "earlier"])
+def test_every_other_name_is_read_back_as_the_metric_it_is(kind: str) -> None:
+    for each in chain(*METRICS.values()):
+        if other := getattr(each, kind):
+            assert metric(other) is None, f"{other} is a metric of another meaning too"
+            filled, name = (re.sub(r"\{\w+\}", "a-1", text) for text in (other, each.name))
+            assert in_own_names({filled: 1.0}) == {name: 1.0}
+
+
+def test_a_metric_of_ones_own_keeps_its_name_and_takes_no_others_away() -> None:
+    own = {"kl": 1.0, "policy/kl_avg": 2.0, "lr": 3.0}
+    assert renamed(own, "trl") == {"kl": 1.0, "policy/kl_avg": 2.0, "learning_rate": 3.0}
+    assert in_own_names(renamed(own, "trl")) == own
 
 
 def named() -> Iterator[str]:
@@ -75,7 +93,7 @@ def named() -> Iterator[str]:
 def test_what_the_code_names_is_declared_and_what_is_declared_the_code_names() -> None:
     spelt = {name for name in named() if NAME.fullmatch(name) and name.split("/")[0] in FOLDERS and name[-1] != "_"}
     spelt |= {*(PREFIX + name for name in (*PARTS, *NUMBERS)), *LIMITS.values()}
-    spelt |= {HELD_OUT + name for name in spelt if name.startswith(("reward/", "turns/"))}
+    spelt |= {HELD_OUT + name for name in spelt if name.startswith(("rewards/", "turns/"))}
     filled = {"queue/{}/{}": ["queue/a/peak", "queue/a/merged"]}
     every = [each for name in spelt for each in filled.get(name, [name])]
     assert len(every) > 60

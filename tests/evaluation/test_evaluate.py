@@ -362,7 +362,7 @@ def answers(groups: list[list[float]], *, length: int = 3, dropped: int = 0) -> 
             zeros = np.zeros(len(tokens), np.float32)
             response = Response(prompt, tokens, zeros, tokens * 0, np.ones(len(tokens), np.bool_))
             rollouts.append(ScoredRollout(Finish(number, response, "length" if group else "eos"), None, score))
-    return Answers(rollouts, tuple(Drop(99, "no") for _ in range(dropped)), {"reward/short_mean": [1.0, 0.0]})
+    return Answers(rollouts, tuple(Drop(99, "no") for _ in range(dropped)), {"rewards/short/mean": [1.0, 0.0]})
 
 
 def test_the_most_likely_responses_have_a_mean_an_interval_and_a_share_that_passed() -> None:
@@ -374,7 +374,7 @@ def test_the_most_likely_responses_have_a_mean_an_interval_and_a_share_that_pass
         "eval/response_length": mean([3, 4, 5, 6]),
         "eval/capped": 0.75,
         "eval/passed": 0.5,
-        "eval/reward/short_mean": 0.5,
+        "eval/rewards/short/mean": 0.5,
     }
     assert "eval/passed" not in of_greedy(answers([[1.0]]), None)
     assert of_greedy(Answers((), (Drop(1, "no"),)), 1.0) == {"eval/dropped": 1}

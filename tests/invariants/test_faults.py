@@ -270,7 +270,7 @@ def check_bounds(run: FaultyPipeline) -> None:
         units = min(s.batch, total - step * s.batch)
         assert len(batch) + len(batch.dropped) == units * s.samples
         most = (0 if run.kind == "batched" else s.max_deferrals) + s.lookahead
-        assert report.metrics.get("staleness/lag_max", 0) <= most
+        assert report.metrics.get("staleness/max", 0) <= most
         assert run.kind == "batched" or len(report.deferred) <= s.extra * s.samples
     for channels in run.tap.channels:
         for counters in channels.values():

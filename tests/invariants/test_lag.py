@@ -39,7 +39,7 @@ def test_no_token_is_older_than_deferral_and_lookahead_allow(setting: Setting, r
     for step, (batch, report) in enumerate(zip(pipeline.batches, pipeline.reports, strict=True)):
         lag = step - batch.versions[batch.sampled]
         assert 0 <= lag.min(initial=0) <= lag.max(initial=0) <= setting.max_deferrals + setting.lookahead
-        assert report.metrics.get("staleness/lag_max", 0) == lag.max(initial=0)
+        assert report.metrics.get("staleness/max", 0) == lag.max(initial=0)
         assert len(batch) <= setting.batch * setting.samples
         assert len(batch.deferred) <= setting.most_carried
         assert max((event.age for event in batch.deferred), default=0) <= setting.max_deferrals

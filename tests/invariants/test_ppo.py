@@ -43,7 +43,7 @@ def test_batches_are_full_and_never_older_than_allowed(setting: Setting) -> None
     assert all(size == setting.batch * setting.samples for size in sizes[:-1])
     assert sum(sizes) == min(setting.prompts, setting.steps * setting.batch) * setting.samples
     oldest = setting.max_deferrals + setting.lookahead
-    assert all(report.metrics.get("staleness/lag_max", 0) <= oldest for report in pipeline.reports)
+    assert all(report.metrics.get("staleness/max", 0) <= oldest for report in pipeline.reports)
     assert all(len(report.deferred) <= setting.extra * setting.samples for report in pipeline.reports)
 
 

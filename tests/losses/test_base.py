@@ -265,7 +265,7 @@ async def test_a_loss_of_ones_own_trains_and_tells_what_it_measures(loss: Compar
     (name,) = (name for name in metrics if name.startswith("loss/"))  # without a KL, which is told apart
     assert metrics[name] == pytest.approx(found, rel=1e-4)
     assert metrics["mismatch/kl_current"] > 0
-    assert ("policy/clipfrac_lag_0" in metrics) == (not isinstance(loss, PairwiseLoss))
+    assert ("policy/clipfrac_staleness_0" in metrics) == (not isinstance(loss, PairwiseLoss))
     assert weights_digest(trainer.core.actor) != before
     assert all(parameter.isfinite().all() for parameter in trainer.core.actor.parameters())
 

@@ -61,10 +61,10 @@ def test_the_sum_is_weighted_and_what_does_not_apply_adds_nothing() -> None:
     assert scored(rewards) == [0.5 * n + (n if n % 2 == 0 else 0) for n in lengths()]
     samples = rewards.capabilities.samples()
     even = [n for n in lengths() if n % 2 == 0]
-    assert samples["reward/long_mean"] == lengths()
-    assert samples["reward/long_share"] == [1.0] * 6
-    assert samples["reward/third_share"] == [float(n % 2 == 0) for n in lengths()]
-    assert samples["reward/third_mean"] == [n / 3 for n in even]
+    assert samples["rewards/long/mean"] == lengths()
+    assert samples["rewards/long/share"] == [1.0] * 6
+    assert samples["rewards/third/share"] == [float(n % 2 == 0) for n in lengths()]
+    assert samples["rewards/third/mean"] == [n / 3 for n in even]
     assert rewards.capabilities.samples() == {}
 
 
@@ -235,9 +235,9 @@ def test_a_model_is_streamed_into_beside_functions_and_the_metrics_are_in_the_re
     run_virtual(mixed.run)
     assert same_batches(alone.batches, mixed.batches)
     for report in mixed.reports:
-        assert report.metrics["reward/model_mean"] == pytest.approx(report.score, rel=1e-6)
-        assert report.metrics["reward/nothing_mean"] == 0
-        assert report.metrics["reward/nothing_share"] == 1
+        assert report.metrics["rewards/model/mean"] == pytest.approx(report.score, rel=1e-6)
+        assert report.metrics["rewards/nothing/mean"] == 0
+        assert report.metrics["rewards/nothing/share"] == 1
 
 
 async def zero(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
@@ -346,7 +346,7 @@ async def test_the_sync_functions_of_several_rewards_may_be_called_in_processes(
     with closing(rewards):
         await rewards.finish(finished(2))
         samples = rewards.capabilities.samples()
-        assert set(samples["reward/here_mean"]) == {float(os.getpid())} != set(samples["reward/apart_mean"])
+        assert set(samples["rewards/here/mean"]) == {float(os.getpid())} != set(samples["rewards/apart/mean"])
     with pytest.raises(RewardError, match="reward function 'lambda': this cannot go to another process"):
         load_reward(f"{tmp_path / 'judges.py'}:unnamed", str, process=True)
 

@@ -173,4 +173,4 @@ async def test_a_part_of_several_rewards_keeps_its_tokens() -> None:
     (score,) = await reward.finish([finish(0, "abc")])
     assert isinstance(score, TokenRewards)
     assert score.rewards.tolist() == [0.5, 0, 2]
-    assert reward.capabilities.samples()["reward/steps_mean"] == [1.0]
+    assert reward.capabilities.samples()["rewards/steps/mean"] == [1.0]

@@ -114,7 +114,7 @@ class Life:
                     pipeline.trainer.version = done
                     await pipeline.trainer.sync_weights(pipeline.policy, pipeline.critic)
                 async for report in run.steps(self.steps - done, drain_after=self._drains_after):
-                    self.extras.append(report.metrics.get("deferral/extra"))
+                    self.extras.append(report.metrics.get("deferral/overcommit"))
                     if report.index == self.signal and run.alive:
                         directory.drained(run.alive[-1])
                         run.drain()

@@ -28,7 +28,7 @@ from tests.workplace import furnish, oppo, records, resume, start, tokenizer
 
 STEPS = 6
 EXACT = (f"run.steps={STEPS}", "run.deterministic=true", "run.checkpoint_every=2", "step.chunk=3", "run.trace=0")
-EXTRA = "deferral/extra"
+EXTRA = "deferral/overcommit"
 PREDICTED = "deferral/predicted_seconds"
 
 

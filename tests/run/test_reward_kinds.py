@@ -154,8 +154,8 @@ def test_every_kind_is_one_of_several_rewards(workplace: Path, capsys: pytest.Ca
     weights = {"plain": 1, "bridged": 0.5, "stepwise": 1, "judged": 1, "alike": 1, "short": 0.1}
     for line in lines:
         step = {name: value for name, value in line.items() if isinstance(value, int | float)}
-        assert all(step[f"reward/{name}_share"] == 1 for name in weights)
-        expected = sum(weight * step[f"reward/{name}_mean"] for name, weight in weights.items())
+        assert all(step[f"rewards/{name}/share"] == 1 for name in weights)
+        expected = sum(weight * step[f"rewards/{name}/mean"] for name, weight in weights.items())
         assert step["objective/scores"] == pytest.approx(expected, abs=1e-4)
         assert "bridge/tail_tokens" in step
 

@@ -39,7 +39,7 @@ def test_groups_are_trained_whole_and_no_critic_is_loaded_or_saved(
     assert "loading the critic" not in said
     lines = records(folder, name, "metrics.jsonl")
     assert [line["trained"] for line in lines] == [9] * 4
-    assert any(line["deferral/carried"] for line in lines)
+    assert any(line["deferral/deferred"] for line in lines)
     for line in lines:
         assert not {"loss/value_avg", "train/critic_grad_norm", "val/clipfrac_avg"} & line.keys()
         assert {"objective/kl", "objective/group_std", "policy/kl_avg"} <= line.keys()
@@ -63,7 +63,7 @@ def test_a_run_that_is_interrupted_while_groups_are_carried_goes_on_to_the_same_
     assert process.returncode == 128 + signal.SIGTERM, said
     made = records(folder, "stopped", "metrics.jsonl")
     assert len(made) < 6
-    assert made[-1]["deferral/carried"]
+    assert made[-1]["deferral/deferred"]
     assert resume(folder, "stopped") == DONE
     assert len(records(folder, "stopped", "metrics.jsonl")) == 6
     assert actor(folder, "stopped") == actor(folder, "whole")

@@ -63,7 +63,7 @@ def test_an_exact_run_is_the_same_wherever_its_models_are(
     assert here == there
     lines = records(folder, "here", "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 7))
-    lags = [line["staleness/lag_max"] for line in lines]
+    lags = [line["staleness/max"] for line in lines]
     assert lags[1] >= 1, "step 1 is decoded with the first weights, while step 0 is trained"
     assert lags[0] == 0
     assert here != train(folder, "alone", "run.steps=6", "run.scorers=thread", "run.checkpoint_every=3")
@@ -139,7 +139,7 @@ def test_weights_that_are_synced_in_flight_are_adopted_within_a_step(
     )
     lines = records(folder, name, "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 7))
-    assert max(float(str(line["staleness/lag_max"])) for line in lines) <= 2 + 1
+    assert max(float(str(line["staleness/max"])) for line in lines) <= 2 + 1
     assert main(["resume", str(folder / "runs" / name), "--set", "step.weight_sync=cut"]) != DONE
 
 
@@ -153,8 +153,8 @@ def test_rollouts_join_while_others_are_decoded(folder: Path, policy: str) -> No
     assert oppo(folder, "", *overrides, f"run.name={name}", f"run.policy={policy}") == DONE
     lines = records(folder, name, "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 7))
-    assert max(float(str(line["staleness/lag_max"])) for line in lines) <= 2 + 1
-    assert max(float(str(line["deferral/carried"])) for line in lines) <= 3
+    assert max(float(str(line["staleness/max"])) for line in lines) <= 2 + 1
+    assert max(float(str(line["deferral/deferred"])) for line in lines) <= 3
     story = records(folder, name, "journal.jsonl")
     ended = [str(line["rollout"]) for line in story if line.get("event") == "finished"]
     assert len(ended) == len(set(ended)) == 6 * 4

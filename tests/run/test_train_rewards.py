@@ -77,10 +77,10 @@ def test_models_and_functions_are_one_score(folder: Path) -> None:
     )
     assert oppo(folder, "", *parts) == DONE
     for step in lines(folder, "mixed"):
-        assert 0 < step["reward/short_share"] <= 1
-        assert step["reward/model_share"] == 1
-        assert step["reward/short_mean"] < 0
-        expected = 2 * step["reward/model_mean"] + 0.5 * step["reward/short_mean"] * step["reward/short_share"]
+        assert 0 < step["rewards/short/share"] <= 1
+        assert step["rewards/model/share"] == 1
+        assert step["rewards/short/mean"] < 0
+        expected = 2 * step["rewards/model/mean"] + 0.5 * step["rewards/short/mean"] * step["rewards/short/share"]
         assert step["objective/scores"] == pytest.approx(expected, abs=1e-4)
 
 
@@ -117,7 +117,7 @@ def test_a_part_drops_a_rollout_or_leaves_it_to_the_others(folder: Path, choice:
     journal = records(folder, choice, "journal.jsonl")
     reasons = {line["reason"] for line in journal if line["event"] == "dropped"}
     assert reasons == ({"picky: no goal"} if choice == "drop" else set())
-    shares = [step["reward/picky_share"] for step in lines(folder, choice)]
+    shares = [step["rewards/picky/share"] for step in lines(folder, choice)]
     assert (statistics.mean(shares) < 1) is (choice == "skip")
 
 
@@ -134,8 +134,8 @@ def test_a_part_has_settings_of_its_own(folder: Path) -> None:
     )
     assert oppo(folder, "", *parts) == DONE
     for step in lines(folder, "apart"):
-        assert step["reward/here_mean"] == step["reward/asked_mean"] == os.getpid()
-        assert step["reward/apart_mean"] != os.getpid()
+        assert step["rewards/here/mean"] == step["rewards/asked/mean"] == os.getpid()
+        assert step["rewards/apart/mean"] != os.getpid()
 
 
 def test_a_process_for_an_async_part_is_refused_where_it_was_asked_for(

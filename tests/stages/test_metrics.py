@@ -184,7 +184,7 @@ def test_a_measure_that_is_not_finite_was_not_measured(kl: float) -> None:
 def test_what_overcommit_decided_is_among_the_metrics() -> None:
     pipeline = Pipeline(Setting(extra=2))
     run_virtual(pipeline.run)
-    assert [step.metrics["deferral/extra"] for step in pipeline.reports] == [2.0, 2.0, 2.0]
+    assert [step.metrics["deferral/overcommit"] for step in pipeline.reports] == [2.0, 2.0, 2.0]
 
 
 def test_what_was_seen_survives_as_json() -> None:
@@ -331,7 +331,7 @@ def test_over_a_long_run_the_lengths_trained_are_those_generated(extra: int) -> 
 @pytest.mark.parametrize("extra", EXTRA)
 def test_nothing_starves_and_the_bias_of_the_first_steps_is_made_good(extra: int) -> None:
     pipeline = simulated(extra)
-    assert max(report.metrics["staleness/lag_max"] for report in pipeline.reports) <= pipeline.setting.max_deferrals
+    assert max(report.metrics["staleness/max"] for report in pipeline.reports) <= pipeline.setting.max_deferrals
     assert sum(report.metrics["deferral/trained_late"] > 0 for report in pipeline.reports) > STEPS / 2
     first = lengths_of(pipeline.batches[:1]).mean()
     assert first < 0.8 * np.mean(pipeline.setting.lengths[: BATCH + extra]), "the first batch is one of short responses"

@@ -65,7 +65,7 @@ def test_weights_are_adopted_in_flight_and_lag_less(lookahead: int) -> None:
         assert len(batch) == BATCH
         lag = step - batch.versions
         assert lag.max() <= 2 + lookahead
-        assert report.metrics["staleness/lag_max"] == lag.max()
+        assert report.metrics["staleness/max"] == lag.max()
     fresh = [len(set(response.versions.tolist())) for batch in trainer.batches for response in batch.responses]
     assert max(fresh) > 2, "a response is written by the weights of several updates"
     assert mean_lag(trainer) < mean_lag(at_the_cut)

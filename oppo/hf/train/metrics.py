@@ -13,8 +13,8 @@ from oppo.hf.train.packing import MicroBatch
 from oppo.hf.train.ranks import Team
 from oppo.losses import Loss, LossValue
 
-LAGS = ("0", "1", "2plus")
-"""Classes of tokens by lag: updates between the weights that sampled a token and those trained now."""
+STALENESS = ("0", "1", "2plus")
+"""Classes of tokens by staleness: versions between the weights that sampled a token and those trained now."""
 
 
 class StalenessMetrics:
@@ -35,21 +35,22 @@ class StalenessMetrics:
         self._version = version
         self.first_minibatch = True
         self._clips = False
-        self._by_lag: list[Tensor] = []
+        self._by_class: list[Tensor] = []
         self._mismatch: list[Tensor] = []
 
     @torch.no_grad()
     def add(self, part: MicroBatch, logprobs: Tensor, evaluated: LossValue) -> None:
         """Add the tokens of a micro-batch, with their current log-probs, float32 [T], and the loss's result."""
-        lag = (self._version - part.versions).clamp(0, len(LAGS) - 1)
-        by_lag = (lag == torch.arange(len(LAGS), device=lag.device)[:, None]) & part.mask  # [L, T]
+        staleness = (self._version - part.versions).clamp(0, len(STALENESS) - 1)
+        classes = torch.arange(len(STALENESS), device=staleness.device)[:, None]
+        by_class = (staleness == classes) & part.mask  # [3, T]
         clipped = torch.zeros_like(part.mask) if evaluated.clipped is None else evaluated.clipped
         self._clips = evaluated.clipped is not None
-        self._by_lag.append(torch.stack((by_lag.sum(1), (by_lag & clipped).sum(1))))
+        self._by_class.append(torch.stack((by_class.sum(1), (by_class & clipped).sum(1))))
         if self.first_minibatch:
             weights = torch.ones_like(logprobs) if evaluated.weights is None else evaluated.weights
             log = torch.where(part.mask, logprobs - part.behaviour, torch.zeros_like(logprobs)).double()
-            stale, current, ratio = by_lag[1:].any(0), by_lag[0], log.exp()
+            stale, current, ratio = by_class[1:].any(0), by_class[0], log.exp()
             divergence = torch.expm1(log) - log
             sums = (
                 (stale * divergence).sum(),
@@ -65,28 +66,18 @@ class StalenessMetrics:
 
     def sum_over(self, team: Team) -> None:
         """Add what the other ranks have measured; a rank that was idle has measured nothing itself."""
-        self._by_lag = [team.sum(_sum(self._by_lag, torch.zeros(2, len(LAGS), dtype=torch.int64)))]
+        self._by_class = [team.sum(_sum(self._by_class, torch.zeros(2, len(STALENESS), dtype=torch.int64)))]
         self._mismatch = [team.sum(_sum(self._mismatch, torch.zeros(8, dtype=torch.float64)))]
         self._clips = bool(team.sum(torch.tensor(int(self._clips))))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics, under the names of ``metrics.jsonl``.
-
-        ``policy/clipfrac_lag_k``: share of the tokens of that lag whose loss was clipped, if the loss clips and there
-        are such tokens.
-        ``mismatch/kl``: KL(behaviour || proximal), nats per token, by Schulman's k3 over stale tokens; 0 without any.
-        ``mismatch/kl_current``: the same over tokens of the current version: the difference between what decoding and
-        training compute, and the effect of a KV cache kept from older weights.
-        ``mismatch/ess``: effective sample size of the tokens as importance samples, ``sum(m)**2 / (n * sum(m**2))``
-        (Kong 1992); 1 if all are current.
-        ``mismatch/weight``, ``mismatch/masked``: mean weight of a token, and the share of tokens with weight 0.
-        """
-        if not self._by_lag:
+        """Return the metrics: ``policy/clipfrac_staleness_*`` of a loss that clips, and ``mismatch/*``."""
+        if not self._by_class:
             return {}
-        counts, clipped = torch.stack(self._by_lag).sum(0).tolist()
+        counts, clipped = torch.stack(self._by_class).sum(0).tolist()
         clipfrac = {
-            f"policy/clipfrac_lag_{lag}": hits / count
-            for lag, count, hits in zip(LAGS, counts, clipped, strict=True)
+            f"policy/clipfrac_staleness_{versions}": hits / count
+            for versions, count, hits in zip(STALENESS, counts, clipped, strict=True)
             if count and self._clips
         }
         stale_kl, stale, current_kl, current, total, squares, weight, masked = (
@@ -166,7 +157,7 @@ class UpdateMetrics:
             "train/minibatches": float(len(self.measured)),
             "train/minibatches_skipped": float(self.minibatches_skipped),
             "train/micro_batches": float(self.micro_batches),
-            "train/padding_fraction": self.padding / self.tokens if self.tokens else 0.0,
+            "train/padding": self.padding / self.tokens if self.tokens else 0.0,
         }
         if not self.measured:
             return work

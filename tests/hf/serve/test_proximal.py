@@ -240,10 +240,10 @@ async def test_where_nothing_is_carried_every_choice_makes_the_same_update_bit_f
     for correction in EVERY:
         assert (await ran(correction, extra=0, steps=2)).digest == plain.digest, correction
     for report in plain.reports:
-        assert report.metrics["staleness/lag_0"] == 1
+        assert report.metrics["staleness/share_0"] == 1
         assert report.metrics["mismatch/kl"] == report.metrics["mismatch/masked"] == 0
         assert report.metrics["mismatch/ess"] == pytest.approx(1, abs=1e-6)
-        assert "policy/clipfrac_lag_1" not in report.metrics
+        assert "policy/clipfrac_staleness_1" not in report.metrics
 
 
 async def test_where_rollouts_are_carried_the_choices_differ_and_the_metrics_say_by_how_much() -> None:
@@ -256,7 +256,7 @@ async def test_where_rollouts_are_carried_the_choices_differ_and_the_metrics_say
     runs = [await ran(correction, extra=3) for correction in chosen]
     assert len({run.digest for run in runs}) == len(chosen)
     for run in runs:
-        stale = [report.metrics for report in run.reports if report.metrics["staleness/lag_1"]]
+        stale = [report.metrics for report in run.reports if report.metrics["staleness/share_1"]]
         assert stale
         for metrics in stale:
             lags = [metrics[f"staleness/lag_{lag}"] for lag in ("0", "1", "2plus")]
@@ -264,7 +264,7 @@ async def test_where_rollouts_are_carried_the_choices_differ_and_the_metrics_say
             assert metrics["mismatch/kl"] > 1e-6
             assert 0 < metrics["mismatch/kl_current"] < 1e-8
             assert 0 < metrics["mismatch/ess"] < 1
-            assert 0 <= metrics["policy/clipfrac_lag_1"] <= 1
+            assert 0 <= metrics["policy/clipfrac_staleness_1"] <= 1
     assert any(report.metrics["mismatch/masked"] > 0 for report in runs[-1].reports)
     assert any(report.metrics["mismatch/weight"] < 1 for report in runs[2].reports)
 

@@ -113,7 +113,7 @@ def require_close(ours: HfTrainer, theirs: HfTrainer) -> None:
 
 def require_equal_metrics(ours: Trained, theirs: Trained) -> None:
     assert ours.skipped == theirs.skipped
-    left_out = {"train/micro_batches", "train/padding_fraction"}
+    left_out = {"train/micro_batches", "train/padding"}
     assert {name: value for name, value in ours.metrics.items() if name not in left_out} == {
         name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in theirs.metrics.items() if name not in left_out
     }

@@ -420,12 +420,12 @@ async def test_the_metrics_of_an_update_are_trls_and_the_work_done(thread: Threa
         "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg", "loss/value_avg",
         "policy/kl_avg", "val/clipfrac_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens", "lr", "episode",
         "train/grad_norm", "train/critic_grad_norm", "train/minibatches", "train/micro_batches",
-        "train/padding_fraction", "train/tokens", "policy/clipfrac_lag_0", "mismatch/kl", "mismatch/kl_current",
+        "train/padding", "train/tokens", "policy/clipfrac_staleness_0", "mismatch/kl", "mismatch/kl_current",
         "mismatch/ess", "mismatch/weight", "mismatch/masked", "train/minibatches_skipped",
     }  # fmt: skip
     assert metrics["train/minibatches"] == 4
     assert metrics["train/micro_batches"] > 4
-    assert 0 < metrics["train/padding_fraction"] < 0.5
+    assert 0 < metrics["train/padding"] < 0.5
     assert metrics["val/num_eos_tokens"] == 1
     assert metrics["episode"] == len(LENGTHS)
     assert metrics["lr"] == 1e-3

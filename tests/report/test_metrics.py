@@ -1,0 +1,124 @@
+"""The metrics of a run under TRL's names and verl's, and read back under oppo's, whichever version wrote them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from oppo.cli import DONE, UNUSABLE, main
+from oppo.report.metrics import metric, metrics_of
+from oppo.report.run_dir import write_page
+from oppo.run.train import train
+from oppo.simulate.calibrate import RunRecord
+from oppo.testing import Recorder
+from tests.report.tracked import board
+from tests.workplace import furnish, oppo, resume
+
+EARLIER = Path(__file__).parent / "earlier"
+"""A run of GRPO with two rewards, as a version wrote it before names changed: files of a run directory."""
+
+GROUPS = (
+    "step.algorithm=grpo", "algorithm.samples=2", "step.batch=2", "step.overcommit=1", "run.steps=2", "run.panel=off",
+)  # fmt: skip
+
+TRL = {
+    "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "clip_ratio/region_mean", "grad_norm", "step_time",
+    "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
+    "learning_rate",
+}  # fmt: skip
+"""Names of TRL's GRPOTrainer."""
+
+VERL = {
+    "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm",
+    "actor/lr", "critic/score/mean", "critic/rewards/mean", "critic/advantages/mean", "response_length/mean",
+    "response_length/max", "response_length/min", "response_length/clip_ratio", "prompt_length/mean",
+    "prompt_length/max", "prompt_length/min", "timing_s/gen", "timing_s/update_actor", "timing_s/step",
+    "timing_s/update_weights", "perf/total_num_tokens",
+}  # fmt: skip
+"""Names of verl."""
+
+CRITIC = {"critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/returns/mean"}
+"""Those of verl's critic."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return furnish(tmp_path_factory.mktemp("names"))
+
+
+def lines(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "expected"),
+    [("trl", GROUPS, TRL), ("verl", GROUPS, VERL), ("verl", GROUPS[-2:], VERL | CRITIC)],
+    ids=["grpo-trl", "grpo-verl", "ppo-verl"],
+)
+def test_a_run_is_written_shown_and_read_under_the_names_that_are_chosen(
+    folder: Path, names: str, settings: tuple[str, ...], expected: set[str]
+) -> None:
+    name = f"{names}-{len(settings)}"
+    seen = Recorder()
+    overrides = [*settings, f"run.name={name}", f"run.metric_names={names}", 'run.track=["tensorboard"]']
+    run = train(folder / "config.toml", overrides, observers=[seen]).path
+    written = lines(run)
+    for line, report in zip(written, seen.reports, strict=True):
+        assert expected <= line.keys()
+        assert report.metrics.keys() <= line.keys(), "observers are told the same names"
+    shown = board(run / "tensorboard")
+    assert expected <= shown.keys()
+    read = metrics_of(run)
+    assert all(metric(each) for line in read for each in line)
+    assert [line["objective/scores"] for line in read] == [line["score"] for line in written]
+    assert len(RunRecord.read(run).steps) == 2, "a simulation is calibrated on it"
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "KL (nats a rollout)" in page
+    assert "exposed scoring" in page
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    assert summary["kl_last"] == pytest.approx(sum(line["objective/kl"] or 0 for line in read) / 2)
+
+
+def test_ppo_keeps_the_names_of_trls_ppo_and_a_resumed_run_may_change_them(folder: Path) -> None:
+    assert oppo(folder, "", "run.name=changed", *GROUPS[-2:], "run.checkpoint_every=2") == DONE
+    assert resume(folder, "changed", "run.steps=4", "run.metric_names=verl") == DONE
+    first, _, third, _ = lines(folder / "runs" / "changed")
+    assert {"objective/scores", "policy/clipfrac_avg", "loss/value_avg"} <= first.keys()
+    assert third.keys() >= VERL | CRITIC
+    before, _, after, _ = metrics_of(folder / "runs" / "changed")
+    assert before.keys() - after.keys() <= {"response_length/mean_uncapped"}
+
+
+def test_a_run_of_an_earlier_version_is_read_under_the_names_of_today(tmp_path: Path) -> None:
+    run = tmp_path / "earlier"
+    run.mkdir()
+    for file in EARLIER.iterdir():
+        (run / file.name).write_bytes(file.read_bytes())
+    was, now = lines(run), metrics_of(run)
+    assert {"deferral/carried", "deferral/extra", "staleness/lag_2plus", "reward/long_mean"} <= was[0].keys()
+    for line, read in zip(was, now, strict=True):
+        assert {name: metric(name) for name in read if metric(name) is None} == {}
+        pairs = {
+            "deferral/carried": "deferral/deferred", "deferral/extra": "deferral/overcommit",
+            "staleness/lag_mean": "staleness/mean", "staleness/lag_2plus": "staleness/share_2plus",
+            "policy/clipfrac_lag_0": "policy/clipfrac_staleness_0", "train/padding_fraction": "train/padding",
+            "timing_s/publish": "timing_s/weight_sync", "bottleneck/limit_carry": "bottleneck/limit_defer",
+            "reward/long_mean": "rewards/long/mean", "reward/same_share": "rewards/same/share",
+        }  # fmt: skip
+        assert {new: line[old] for old, new in pairs.items()} == {new: read[new] for new in pairs.values()}
+    record = RunRecord.read(run)
+    assert [step.weight_sync for step in record.steps] == [line["timing_s/publish"] for line in was]
+    write_page(run, [])
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "Step time by bottleneck" in page
+    assert "Rollouts deferred to the next step" in page
+
+
+def test_other_names_than_these_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(folder / "config.toml"), "--set", "run.metric_names=wandb"]) == UNUSABLE
+    assert re.search(r"run\.metric_names.*'trl'.*'verl'", capsys.readouterr().err, re.DOTALL)
