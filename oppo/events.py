@@ -518,7 +518,7 @@ class StepReport:
         score: mean of the reward model's scalars over the trained rollouts, and those of their batch that were left out
             of the loss; NaN when there are none.
         seconds: from the step's start to its last weight sync.
-        metrics: under the names of the run directory's ``metrics.jsonl``.
+        metrics: by the names that ``docs/metrics.md`` lists first.
     """
 
     index: int

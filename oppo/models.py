@@ -344,7 +344,7 @@ class Trained:
     """The outcome of an update.
 
     Attributes:
-        metrics: under the names of ``metrics.jsonl``.
+        metrics: by the names that ``docs/metrics.md`` lists first.
         nonfinite: rollouts in no optimizer step, because the loss or gradient of all their minibatches was not finite.
         skipped: rollouts of every minibatch whose optimizer step was skipped for that; those in another step are
             trained.

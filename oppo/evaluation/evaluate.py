@@ -380,7 +380,7 @@ class Evaluated:
     Attributes:
         step: after which it was made; :data:`BEFORE` the first.
         version: of the weights.
-        metrics: under the names of ``metrics.jsonl``.
+        metrics: by the names that ``docs/metrics.md`` lists first.
         answers: the most likely response to each prompt, with its score.
     """
 

@@ -98,7 +98,7 @@ def test_what_a_reward_takes_and_its_parts_are_shown(folder: Path, capsys: pytes
     assert "or with the text 'w77'" in said
     assert re.search(r"judges.py:slow says 1, and of a second response it says 1, after \d+\.\d{3} s$", said.strip())
     said = tried(folder, capsys, "rewards.0.source=judges.py:several")
-    assert re.search(r"says 2 \(long_share 1, .*\), and of a second response it says 2, after .* s$", said.strip())
+    assert re.search(r"says 2 \(long/share 1, .*\), and of a second response it says 2, after .* s$", said.strip())
 
 
 def test_a_response_with_turns_is_tried_out_with_the_answers_of_its_environment(
