@@ -465,8 +465,8 @@ class RunSection:
     )
     metric_names: Literal["trl", "verl"] = setting(
         "trl",
-        "names of a step's [metrics](metrics.md) in metrics.jsonl, in trackers and for observers: `trl`, those of TRL's "
-        "PPO, or of its GRPO for algorithms with groups; `verl`, those of verl; what has none there keeps its own",
+        "names of a step's [metrics](metrics.md) in metrics.jsonl, in trackers and for observers: `trl`, TRL's of PPO, "
+        "or of GRPO for algorithms with groups; `verl`, verl's; what has none there keeps its own",
     )
     logged_samples: Count = setting(4, "rollouts a step written to samples.jsonl with their text")
     trace: Count | Literal["all"] = setting(
