@@ -203,9 +203,7 @@ class EnvironmentSection:
         description="call a sync function in its own processes, where it may hold the interpreter lock for long; a "
         "crash is then a failure like others",
     )
-    concurrency: PositiveCount | None = setting(
-        None, "calls of the function that may overlap; absent: 64, or 4 in processes"
-    )
+    concurrency: PositiveCount | None = setting(None, "function calls that may overlap; absent: 64, or 4 in processes")
     timeout: Positive | None = setting(
         None,
         "seconds after which a call of the function has failed, not counting the start of its process; an async "
@@ -442,9 +440,7 @@ class RunSection:
         "seeds the data order, sampling and training; `--set run.seed=N` also sets the seeds of other sections that "
         "were equal to it",
     )
-    deterministic: bool = setting(
-        default=False, description="make every bit independent of timing (slower; float32, CPU)"
-    )
+    deterministic: bool = setting(default=False, description="make all bits independent of timing (slow; float32, CPU)")
     cores: Annotated[int, Field(ge=0, le=1024)] = setting(0, "cores to work with; 0: all that the process may use")
     policy: Literal["thread", "process"] = setting(
         "thread", "where the actor decodes: in a thread, or, on a CPU, in a process, whose death ends the run"
@@ -682,9 +678,7 @@ class StepSection:
 class EvalSection:
     """``[eval]``: how the policy answers held-out prompts while it is trained."""
 
-    prompts: HeldOut = setting(
-        "", "held-out prompts, as `data.prompts`, without weights; when empty nothing is evaluated"
-    )
+    prompts: HeldOut = setting("", "held-out prompts, as `data.prompts`, without weights; empty: no evaluation")
     every: PositiveCount = setting(
         10,
         "steps between evaluations; there is one before the first step and one after the last too, and, with "
