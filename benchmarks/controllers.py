@@ -311,48 +311,49 @@ PREFACE = """\
 # Controllers of overcommit, compared
 
 Made by `python -m benchmarks.controllers` from `benchmarks/results/controllers.json`: do not edit. Every figure comes
-from the real graph of stages (`Generate`, `Score`, `GAE`, `Update`) with models of cost in virtual time. **Nothing was
-measured on a device**; the costs are in `benchmarks/controllers.py`, and the lengths are assumptions. Ratios within one
-engine are meant, not seconds.
+from the real graph of stages (`Generate`, `Score`, `GAE`, `Update`) in virtual time, with models that only cost time.
+**Nothing was measured on a device.** The costs are in `benchmarks/controllers.py`, and the lengths are assumptions.
+Compare ratios within one engine, not seconds.
 
-*Speed* is against the same run with nothing deferred, which streams already. *Lag* is the mean number of versions
-between a rollout's first token and its update; it comes out as Delta / B (Little's law). Deferrals are bounded by 2 for
-all. *Frontier* is the speed over that of a fixed Delta with the same lag, interpolated: more than 1 means that no fixed
-Delta in between does as well.
+- *Speed* is over the same run with nothing deferred, which streams already.
+- *Staleness* is the mean number of versions between a rollout's first token and its update. It comes out as Delta / B
+  (Little's law). No rollout is deferred more than twice.
+- *Frontier* is the speed over that of a fixed Delta with the same staleness, interpolated. Above 1, no fixed Delta in
+  between does as well.
 
-![speed against lag](controllers.svg)
+![speed against staleness](controllers.svg)
 """
 
 AFTERWORD = """\
 ## How `TailAdaptive` decides
 
-It estimates the survival function S of the lengths from the last 8 steps (Kaplan and Meier; what is deferred is
-censored), and the seconds for each decode step and token, each scorer's work, and the rest. For each Delta from 0 to
-B / 4 the decode steps N between two cuts solve
+From the last 8 steps it estimates the survival function S of the lengths (Kaplan and Meier; deferred rollouts are
+censored), the seconds for each decode step and token, the work of each scorer, and the rest. For each Delta from 0 to
+B / 4, the number N of decode steps between two cuts solves
 
     N(Delta) = integral over x >= 0 of  1 - P[Poisson(deferred(x)) <= Delta] * P[Poisson(overdue(x)) = 0]
     deferred(x) = B * sum over k < max_deferrals of S(k N + x),    overdue(x) = B * S(max_deferrals * N + x)
 
-and the predicted step is `max(decode + tail, busy)` of the slowest scorer, plus the rest. The least Delta is taken
-whose `seconds * (1 + price * Delta / B)` is within 1.15 % of the lowest. It does so from the second step on: what one
-step has shown decides it, with a prior of how decoding is paid for.
+The predicted step takes `max(decode + tail, busy)` of the slowest scorer, plus the rest. The controller takes the
+smallest Delta whose `seconds * (1 + price * Delta / B)` is within 1.15 % of the lowest. It decides from the second step
+on: one step is enough, together with a prior for the cost of decoding.
 
 ## How `SlopeAdaptive` decides
 
-As the OPPO paper writes it, once in its text and once, differently, in its Algorithm 1: by the sign of the score's
-slope over 10 steps. The sum of the differences telescopes, so that two noisy scores decide. On a plateau overcommit
-wanders around the middle of its range and does not decay; where scoring, the update or the cap takes the time it pays
-lag for nothing.
+By the sign of the score's slope over 10 steps, as the OPPO paper writes it: once in its text and once, differently, in
+its Algorithm 1. The sum of the differences telescopes, so two noisy scores decide. On a plateau overcommit wanders
+around the middle of its range and does not decay. Where scoring, the update or the cap takes the time, it makes tokens
+stale for nothing.
 
 ## Where `TailAdaptive` does not win
 
 """
 
 ALWAYS = """\
-- Where scoring is the bottleneck, a reward model reads deferred rollouts while the update runs. That is what fixed 8
-  gains there, at a lag; the law does not count on it, since it depends on the order in which the reward model works.
-- In one stationary regime with a tuned Delta it ties: no rule that varies Delta beats the best constant.
-- The window is 8 steps: lengths that change faster are met too late. Small batches (B = 32) make single predictions
+- Where scoring is the bottleneck, a reward model reads deferred rollouts during the update. Fixed 8 gains by that, with
+  staleness. `TailAdaptive` does not count on it, because it depends on the order in which the reward model works.
+- In one stationary regime it ties with a tuned Delta: no rule that varies Delta beats the best constant.
+- The window is 8 steps, so it reacts late to lengths that change faster. Small batches (B = 32) make single predictions
   noisy.
 """
 
@@ -370,12 +371,21 @@ def seeds(results: Results) -> Iterator[str]:
     """Yield the table of all engines and seeds, a line for each pair."""
     yield (
         "## `TailAdaptive` with other lengths, and on both engines\n\n"
-        "Geometric means of speeds and arithmetic ones of lags over the eight regimes; *frontier* and *predicted /\n"
-        "realised* are the least and the greatest of them. *Worth* is the geometric mean of speed / (1 + lag): what\n"
-        "the price of 1 leaves of it; the best fixed Delta is that of the greatest worth. Seed 0 is that of the\n"
-        "tables above. Where more is deferred than with fixed 16, that is what the frontier is.\n"
+        "Geometric means of speed and arithmetic means of staleness over the eight regimes; *frontier* and\n"
+        "*predicted / realised* have their lowest and highest value. *Worth* is the geometric mean of\n"
+        "speed / (1 + staleness), the speed at a price of 1; the best fixed Delta is the one of the highest worth.\n"
+        "Seed 0 is that of the tables above. Where more is deferred than with fixed 16, fixed 16 is the frontier.\n"
     )
-    head = ["engine", "seed", "speed, fixed 8", "lag, fixed 8", "speed", "lag", "worth, best fixed Delta", "worth"]
+    head = [
+        "engine",
+        "seed",
+        "speed, fixed 8",
+        "staleness, fixed 8",
+        "speed",
+        "staleness",
+        "worth, best fixed Delta",
+        "worth",
+    ]
     rows = []
     for engine in ENGINES:
         for seed in SEEDS:
@@ -395,7 +405,7 @@ def tables(results: Results, engine: str) -> Iterator[str]:
     standings = {name: results.standings(engine, name) for name in names}
     yield f"## In the mean of the eight regimes, engine `{engine}`\n"
     yield markdown(
-        ["controller", "speed (geometric mean)", "lag (mean)", "largest lag"],
+        ["controller", "speed (geometric mean)", "staleness (mean)", "largest"],
         [
             [name, f"{mean_speed(of):.3f}", f"{mean_lag(of):.3f}", f"{max(one.outcome.longest_lag for one in of)}"]
             for name, of in standings.items()
@@ -405,9 +415,9 @@ def tables(results: Results, engine: str) -> Iterator[str]:
     head = [
         "regime",
         "speed, fixed 8",
-        "lag, fixed 8",
+        "staleness, fixed 8",
         "speed",
-        "lag",
+        "staleness",
         "mean Delta",
         "frontier",
         "predicted / realised",
@@ -421,7 +431,13 @@ def tables(results: Results, engine: str) -> Iterator[str]:
     yield markdown([*head, "error of one prediction"], rows)
     yield f"\n## `TailBatched` by regime, engine `{engine}`\n"
     yield markdown(
-        ["regime", "speed", "lag", "tokens given up, for each trained", "swing of the batches' mean length"],
+        [
+            "regime",
+            "speed",
+            "staleness",
+            "tokens of aborted rollouts, for each trained",
+            "swing of the batches' mean length",
+        ],
         [
             [one.regime, f"{one.speed:.3f}", f"{one.lag:.3f}", f"{cost.waste:.0%}", f"{cost.swing:.0%}"]
             for one in standings["tail batched"]
@@ -442,11 +458,11 @@ def losses(results: Results, engine: str) -> str:
 def _lost(fixed: Standing, tail: Standing) -> Iterator[str]:
     if tail.speed < 0.995 * fixed.speed:
         yield (
-            f"- {tail.regime}: {1 - tail.speed / fixed.speed:.1%} slower than fixed 8, at lag {tail.lag:.3f} instead "
-            f"of {fixed.lag:.3f}."
+            f"- {tail.regime}: {1 - tail.speed / fixed.speed:.1%} slower than fixed 8, at a staleness of "
+            f"{tail.lag:.3f} instead of {fixed.lag:.3f}."
         )
     if tail.speed < 0.995 * tail.frontier:
-        yield f"- {tail.regime}: {1 - tail.speed / tail.frontier:.1%} behind a fixed Delta of the same lag."
+        yield f"- {tail.regime}: {1 - tail.speed / tail.frontier:.1%} behind a fixed Delta of the same staleness."
 
 
 def figure(results: Results, engine: str) -> str:
@@ -480,7 +496,7 @@ def panel(results: Results, engine: str, regime: str) -> str:
     marks += "".join(_dot(axes.at(*point), COLOURS[name], 4) for name, point in points.items())
     drawn = f'<path d="M{line}" fill="none" stroke="#555" stroke-dasharray="4 3"/>{marks}'
     heading = f'<text y="-8" font-weight="600">{escape(regime)}</text>'
-    return heading + axes.framed(drawn, label="mean lag", end=f"{right:.2f}", y=".2f")
+    return heading + axes.framed(drawn, label="mean staleness", end=f"{right:.2f}", y=".2f")
 
 
 def _dot(place: str, colour: str, radius: float) -> str:

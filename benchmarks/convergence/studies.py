@@ -144,7 +144,7 @@ def noise(results: Results, arm: str, baseline: str) -> str:
     score = examination_error(results, arm, baseline, SCORE, lambda answers: answers.score)
     kl = examination_error(results, arm, baseline, KL, lambda answers: answers.kl)
     return (
-        f"Of every difference, examining only {results.plan.examined} responses has a standard error of {score:.1%} "
+        f"Examining only {results.plan.examined} responses gives every difference a standard error of {score:.1%} "
         f"for the score and {kl:.1%} for the KL."
     )
 
@@ -171,7 +171,7 @@ The demo's task, {plan.steps} steps of {plan.batch} rollouts, with {seeds} seeds
 same for all schedules; {shared(results)}. Each final
 policy answers the same {plan.examined} held-out prompts with the same noise. Differences are paired by seed, with 90 %
 bootstrap intervals, in parts of what serial gained. `serial` is the streamed engine with scoring held until decoding
-has ended; `benchmarks/README.md` says more.
+has ended.
 
 ![score against steps and against seconds](convergence.svg)
 
@@ -182,7 +182,17 @@ has ended; `benchmarks/README.md` says more.
 
 
 def schedules_table(results: Results) -> str:
-    head = ["", "schedule", "score", "against serial", "KL, nats", "against serial", "s a run", "mean lag", "carried"]
+    head = [
+        "",
+        "schedule",
+        "score",
+        "against serial",
+        "KL, nats",
+        "against serial",
+        "s a run",
+        "mean staleness",
+        "deferred",
+    ]
     return markdown(head, [schedules_row(results, arm) for arm in SCHEDULE_ARMS.values()])
 
 
@@ -227,7 +237,7 @@ def conclusion(results: Results, arm: str) -> str:
     late = fmean(each.late for each in results.of(arm))
     score, kl = (difference(results, arm, SERIAL.name, quantity).conclusion for quantity in (SCORE, KL))
     return (
-        f"That `{arm}`, which carried {late:.0%} over, ends within {BAND:.0%} of serial's gain **{score}** for the "
+        f"That `{arm}`, which deferred {late:.0%}, ends within {BAND:.0%} of serial's gain **{score}** for the "
         f"score and **{kl}** for the KL."
     )
 
@@ -286,7 +296,7 @@ LOOKAHEAD_ARMS: Final = {
 }
 """By name.
 
-No arm carries anything over, so that lookahead is the only cause of lag; without it weights would change nothing.
+No arm defers anything, so lookahead is the only cause of staleness; without it weights would change nothing.
 """
 
 PAIRS: Final = (
@@ -310,8 +320,8 @@ def lookahead_section(results: Results) -> str:
 ## What lookahead costs
 
 The same task and {plan.steps} steps of {plan.batch} rollouts, with {len(results.whole())} seeds; {shared(results)}.
-Nothing is deferred, so that lookahead is the only cause of lag: with `step.lookahead = n` the rollouts of step k
-are written by the weights after update max(0, k - n). All arms of a seed train the same prompts in the same batches,
+Nothing is deferred, so lookahead is the only cause of staleness: with `step.lookahead = n` the weights after update
+max(0, k - n) sample the rollouts of step k. All arms of a seed train the same prompts in the same batches,
 and as often. Each final policy answers the same {plan.examined} held-out prompts; the base policy scores
 {base:.2f} on them. Differences are paired by seed, with 90 % bootstrap intervals, in parts of what
 `{BASELINE.name}` gained.
@@ -320,15 +330,15 @@ and as often. Each final policy answers the same {plan.examined} held-out prompt
   `algorithm.is_correction = "truncated"`. Without lookahead no token is stale, and they change no bit.
 - `-tis-b` adds the weights alone: the ratio stays that to the behaviour policy, and so does the clip.
 - `-flight` is `step.weight_sync = "in-flight"`.
-- The first half is the mean score of what was trained, by the number of updates that its writer had seen, from 1 to
-  {plan.steps // 2}. By steps the curve of lookahead n would come n steps later, whatever is learned.
+- The first half is the mean score of what was trained, by the number of updates of the policy that sampled it, from 1
+  to {plan.steps // 2}. By steps the curve of lookahead n would come n steps later, whatever is learned.
 - Updates is how many it takes until the mean score of what was trained has {TARGET:.0%} of `{BASELINE.name}`'s final
-  gain, and seconds is when they had been made, from the start of the run.
+  gain, and seconds is the time until then, from the start of the run.
 - KL is the median over seeds, and the largest; its difference is of means.
-- Lag, mismatch, effective sample size (ESS) and the share of clipped tokens are means over the steps of
+- Staleness, mismatch, effective sample size (ESS) and the share of clipped tokens are means over the steps of
   `staleness/mean`, `mismatch/kl`, `mismatch/ess` and `policy/clipfrac_avg`.
 
-![score against the updates that the writer had seen, and against seconds](convergence-lookahead.svg)
+![score against the updates of the policy that sampled, and against seconds](convergence-lookahead.svg)
 
 {lookahead_table(results)}
 
@@ -339,7 +349,7 @@ and as often. Each final policy answers the same {plan.examined} held-out prompt
 def lookahead_table(results: Results) -> str:
     learned = ["score", "against n0", "first half, against n0"]
     taken = ["updates", "seconds", "s a run"]
-    written = ["KL, nats", "against n0", "tokens", "lag (largest)", "mismatch", "ESS", "clipped"]
+    written = ["KL, nats", "against n0", "tokens", "staleness (largest)", "mismatch", "ESS", "clipped"]
     return markdown(
         ["", "schedule", *learned, *taken, *written], [lookahead_row(results, arm) for arm in LOOKAHEAD_ARMS.values()]
     )
@@ -394,7 +404,7 @@ def lookahead_findings(results: Results) -> str:
             *worth(results, arms),
             runaways(results, arms),
             *(f"{name}: {changes(results, arm, other)}." for arm, other, name in PAIRS),
-            f"One interval in ten leaves out the true difference, and these are {intervals}.",
+            f"One interval in ten misses the true difference, and there are {intervals} here.",
             noise(results, arms[0], BASELINE.name),
         )
     )
@@ -428,8 +438,8 @@ def worth(results: Results, arms: Sequence[str]) -> tuple[str, str]:
     updates = "; ".join(f"`{arm}` {times(each.updates)}" for arm, each in found.items())
     seconds = "; ".join(f"`{arm}` {times(each.seconds)}" for arm, each in found.items())
     return (
-        f"To get {TARGET:.0%} of the gain no later, so many times as fast a step has to be: {updates}.",
-        f"Here that took so many times the seconds of `{BASELINE.name}`: {seconds}.",
+        f"To get {TARGET:.0%} of the gain no later, a step has to be N times as fast: {updates}.",
+        f"Here that took N times the seconds of `{BASELINE.name}`: {seconds}.",
     )
 
 
@@ -449,7 +459,7 @@ def runaways(results: Results, arms: Sequence[str]) -> str:
     beyond = {arm: sum(kl > bound for kl in kls(arm)) for arm in arms}
     told = [f"`{arm}` {count}" for arm, count in beyond.items() if count]
     return (
-        f"Of {len(results.whole())} runs so many ended with more than {RUNAWAY} times the largest KL of "
+        f"Runs of {len(results.whole())} that ended with more than {RUNAWAY} times the largest KL of "
         f"`{BASELINE.name}`: {', '.join(told) or 'none of any arm'}."
     )
 

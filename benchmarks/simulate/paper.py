@@ -288,7 +288,7 @@ def split_table(results: Results) -> Iterator[str]:
     yield ""
 
 
-FIGURES: Final = ("s a step", "speed", "mean lag", "largest", "idle", "of the bound")
+FIGURES: Final = ("s a step", "speed", "mean staleness", "largest", "idle", "of the bound")
 
 
 def figures(base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome], least: float) -> list[str]:
