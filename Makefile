@@ -9,7 +9,7 @@ LOWEST := .venv-lowest
 NEWEST := .venv-newest
 VLLM   := .venv-vllm
 
-.PHONY: demo test test-deep test-lowest test-newest test-vllm test-gpu test-gym test-ray lint types docs bench bench-peer bench-peer-sweep clean
+.PHONY: demo test test-deep test-lowest test-newest test-vllm test-gpu test-gym test-ray lint types docs models-table bench bench-peer bench-peer-sweep clean
 
 demo: $(STAMP)
 	@$(BIN)/oppo demo $(DEMO)
@@ -97,6 +97,10 @@ docs: $(VENV)/.docs
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[docs]'
 	@touch $@
+
+# docs/models.md: every causal model of transformers, tried tiny. Two minutes, and vLLM's environment for its names.
+models-table: $(STAMP) $(VLLM)/.installed
+	$(BIN)/python -m docs.make_models $(VLLM)/bin/python
 
 # The ladder of modes, as a table and a picture: make bench BENCH="--workload paper --layout split"
 bench: $(STAMP)
