@@ -33,7 +33,8 @@ def share_base(model: PreTrainedModel) -> PreTrainedModel:
 def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) -> None:
     """Add an adapter to every linear layer but the last; from now on only the adapters require a gradient.
 
-    The output projections of Mamba layers get none: the layers' fused kernels read their weights past an adapter.
+    A mixture of experts gets adapters in its attention layers only: routers and experts stay as they are. The output
+    projections of Mamba layers get none: the layers' fused kernels read their weights past an adapter.
 
     A new adapter changes no output: one of its two matrices is zero. Adapters are float32, also on a 16-bit base.
     ``save_pretrained`` writes adapters only, and ``from_pretrained`` loads them with their base.
@@ -47,28 +48,32 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
     Raises:
         ConfigError: PEFT is not installed, or not in a version that works with that of transformers; or the rank is
             more than that of the largest layer.
-        ModelRefused: the model is a mixture of experts, whose linear layers PEFT does not find.
+        ModelRefused: the model is a mixture of experts without linear layers in its attention.
     """
-    if has_experts(model):
-        raise ModelRefused(
-            f"{type(model).__name__} is a mixture of experts, to which no adapters are added: set models.lora_rank = 0"
-        )
     require_peft("models.lora_rank")
     from peft import LoraConfig  # noqa: PLC0415 - an extra, for adapters only
 
-    layers = [module.weight for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    if mixture := has_experts(model):
+        linear = {name: module for name, module in linear.items() if _of_attention(name)}
+    if mixture and not linear:
+        raise ModelRefused(
+            f"{type(model).__name__} is a mixture of experts without linear layers in its attention, the only ones of "
+            "a mixture that get adapters: set models.lora_rank = 0"
+        )
+    layers = [module.weight for module in linear.values()]
     if rank > (largest := max(min(weight.shape) for weight in layers)):
         raise ConfigError(
             f"models.lora_rank = {rank} is more than the rank of any layer of {type(model).__name__}, which is at most "
             f"{largest}: expected a lower one, or 0, which trains all weights"
         )
-    transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    transposed = any(isinstance(module, Conv1D) for module in linear.values())
     fused = [f"{name}.out_proj" for name, module in model.named_modules() if hasattr(module, "time_step_limit")]
     adapter = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=0.0,
-        target_modules="all-linear",
+        target_modules=list(linear) if mixture else "all-linear",
         exclude_modules=fused or None,
         fan_in_fan_out=transposed,
     )
@@ -79,6 +84,12 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # 16 bits would round small optimizer steps away
     model.train(mode=False)
+
+
+def _of_attention(name: str) -> bool:
+    # A mixture of attention heads (JetMoE) has its router and its experts below the attention layer.
+    *path, _ = name.split(".")
+    return any("attn" in part or "attention" in part for part in path) and not {"experts", "router"} & {*path}
 
 
 def require_peft(what: str) -> None:

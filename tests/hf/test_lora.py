@@ -87,9 +87,48 @@ def test_adapters_of_a_16_bit_model_have_32_bits_and_serve_as_they_train() -> No
     probe(actor)
 
 
-def test_a_mixture_of_experts_is_refused() -> None:
-    with pytest.raises(ModelRefused, match=r"Qwen3MoeForCausalLM is a mixture of experts.*set models.lora_rank = 0"):
-        add_lora(tiny.causal("qwen3-moe"), 4, 8)
+MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v3", "glm4-moe", "jetmoe", "qwen3-next")
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_gets_adapters_in_its_attention_only(name: str, tmp_path: Path) -> None:
+    def made() -> PreTrainedModel:
+        model = tiny.mixture(name, seed=1)
+        model.train(mode=False)
+        return model
+
+    if name == "qwen3-next" and not CONTINUED:
+        pytest.skip("this transformers serves no recurrent layers")
+    actor, plain = made(), logits(made())
+    add_lora(actor, 4, 8, seed=3)
+    assert torch.equal(logits(actor), plain), "a fresh adapter changes nothing"
+    layers = {each.partition(".lora_")[0] for each in trained(actor)}
+    assert layers
+    assert all("attn" in each or "attention" in each for each in layers)
+    assert not [each for each in layers if "experts" in each or "router" in each or "mlp" in each]
+    with torch.no_grad():
+        for parameter in trained(actor).values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    assert not torch.allclose(logits(actor), plain, atol=1e-3)
+    state, whole = made().state_dict(), merged(actor)
+    assert state.keys() == whole.keys()
+    assert {key.removesuffix(".weight") for key in state if not torch.equal(state[key], whole[key])} == layers
+    served = made()
+    served.load_state_dict(whole)
+    assert torch.allclose(logits(served), logits(actor), atol=1e-4)
+    made().save_pretrained(tmp_path / "base")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    actor.save_pretrained(tmp_path / "adapter")
+    loaded.load_adapter(str(tmp_path / "adapter"))
+    assert torch.equal(logits(loaded.train(mode=False)), logits(actor))
+
+
+def test_a_mixture_without_attention_is_refused() -> None:
+    model = tiny.mixture("mixtral")
+    for layer in model.get_submodule("model.layers").children():
+        layer.self_attn = torch.nn.Identity()
+    with pytest.raises(ModelRefused, match=r"MixtralForCausalLM is a mixture of experts.*set models.lora_rank = 0"):
+        add_lora(model, 4, 8)
 
 
 def test_without_peft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

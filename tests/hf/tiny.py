@@ -283,6 +283,18 @@ ONLY_WHOLE: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 """Models that cannot continue a sequence, and read whole ones."""
 
+MIXTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "mixtral": lambda: build(_named("mixtral"), GROUPED, num_local_experts=6),
+    "olmoe": lambda: build(_named("olmoe"), GROUPED, num_experts=6, num_experts_per_tok=2),
+    "gpt-oss": lambda: build(_named("gpt_oss"), _HEAD_DIM, sliding_window=WINDOW, num_local_experts=6),
+    "glm4-moe": lambda: build(_named("glm4_moe"), _HEAD_DIM, _DEEPSEEK),
+    "ernie4.5-moe": lambda: build(_named("ernie4_5_moe"), GROUPED, moe_num_experts=6, moe_k=2, moe_layer_start_index=0),
+    **{name: CONFIGS[name] for name in ("qwen2-moe", "qwen3-moe")},
+    **{name: WHOLE[name] for name in ("deepseek-v3", "jetmoe")},
+    **{name: STATEFUL[name] for name in ("qwen3-next", "granite-hybrid")},
+}
+"""Mixtures of experts that are trained."""
+
 PLAIN = ("llama", "qwen2", "qwen3", "gpt2", "neox")
 """Those without a sliding window."""
 
@@ -320,6 +332,13 @@ def why_whole(model: PreTrainedModel) -> str:
     """Return the reason why the probe lets a model read whole sequences only."""
     assert probe(model) == "whole"
     return known(only_whole(model))
+
+
+def mixture(name: str, *, seed: int = 0, **settings: object) -> PreTrainedModel:
+    """Return a mixture of experts in training mode with weights drawn from ``seed``, its config changed."""
+    config = MIXTURES[name]()
+    config.update(settings)
+    return of(config, seed=seed)
 
 
 def own_attention() -> PreTrainedModel:

@@ -167,22 +167,12 @@ class HfTrainerCore:
         return Weights(self.counts.version, actor=self.actor.state_dict(), critic=critic, merge=merge)
 
     def write(self, directory: Path) -> None:
-        """Write all that :meth:`restore` needs, and the trained models.
-
-        Raises:
-            OSError: it cannot be written.
-        """
         counts = {"version": self.counts.version, "episodes": self.counts.episodes}
         tensors = gather_training(self.optimisation, self._team)
         self._team.once(lambda: write_training(directory, tensors, counts))
         self.save(directory)
 
     def save(self, directory: Path) -> None:
-        """Write the trained models, loadable by ``from_pretrained``, as ``directory/actor`` and ``directory/critic``.
-
-        Raises:
-            OSError: it cannot be written.
-        """
         self._team.once(partial(self._save, directory))
 
     def _save(self, directory: Path) -> None:
@@ -193,11 +183,6 @@ class HfTrainerCore:
                 self.critic.save_pretrained(directory / "critic", state_dict=merged(self.critic))
 
     def restore(self, directory: Path) -> None:
-        """Continue where the trainer that wrote ``directory`` was.
-
-        Raises:
-            CheckpointError: it was written of other models.
-        """
         self._discard()
         counts = read_training(directory, self.optimisation, self._team)
         self._keep_whole()
@@ -226,12 +211,6 @@ class HfTrainerCore:
         return self._learned(batch, learn)
 
     def accumulate(self, part: Batch) -> None:
-        """Add the gradient of some rows of the coming batch, whole units, to what was accumulated.
-
-        Raises:
-            ConfigError: the gradient of a batch is not a sum over its units: there are several epochs or minibatches,
-                the loss divides by sizes of several kinds, or it reads log-probs that the part lacks.
-        """
         self._require_a_sum()
         require_inputs(self.loss, part)
         if self._partial is None or self._partial.version != self.counts.version:
