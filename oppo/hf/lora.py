@@ -33,8 +33,8 @@ def share_base(model: PreTrainedModel) -> PreTrainedModel:
 def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) -> None:
     """Add an adapter to every linear layer but the last; from now on only the adapters require a gradient.
 
-    A mixture of experts gets adapters in its attention layers only: routers and experts stay as they are. The output
-    projections of Mamba layers get none: the layers' fused kernels read their weights past an adapter.
+    A mixture of experts gets adapters in its attention layers only: routers and experts stay as they are. Of Mamba
+    layers the input projection gets some: fused kernels read the weights of the others past an adapter.
 
     A new adapter changes no output: one of its two matrices is zero. Adapters are float32, also on a 16-bit base.
     ``save_pretrained`` writes adapters only, and ``from_pretrained`` loads them with their base.
@@ -68,7 +68,12 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
             f"{largest}: expected a lower one, or 0, which trains all weights"
         )
     transposed = any(isinstance(module, Conv1D) for module in linear.values())
-    fused = [f"{name}.out_proj" for name, module in model.named_modules() if hasattr(module, "time_step_limit")]
+    fused = [
+        f"{name}.{part}"
+        for name, module in model.named_modules()
+        if hasattr(module, "time_step_limit") or (hasattr(module, "x_proj") and hasattr(module, "dt_proj"))
+        for part in ("x_proj", "dt_proj", "out_proj")
+    ]
     adapter = LoraConfig(
         r=rank,
         lora_alpha=alpha,
