@@ -227,7 +227,6 @@ class Assets:
 
     @property
     def prompts(self) -> Path:
-        """The prompts to train on, as JSON lines."""
         return self.directory / "prompts.jsonl"
 
     @property

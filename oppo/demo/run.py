@@ -370,7 +370,6 @@ class Narrator:
         return observe.now() - self._began
 
     def say(self, words: str) -> None:
-        """Write a sentence."""
         self._console.out(f"{self.seconds:4.0f} s  {words}", highlight=False)
 
     def progress(self, words: str, done: float) -> None:

@@ -66,7 +66,6 @@ class TimedRound:
 
     @property
     def seconds(self) -> float:
-        """From the start of the first step to the end of the last."""
         return self.steps[-1].end - self.steps[0].start
 
     @property
@@ -292,7 +291,6 @@ class Digests:
 
     @property
     def identical(self) -> bool:
-        """Whether both runs made the same tokens."""
         return self.serial == self.streamed
 
 

@@ -319,12 +319,10 @@ class Channel(Generic[T]):
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more can be sent."""
         return self._closed
 
     @property
     def ended(self) -> bool:
-        """Whether the channel is closed and everything has been read."""
         return self._closed and not self._queue
 
     def watch(self, event: anyio.Event) -> None:

@@ -131,12 +131,10 @@ class Source:
         """Do nothing: the reader continues in its next step."""
 
     def describe(self) -> str:
-        """Return its line of the channel table."""
         state = "ended" if self._ended else "waited for" if self._waiting else "idle"
         return f"{SOURCE:<32} {self._taken:>4} taken {state}"
 
     def statistics(self) -> ChannelStatistics:
-        """Return the counters over the whole run."""
         return ChannelStatistics(self._taken, self._taken, 0, 0, 0, 0, 0, self._waiting)
 
 
@@ -326,7 +324,6 @@ class Execution(Generic[T]):
         return f"{self.describe()}\n{self.snapshot().message()}"
 
     def describe(self) -> str:
-        """Return the channel table of this step."""
         title = f"graph {self._topology.name!r}, step {self._step.number}"
         return "\n".join([title, self._source.describe(), channel_table(self._channels.values())])
 
@@ -353,7 +350,6 @@ class Execution(Generic[T]):
 
     @property
     def sent(self) -> bool:
-        """Whether any stage has sent anything."""
         return bool(self._result.items) or any(channel.statistics().sent for channel in self._channels.values())
 
     def statistics(self) -> Mapping[str, Mapping[str, int]]:

@@ -154,7 +154,6 @@ class Node:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of all nodes it reads."""
         return (*self.inputs, *self.named.values())
 
 
@@ -176,7 +175,6 @@ class Topology:
 
     @cached_property
     def by_name(self) -> Mapping[str, Node]:
-        """The nodes by name."""
         return {node.name: node for node in self.nodes}
 
     @cached_property
@@ -305,7 +303,6 @@ class Topology:
         return list(sorter.static_order())
 
     def needed(self) -> frozenset[str]:
-        """Return the result's node and the nodes it depends on."""
         needed: set[str] = set()
         unvisited = [self.result]
         while unvisited:

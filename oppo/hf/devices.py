@@ -228,7 +228,6 @@ class Devices:
 
     @property
     def proximal(self) -> torch.device:
-        """Where the policy is read again."""
         return self.actor
 
     def scoring(self, models: Sequence[str] = SCORED) -> dict[str, torch.device]:
@@ -241,7 +240,6 @@ class Devices:
         return {model: CPU if model in self.remote else device for model, device in on.items()}
 
     def distinct(self) -> list[torch.device]:
-        """Return each device of this machine once."""
         ranks = self.trainer[:1] if "trainer" in self.remote else self.trainer
         scoring = self.scoring([model for model in SCORED if model not in self.remote])
         return list(dict.fromkeys([self.actor, *ranks, *scoring.values()]))
@@ -344,7 +342,6 @@ class DeviceLayout:
         yield from dict.fromkeys([self.acting, *scoring, self.training, self.saving])
 
     def place_of(self, model: str) -> Place:
-        """Return the place of a model that scores."""
         return self.remote.scoring.get(model) or self.scoring[model]
 
     def wait_until_ready(self) -> None:

@@ -143,7 +143,6 @@ class Peak:
         self._thread.join()
 
     def by_device(self) -> dict[torch.device, int]:
-        """Return the most bytes so far on each device that has any."""
         on_gpus = {torch.device("cuda", each): torch.cuda.max_memory_allocated(each) for each in _gpus()}
         return {CPU: max(self._most, self._used()), **{device: most for device, most in on_gpus.items() if most}}
 
@@ -190,7 +189,6 @@ class LiveBytes(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """Run an operation and count what it created."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -297,7 +295,6 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """All of them at once."""
         return self.weights + self.optimizer + self.gradients + self.keys_values + self.activations
 
 

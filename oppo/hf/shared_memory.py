@@ -57,7 +57,6 @@ class TensorLayout:
     requires_grad: bool
 
     def tensor(self, blocks: Sequence[Block]) -> Tensor:
-        """Return the tensor, over the memory of the block."""
         flat = torch.frombuffer(blocks[self.block], dtype=self.dtype)
         view = flat.as_strided(self.shape, self.stride, self.offset)
         return nn.Parameter(view, self.requires_grad) if self.parameter else view
@@ -84,7 +83,6 @@ class SharedModel(Generic[M]):
         self._model = model
 
     def load(self) -> M:
-        """Return the model."""
         return self._model
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:

@@ -171,7 +171,6 @@ class LastWord:
         self._seconds = max(seconds, CPU_SECONDS * (os.cpu_count() or 1))
 
     def wind_up(self) -> None:
-        """Restart the timer."""
         signal.setitimer(signal.ITIMER_PROF, self._seconds)
 
     def __enter__(self) -> Self:
@@ -209,7 +208,6 @@ class Heartbeat:
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
-        """Beat while the context is open."""
         with as_itself():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._beat_forever, name="heartbeat")
@@ -256,7 +254,6 @@ class Stall:
     calls: tuple[str, ...] = ()
 
     def message(self) -> str:
-        """Return the stall in words."""
         steps = [f"in step {each.step} {each.message() or 'no stage is at work'}" for each in self.snapshots]
         state = "; ".join(steps) or "between two steps"
         calls = f"; in a call: {', '.join(self.calls)}" if self.calls else ""
@@ -381,11 +378,9 @@ class Watchdog(Observer):
             raise self._hang
 
     def watch(self, run: Watched) -> None:
-        """Take snapshots of this run from now on."""
         self._run = run
 
     def look(self) -> Stall | None:
-        """Return the stall to report now, if any."""
         at = self._clock()
         seen = (self._moves, self._vitals.progress())
         if not self._guarding or seen != self._seen:

@@ -57,7 +57,6 @@ class Answer:
     value: object
 
     def result(self, process: str) -> object:
-        """Return the value."""
         del process
         return self.value
 
@@ -104,7 +103,6 @@ class Callback(Generic[P, R]):
     oneway: bool = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return what the function returns."""
         return self.function(*args, **kwargs)
 
 

@@ -39,15 +39,12 @@ class Axes:
     top: float
 
     def x(self, value: float) -> float:
-        """Return the pixels from the left edge to a value."""
         return value / self.right * self.width
 
     def y(self, value: float) -> float:
-        """Return the pixels from the top edge down to a value."""
         return self.height - (value - self.bottom) / (self.top - self.bottom) * self.height
 
     def at(self, x: float, y: float) -> str:
-        """Return a point in the syntax of an SVG path."""
         return f"{self.x(x):.1f} {self.y(y):.1f}"
 
     def framed(self, drawn: str, *, label: str = "", start: str = "0", end: str = "", y: str = ".3g") -> str:
@@ -250,12 +247,10 @@ class Excerpt:
 
     @property
     def seconds(self) -> float:
-        """From the start of the first step to the end of the last."""
         return self.steps[-1].end - self.steps[0].start
 
     @property
     def shown(self) -> frozenset[int]:
-        """The steps, by index."""
         return frozenset(step.index for step in self.steps)
 
     @property

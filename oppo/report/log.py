@@ -111,7 +111,6 @@ class RunLog(Observer):
         pass
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Log a step, and each rollout that was dropped in it."""
         del channels
         if not isinstance(result, StepReport):
             return
@@ -129,7 +128,6 @@ class RunLog(Observer):
         )
 
     def note(self, event: str, **facts: object) -> None:
-        """Log facts that qualify the run's results."""
         self._log.warning(event, **facts)
 
     def notice(self, message: str) -> None:

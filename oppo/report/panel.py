@@ -109,7 +109,6 @@ class _Stage:
     seconds: float | None = None
 
     def doing(self, snapshots: Mapping[int, Snapshot], name: str) -> str:
-        """Return what it is doing in the step."""
         if self.seconds is not None:
             return f"done in {self.seconds:.2f} s"
         snapshot = snapshots.get(self.step)
@@ -230,7 +229,6 @@ class Panel(Observer):
         self._notices.append(on_one_line(excerpt(message, _NOTICE)))
 
     def render(self) -> Box:
-        """Return the panel of this moment."""
         head = "waiting for the first step" if self._report is None else line(self._report, self._done, self._steps)
         stages, snapshots = Table.grid(padding=(0, 2)), {each.step: each for each in self._snapshots()}
         for name, stage in dict(self._stages).items():

@@ -326,11 +326,9 @@ class Provenance:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Return what a run with these settings is made of now."""
         return cls(fingerprints(settings), {name: digest(file) for name, file in settings.files.items()}, installed())
 
     def with_digests(self, digests: Mapping[str, str]) -> Provenance:
-        """Return this with the digests of sources that are no files."""
         return replace(self, files={**self.files, **digests})
 
     @classmethod
@@ -352,7 +350,6 @@ class Provenance:
         return cls(under_todays_keys(recorded, rewards), under_todays_keys(files, rewards), libraries)
 
     def state(self) -> State:
-        """Return this as plain values."""
         return {"provenance": asdict(self)}
 
     def changed(self, files: Mapping[str, Path]) -> list[Path]:

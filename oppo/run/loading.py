@@ -38,7 +38,6 @@ class RoleLoader:
         self._devices = devices
 
     def policy(self) -> PreTrainedModel:
-        """Return the causal language model that is trained."""
         path = self._models.policy
         with self.attributed("policy"):
             actor = self._loaded("policy", load_causal, path)
@@ -66,7 +65,6 @@ class RoleLoader:
         return model
 
     def reward_kind(self, path: str) -> RewardKind:
-        """Return the kind of a reward model, by its architecture."""
         return reward_kind(self._located(path), trusted=self._models.trust_remote_code)
 
     def scalar_reward(self, key: str, path: str) -> tuple[Loadable, str | None]:
@@ -93,7 +91,6 @@ class RoleLoader:
         return load_encoder(path, **self._options(key))
 
     def tokenizer(self, path: str) -> HfTokenizer:
-        """Return the tokenizer that comes with a model."""
         return HfTokenizer(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code))
 
     def recipe(self, name: str, kind: ModelKind, path: str, device: torch.device) -> ModelRecipe:

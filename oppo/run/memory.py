@@ -96,7 +96,6 @@ class Expected:
 
     @property
     def where(self) -> str:
-        """The device, and whether it is in the cluster."""
         return f"{self.device} in the cluster" if self.remote else str(self.device)
 
     def __str__(self) -> str:
@@ -111,7 +110,6 @@ class Outlines:
     settings: Settings
 
     def actor(self) -> PreTrainedModel:
-        """Return the policy with its adapters, if any."""
         models = self.settings.models
         actor = self._made("models.policy", CAUSAL, models.policy)
         if models.lora_rank:
@@ -119,7 +117,6 @@ class Outlines:
         return actor
 
     def reference(self) -> PreTrainedModel:
-        """Return the reference."""
         return self._made("models.reference", CAUSAL, self.settings.models.reference)
 
     def reward(self, key: str, reward: ModelRewardSection, load: Load | None) -> Bytes:
@@ -132,7 +129,6 @@ class Outlines:
         return (of_process if found == "process" else of_reward)(make, load)
 
     def kind(self, key: str, reward: ModelRewardSection) -> RewardKind:
-        """Return the kind of a reward model."""
         trusted = self.settings.models.trust_remote_code
         return kind_of(key, reward, reward_kind(self._located(reward.source), trusted=trusted))
 
@@ -142,7 +138,6 @@ class Outlines:
             return located(path, weights=False, trust_remote_code=trusted)
 
     def critic(self) -> PreTrainedModel:
-        """Return the critic, on a trunk of its own."""
         models = self.settings.models
         if models.shared_trunk:
             return value_model_on(self._made("models.policy", CAUSAL, models.policy))
@@ -152,7 +147,6 @@ class Outlines:
         return self._made("models.critic", SCALAR, critic_source(models, self.settings.reward_models, fit))
 
     def trained(self) -> ActorCritic:
-        """Return the models that are trained."""
         actor = self.actor()
         if not self.settings.algorithm.has_critic:
             return ActorCritic(actor)

@@ -75,7 +75,6 @@ class Assembly:
 
     @property
     def policy(self) -> Policy:
-        """The actor."""
         return self.serving.policy
 
     def listen(self, *listeners: SpanListener) -> None:

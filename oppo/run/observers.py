@@ -55,7 +55,6 @@ class RunObservers:
         self.alive = lambda: running.alive
 
     def on_signal(self, by: signal.Signals) -> None:
-        """Log and show what a signal does to the steps in flight."""
         alive = self.alive()
         self.log.on_interrupt(by, alive)
         name = "Ctrl-C" if by is signal.SIGINT else by.name

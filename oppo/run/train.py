@@ -445,7 +445,6 @@ class Reasons:
     _first: dict[str, str] = field(default_factory=dict)
 
     def add(self, drops: Iterable[Drop]) -> None:
-        """Count these too."""
         for drop in drops:
             kind = re.sub(r"\d+", "", drop.reason) if len(self._first) < _KINDS else ""
             self.counts[self._first.setdefault(kind, drop.reason if kind else "other reasons")] += 1

@@ -59,7 +59,6 @@ class Passes:
     pair: float = 0.0
 
     def __add__(self, other: Passes) -> Passes:
-        """Return the costs of both models' passes."""
         return Passes(token=self.token + other.token, pair=self.pair + other.pair)
 
     def reading(self, start: float, stop: float) -> float:
@@ -352,7 +351,6 @@ class Observed:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Observed:
-        """Return the law of single lengths."""
         return cls(tuple((length,) for length in lengths))
 
     @classmethod

@@ -241,7 +241,6 @@ class Job:
         return now - self._lost if self._slowdown == 1 else self._at + (now - self._since) / self._slowdown
 
     def slow_down(self, slowdown: float) -> None:
-        """Take so many times as long from now on."""
         if slowdown != self._slowdown:
             self._since, self._at = anyio.current_time(), self.position
             self._lost, self._slowdown = self._since - self._at, slowdown
@@ -376,7 +375,6 @@ class Lane(Generic[RowT]):
         return self._worked + (0.0 if self._job is None else anyio.current_time() - self._begun)
 
     def made(self, row: RowT) -> int:
-        """Return the tokens of a row by now."""
         seat = self._seats.get(row)
         if seat is None:
             return row.paused
@@ -384,7 +382,6 @@ class Lane(Generic[RowT]):
         return self._made(seat)
 
     def join(self, row: RowT) -> None:
-        """Decode a row as well, from the next decode step on."""
         self.settle()
         seat = Seat(row.paused, self._steps + bool(self._ends), self._joined)
         self._joined += 1
@@ -428,7 +425,6 @@ class Lane(Generic[RowT]):
         self._replan()
 
     def clear(self) -> None:
-        """Forget the places of rows that have ended."""
         self._places = len(self._seats)
 
     async def run(self) -> None:
@@ -496,7 +492,6 @@ class Lane(Generic[RowT]):
         return self._ends[step - self._steps - 1]
 
     def settle(self) -> None:
-        """Count the decode steps that have ended before now."""
         if self._job is None or not self._ends:
             return
         now, steps = self._job.position, 0

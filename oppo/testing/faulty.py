@@ -79,11 +79,9 @@ class _FaultySynced:
 
     @property
     def version(self) -> int:
-        """The version of the weights, as reported."""
         return self.inner.version if self._stale_version is None else self._stale_version
 
     async def load(self, weights: Weights) -> None:
-        """Serve these weights from the next call on."""
         before = self.inner.version
         fault = await self.player.play("load")
         await self.inner.load(weights)
@@ -112,11 +110,9 @@ class FaultyDecode:
         return await self._with_turns.turn()
 
     def proceed(self, given: IntArray) -> bool:
-        """Go on after a turn."""
         return self._with_turns.proceed(given)
 
     def finish(self) -> bool:
-        """End the response with its turn."""
         return self._with_turns.finish()
 
     @property
@@ -124,7 +120,6 @@ class FaultyDecode:
         return cast("TurnDecode", self.inner)
 
     async def aclose(self) -> None:
-        """Give the decode up."""
         await self.player.play("aclose")
         await self.inner.aclose()
 
@@ -198,7 +193,6 @@ class FaultyScorer(Generic[T]):
 
     @property
     def version(self) -> int:
-        """The version of the weights."""
         return self.inner.version
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
@@ -217,7 +211,6 @@ class FaultyScorer(Generic[T]):
         return spoilt_values(values, fault.what) if isinstance(fault, Garbage) else values
 
     async def forget(self, rollouts: Sequence[int]) -> None:
-        """Drop sessions."""
         await self.player.play("forget")
         self._known.difference_update(rollouts)
         await self.inner.forget(rollouts)
@@ -252,26 +245,21 @@ class FaultyTrainer:
 
     @property
     def version(self) -> int:
-        """The number of updates made so far, as reported."""
         return self.inner.version - self._behind
 
     async def update(self, batch: Batch) -> Trained:
-        """Train on one batch."""
         fault = await self.player.play("update")
         return self._with(fault, await self.inner.update(batch))
 
     @property
     def capabilities(self) -> TrainerCapabilities:
-        """Whether it takes a batch in parts, as the trainer does."""
         return TrainerCapabilities(accumulates=TrainerCapabilities.of(self.inner).accumulates)
 
     async def accumulate(self, part: Batch) -> None:
-        """Add a part of the coming batch."""
         await self.player.play("accumulate")
         await cast("StreamingTrainer", self.inner).accumulate(part)
 
     async def commit(self, batch: Batch) -> Trained:
-        """Train on one batch, parts of which were added."""
         fault = await self.player.play("commit")
         return self._with(fault, await cast("StreamingTrainer", self.inner).commit(batch))
 
@@ -310,7 +298,6 @@ class FaultyEnvironment:
         self.player = Player(self.name, self.script)
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
-        """Answer a turn."""
         fault = await self.player.play("answer")
         answer = await self.inner.answer(turn)
         if not isinstance(fault, Garbage) or not isinstance(answer, Answer):

@@ -254,7 +254,6 @@ class Recorder(Observer):
         self._source = source
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Keep an item."""
         self.items.append(Sent(step, stage, item, at))
 
     def on_span(self, span: Span) -> None:
@@ -262,7 +261,6 @@ class Recorder(Observer):
         self.spans.append(span)
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Keep a report."""
         del step, channels
         if isinstance(result, StepReport):
             self.reports.append(result)

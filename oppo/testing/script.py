@@ -159,7 +159,6 @@ class Fault:
 
     @property
     def place(self) -> str:
-        """The call that goes wrong, in words."""
         return f"call {self.call} of {self.method}() of {self.model!r}"
 
     def strikes(self, call: int) -> bool:

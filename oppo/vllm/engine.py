@@ -159,7 +159,6 @@ class VllmEngine:
 
     @property
     def log(self) -> Path:
-        """The file that its processes write to."""
         return self._log.path
 
     @property

@@ -167,11 +167,9 @@ class Children:
 
     @property
     def pids(self) -> list[int]:
-        """Ids of those that live."""
         return [pid for pid, child in self._seen().items() if child.is_alive()]
 
     def keep(self) -> None:
-        """Count only those that were started up to now."""
         self._seen()
         self._before |= {child.pid for child in multiprocessing.active_children()}
 

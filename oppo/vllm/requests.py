@@ -157,7 +157,6 @@ class Request:
         return over
 
     def release(self) -> None:
-        """Let the reader have the end of the response."""
         if self.rollout.ending:
             self.rollout.end()
             return

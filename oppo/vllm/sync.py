@@ -446,17 +446,14 @@ class BlockingClient:
         return self.portal.call
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have the workers join."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest  # noqa: PLC0415
 
         self._call(self._llm.init_weight_transfer_engine, WeightTransferInitRequest(init_info=init_info))
 
     def start_weight_update(self) -> None:
-        """Begin an update."""
         self._call(self._llm.start_weight_update)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Have the workers load weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415
 
         if handles := update_info.get("ipc_handles"):
@@ -464,7 +461,6 @@ class BlockingClient:
         self._call(self._llm.update_weights, WeightTransferUpdateRequest(update_info=update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End the update."""
         self._call(self._llm.finish_weight_update, weight_version)
 
 

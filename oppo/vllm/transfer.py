@@ -27,7 +27,6 @@ class Unpacked(UnquantizedEmbeddingMethod):
     """Weights of an embedding as they are; should it ever multiply, then with these, and not with a packed copy."""
 
     def process_weights_after_loading(self, layer: VocabParallelEmbedding) -> None:
-        """Spare the packed copy."""
         layer.cpu_linear = torch.nn.functional.linear
 
 
@@ -51,7 +50,6 @@ class HandleTransfer(IPCWeightTransferEngine):
     """vLLM's transfer within a GPU, of handles that came without pickles."""
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
-        """Return the update with handles as torch has them."""
         return super().parse_update_info({**update_dict, "ipc_handles": restored(update_dict["ipc_handles"])})
 
 
@@ -82,7 +80,6 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdate) -> None:
-        """Load the weights of a file."""
         weights = load_file(update_info.path)
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(weights.items()))

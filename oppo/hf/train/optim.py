@@ -123,12 +123,10 @@ class Optimisation:
         self.masters.collect()
 
     def is_finite(self) -> bool:
-        """Return whether all gradients are."""
         finite = [_local(grad).isfinite().all() for grad in self._gradients().values()]
         return not finite or bool(torch.stack(finite).all())  # one answer of the device, not one for each gradient
 
     def hold(self) -> None:
-        """Add the gradients to those held aside, and clear them."""
         for weight, grad in self._gradients().items():
             held = self._held.get(weight)
             self._held[weight] = grad if held is None else held.add_(grad)
@@ -141,7 +139,6 @@ class Optimisation:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the gradients held aside."""
         self._held = {}
 
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
@@ -152,12 +149,10 @@ class Optimisation:
         return tuple(float(self._accelerator.clip_grad_norm_(part, self._max_grad_norm)) for part in self.weights)
 
     def step(self) -> None:
-        """Make an optimizer step."""
         self.optimizer.step()
         self.masters.write_back()
 
     def clear(self) -> None:
-        """Clear the gradients."""
         self.optimizer.zero_grad()
         self.masters.clear()
 

@@ -65,11 +65,9 @@ class PartialGradient:
     _rows: dict[int, tuple[Batch, int]] = field(default_factory=dict)
 
     def note(self, part: Batch) -> None:
-        """Record the rows of a part of the batch."""
         self._rows.update({rollout: (part, row) for row, rollout in enumerate(part.rollouts)})
 
     def holds(self, rollout: int) -> bool:
-        """Return whether a rollout is among its rows."""
         return rollout in self._rows
 
     def is_of(self, batch: Batch, version: int) -> bool:
@@ -143,12 +141,6 @@ class HfTrainerCore:
         self._partial: PartialGradient | None = None
 
     def join(self, rank: int, size: int, meeting: str) -> None:
-        """Train with the copies of this core in other processes; see :class:`oppo.placement.Member`.
-
-        Raises:
-            ModelRefused: a model cannot be sharded.
-            ConfigError: there are not as many devices as ranks.
-        """
         device = self._replicas.device(rank, size, self._whole)
         use_stream(device)
         team = Ranked(rank, size, meeting, device)
@@ -225,13 +217,6 @@ class HfTrainerCore:
         self._partial.note(part)
 
     def commit(self, batch: Batch) -> Trained:
-        """Train on one batch, some rows of which were accumulated: the same as :meth:`update`, but for rounding.
-
-        If a number of them was not finite, or they are not rows of this batch as it is, it is an update.
-
-        Raises:
-            ConfigError: as :meth:`update` and :meth:`accumulate` do.
-        """
         partial, self._partial = self._partial, None
         if partial is None or not partial.is_of(batch, self.counts.version):
             return self.update(batch)
@@ -406,7 +391,6 @@ class MakesCore:
     replicas: Replicas
 
     def __call__(self) -> HfTrainerCore:
-        """Return the core."""
         models = self.models.load()
         return HfTrainerCore(models, self.sampling, self.settings, self.loss, self.counts, replicas=self.replicas)
 

@@ -39,7 +39,6 @@ class Room:
     resources: Mapping[str, float] = field(default_factory=dict)
 
     def bundle(self) -> dict[str, float]:
-        """Return the amounts by Ray's names."""
         return {"CPU": float(self.cpus), **({"GPU": self.gpus} if self.gpus else {}), **self.resources}
 
     def __str__(self) -> str:
@@ -98,7 +97,6 @@ class Cluster:
         return listed({name: amount for name, amount in found if ":" not in name and "_group_" not in name})
 
     def driver_address(self) -> str:
-        """Return the address of this machine in the cluster."""
         return str(ray.util.get_node_ip_address())
 
     def close(self) -> None:

@@ -89,7 +89,6 @@ class ActorStart:
     patience: float = PATIENCE
 
     def __call__(self, name: str, setup: Setup) -> RayChild:
-        """Return a child that starts."""
         return RayChild(name, setup, self)
 
     def actor(self) -> ActorHandle[Any]:

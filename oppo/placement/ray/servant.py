@@ -96,7 +96,6 @@ class Conversation:
         return bool(self._replies)
 
     def end(self) -> None:
-        """Note that the call has ended."""
         with self._news:
             self._over = True
             self._news.notify_all()
@@ -126,7 +125,6 @@ class Conversation:
             return self._notices.setdefault(number, bytearray(content))
 
     def note(self, number: int, content: bytes) -> None:
-        """Write a notice, as its writer did."""
         with self._news:
             self._notices.setdefault(number, bytearray(content))[:] = content
 
@@ -142,7 +140,6 @@ class Servant:
         self._conversation = Conversation()
 
     def arrive(self) -> Arrival:
-        """Return where this is."""
         return Arrival(os.getpid(), ray.util.get_node_ip_address(), versions())
 
     def answer(self, data: bytes, copies: Sequence[Copy], *bulk: object) -> Answered:
@@ -182,12 +179,10 @@ class Servant:
 
     @ray.method(concurrency_group="talk")
     def reply(self, number: int, data: bytes) -> None:
-        """Give an order the reply to a request."""
         self._of(number).reply(data)
 
     @ray.method(concurrency_group="talk")
     def note(self, number: int, notice: int, content: bytes) -> None:
-        """Write a notice to an order in progress."""
         self._of(number).note(notice, content)
 
     def _of(self, number: int) -> Conversation:
