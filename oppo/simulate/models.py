@@ -110,7 +110,6 @@ class FakeScorer(Generic[T]):
         return [self.value(event, tuple(session.tokens), session.version) for event, session in read]
 
     async def forget(self, rollouts: Sequence[int]) -> None:
-        """Drop sessions."""
         self.sessions.forget(rollouts)
 
 
@@ -142,11 +141,9 @@ class FakeCritic(FakeScorer[FloatArray]):
         super().__init__(fake_per_token, per_token, per_call)
 
     async def load(self, weights: Weights) -> None:
-        """Follow the trainer."""
         self.version = weights.version
 
     async def copied(self, weights: Weights) -> Weights:
-        """Return the weights: a version, which no update changes."""
         return weights
 
 
@@ -185,23 +182,19 @@ class FakeTrainer:
         require_seconds("accumulating of FakeTrainer", self.accumulating)
 
     async def update(self, batch: Batch) -> Trained:
-        """Record the batch; the version is one more afterwards."""
         self.parts.clear()
         await self._work(_cost(self.seconds, batch))
         return self._trained(batch)
 
     @property
     def capabilities(self) -> TrainerCapabilities:
-        """It takes a batch in parts."""
         return TrainerCapabilities(accumulates=True)
 
     async def accumulate(self, part: Batch) -> None:
-        """Record a part of the coming batch."""
         await self._work(_cost(self.accumulating, part))
         self.parts.append(part)
 
     async def commit(self, batch: Batch) -> Trained:
-        """Record the batch, some rows of which were accumulated."""
         known = {rollout for part in self.parts for rollout in part.rollouts} & set(batch.rollouts)
         rest = 1 - len(known) / len(batch) if len(batch) else 0.0
         self.parts.clear()
@@ -321,7 +314,6 @@ class FakePlace:
         self._holders.add(holder)
 
     def release(self, holder: object) -> None:
-        """End the hold of ``holder``."""
         self._holders.discard(holder)
         self._next()
 
@@ -354,7 +346,6 @@ class PlacedScorer(Generic[T]):
 
     @property
     def version(self) -> int:
-        """The version of the weights."""
         return self._scorer.version
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
@@ -362,12 +353,10 @@ class PlacedScorer(Generic[T]):
             await self._scorer.extend(events)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
-        """Return one value for each rollout, and forget its session."""
         async with self._place.reserved(priority, self._track, "finish"):
             return await self._scorer.finish(finished)
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        """Drop sessions."""
         async with self._place.reserved(priority, self._track, "forget"):
             await self._scorer.forget(rollouts)
 
@@ -380,11 +369,9 @@ class PlacedCritic(PlacedScorer[T]):
         self._follower = scorer
 
     async def load(self, weights: Weights) -> None:
-        """Follow the trainer."""
         await self._follower.load(weights)
 
     async def copied(self, weights: Weights) -> Weights:
-        """Return the weights: a version, which no update changes."""
         return weights
 
 

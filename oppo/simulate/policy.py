@@ -111,7 +111,6 @@ class FakePolicy:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens made so far."""
         for lane in {decode.lane for decode in self._live}:
             if lane is not None:
                 lane.settle()
@@ -142,7 +141,6 @@ class FakePolicy:
         return FakeDecode(self, response.prompt, length, len(response), response.versions.tolist())
 
     async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
-        """Make a decode with turns for each."""
         decodes = await self.open(rollouts)
         for decode, rollout in zip(decodes, rollouts, strict=True):
             response = rollout if isinstance(rollout, Response) else Response.empty(rollout)
@@ -239,7 +237,6 @@ class FakePolicy:
         decode.wake()
 
     def end(self, decode: FakeDecode) -> None:
-        """End a response whose turn was its last."""
         self._end([decode])
         decode.wake()
         self._start(decode)
@@ -269,7 +266,6 @@ class FakePolicy:
                 self._loops.start_soon(lane.run)
 
     def stop(self, decodes: Sequence[FakeDecode]) -> None:
-        """Decode these no longer, and wake their readers."""
         for decode in decodes:
             self._remove(decode)
         for decode in decodes:
@@ -364,12 +360,10 @@ class FakeDecode:
 
     @property
     def made(self) -> int:
-        """The number of tokens by now."""
         return self.paused if self.lane is None else self.lane.made(self)
 
     @property
     def done(self) -> bool:
-        """Whether the response is complete."""
         return self.made >= self.length and not self.waiting
 
     def due(self) -> int:
@@ -443,7 +437,6 @@ class FakeDecode:
         return self.tokens(start, self.made) if self.waiting and self.policy.is_decoding(self) else None
 
     def proceed(self, given: IntArray) -> bool:
-        """Go on after a turn; see :class:`oppo.turns.TurnDecode`."""
         if not self.policy.is_decoding(self):
             return False
         if self.made + len(given) >= self.policy.cap:
@@ -538,6 +531,5 @@ class FakeDecode:
         return found
 
     async def aclose(self) -> None:
-        """Close the decode."""
         self.closed = True
         self.move_out()

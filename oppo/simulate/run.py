@@ -285,7 +285,6 @@ class Longest(Observer):
         self._step = -1
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Note a response that ends."""
         del stage, at
         if isinstance(item, Finish):
             self.tokens = max(self.tokens if step == self._step else 0, len(item.response))
@@ -305,7 +304,6 @@ class CostTrainer(FakeTrainer):
     facts: list[BatchFacts] = field(default_factory=list)
 
     async def update(self, batch: Batch) -> Trained:
-        """Take as long as the update does."""
         trained = await super().update(batch)
         self.facts.append(BatchFacts.of(batch, self.version - 1))
         self.batches.clear()

@@ -96,7 +96,6 @@ class FaultyDecode:
     player: Player
 
     async def read(self, limit: int) -> Piece:
-        """Return the next tokens; a fault takes none."""
         fault = await self.player.play("read")
         if fault == Garbage("empty"):
             none = np.zeros(0, np.int32)
@@ -105,7 +104,6 @@ class FaultyDecode:
         return spoilt_piece(piece, fault.what) if isinstance(fault, Garbage) and len(piece.tokens) else piece
 
     async def turn(self) -> IntArray | None:
-        """Return the tokens of a turn; a fault changes nothing."""
         await self.player.play("turn")
         return await self._with_turns.turn()
 
@@ -143,11 +141,9 @@ class FaultyPolicy(_FaultySynced):
         )
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:
-        """Make a decode for each."""
         return await self._opened(self.inner.open, rollouts)
 
     async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:
-        """Make a decode with turns for each."""
         return await self._opened(require_turns(self.inner).open_turns, rollouts)
 
     async def _opened(
@@ -202,7 +198,6 @@ class FaultyScorer(Generic[T]):
         self._known.update(event.rollout for event in events)
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
-        """Return one value for each rollout, and forget its session."""
         fault = await self.player.play("finish")
         if fault == LoseSessions():
             await self._lose()

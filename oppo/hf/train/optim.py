@@ -118,7 +118,6 @@ class Optimisation:
             )
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss``."""
         self._accelerator.backward(loss)
         self.masters.collect()
 
