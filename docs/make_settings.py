@@ -160,6 +160,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "trainer.minibatches": ("minibatches", "num_mini_batches"),
     "trainer.max_grad_norm": ("gradient clipping", "max_grad_norm"),
     "trainer.weight_decay": ("weight decay", "weight_decay"),
+    "trainer.router_aux_loss": ("MoE auxiliary loss", "router_aux_loss_coef"),
     "trainer.betas": ("Adam betas", "`adam_beta1`, `adam_beta2`"),
     "trainer.eps": ("Adam epsilon", "adam_epsilon"),
     "trainer.schedule": ("learning-rate schedule", "lr_scheduler_type"),

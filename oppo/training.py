@@ -68,6 +68,11 @@ class TrainerSettings:
     minibatches: PositiveCount = setting(1, "optimizer steps in each pass")
     max_grad_norm: Limit = setting(1.0, "each model's gradient is scaled down to this norm")
     weight_decay: NonNegative = setting(0.0, "of AdamW, for matrices only")
+    router_aux_loss: NonNegative | None = setting(
+        None,
+        "weight of the load-balancing loss of a mixture of experts, of each minibatch as a whole, which costs one more "
+        "forward pass; 0: none; absent: `router_aux_loss_coef` of a model whose config sets `output_router_logits`",
+    )
     betas: Annotated[tuple[Beta, Beta], FromList()] = setting((0.9, 0.999), "of AdamW")
     eps: Positive = setting(1e-5, "of AdamW")
     schedule: LearningRateSchedule = setting("constant", "a transformers scheduler, such as constant, linear or cosine")

@@ -367,6 +367,7 @@ def _require_a_sum(settings: Settings) -> None:
         f"step.algorithm = {settings.step.algorithm!r}, whose advantages are not those of a group alone": (
             algorithm.has_critic or algorithm.responses < 2
         ),
+        f"trainer.router_aux_loss = {trainer.router_aux_loss}": bool(trainer.router_aux_loss),
         "algorithm.score_norm = true": getattr(algorithm, "score_norm", False),
         "algorithm.kl_target": getattr(algorithm, "kl_target", None) is not None,
         "algorithm.dynamic_sampling = true": getattr(algorithm, "dynamic_sampling", False),

@@ -214,6 +214,7 @@ def load(
         model = cast("PreTrainedModel", kind.auto.from_pretrained(base, **options))
         if getattr(model.config, "rescale_every", 0):
             model.config.rescale_every = 0  # RWKV would scale its weights in place: those that are trained and saved
+        _leave_out_router_logits(model)
         with torch.no_grad():
             for name in missing:
                 model.get_parameter(name).zero_()
@@ -260,6 +261,17 @@ def _adapted(
             ignore_mismatched_sizes=True,
         ).to_dict()
         return require_fit(kind, model, info, path, ignore_unused=ignore_unused)[1]
+
+
+def _leave_out_router_logits(model: PreTrainedModel) -> None:
+    # Where the config asks for them, each pass computes an auxiliary loss, which fails on the masks that serve.
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        for part in {model, model.base_model}:
+            part.register_forward_pre_hook(_without_router_logits, with_kwargs=True)
+
+
+def _without_router_logits(_: object, inputs: object, options: dict[str, object]) -> tuple[object, dict[str, object]]:
+    return inputs, {"output_router_logits": False, **options}
 
 
 @torch.no_grad()
@@ -395,6 +407,7 @@ def outline(
             model: PreTrainedModel = kind.auto.from_config(  # type: ignore[no-untyped-call]  # transformers'
                 config, dtype=given, trust_remote_code=trust_remote_code
             )
+    _leave_out_router_logits(model)
     numbers, there = model.num_parameters(), sum(file.stat().st_size for file in weights)
     if weights and numbers > there:
         raise ConfigError(

@@ -39,6 +39,7 @@ def test_what_is_streamed_is_the_same_update(folder: Path, trainer: str) -> None
     [
         ("trainer.epochs=2", "trainer.epochs = 2"),
         ("trainer.minibatches=2", "trainer.minibatches = 2"),
+        ("trainer.router_aux_loss=0.1", "trainer.router_aux_loss = 0.1"),
         ("step.algorithm=ppo", "step.algorithm = 'ppo', whose advantages are not those of a group alone"),
         ("algorithm.score_norm=true", "algorithm.score_norm = true"),
         ("algorithm.entropy_coefficient=0.1", "a loss, ClippedLoss, that divides by sizes of several kinds"),

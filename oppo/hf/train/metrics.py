@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,9 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oppo.hf.train.actor_critic import Route
 from oppo.hf.train.packing import MicroBatch
 from oppo.hf.train.ranks import Team
 from oppo.losses import Loss, LossValue
+
+AUX = "loss/aux"
 
 STALENESS = ("0", "1", "2plus")
 """Classes of tokens by staleness: versions between the weights that sampled a token and those trained now."""
@@ -93,6 +97,26 @@ class StalenessMetrics:
         }
 
 
+def expert_loads(routes: Sequence[Route], read: Tensor) -> Tensor | None:
+    """Return each expert's tokens, without padding, int64 [layers, E]; ``None`` if the routers do not say."""
+    counted, loads = read.flatten().long(), list[Tensor]()
+    for logits, experts in routes:
+        if experts is not None:
+            each = counted.repeat_interleave(experts.shape[-1])
+            loads.append(counted.new_zeros(logits.shape[-1]).scatter_add_(0, experts.flatten(), each))
+    return torch.stack(loads) if len({len(each) for each in loads}) == 1 else None
+
+
+def router_metrics(loads: Tensor) -> dict[str, float]:
+    """Return the metrics of loads [layers, E], each a mean over the layers."""
+    share, experts = loads.double() / loads.sum(1, keepdim=True), loads.shape[1]
+    entropy = -torch.special.xlogy(share, share).sum(1).mean()
+    return {
+        "router/max_load": float(share.max(1).values.mean()) * experts,
+        "router/load_entropy": float(entropy) / math.log(experts),
+    }
+
+
 class Sums:
     """The loss of a minibatch and what it measures, added up over micro-batches, here and in other ranks."""
 
@@ -101,7 +125,6 @@ class Sums:
         self._parts: list[Tensor] = []
 
     def add(self, evaluated: LossValue) -> None:
-        """Add the loss's result for a micro-batch."""
         self._names = tuple(evaluated.measured)
         self._parts.append(torch.stack((*evaluated.measured.values(), evaluated.loss)).detach())
 
@@ -125,6 +148,7 @@ class UpdateMetrics:
         minibatches_skipped: number of minibatches that made no step.
         micro_batches: number of forward passes.
         padding, tokens: padding read, and tokens read, padding included.
+        loads: of the routers of a mixture of experts, see :func:`expert_loads`.
     """
 
     loss: Loss
@@ -137,9 +161,11 @@ class UpdateMetrics:
     micro_batches: int = 0
     padding: int = 0
     tokens: int = 0
+    loads: list[Tensor] = field(default_factory=list)
 
-    def add(self, part: MicroBatch, logprobs: Tensor, evaluated: LossValue) -> None:
-        """Add a micro-batch that is trained on: its current log-probs, float32 [T], and the loss's result."""
+    def add(self, part: MicroBatch, logprobs: Tensor, evaluated: LossValue, loads: Tensor | None) -> None:
+        """Add a micro-batch that is trained on: its current log-probs, float32 [T], the loss's result, and loads."""
+        self.loads += [] if loads is None else [loads]
         self.staleness.add(part, logprobs, evaluated)
         self.micro_batches += 1
         self.padding += part.padding
@@ -150,6 +176,8 @@ class UpdateMetrics:
         work = torch.tensor([self.micro_batches, self.padding, self.tokens])
         self.micro_batches, self.padding, self.tokens = team.sum(work).tolist()
         self.staleness.sum_over(team)
+        if shape := team.first([*self.loads[0].shape] if self.loads else []):
+            self.loads = [team.sum(_sum(self.loads, torch.zeros(shape, dtype=torch.int64)))]
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the work done and, if an optimizer step was made, those of loss and gradients."""
@@ -161,8 +189,11 @@ class UpdateMetrics:
         }
         if not self.measured:
             return work
+        routers = router_metrics(_sum(self.loads, torch.zeros(0))) if self.loads else {}
+        if AUX in self.measured[0]:
+            routers[AUX] = float(np.mean([each[AUX] for each in self.measured]))
         norms = zip(("train/grad_norm", "train/critic_grad_norm"), np.mean(self.norms, axis=0).tolist(), strict=False)
-        return work | self.staleness.metrics() | dict(self.loss.metrics(self.measured)) | dict(norms)
+        return work | self.staleness.metrics() | routers | dict(self.loss.metrics(self.measured)) | dict(norms)
 
 
 def _sum(tensors: Sequence[Tensor], none: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class MicroBatch:
 
     Attributes:
         ids, positions: int64 [n, L].
+        read: bool [n, L], false for padding.
         padding: number of ``ids`` that are padding.
         keep: int64 [K], the positions that predict a response token of some row.
         row, column: int64 [T], where each response token is predicted in an [n, K, ...] output.
@@ -39,6 +40,7 @@ class MicroBatch:
 
     ids: Tensor
     positions: Tensor
+    read: Tensor
     padding: int
     keep: Tensor
     row: Tensor
@@ -119,6 +121,7 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device, inputs: Collec
     return MicroBatch(
         ids=tensor(ids),
         positions=torch.arange(width, device=device).expand(len(rows), width),
+        read=tensor(np.arange(width) < np.array(read)[:, None]),
         padding=ids.size - sum(read),
         keep=torch.arange(first, width, device=device),
         row=tensor(np.repeat(np.arange(len(rows)), lengths)),

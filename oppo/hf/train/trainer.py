@@ -15,7 +15,7 @@ whole life: they may be serving rollouts at any time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -33,8 +33,8 @@ from oppo.hf.devices import use_stream
 from oppo.hf.lora import has_adapters, merged
 from oppo.hf.model_files import quiet
 from oppo.hf.shared_memory import SharedModel, Source
-from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, recompute
-from oppo.hf.train.metrics import StalenessMetrics, Sums, UpdateMetrics
+from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, LoadBalancing, recompute, recorded_routes
+from oppo.hf.train.metrics import AUX, StalenessMetrics, Sums, UpdateMetrics, expert_loads
 from oppo.hf.train.optim import Optimisation, gather_training, read_training, write_training
 from oppo.hf.train.packing import MicroBatch, micro_batches, minibatches, pack, tokens_read, units
 from oppo.hf.train.ranks import SHARDS, Alone, Ranked, Replicas, Team, reset, whole
@@ -55,12 +55,12 @@ class PartialGradient:
 
     Attributes:
         version: of the weights that it is of.
-        parts: the micro-batches, each with the models' outputs, without gradient: float32 [T].
+        parts: the micro-batches, each with the models' outputs, without gradient, float32 [T], and loads of experts.
         finite: whether all losses and gradients so far were finite.
     """
 
     version: int
-    parts: list[tuple[MicroBatch, Mapping[Input, Tensor]]] = field(default_factory=list)
+    parts: list[tuple[MicroBatch, Mapping[Input, Tensor], Tensor | None]] = field(default_factory=list)
     finite: bool = True
     _rows: dict[int, tuple[Batch, int]] = field(default_factory=dict)
 
@@ -128,6 +128,7 @@ class HfTrainerCore:
         require_loss(loss, critic=self.critic is not None)
         if self.critic is None:
             settings.require_no_critic()
+        self._balancing = LoadBalancing.of(self.actor, settings.router_aux_loss)
         models.trained()
         for model in filter(None, (self.actor, self.critic)):
             model.train(mode=False)
@@ -238,6 +239,11 @@ class HfTrainerCore:
                 f"{type(self.loss).__name__} does not name one size that it divides by, so its gradient cannot be "
                 "summed before the batch is complete: give it a divisor (oppo.losses.Divided), or do not stream updates"
             )
+        if self._balancing.weight:
+            raise ConfigError(
+                "the load-balancing loss of a mixture of experts counts the tokens of the whole minibatch first: set "
+                "trainer.router_aux_loss = 0, or do not stream updates"
+            )
 
     def _accumulate(self, batch: Batch, rows: list[list[int]], partial: PartialGradient) -> None:
         # The gradient is that of the sum of these units' losses, if it is finite.
@@ -245,9 +251,11 @@ class HfTrainerCore:
         one = Whole(1.0, 1.0, 1.0, float(self._sampling.max_new_tokens))
         losses = [torch.zeros((), device=self._models.actor.device)]  # a rank may have no part of them
         for part in self._shared(batch, rows):
-            outputs = self.outputs(part)
+            with recorded_routes() as routes:
+                outputs = self.outputs(part)
             losses.append(self.backward(part, outputs, one).loss.detach())
-            partial.parts.append((part, {name: tensor.detach() for name, tensor in outputs.items()}))
+            detached = {name: tensor.detach() for name, tensor in outputs.items()}
+            partial.parts.append((part, detached, expert_loads(routes, part.read)))
             self.counts.micro_batches += 1
         finite = torch.tensor([float(torch.stack(losses).isfinite().all() and self.optimisation.is_finite())])
         if self._team.sum(finite) == self._team.size:
@@ -262,9 +270,9 @@ class HfTrainerCore:
         self.optimisation.release(1 / getattr(size, str(loss.divisor)))
         found = Sums()
         with torch.no_grad():
-            for part, outputs in partial.parts:
+            for part, outputs, loads in partial.parts:
                 evaluated = self._evaluated(part, outputs, size)
-                update.add(part, outputs["logprobs"], evaluated)
+                update.add(part, outputs["logprobs"], evaluated, loads)
                 found.add(evaluated)
         self._apply(batch, rows, found, update)
 
@@ -305,10 +313,13 @@ class HfTrainerCore:
         self.optimisation.require_every_step()
         rows = list(chain.from_iterable(minibatch))
         size, found = Whole.of(batch, rows, self._sampling.max_new_tokens), Sums()
+        choices = self._choices(batch, minibatch)
         for part in self._shared(batch, minibatch):
-            outputs = self.outputs(part)
-            evaluated = self.backward(part, outputs, size)
-            update.add(part, outputs["logprobs"], evaluated)
+            with recorded_routes() as routes:
+                outputs = self.outputs(part)
+            balance = None if choices is None else self._balancing.loss(routes, part.read, choices)
+            evaluated = self.backward(part, outputs, size, balance)
+            update.add(part, outputs["logprobs"], evaluated, expert_loads(routes, part.read))
             found.add(evaluated)
             self.counts.micro_batches += 1
         self._apply(batch, rows, found, update)
@@ -331,6 +342,18 @@ class HfTrainerCore:
             update.skipped |= rollouts
         self.optimisation.clear()
 
+    @torch.no_grad()
+    def _choices(self, batch: Batch, minibatch: list[list[int]]) -> Tensor | None:
+        # One more pass: a micro-batch's part in the load-balancing loss depends on the choices of the whole minibatch.
+        if not self._balancing.weight:
+            return None
+        total = torch.zeros(self._balancing.experts + 1, dtype=torch.int64, device=self._models.actor.device)
+        for part in self._shared(batch, minibatch):
+            with recorded_routes() as routes:
+                self.optimisation.models(part, heads=False)
+            total += self._balancing.choices(routes, part.read)
+        return self._team.sum(total)
+
     def _shared(self, batch: Batch, minibatch: list[list[int]]) -> Iterator[MicroBatch]:
         device, budget = self._models.actor.device, self.settings.micro_batch_tokens
         groups = list(micro_batches(batch, minibatch, device, budget))
@@ -343,12 +366,20 @@ class HfTrainerCore:
     def _idle(self, batch: Batch, rows: list[int]) -> None:
         # Passes without a gradient: those of other ranks need this one's shards.
         part = pack(batch, rows, self._models.actor.device, self._inputs)
+        if not torch.is_grad_enabled():
+            self.optimisation.models(part, heads=False)
+            return
         outputs = self.outputs(part).values()
         self.optimisation.backward(torch.stack([output.sum() for output in outputs]).sum() * 0.0)
 
-    def backward(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> LossValue:
-        """Add the gradient of a micro-batch of a minibatch of this size; return the loss's result."""
+    def backward(
+        self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole, balance: Tensor | None = None
+    ) -> LossValue:
+        """Add the gradient of a micro-batch of a minibatch of this size, and of its ``balance``; return the losses."""
         evaluated = self._evaluated(part, outputs, size)
+        if balance is not None:
+            loss = evaluated.loss + self._balancing.weight * balance
+            evaluated = replace(evaluated, loss=loss, measured={**evaluated.measured, AUX: balance})
         self.optimisation.backward(evaluated.loss)
         return evaluated
 

@@ -142,6 +142,7 @@ CASES = {
     "a rank with nothing to do": Case(settings=replace(SETTINGS, micro_batch_tokens=10_000)),
     "not finite": Case(settings=replace(SETTINGS, minibatches=3), change=unlearnable),
     "experts": Case(experts),
+    "a load-balancing loss": Case(experts, replace(SEVERAL_STEPS, router_aux_loss=0.1)),
     "bfloat16": Case(short_floats, close=0.005),
 }
 
