@@ -21,6 +21,7 @@ from oppo.events import Drop, Finish, Prompt, Response
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Rendering, prompt_text
 from oppo.hf.as_text.streamed import REREAD, TAIL_TOKENS, Bridge, BridgedReward
 from oppo.hf.devices import use_cores
+from oppo.hf.probe import probe
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.placement import Place, Process, Thread
 from oppo.report.metrics import metric
@@ -96,6 +97,18 @@ async def test_a_score_streamed_as_text_is_that_of_the_librarys_own_call_on_the_
             assert close(values[response.prompt.rollout], library_score(model, bridge, response))
     assert sorted(scorer.capabilities.samples()) == [REREAD, TAIL_TOKENS]
     assert scorer.capabilities.samples() == {}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_a_model_that_reads_whole_responses_reads_them_as_text_too(deterministic: bool, thread: Thread) -> None:
+    config = tiny.ONLY_WHOLE["jamba"]()
+    config.vocab_size, config.num_labels = 512, 1
+    model, bridge = tiny.scalar_of(config, seed=3), Bridge(spot("byte-level"), spot("sentence-piece"))
+    assert tiny.apart(probe)(model) == "whole"
+    made = rollouts(spot("byte-level"))
+    values = await stream(BridgedReward(model, bridge, place=thread, deterministic=deterministic), made, 1)
+    for response in made:
+        assert close(values[response.prompt.rollout], library_score(model, bridge, response))
 
 
 @pytest.mark.parametrize("pad", [0, 2, None], ids=["padding", "end", "none"])
