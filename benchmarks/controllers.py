@@ -252,12 +252,12 @@ class Standing:
 
     Attributes:
         speed: seconds of a step with Delta = 0, over its own.
-        frontier: the speed of a fixed Delta of the same lag, interpolated.
+        frontier: the speed of a fixed Delta of the same staleness, interpolated.
     """
 
     regime: str
     speed: float
-    lag: float
+    staleness: float
     frontier: float
     outcome: ScheduleOutcome
 
@@ -269,9 +269,9 @@ class Results(Outcomes[Cell]):
         super().__init__(path, Cell)
 
     def frontier(self, engine: str, regime: str, seed: int = 0) -> list[tuple[float, float]]:
-        """Return lag and speed of each fixed Delta, by rising lag."""
+        """Return staleness and speed of each fixed Delta, by rising staleness."""
         fixed = [self[Cell(engine, regime, name, seed)] for name in FRONTIER]
-        return sorted((outcome.lag, fixed[0].seconds / outcome.seconds) for outcome in fixed)
+        return sorted((outcome.staleness, fixed[0].seconds / outcome.seconds) for outcome in fixed)
 
     def standings(self, engine: str, controller: str, seed: int = 0) -> list[Standing]:
         """Return the standing of a controller in every regime it was run in."""
@@ -281,10 +281,10 @@ class Results(Outcomes[Cell]):
             if cell not in self:
                 continue
             outcome = self[cell]
-            lags, speeds = np.array(self.frontier(engine, regime.name, seed)).T
+            staleness, speeds = np.array(self.frontier(engine, regime.name, seed)).T
             speed = self[replace(cell, controller="fixed 0")].seconds / outcome.seconds
-            at_its_lag = float(np.interp(outcome.lag, lags, speeds))
-            found.append(Standing(regime.name, speed, outcome.lag, at_its_lag, outcome))
+            at_its_staleness = float(np.interp(outcome.staleness, staleness, speeds))
+            found.append(Standing(regime.name, speed, outcome.staleness, at_its_staleness, outcome))
         return found
 
 
@@ -292,14 +292,14 @@ def mean_speed(standings: Sequence[Standing]) -> float:
     return float(np.exp(np.mean([np.log(each.speed) for each in standings])))
 
 
-def mean_lag(standings: Sequence[Standing]) -> float:
-    """Return the arithmetic mean of the lags; the geometric one is 0 if any of them is."""
-    return float(np.mean([each.lag for each in standings]))
+def mean_staleness(standings: Sequence[Standing]) -> float:
+    """Return the arithmetic mean of the staleness; the geometric one is 0 if any of them is."""
+    return float(np.mean([each.staleness for each in standings]))
 
 
 def mean_worth(standings: Sequence[Standing]) -> float:
-    """Return the geometric mean of speed / (1 + lag): the speed at a price of 1 for a step of lag."""
-    return float(np.exp(np.mean([np.log(each.speed / (1 + each.lag)) for each in standings])))
+    """Return the geometric mean of speed / (1 + staleness): the speed at a price of 1 for a step of staleness."""
+    return float(np.exp(np.mean([np.log(each.speed / (1 + each.staleness)) for each in standings])))
 
 
 PAGE = RESULTS.with_suffix(".md")
@@ -393,7 +393,8 @@ def seeds(results: Results) -> Iterator[str]:
             ahead = [each.speed / each.frontier for each in tail]
             predicted = [each.outcome.predicted for each in tail]
             best = max(mean_worth(results.standings(engine, name, seed)) for name in FRONTIER)
-            figures = [mean_speed(fixed), mean_lag(fixed), mean_speed(tail), mean_lag(tail), best, mean_worth(tail)]
+            means = [figure(each) for each in (fixed, tail) for figure in (mean_speed, mean_staleness)]
+            figures = [*means, best, mean_worth(tail)]
             ranges = [f"{min(each):.3f} - {max(each):.3f}" for each in (ahead, predicted)]
             rows.append([engine, str(seed), *(f"{each:.3f}" for each in figures), *ranges])
     yield markdown([*head, "frontier", "predicted / realised"], rows)
@@ -407,7 +408,12 @@ def tables(results: Results, engine: str) -> Iterator[str]:
     yield markdown(
         ["controller", "speed (geometric mean)", "staleness (mean)", "largest"],
         [
-            [name, f"{mean_speed(of):.3f}", f"{mean_lag(of):.3f}", f"{max(one.outcome.longest_lag for one in of)}"]
+            [
+                name,
+                f"{mean_speed(of):.3f}",
+                f"{mean_staleness(of):.3f}",
+                f"{max(one.outcome.longest_staleness for one in of)}",
+            ]
             for name, of in standings.items()
         ],
     )
@@ -425,7 +431,7 @@ def tables(results: Results, engine: str) -> Iterator[str]:
     rows = []
     for fixed, tail in zip(standings["fixed 8"], standings["tail"], strict=True):
         out = tail.outcome
-        figures = [f"{each:.3f}" for each in (fixed.speed, fixed.lag, tail.speed, tail.lag)]
+        figures = [f"{each:.3f}" for each in (fixed.speed, fixed.staleness, tail.speed, tail.staleness)]
         told = [f"{tail.speed / tail.frontier:.3f}", f"{out.predicted:.3f}", f"{out.spread:.0%}"]
         rows.append([tail.regime, *figures, f"{out.extra:.1f}", *told])
     yield markdown([*head, "error of one prediction"], rows)
@@ -439,7 +445,7 @@ def tables(results: Results, engine: str) -> Iterator[str]:
             "swing of the batches' mean length",
         ],
         [
-            [one.regime, f"{one.speed:.3f}", f"{one.lag:.3f}", f"{cost.waste:.0%}", f"{cost.swing:.0%}"]
+            [one.regime, f"{one.speed:.3f}", f"{one.staleness:.3f}", f"{cost.waste:.0%}", f"{cost.swing:.0%}"]
             for one in standings["tail batched"]
             if (cost := one.outcome.restarts) is not None
         ],
@@ -459,7 +465,7 @@ def _lost(fixed: Standing, tail: Standing) -> Iterator[str]:
     if tail.speed < 0.995 * fixed.speed:
         yield (
             f"- {tail.regime}: {1 - tail.speed / fixed.speed:.1%} slower than fixed 8, at a staleness of "
-            f"{tail.lag:.3f} instead of {fixed.lag:.3f}."
+            f"{tail.staleness:.3f} instead of {fixed.staleness:.3f}."
         )
     if tail.speed < 0.995 * tail.frontier:
         yield f"- {tail.regime}: {1 - tail.speed / tail.frontier:.1%} behind a fixed Delta of the same staleness."
@@ -480,15 +486,15 @@ def figure(results: Results, engine: str) -> str:
 
 
 def panel(results: Results, engine: str, regime: str) -> str:
-    """Return one panel: lag to the right, speed upwards."""
+    """Return one panel: staleness to the right, speed upwards."""
     fixed = results.frontier(engine, regime)
     points = {
-        name: (each.lag, each.speed)
+        name: (each.staleness, each.speed)
         for name in CONTROLLERS
         for each in results.standings(engine, name)
         if each.regime == regime
     }
-    right = max(lag for lag, _ in [*fixed, *points.values()]) * 1.05
+    right = max(staleness for staleness, _ in [*fixed, *points.values()]) * 1.05
     top = max(1.1, *(speed for _, speed in [*fixed, *points.values()]))
     axes = Axes(_WIDTH, _HEIGHT, right, 0.95, top)
     line = "L".join(axes.at(*point) for point in fixed)

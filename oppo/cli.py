@@ -239,7 +239,7 @@ def simulate(
     run: Annotated[Path | None, Parameter(name="--from")] = None,
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
     layout: Literal["shared", "split"] = "shared",
-    lag: float = 1.25,
+    staleness: float = 1.25,
     steps: Annotated[int | None, Parameter(show_default=False)] = None,
     seeds: int = 3,
     json: Path | None = None,
@@ -256,7 +256,7 @@ def simulate(
         Change one setting of the profile: section.key=value, the value as in TOML. Can be repeated.
     layout
         Of a run: whether decoding, scoring and training share the cores or the device (shared), or have their own.
-    lag
+    staleness
         The most updates between a token and its training, on average, of a schedule that is recommended.
     steps
         Steps of each simulated run, of which the first quarter does not count: 24 unless given, 12 of large batches.
@@ -267,7 +267,7 @@ def simulate(
     """
     for name, count in (("--steps", 1 if steps is None else steps), ("--seeds", seeds)):
         require_whole(name, count, 1, error=ConfigError)
-    require_real("--lag", lag, 0.0, error=ConfigError)
+    require_real("--staleness", staleness, 0.0, error=ConfigError)
     if (profile is None) == (run is None):
         raise ConfigError("oppo simulate needs either a profile, `oppo simulate profile.toml`, or `--from` and a run")
     if run is not None and override:
@@ -283,9 +283,9 @@ def simulate(
     if verdict := simulation.verdict(found):
         console.print(f"{verdict}\n", highlight=False)
     console.print(table(found))
-    console.print(f"\n{legend(found)}\n\n{advice(found, lag)}", highlight=False, markup=False)
+    console.print(f"\n{legend(found)}\n\n{advice(found, staleness)}", highlight=False, markup=False)
     if json is not None:
-        put(json, [as_json(found, lag)])
+        put(json, [as_json(found, staleness)])
     return DONE
 
 

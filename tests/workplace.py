@@ -126,14 +126,14 @@ def furnish(folder: Path) -> Path:
 def oppo(folder: Path, command: str = "", *overrides: str) -> int:
     """Run ``oppo train`` in this process and return its exit code."""
     code = main(["train", str(folder / "config.toml"), *command.split(), *_set(overrides)])
-    require_bounded_lag(_directory(folder, overrides))
+    require_bounded_staleness(_directory(folder, overrides))
     return code
 
 
 def resume(folder: Path, name: str, *overrides: str) -> int:
     """Run ``oppo resume`` in this process and return its exit code."""
     code = main(["resume", str(folder / "runs" / name), *_set(overrides)])
-    require_bounded_lag(folder / "runs" / name)
+    require_bounded_staleness(folder / "runs" / name)
     return code
 
 
@@ -148,7 +148,7 @@ class Training(Program):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         super().__exit__(kind, error, tb)
         if error is None:
-            require_bounded_lag(self._directory)
+            require_bounded_staleness(self._directory)
 
 
 def start(folder: Path, *overrides: str, before: str = "", **environment: str) -> Training:
@@ -163,16 +163,16 @@ def start(folder: Path, *overrides: str, before: str = "", **environment: str) -
     return Training(folder, overrides, before, environment)
 
 
-def require_bounded_lag(run: Path) -> None:
+def require_bounded_staleness(run: Path) -> None:
     """Check that no step of a run trained a token that is older than deferral and lookahead allow."""
     if not (run / "metrics.jsonl").exists():
         return
     step = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["step"]
     deferrals = 0 if step["admission"] == "tail-batched" else step["max_deferrals"]
     for line in metrics_of(run):
-        lag = line.get("staleness/max", 0.0)
-        assert lag is not None
-        assert lag <= deferrals + step["lookahead"], f"{run.name}, step {line['step']}: a token lags by {lag} updates"
+        staleness = line.get("staleness/max", 0.0)
+        assert staleness is not None
+        assert staleness <= deferrals + step["lookahead"], f"{run.name}, step {line['step']}: {staleness} updates stale"
 
 
 def _directory(folder: Path, overrides: tuple[str, ...]) -> Path:

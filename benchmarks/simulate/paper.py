@@ -293,12 +293,12 @@ FIGURES: Final = ("s a step", "speed", "mean staleness", "largest", "idle", "of 
 
 def figures(base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome], least: float) -> list[str]:
     """Return a row of :data:`FIGURES`; ``least`` is the bound in seconds for each token."""
-    lag, idle = np.mean([each.lag for each in found]), np.mean([each.idle for each in found])
+    staleness, idle = np.mean([each.staleness for each in found]), np.mean([each.idle for each in found])
     return [
         f"{mean(found):.1f}",
         ranged(speeds(base, found)),
-        f"{lag:.2f}",
-        f"{max(each.longest_lag for each in found)}",
+        f"{staleness:.2f}",
+        f"{max(each.longest_staleness for each in found)}",
         f"{100 * idle:.0f} %",
         f"{100 * least / per_token(found):.0f} %",
     ]

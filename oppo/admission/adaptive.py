@@ -32,7 +32,7 @@ class SlopeAdaptive(AdaptiveOvercommit):
     bounded by ``least`` and ``most``. Both rules follow the paper, with their weakness: the sum telescopes to
     ``(R_t - R_{t-w}) / w``, so two noisy scores decide and the w - 1 between them do not count. On a noisy plateau both
     directions are equally likely, and ``overcommit`` wanders around the middle of its range instead of decaying. The
-    rules ignore time, so they accept lag where deferral gains nothing. :class:`oppo.TailAdaptive` is the robust
+    rules ignore time, so they accept staleness where deferral gains nothing. :class:`oppo.TailAdaptive` is the robust
     controller.
 
     Attributes:
@@ -109,7 +109,7 @@ class TailAdaptive(AdaptiveOvercommit):
     From the last ``window`` steps it estimates the survival function of the lengths (Kaplan-Meier: deferred responses
     are censored), and the seconds per decode step, per token, of every scorer, and of the rest. These give, for each
     Delta, the decode steps between two cuts (:mod:`oppo.admission.forecast`) and the seconds of a step
-    (:mod:`oppo.admission.forecast`). A mean lag of Delta / B steps has a price in time::
+    (:mod:`oppo.admission.forecast`). A mean staleness of Delta / B steps has a price in time::
 
         cost(Delta) = seconds(Delta) * (1 + price * brake * Delta / B)
         brake       = max(1, mismatch KL / kl_target, ess_target / effective sample size)
@@ -121,7 +121,7 @@ class TailAdaptive(AdaptiveOvercommit):
 
     Attributes:
         batch: units in a full batch.
-        price: cost of a mean lag of 1 step, as a share of the step's time.
+        price: cost of a mean staleness of 1 step, as a share of the step's time.
         max_deferrals: the cut waits for units of this age.
         most: the largest ``overcommit``; ``None`` for a quarter of the batch.
         window: steps that are remembered.

@@ -144,7 +144,7 @@ class Continuous:
     """Keeps ``overcommit`` units decoding: new ones join whenever some are completed.
 
     So a decode step has all its rows until the cut, and a batch has the units that are completed first, of whatever
-    step. The others are deferred: up to ``overcommit``, with a mean lag of about overcommit / batch steps. With
+    step. The others are deferred: up to ``overcommit``, with a mean staleness of about overcommit / batch steps. With
     lookahead and weights that are synced in flight this is PipelineRL (arXiv 2509.19128), but every prompt is
     trained once, and no token is more than ``max_deferrals`` + lookahead updates old.
 

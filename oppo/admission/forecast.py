@@ -16,7 +16,7 @@ and none of them is overdue; its expected length
 is solved for N. At Delta = 0 it is the expected longest of a batch. Without a bound on deferrals and without the spread
 of the Poisson distribution it is the law ``B * sum over k >= 1 of S(k N) = Delta``.
 
-By Little's law B new units a step and Delta deferred ones make a mean lag of Delta / B steps.
+By Little's law B new units a step and Delta deferred ones make a mean staleness of Delta / B steps.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class ScheduleSection:
         "recompute", "read the context of rollouts in flight again with new weights, or keep what was read"
     )
     staleness_price: NonNegative = setting(
-        1.0, "price of a mean lag of 1 step, as a share of its time, where it is adaptive"
+        1.0, "price of a mean staleness of 1 step, as a share of its time, where it is adaptive"
     )
 
 

@@ -34,24 +34,24 @@ LAST = 3
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """Lengths and lags of a batch.
+    """Lengths and staleness of a batch.
 
     Attributes:
         lengths: of its responses, in tokens.
-        lags: versions between the first token of each and the weights that it trains.
-        token_lag: the same of a token, mean over those that were sampled.
+        staleness: versions between the first token of each and the weights that it trains.
+        token_staleness: the same of a token, mean over those that were sampled.
     """
 
     lengths: NDArray[np.int64]
-    lags: NDArray[np.int64]
-    token_lag: float
+    staleness: NDArray[np.int64]
+    token_staleness: float
 
     @classmethod
     def of(cls, batch: Batch, version: int) -> BatchFacts:
         """Return the facts of a batch that trains weights of this version."""
         first = np.array([int(response.versions[0]) for response in batch.responses], np.int64)
-        lag = float(np.mean(version - batch.versions[batch.sampled])) if batch.sampled.any() else 0.0
-        return cls(np.diff(batch.offsets), version - first, lag)
+        staleness = float(np.mean(version - batch.versions[batch.sampled])) if batch.sampled.any() else 0.0
+        return cls(np.diff(batch.offsets), version - first, staleness)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class ScheduleOutcome:
     Attributes:
         seconds: mean of a step, until the next could begin.
         tokens: trained in a step, mean.
-        lag: mean versions between a rollout's first token and its update.
-        longest_lag: the largest.
-        token_lag: the same of a token, mean.
+        staleness: mean versions between a rollout's first token and its update.
+        longest_staleness: the largest.
+        token_staleness: the same of a token, mean.
         extra: mean of the controller's choices.
         predicted: mean predicted seconds of a step over the mean measured ones; NaN without predictions.
         spread: root mean square of the predictions' relative errors.
@@ -88,9 +88,9 @@ class ScheduleOutcome:
 
     seconds: float
     tokens: float
-    lag: float
-    longest_lag: int
-    token_lag: float
+    staleness: float
+    longest_staleness: int
+    token_staleness: float
     extra: float
     predicted: float
     spread: float
@@ -130,7 +130,7 @@ class ScheduleOutcome:
         """
         steps, trained = reports[counted], batches[counted]
         seconds = np.diff(ends)[counted.start - 1 : counted.stop - 1]
-        lags = np.concatenate([each.lags for each in trained])
+        staleness = np.concatenate([each.staleness for each in trained])
         lengths = [each.lengths for each in trained]
         predicted = np.array([report.metrics.get("deferral/predicted_seconds", math.nan) for report in steps])
         extras = tuple(int(report.metrics.get("deferral/overcommit", 0)) for report in reports)
@@ -143,9 +143,9 @@ class ScheduleOutcome:
         return cls(
             seconds=float(seconds.mean()),
             tokens=grain * float(np.mean([each.sum() for each in lengths])),
-            lag=float(lags.mean()),
-            longest_lag=int(lags.max()),
-            token_lag=float(np.mean([each.token_lag for each in trained])),
+            staleness=float(staleness.mean()),
+            longest_staleness=int(staleness.max()),
+            token_staleness=float(np.mean([each.token_staleness for each in trained])),
             extra=float(np.mean(extras[counted])),
             predicted=float(predicted.mean() / seconds.mean()),
             spread=float(np.sqrt(np.mean((predicted / seconds - 1) ** 2))),
@@ -211,7 +211,7 @@ def ladder(
         overcommit: Delta of the schedules with a fixed one.
         chunk: tokens that travel at once.
         max_deferrals: of what is deferred.
-        staleness_price: of lag, to the adaptive schedules.
+        staleness_price: of staleness, to the adaptive schedules.
         kv_on_sync: what becomes of the KV cache of deferred rollouts, as of ``step.kv_on_sync``.
     """
     foreseen = min(max_deferrals, FORESEEN)

@@ -25,7 +25,7 @@ WORTHWHILE: Final = 1.05
 """A schedule that is less than so many times as fast as the present one is not worth a change."""
 
 ALIKE: Final = 0.97
-"""Of schedules within 3 % of the fastest, the one with the least lag is recommended."""
+"""Of schedules within 3 % of the fastest, the one with the least staleness is recommended."""
 
 FEWEST: Final = 3
 """The fewest seeds for a recommendation: with fewer, chance decides."""
@@ -76,14 +76,14 @@ class Standing:
         return Spread.of(self.speeds)
 
     @property
-    def lag(self) -> float:
+    def staleness(self) -> float:
         """Mean versions between a rollout's first token and its update."""
-        return Spread.of(outcome.lag for outcome in self.outcomes).mean
+        return Spread.of(outcome.staleness for outcome in self.outcomes).mean
 
     @property
-    def longest_lag(self) -> int:
+    def longest_staleness(self) -> int:
         """The largest."""
-        return max(outcome.longest_lag for outcome in self.outcomes)
+        return max(outcome.longest_staleness for outcome in self.outcomes)
 
     @property
     def idle(self) -> float:
@@ -113,32 +113,32 @@ class Study:
     seeds: Sequence[int] = field(default=(0,))
     refused: Mapping[str, str] = field(default_factory=dict)
 
-    def recommended(self, most_lag: float) -> str:
+    def recommended(self, limit: float) -> str:
         """Return the name of the schedule to choose: the baseline's if no other is worth a change.
 
-        It is the one with the least lag among those within 3 % of the fastest, of all that can be chosen, whose mean
-        lag is at most ``most_lag``, and that are at least 5 % faster than the baseline with every seed.
+        It is the least stale one among those within 3 % of the fastest, of all that can be chosen, whose mean staleness
+        is at most ``limit``, and that are at least 5 % faster than the baseline with every seed.
         """
-        allowed = {name: each for name, each in self.standings.items() if not self._fault(name, most_lag)}
+        allowed = {name: each for name, each in self.standings.items() if not self._fault(name, limit)}
         if not allowed:
             return self.baseline
         fastest = max(each.speed.mean for each in allowed.values())
         close = [name for name, each in allowed.items() if each.speed.mean >= ALIKE * fastest]
-        return min(close, key=lambda name: (round(allowed[name].lag, 3), -allowed[name].speed.mean))
+        return min(close, key=lambda name: (round(allowed[name].staleness, 3), -allowed[name].speed.mean))
 
-    def left_out(self, most_lag: float) -> Mapping[str, str]:
+    def left_out(self, limit: float) -> Mapping[str, str]:
         """Return why each schedule that is faster than the recommended one is not recommended, by name."""
-        chosen = self.recommended(most_lag)
+        chosen = self.recommended(limit)
         faster = [name for name, each in self.standings.items() if each.speed.mean > self.standings[chosen].speed.mean]
-        alike = f"less than 3 % faster than {chosen!r}, at more lag"
-        return {name: self._fault(name, most_lag) or alike for name in faster}
+        alike = f"less than 3 % faster than {chosen!r}, and staler"
+        return {name: self._fault(name, limit) or alike for name in faster}
 
-    def _fault(self, name: str, most_lag: float) -> str:
+    def _fault(self, name: str, limit: float) -> str:
         each = self.standings[name]
         if name in self.refused:
             return self.refused[name]
-        if each.lag > most_lag + 1e-9:
-            return f"its mean lag of {each.lag:.2f} updates is above --lag {most_lag:g}"
+        if each.staleness > limit + 1e-9:
+            return f"its mean staleness of {each.staleness:.2f} updates is above --staleness {limit:g}"
         if each.speed.low < WORTHWHILE:
             return f"not 5 % faster than {self.baseline!r} with every seed"
         return ""
@@ -233,7 +233,7 @@ def table(study: Study) -> Table:
     """Return the table of a study, a line for each schedule."""
     found = Table(show_edge=False, header_style="bold", pad_edge=False)
     found.add_column("schedule")
-    for name in ("seconds a step", "speed", "mean lag", "largest", "idle", memory_of(study)):
+    for name in ("seconds a step", "speed", "mean staleness", "largest", "idle", memory_of(study)):
         found.add_column(name, justify="right")
     for name, each in study.standings.items():
         marked = f"{name} *" if name == study.baseline else name
@@ -252,8 +252,8 @@ def cells(study: Study, each: Standing) -> Iterator[str]:
     """Yield the figures of a schedule."""
     yield ranged(each.seconds)
     yield ranged(each.speed)
-    yield f"{each.lag:.2f}"
-    yield f"{each.longest_lag}"
+    yield f"{each.staleness:.2f}"
+    yield f"{each.longest_staleness}"
     yield f"{each.idle:.0%}".replace("%", " %")
     yield f"{each.peak_tokens * study.cache / 1e9:.1f}" if study.cache else f"{each.peak_tokens:,.0f}"
 
@@ -271,27 +271,27 @@ def ranged(spread: Spread) -> str:
     return f"{spread.mean:.{digits}f} ({spread.low:.{digits}f} - {spread.high:.{digits}f})"
 
 
-def advice(study: Study, most_lag: float) -> str:
+def advice(study: Study, limit: float) -> str:
     """Return what to do, in words, why not what is faster, and the settings to paste."""
     if len(study.seeds) < FEWEST:
         return f"{len(study.seeds)} seeds are too few to recommend a schedule: give --seeds {FEWEST} or more"
-    name = study.recommended(most_lag)
+    name = study.recommended(limit)
     chosen = study.standings[name]
     seeds = f"over {len(study.seeds)} seeds"
     if name == study.baseline:
         said = (
-            f"leave it as it is: no schedule of a mean lag of at most {most_lag:g} is 5 % faster than {name!r} with "
+            f"leave it as it is: no schedule of a mean staleness of at most {limit:g} is 5 % faster than {name!r} with "
             f"every seed ({seeds})"
         )
     else:
         said = (
             f"choose {name!r} ({chosen.schedule.about}): {ranged(chosen.speed)} times as fast as {study.baseline!r} "
-            f"{seeds}, at a mean lag of {chosen.lag:.2f} updates, {chosen.longest_lag} at most; what lag costs in "
-            "learning is not simulated (docs/schedules.md)"
+            f"{seeds}, at a mean staleness of {chosen.staleness:.2f} updates, {chosen.longest_staleness} at most; what "
+            "that costs in learning is not simulated (docs/schedules.md)"
         )
     faster = [
         f"  {other!r}, {ranged(study.standings[other].speed)} times as fast: {why}"
-        for other, why in study.left_out(most_lag).items()
+        for other, why in study.left_out(limit).items()
     ]
     left_out = ["", "faster, and left out:", *faster] if faster else []
     settings = [] if name == study.baseline else ["", f"the settings of {name!r}:", "", snippet(chosen.schedule)]
@@ -303,7 +303,7 @@ def snippet(schedule: Schedule) -> str:
     return tomli_w.dumps({"step": dict(schedule.step)}).rstrip()
 
 
-def as_json(study: Study, most_lag: float) -> str:
+def as_json(study: Study, limit: float) -> str:
     """Return a study as JSON: the recommendation, and the figures of each schedule."""
     schedules = {
         name: {
@@ -311,8 +311,8 @@ def as_json(study: Study, most_lag: float) -> str:
             "step": dict(each.schedule.step),
             "seconds": asdict(each.seconds),
             "speed": asdict(each.speed),
-            "lag": each.lag,
-            "longest_lag": each.longest_lag,
+            "staleness": each.staleness,
+            "longest_staleness": each.longest_staleness,
             "idle": each.idle,
             "tokens_in_flight": each.peak_tokens,
             "bytes_in_flight": each.peak_tokens * study.cache or None,
@@ -321,8 +321,8 @@ def as_json(study: Study, most_lag: float) -> str:
     }
     facts = {
         "baseline": study.baseline,
-        "recommended": study.recommended(most_lag) if len(study.seeds) >= FEWEST else None,
-        "left_out": dict(study.left_out(most_lag)),
+        "recommended": study.recommended(limit) if len(study.seeds) >= FEWEST else None,
+        "left_out": dict(study.left_out(limit)),
         "seeds": list(study.seeds),
         "schedules": schedules,
     }

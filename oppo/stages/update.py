@@ -7,9 +7,9 @@ while others are decoded, and is deferred once for each step from then to its tr
 ``t <= i + max_deferrals`` where each rollout of that age has a place in the batch. It has: the cut waits for it, and at
 most ``overcommit <= batch`` units are deferred into a step. For a step owns at most ``batch + overcommit`` units, and
 units that join it while it is decoded are counted: when ``batch`` of them are placed, at most ``overcommit`` are not.
-Rejected units leave their step, and others take their places by the same count. Step ``t`` updates version ``t``, and
-the lag is at most ``t - (j - lookahead) <= max_deferrals + lookahead``. Weights that are synced earlier, in flight,
-only make it smaller.
+Rejected units leave their step, and others take their places by the same count. Step ``t`` updates version ``t``, so
+a token is at most ``t - (j - lookahead) <= max_deferrals + lookahead`` versions stale. Weights that are synced earlier,
+in flight, only make it fewer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tail batching: short rounds, long rounds, and through the whole graph: no lag, no prompt lost, no token reused."""
+"""Tail batching: short rounds, long rounds, and the whole graph: no staleness, no prompt lost, no token reused."""
 
 from __future__ import annotations
 

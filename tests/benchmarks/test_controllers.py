@@ -19,8 +19,8 @@ from benchmarks.controllers import (
     Results,
     Standing,
     cells,
-    mean_lag,
     mean_speed,
+    mean_staleness,
     mean_worth,
     page,
     system,
@@ -48,13 +48,13 @@ def standings(results: Results, controller: str, engine: str = "modern", seed: i
     return found
 
 
-def test_it_is_within_a_percent_as_fast_as_fixed_8_at_three_quarters_of_its_lag(results: Results) -> None:
+def test_it_is_within_a_percent_as_fast_as_fixed_8_at_three_quarters_of_its_staleness(results: Results) -> None:
     """In the mean of the seeds: the price decides where on its curve it stands, to a percent or so with one of them."""
     tail, fixed = (
         [one for seed in SEEDS for one in standings(results, name, seed=seed)] for name in ("tail", "fixed 8")
     )
     assert mean_speed(tail) >= 0.99 * mean_speed(fixed)
-    assert mean_lag(tail) <= 0.75 * mean_lag(fixed)
+    assert mean_staleness(tail) <= 0.75 * mean_staleness(fixed)
 
 
 @each_engine
@@ -66,14 +66,14 @@ def test_at_its_price_it_beats_every_fixed_delta(results: Results, engine: str, 
 
 @each_engine
 @each_seed
-def test_no_fixed_delta_of_the_same_lag_is_faster_by_three_percent(results: Results, engine: str, seed: int) -> None:
+def test_no_fixed_delta_as_stale_is_faster_by_three_percent(results: Results, engine: str, seed: int) -> None:
     assert all(each.speed >= 0.97 * each.frontier for each in standings(results, "tail", engine, seed))
 
 
 @each_seed
-def test_no_lag_is_paid_where_it_buys_nothing(results: Results, seed: int) -> None:
+def test_no_staleness_is_paid_where_it_buys_nothing(results: Results, seed: int) -> None:
     found = standings(results, "tail", seed=seed)
-    assert all(each.lag <= 0.02 for each in found if each.regime in IN_VAIN)
+    assert all(each.staleness <= 0.02 for each in found if each.regime in IN_VAIN)
 
 
 @each_seed
@@ -84,12 +84,12 @@ def test_predictions_are_right_in_the_mean(results: Results, engine: str, bias: 
     assert all(each.outcome.predicted == pytest.approx(1, abs=bias) for each in found)
 
 
-def test_the_mean_lag_is_what_littles_law_says(results: Results) -> None:
+def test_the_mean_staleness_is_what_littles_law_says(results: Results) -> None:
     batches = {regime.name: regime.batch for regime in REGIMES}
     for extra in (4, 8, 16):
         for each in standings(results, f"fixed {extra}"):
-            assert each.lag == pytest.approx(extra / batches[each.regime], rel=0.02)
-            assert each.outcome.longest_lag <= 2
+            assert each.staleness == pytest.approx(extra / batches[each.regime], rel=0.02)
+            assert each.outcome.longest_staleness <= 2
 
 
 def test_the_page_shows_the_results(results: Results) -> None:

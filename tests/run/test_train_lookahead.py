@@ -21,7 +21,7 @@ from oppo.run.checkpoint import CHECKPOINTS
 from oppo.run.train import FINAL, prepare, run
 from oppo.testing import Recorder
 from tests.report.synthetic import all_nested
-from tests.workplace import furnish, oppo, records, require_bounded_lag, resume, start
+from tests.workplace import furnish, oppo, records, require_bounded_staleness, resume, start
 
 EXACT = ("run.deterministic=true", "run.panel=off", "step.batch=4", "step.overcommit=2")
 AHEAD = ("step.lookahead=1", "run.checkpoint_every=3")
@@ -63,9 +63,9 @@ def test_an_exact_run_is_the_same_wherever_its_models_are(
     assert here == there
     lines = records(folder, "here", "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 7))
-    lags = [line["staleness/max"] for line in lines]
-    assert lags[1] >= 1, "step 1 is decoded with the first weights, while step 0 is trained"
-    assert lags[0] == 0
+    staleness = [line["staleness/max"] for line in lines]
+    assert staleness[1] >= 1, "step 1 is decoded with the first weights, while step 0 is trained"
+    assert staleness[0] == 0
     assert here != train(folder, "alone", "run.steps=6", "run.scorers=thread", "run.checkpoint_every=3")
 
 
@@ -106,7 +106,7 @@ def test_a_step_of_an_exact_run_uses_the_versions_that_follow_from_its_index(fol
             used[sent.stage].add((sent.step, sent.item.version))
     behind = {(step, max(0, step - lookahead)) for step in range(5)}
     assert used == {"generate": behind, "value": behind, "proximal": {(step, step) for step in range(5)}}
-    require_bounded_lag(folder / "runs" / f"versions-{lookahead}")
+    require_bounded_staleness(folder / "runs" / f"versions-{lookahead}")
 
 
 def test_more_steps_in_flight_with_a_trainer_of_its_own_process(folder: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_run_says_how_long_each_model_worked(workplace: Path) -> None:
 
 def test_what_is_advised_can_be_pasted(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = workplace / "advised.json"
-    small = ["--set", "workload.batch=6", "--steps", "4", "--lag", "9"]
+    small = ["--set", "workload.batch=6", "--steps", "4", "--staleness", "9"]
     assert main(["simulate", str(workplace / "profile.toml"), *small, "--json", str(figures)]) == 0
     printed = capsys.readouterr().out
     found = json.loads(figures.read_text())
@@ -138,7 +138,7 @@ def test_a_profile_is_simulated(workplace: Path, capsys: pytest.CaptureFixture[s
         (["profile.toml", "--set", "lengths.file=odd.txt"], "[lengths] needs either median"),
         (["profile.toml", "--steps", "0"], "--steps must be at least 1"),
         (["profile.toml", "--seeds", "0"], "--seeds must be at least 1"),
-        (["profile.toml", "--lag", "-1"], "--lag must be at least 0"),
+        (["profile.toml", "--staleness", "-1"], "--staleness must be at least 0"),
     ],
 )
 def test_what_cannot_be_simulated_is_said_in_a_sentence(

@@ -63,7 +63,7 @@ def test_ten_thousand_rollouts_are_live_at_once() -> None:
     outcome = simulated.run()
     assert sum(lane.peak_rows for lane in simulated.policy.lanes) == 10_000
     assert outcome.extra == 2_000
-    assert outcome.lag == pytest.approx(2_000 / 8_000, rel=0.5)
+    assert outcome.staleness == pytest.approx(2_000 / 8_000, rel=0.5)
 
 
 def test_rollouts_that_are_replaced_at_once_leave_no_decode_step_empty() -> None:
@@ -85,4 +85,4 @@ def test_rollouts_that_are_replaced_at_once_leave_no_decode_step_empty() -> None
     full, ragged = (SimulatedRun(system, workload, each, 24, 8, 1, 1).run() for each in (replaced, waiting))
     assert full.idle == pytest.approx(0.0, abs=0.02)
     assert full.per_token < ragged.per_token
-    assert full.longest_lag <= 64 + 2
+    assert full.longest_staleness <= 64 + 2

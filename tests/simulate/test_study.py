@@ -21,9 +21,9 @@ from tests.simulate.systems import WORKLOAD, machine
 OUTCOME = ScheduleOutcome(
     seconds=2.0,
     tokens=100.0,
-    lag=0.0,
-    longest_lag=0,
-    token_lag=0.0,
+    staleness=0.0,
+    longest_staleness=0,
+    token_staleness=0.0,
     extra=0.0,
     predicted=float("nan"),
     spread=float("nan"),
@@ -34,8 +34,9 @@ OUTCOME = ScheduleOutcome(
 SCHEDULES = ladder(8, overcommit=2, chunk=16)
 
 
-def standing(name: str, lag: float, *speeds: float) -> Standing:
-    return Standing(SCHEDULES[name], [replace(OUTCOME, lag=lag, longest_lag=round(lag)) for _ in speeds], speeds)
+def standing(name: str, staleness: float, *speeds: float) -> Standing:
+    outcome = replace(OUTCOME, staleness=staleness, longest_staleness=round(staleness))
+    return Standing(SCHEDULES[name], [outcome for _ in speeds], speeds)
 
 
 def made(*others: Standing, **refused: str) -> Study:
@@ -60,9 +61,9 @@ def made(*others: Standing, **refused: str) -> Study:
         "nothing else",
         "faster",
         "not with every seed",
-        "as fast with less lag",
-        "faster with lag",
-        "too much lag",
+        "as fast with less staleness",
+        "faster with staleness",
+        "too much staleness",
         "slower",
         "faster in the mean, not with every seed",
     ],
@@ -87,8 +88,11 @@ def test_what_is_faster_and_left_out_is_named_with_the_reason() -> None:
     said = advice(found, 1.0)
     assert said.startswith("choose 'fixed'")
     assert "1.35 (1.30 - 1.40) times as fast as 'chunk' over 3 seeds" in said
-    assert "'in flight', 2.58 (2.50 - 2.66) times as fast: its mean lag of 2.50 updates is above --lag 1\n" in said
-    assert "'adaptive', 1.37 (1.36 - 1.38) times as fast: less than 3 % faster than 'fixed', at more lag\n" in said
+    assert (
+        "'in flight', 2.58 (2.50 - 2.66) times as fast: its mean staleness of 2.50 updates is above --staleness 1\n"
+        in (said)
+    )
+    assert "'adaptive', 1.37 (1.36 - 1.38) times as fast: less than 3 % faster than 'fixed', and staler\n" in said
     assert "'rollout', 3.00 times as fast: models.engine = 'x' cannot do it\n" in said
     assert "not simulated: streamed updates" in said
     assert json.loads(as_json(found, 1.0))["left_out"].keys() == {"in flight", "adaptive", "rollout"}
@@ -162,10 +166,10 @@ def test_schedules_meet_the_same_prompts_and_speeds_are_paired_by_seed(messages:
     assert speeds["serial"] == Spread(1.0, 1.0, 1.0)
     assert 1.0 < speeds["chunk"].low <= speeds["chunk"].high
     assert speeds["fixed"].mean > speeds["chunk"].mean
-    lags = {name: (each.lag, each.longest_lag) for name, each in found.standings.items()}
-    assert lags["chunk"] == (0.0, 0)
-    assert lags["lookahead 1"] == (1.0, 1)
-    assert lags["fixed"][0] == pytest.approx(3 / 16, rel=0.2)
+    staleness = {name: (each.staleness, each.longest_staleness) for name, each in found.standings.items()}
+    assert staleness["chunk"] == (0.0, 0)
+    assert staleness["lookahead 1"] == (1.0, 1)
+    assert staleness["fixed"][0] == pytest.approx(3 / 16, rel=0.2)
     idle = {name: each.idle for name, each in found.standings.items()}
     assert idle["lookahead 1"] < idle["chunk"] < idle["serial"]
     assert all(each.peak_tokens > 16 * 20 for each in found.standings.values())

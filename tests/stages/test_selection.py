@@ -84,8 +84,8 @@ def test_every_prompt_is_trained_or_rejected_exactly_once_and_batches_count_acce
         assert len(scores) <= setting.batch
         assert len(batch.deferred) <= setting.most_carried
     for number, batch in enumerate(pipeline.batches):
-        lag = number - batch.versions
-        assert lag.max(initial=0) <= setting.max_deferrals + setting.lookahead
+        staleness = number - batch.versions
+        assert staleness.max(initial=0) <= setting.max_deferrals + setting.lookahead
 
 
 @pytest.mark.schedules

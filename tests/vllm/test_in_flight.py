@@ -58,17 +58,17 @@ def played(
 
 
 @pytest.mark.parametrize("lookahead", [1, 2])
-def test_weights_are_adopted_in_flight_and_lag_less(lookahead: int) -> None:
+def test_weights_are_adopted_in_flight_and_staleness_less(lookahead: int) -> None:
     trainer, reports, llm = played(lookahead, in_flight=True)
     at_the_cut, _, _ = played(lookahead, in_flight=False)
     for step, (batch, report) in enumerate(zip(trainer.batches, reports, strict=True)):
         assert len(batch) == BATCH
-        lag = step - batch.versions
-        assert lag.max() <= 2 + lookahead
-        assert report.metrics["staleness/max"] == lag.max()
+        staleness = step - batch.versions
+        assert staleness.max() <= 2 + lookahead
+        assert report.metrics["staleness/max"] == staleness.max()
     fresh = [len(set(response.versions.tolist())) for batch in trainer.batches for response in batch.responses]
     assert max(fresh) > 2, "a response is written by the weights of several updates"
-    assert mean_lag(trainer) < mean_lag(at_the_cut)
+    assert mean_staleness(trainer) < mean_staleness(at_the_cut)
     trained = [rollout for batch in trainer.batches for rollout in batch.rollouts]
     assert len(set(trained)) == len(trained) == BATCH * STEPS
     assert len(llm.updates) == STEPS
@@ -87,5 +87,5 @@ def test_a_rollout_that_ends_is_replaced_at_once(lookahead: int) -> None:
     assert any(report.deferred for report in reports)
 
 
-def mean_lag(trainer: FakeTrainer) -> float:
+def mean_staleness(trainer: FakeTrainer) -> float:
     return float(np.mean(np.concatenate([step - batch.versions for step, batch in enumerate(trainer.batches)])))

@@ -259,8 +259,8 @@ async def test_where_rollouts_are_carried_the_choices_differ_and_the_metrics_say
         stale = [report.metrics for report in run.reports if report.metrics["staleness/share_1"]]
         assert stale
         for metrics in stale:
-            lags = [metrics[f"staleness/share_{lag}"] for lag in ("0", "1", "2plus")]
-            assert sum(lags) == pytest.approx(1)
+            staleness = [metrics[f"staleness/share_{staleness}"] for staleness in ("0", "1", "2plus")]
+            assert sum(staleness) == pytest.approx(1)
             assert metrics["mismatch/kl"] > 1e-6
             assert 0 < metrics["mismatch/kl_current"] < 1e-8
             assert 0 < metrics["mismatch/ess"] < 1

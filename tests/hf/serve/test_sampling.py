@@ -106,8 +106,8 @@ def test_neighbouring_noise_is_independent(along: str) -> None:
     else:
         noise = noise_at(torch.arange(count), vocabulary=count)
     rows = (noise if along != "vocabulary" else noise.T).double()
-    for lag in (1, 2, 16):
-        pair = torch.stack((rows[lag:].flatten(), rows[:-lag].flatten()))
+    for staleness in (1, 2, 16):
+        pair = torch.stack((rows[staleness:].flatten(), rows[:-staleness].flatten()))
         assert abs(float(torch.corrcoef(pair)[0, 1])) < 5 / count
 
 

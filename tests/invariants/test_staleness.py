@@ -1,4 +1,4 @@
-"""The theorem on lag (``oppo/stages/update.py``) and what it rests on, under every schedule together.
+"""The theorem on staleness (``oppo/stages/update.py``) and what it rests on, under every schedule together.
 
 Deferral, steps in flight, weights that come in flight, units that join while others are decoded, and units that are
 rejected: any of them, in any run.
@@ -37,9 +37,9 @@ def test_no_token_is_older_than_deferral_and_lookahead_allow(setting: Setting, r
     run_virtual(pipeline.run)
     ended: Counter[int] = Counter()
     for step, (batch, report) in enumerate(zip(pipeline.batches, pipeline.reports, strict=True)):
-        lag = step - batch.versions[batch.sampled]
-        assert 0 <= lag.min(initial=0) <= lag.max(initial=0) <= setting.max_deferrals + setting.lookahead
-        assert report.metrics.get("staleness/max", 0) == lag.max(initial=0)
+        staleness = step - batch.versions[batch.sampled]
+        assert 0 <= staleness.min(initial=0) <= staleness.max(initial=0) <= setting.max_deferrals + setting.lookahead
+        assert report.metrics.get("staleness/max", 0) == staleness.max(initial=0)
         assert len(batch) <= setting.batch * setting.samples
         assert len(batch.deferred) <= setting.most_carried
         assert max((event.age for event in batch.deferred), default=0) <= setting.max_deferrals
