@@ -26,7 +26,7 @@ falcon_h1 mamba mamba2 jamba deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 gl
 olmo3 olmoe smollm3 granite granitemoe granitemoehybrid cohere cohere2 starcoder2 stablelm nemotron nemotron_h bamba
 lfm2 llama4_text kimi_linear minimax minimax_m2 ernie4_5 exaone4
 """.split()  # noqa: SIM905 - a page of them is easier read as words
-"""Sixty types that people train, by downloads of the hub and as far as their architectures differ."""
+"""Sixty types that people train, as far as their architectures differ."""
 
 pytestmark = pytest.mark.skipif(
     f"transformers {transformers.__version__}" not in " ".join(TEXT.split()),
