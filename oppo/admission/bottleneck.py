@@ -138,9 +138,9 @@ class Bottleneck:
         share = f"{self.shares[self.largest]:.0%}".replace("%", " %")
         match self.largest:
             case "decode":
-                return f"{share} of the step is decoding with every place taken"
+                return f"{share} of the step is decoding with every slot taken"
             case "tail":
-                return f"{share} of the step is lost to places left empty by the long tail"
+                return f"{share} of the step is lost to slots left empty by the long tail"
             case "cap":
                 return (
                     f"{share} of the step is lost while {self.capped:.2g} of {self.finished:.3g} run into the length "

@@ -222,7 +222,7 @@ SCORERS: Final = ("reference", "reward", "critic")
 """The models that score."""
 
 Remote: TypeAlias = Literal["policy", "reference", "reward", "critic", "trainer"]
-"""A model that can be in an actor of a cluster; of the trainer, every rank but the first."""
+"""A model that can be in a Ray actor of a cluster; of the trainer, every rank but the first."""
 
 
 def _require_device(device: str) -> str:
@@ -274,13 +274,13 @@ class PlacementSection:
     )
     remote: Annotated[tuple[Remote, ...], FromList()] = setting(
         (),
-        "with a cluster, the models that are remote, one actor each; of the trainer, every rank but the first; empty: "
-        "every model that can be remote, but the policy",
+        "with a cluster, the models that are remote, one Ray actor each; of the trainer, every rank but the first; "
+        "empty: every model that can be remote, but the policy",
     )
     actor_cpus: PositiveCount = setting(
         1,
-        "with a cluster, the cores that each actor reserves on its machine and computes with; rank 0 computes with as "
-        "many",
+        "with a cluster, the cores that each Ray actor reserves on its machine and computes with; rank 0 computes with "
+        "as many",
     )
     spread: bool = setting(
         default=False, description="with a cluster, put each rank of the trainer on a machine of its own"

@@ -280,9 +280,9 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
         Metric("eval/seconds", SECONDS, "The evaluation."),
     ),
     "Bottleneck": (
-        Metric("bottleneck/decode", SHARE, "Of the step's time: decoding with every place taken."),
-        Metric("bottleneck/tail", SHARE, "Of the step's time: places left empty by the long tail."),
-        Metric("bottleneck/cap", SHARE, "Of the step's time: places left empty while responses run into the cap."),
+        Metric("bottleneck/decode", SHARE, "Of the step's time: decoding with every slot taken."),
+        Metric("bottleneck/tail", SHARE, "Of the step's time: slots left empty by the long tail."),
+        Metric("bottleneck/cap", SHARE, "Of the step's time: slots left empty while responses run into the cap."),
         Metric("bottleneck/score", SHARE,
                "Of the step's time: waiting for scores after decoding, or for a scorer that is slower than decoding."),
         Metric("bottleneck/train", SHARE, "Of the step's time: the update."),

@@ -38,7 +38,7 @@ def shares(**parts: float) -> dict[StepPart, float]:
     return {part: parts.get(part, 0.0) for part in PARTS}
 
 
-def test_a_step_with_empty_places_is_bound_by_its_tail() -> None:
+def test_a_step_with_empty_slots_is_bound_by_its_tail() -> None:
     found = judge(STEP)
     assert found.shares == pytest.approx(shares(decode=5 / 12, tail=5 / 12, score=1 / 12, train=1 / 12))
     assert found.limits == pytest.approx({"stream": 12 / (10 + 1), "defer": 12 / (5 + 1), "lookahead": 12 / 10})
@@ -46,7 +46,7 @@ def test_a_step_with_empty_places_is_bound_by_its_tail() -> None:
     assert judge(replace(STEP, tokens=199)).largest == "tail"
     assert judge(replace(STEP, tokens=200)).largest == "decode", "of equal parts the first counts"
     assert judge(replace(STEP, tokens=199)).message == (
-        "42 % of the step is lost to places left empty by the long tail: defer more stragglers, at most 2.0 times as "
+        "42 % of the step is lost to slots left empty by the long tail: defer more stragglers, at most 2.0 times as "
         "fast; all schedules of as many rows together at most 2.4 times"
     )
 
@@ -58,7 +58,7 @@ def test_a_step_of_equal_lengths_is_bound_by_decoding() -> None:
     streamed = judge(replace(STEP, tokens=400, seconds=10.2, scoring=(), rest_seconds=0.2))
     assert streamed.next_schedule is None
     assert streamed.message == (
-        "98 % of the step is decoding with every place taken: only a faster decode step would help; no schedule of as "
+        "98 % of the step is decoding with every slot taken: only a faster decode step would help; no schedule of as "
         "many rows is more than 1.0 times as fast"
     )
 
@@ -113,7 +113,7 @@ def test_what_a_streamed_update_took_beside_decoding_counts_to_the_trainer() -> 
 
 
 def virtual_steps(lookahead: int) -> list[StepReport]:
-    """Return steps that decode for 10 s, every place taken, and update for 8 s."""
+    """Return steps that decode for 10 s, every slot taken, and update for 8 s."""
 
     async def main() -> list[StepReport]:
         graph = grpo(
@@ -182,9 +182,7 @@ AHEAD = replace(STEP, lookahead=1, seconds=10.0)
 def test_with_steps_in_flight_the_longest_phase_sets_the_pace() -> None:
     found = judge(AHEAD)
     assert found.shares == pytest.approx(shares(decode=0.5, tail=0.5))
-    assert found.limit == pytest.approx(10 / 5), (
-        "with every place taken decoding would be as long as the scorer is busy"
-    )
+    assert found.limit == pytest.approx(10 / 5), "with every slot taken decoding would be as long as the scorer is busy"
     trained = judge(replace(AHEAD, seconds=20.0, rest_seconds=20.0))
     assert trained.shares == pytest.approx(shares(train=1.0))
     assert trained.limit == 1.0
