@@ -133,7 +133,7 @@ def test_a_model_that_hangs_is_a_deadlock_that_names_its_stage(model: str, metho
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "pattern"),
     [
         (
             Fault("actor", "open", Garbage("count")),
@@ -163,10 +163,10 @@ def test_a_model_that_hangs_is_a_deadlock_that_names_its_stage(model: str, metho
         (Fault("trainer", "update", Garbage("stranger")), r"rollouts \[-1\] as not finite, which are not in its batch"),
     ],
 )
-def test_garbage_is_refused_by_name_and_never_trained(fault: Fault, message: str) -> None:
+def test_garbage_is_refused_by_name_and_never_trained(fault: Fault, pattern: str) -> None:
     error, message = ended(fault, steps=0)
     assert type(error) is ProtocolError
-    with pytest.raises(ProtocolError, match=message):
+    with pytest.raises(ProtocolError, match=pattern):
         raise error
     assert "in stage " in message
 

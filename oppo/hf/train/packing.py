@@ -25,8 +25,7 @@ class MicroBatch:
 
     Attributes:
         ids, positions: int64 [n, L].
-        read: bool [n, L], false for padding.
-        padding: number of ``ids`` that are padding.
+        lengths: the ids of each row that are not padding.
         keep: int64 [K], the positions that predict a response token of some row.
         row, column: int64 [T], where each response token is predicted in an [n, K, ...] output.
         tokens: int64 [T].
@@ -40,8 +39,7 @@ class MicroBatch:
 
     ids: Tensor
     positions: Tensor
-    read: Tensor
-    padding: int
+    lengths: Sequence[int]
     keep: Tensor
     row: Tensor
     column: Tensor
@@ -52,6 +50,17 @@ class MicroBatch:
     behaviour: Tensor
     given: Mapping[Input, Tensor]
     support: SupportIndex | None
+
+    @property
+    def padding(self) -> int:
+        """Number of ``ids`` that are padding."""
+        return self.ids.numel() - sum(self.lengths)
+
+    @property
+    def read(self) -> Tensor:
+        """Whether each id is no padding, bool [n, L]: made, and sent to the device, at each access."""
+        lengths = torch.tensor(self.lengths, device=self.ids.device)
+        return torch.arange(self.ids.shape[1], device=self.ids.device) < lengths[:, None]
 
 
 def units(batch: Batch, unit: Unit) -> list[list[int]]:
@@ -121,8 +130,7 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device, inputs: Collec
     return MicroBatch(
         ids=tensor(ids),
         positions=torch.arange(width, device=device).expand(len(rows), width),
-        read=tensor(np.arange(width) < np.array(read)[:, None]),
-        padding=ids.size - sum(read),
+        lengths=read,
         keep=torch.arange(first, width, device=device),
         row=tensor(np.repeat(np.arange(len(rows)), lengths)),
         column=tensor(np.concatenate(columns)),

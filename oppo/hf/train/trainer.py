@@ -255,7 +255,7 @@ class HfTrainerCore:
                 outputs = self.outputs(part)
             losses.append(self.backward(part, outputs, one).loss.detach())
             detached = {name: tensor.detach() for name, tensor in outputs.items()}
-            partial.parts.append((part, detached, expert_loads(routes, part.read)))
+            partial.parts.append((part, detached, expert_loads(routes, part.read) if routes else None))
             self.counts.micro_batches += 1
         finite = torch.tensor([float(torch.stack(losses).isfinite().all() and self.optimisation.is_finite())])
         if self._team.sum(finite) == self._team.size:
@@ -319,7 +319,7 @@ class HfTrainerCore:
                 outputs = self.outputs(part)
             balance = None if choices is None else self._balancing.loss(routes, part.read, choices)
             evaluated = self.backward(part, outputs, size, balance)
-            update.add(part, outputs["logprobs"], evaluated, expert_loads(routes, part.read))
+            update.add(part, outputs["logprobs"], evaluated, expert_loads(routes, part.read) if routes else None)
             found.add(evaluated)
             self.counts.micro_batches += 1
         self._apply(batch, rows, found, update)

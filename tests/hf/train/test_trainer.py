@@ -381,10 +381,12 @@ async def test_an_update_that_failed_half_way_leaves_no_gradient_for_the_next(
         if failing:
             backward, parts = trainer.core.backward, iter(range(9))
 
-            def half_an_update(part: MicroBatch, outputs: Mapping[Input, Tensor], whole: Whole) -> LossValue:
+            def half_an_update(
+                part: MicroBatch, outputs: Mapping[Input, Tensor], whole: Whole, balance: Tensor | None
+            ) -> LossValue:
                 if next(parts) == 2:
                     raise MemoryError("out of memory")
-                return backward(part, outputs, whole)
+                return backward(part, outputs, whole, balance)
 
             with monkeypatch.context() as patch:
                 patch.setattr(trainer.core, "backward", half_an_update)
