@@ -1,4 +1,4 @@
-"""Writes ``docs/models.md``, which causal models of transformers oppo takes: ``make models-table``, two minutes.
+"""Writes ``docs/models.md``, which models of transformers oppo takes: ``make models-table``, two minutes.
 
 Each type is made tiny and random, and tried as a run would: models are probed in the same way when they are loaded. The
 names of vLLM's models are asked of an interpreter that has it: ``python -m docs.make_models PYTHON``.
@@ -22,23 +22,31 @@ import transformers
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from oppo.errors import ConfigError, ModelRefused, one_line
 from oppo.hf.introspection import FAILURES, only_whole, score_head
 from oppo.hf.kv.reader import WholeRows
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import Load, longest_batch
+from oppo.hf.model_files import CAUSAL
 from oppo.hf.probe import probe
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import pack
 
 PAGE: Final = Path(__file__).with_name("models.md")
+
+TYPES: Final[Mapping[str, str]] = dict(
+    sorted({**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}.items())
+)
+"""The model types of the page, with the class of each: the whole one of a type that reads images too."""
 
 MOST: Final = 30_000_000
 """Parameters of a model that is still tiny: others are not tried."""
@@ -107,11 +115,14 @@ _LATENT: Final = {"num_key_value_heads": 4}
 # With few heads, or for padding, whose embedding is zero, scores of an indexer tie at 0, and the pick is any.
 _INDEXED: Final = {**_LATENT, "pad_token_id": None}
 _HEADS: Final = {"head_dim": 16}
+_SECTIONS: Final = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
 _SLIDING: Final = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _LAYERS: Final = ["linear_attention", "full_attention"] * 2
 
 OWN: Final[Mapping[str, Mapping[str, object]]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "minicpm3"), _LATENT),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm_ocr_text", "paddleocr_vl_text"), _SECTIONS),
+    **dict.fromkeys(("mistral4", "mistral_large4_text"), _LATENT),
     **dict.fromkeys(("deepseek_v32", "axk2", "glm_moe_dsa", "hy_v4"), _INDEXED),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), _HEADS),
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _SLIDING),
@@ -119,7 +130,11 @@ OWN: Final[Mapping[str, Mapping[str, object]]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "deepseek_v4": {"num_key_value_heads": 1, "pad_token_id": None},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
     "falcon": {"alibi": False, "num_key_value_heads": None},
+    "glm4v_moe_text": {
+        "rope_parameters": {**_SECTIONS["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 16},
     "granitemoehybrid": {"layer_types": _LAYERS},
     "kimi_linear": {**_LATENT, "head_dim": None, "layer_types": _LAYERS},
@@ -131,6 +146,7 @@ OWN: Final[Mapping[str, Mapping[str, object]]] = {
         "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention"],
         "num_hidden_layers": None,
     },
+    "qwen2_vl_vision": {"embed_dim": WIDTH},
     "qwen4_exp_text": {
         "head_dim": 16,
         "indexer_n_heads": 4,
@@ -191,12 +207,13 @@ def tiny_model(model_type: str) -> PreTrainedModel:
         Exception: of any kind, if there is no tiny one.
     """
     config = tiny_config(model_type)
+    auto = CAUSAL.auto(config)
     with torch.device("meta"):
-        size = AutoModelForCausalLM.from_config(config).num_parameters()
+        size = auto.from_config(config).num_parameters()
     if size > MOST:
         raise ConfigError(f"its smallest model has {size / 1e6:.0f} million parameters")
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1 and 0 < float(weight.std()) < 0.05:
@@ -330,9 +347,9 @@ def engine_models(python: str) -> list[str]:
 PREFACE: Final = """\
 # Models
 
-Does oppo take my model? Look for the `model_type` of its `config.json`. All {count} causal types of transformers
-{version} are here, each tried as a tiny random model by `make models-table`. A real model is checked in the same way
-when it is loaded; what is said then counts.
+Does oppo take my model? Look for the `model_type` of its `config.json`. All {count} types of transformers {version}
+that generate text, from text or from images and text, are here, each tried as a tiny random model by
+`make models-table`. A real model is checked in the same way when it is loaded; what is said then counts.
 
 - **decodes**: it can be the policy on the engine transformers. `no`: take `models.engine = "vllm"`, if vLLM has it.
 - **reference**: it can be the reference, and log-probs can be recomputed with it.
@@ -344,6 +361,9 @@ when it is loaded; what is said then counts.
 
 {taken} types are taken: {pieces} in pieces, {whole} whole. {refused} are refused, and {untried} have no tiny model to
 try; their text model often has a type of its own. Encoders, such as BERT, are tried with `is_decoder = true`.
+
+A vision-language model is a policy of text: its language model is trained, its vision tower is kept as it is, and both
+are saved as one checkpoint. A prompt with images is refused.
 
 | type | decodes | reference | reward, critic | trains | LoRA | reads | vLLM |
 |---|---|---|---|---|---|---|---|
@@ -370,7 +390,7 @@ def page(verdicts: Sequence[Verdict], engine: str, engine_classes: frozenset[str
 
 def _rows(verdicts: Sequence[Verdict], engine_classes: frozenset[str]) -> Iterator[str]:
     for each in verdicts:
-        names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[each.model_type]
+        names = TYPES[each.model_type]
         served = not engine_classes.isdisjoint({names} if isinstance(names, str) else names)
         yield f"| {' | '.join([*each.cells(), 'yes' if served else 'no'])} |"
 
@@ -390,7 +410,7 @@ def main(python: str) -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     verdicts = []
-    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    for model_type in TYPES:
         verdicts.append(tried(model_type))
         sys.stderr.write(f"{verdicts[-1]}\n")
     version, *classes = engine_models(python)

@@ -69,12 +69,12 @@ def tokens_of(responses: Sequence[Response]) -> tuple[list[Tensor], list[Tensor]
     return queries, [torch.from_numpy(each.tokens).long() for each in responses]
 
 
-async def serial(actor: LlamaForCausalLM, judge: LlamaForSequenceClassification, steps: int) -> None:
+async def serial(actor: LlamaForCausalLM, reward_model: LlamaForSequenceClassification, steps: int) -> None:
     """Train with one thing after the other."""
     learner = Learner(actor)
     with Thread("models", setup=one_core) as thread:
         policy = HfPolicy(actor, sampling=SAMPLING, place=thread, deterministic=True)
-        reward = RewardModel(judge, place=thread, deterministic=True)
+        reward = RewardModel(reward_model, place=thread, deterministic=True)
         for step in range(steps):
             finished = await generate(policy, prompts(8)[8 * step : 8 * step + 8])
             scores = await score(reward, finished)
@@ -84,13 +84,13 @@ async def serial(actor: LlamaForCausalLM, judge: LlamaForSequenceClassification,
 
 
 async def overlapped(
-    actor: LlamaForCausalLM, judge: LlamaForSequenceClassification, steps: int, overcommit: int = 0
+    actor: LlamaForCausalLM, reward_model: LlamaForSequenceClassification, steps: int, overcommit: int = 0
 ) -> list[StepReport]:
     """Train with the same models and the same training step, streamed; carry up to ``overcommit`` responses over."""
     learner = Learner(actor)
     with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
         policy = HfPolicy(actor, sampling=SAMPLING, place=decoding, deterministic=True)
-        reward = RewardModel(judge, place=scoring, deterministic=True)
+        reward = RewardModel(reward_model, place=scoring, deterministic=True)
 
         def step(batch: Batch) -> dict[str, float]:
             return learner.train_step(*tokens_of(batch.responses), torch.from_numpy(batch.scores))

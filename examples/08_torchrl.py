@@ -40,7 +40,7 @@ class Models(NamedTuple):
 
     actor: LlamaForCausalLM
     critic: LlamaForSequenceClassification
-    judge: LlamaForSequenceClassification
+    reward_model: LlamaForSequenceClassification
 
 
 class Logits(nn.Module):
@@ -129,7 +129,7 @@ async def serial(models: Models, steps: int) -> None:
     ppo = PPO(models.actor, models.critic)
     with Thread("models", setup=one_core) as thread:
         policy = HfPolicy(models.actor, sampling=SAMPLING, place=thread, deterministic=True)
-        reward = RewardModel(models.judge, place=thread, deterministic=True)
+        reward = RewardModel(models.reward_model, place=thread, deterministic=True)
         critic = ValueModel(models.critic, place=thread, deterministic=True)
         for step in range(steps):
             finished = await generate(policy, prompts(8)[8 * step : 8 * step + 8])
@@ -147,7 +147,7 @@ async def overlapped(models: Models, steps: int, overcommit: int = 0) -> list[St
     ppo = PPO(models.actor, models.critic)
     with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
         policy = HfPolicy(models.actor, sampling=SAMPLING, place=decoding, deterministic=True)
-        reward = RewardModel(models.judge, place=scoring, deterministic=True)
+        reward = RewardModel(models.reward_model, place=scoring, deterministic=True)
         critic = ValueModel(models.critic, place=scoring, deterministic=True)
 
         def step(batch: Batch) -> dict[str, float]:

@@ -184,7 +184,7 @@ def test_exact_runs_learn_the_same_bits_streamed_and_serial(workplace: Path) -> 
         ("trainer.warmup_steps=1", "schedule 'constant' has no warm-up"),
     ],
 )
-def test_what_cannot_be_used_is_one_sentence(
+def test_what_cannot_be_used_is_one_message(
     workplace: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(workplace, "--dry-run", "run.name=refused", override) == 2
@@ -279,6 +279,6 @@ def test_help_and_version_need_nothing(arguments: str, capsys: pytest.CaptureFix
     assert capsys.readouterr().out
 
 
-def test_a_mistyped_command_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert "trian" in capsys.readouterr().err

@@ -104,7 +104,7 @@ def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argum
         (lambda: oppo.GAE(kl=math.nan), "coefficient of FixedKL must be a finite number, not nan"),
     ],
 )
-def test_a_sentence_names_the_number_and_what_was_expected(make: Callable[[], object], expected: str) -> None:
+def test_an_error_names_the_number_and_what_was_expected(make: Callable[[], object], expected: str) -> None:
     with pytest.raises((ValueError, oppo.OppoError)) as caught:
         make()
     assert expected in str(caught.value)

@@ -64,7 +64,7 @@ def chunk(start: int, listed: Listed) -> Chunk:
 
 
 @given(LISTED, LISTED)
-def test_merged_chunks_and_grown_responses_keep_what_each_token_was_drawn_from(one: Listed, two: Listed) -> None:
+def test_merged_chunks_and_grown_responses_keep_what_each_token_was_sampled_from(one: Listed, two: Listed) -> None:
     first, second, n = chunk(0, one), chunk(len(one), two), len(one) + len(two)
     merged = merge_chunks(first, second)
     assert isinstance(merged, Chunk)

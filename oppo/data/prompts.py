@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,6 +82,11 @@ class Encoding:
         """
         if self.column not in row:
             raise DataError(f"{place}: no column {self.column!r}; the columns there are {', '.join(row) or '(none)'}")
+        if images := [name for name in ("image", "images") if _holds(row.get(name))]:
+            raise DataError(
+                f"{place}: column {images[0]!r} has images for the prompt, and policies read text only: leave it out, "
+                "or give it another name if only a reward function reads it"
+            )
         read = max(CHARACTERS, 256 * self.max_prompt_tokens)
         return _encoded(row[self.column], self.tokenizer, read, f"{place}, column {self.column!r}")
 
@@ -190,6 +195,10 @@ def _encoded(value: object, tokenizer: Tokenizer, read: int, place: str) -> IntA
     return np.asarray(tokens, np.int32)
 
 
+def _holds(value: object) -> bool:
+    return value is not None and not (isinstance(value, Sized) and not len(value))
+
+
 def _encoded_by(encode: Callable[[T], Sequence[int]], value: T, place: str, by: str) -> Sequence[int]:
     try:
         return encode(value)
@@ -204,7 +213,8 @@ def _message(value: object, place: str) -> Message:
     parts = content if isinstance(content, list) else []
     if others := [part for part in parts if not isinstance(part, dict) or not isinstance(part.get("text"), str)]:
         raise DataError(
-            f"{place}: a part of a chat message is {{'type': 'text', 'text': text}}, got {shown(others[0])}"
+            f"{place}: a part of a chat message is {{'type': 'text', 'text': text}}, without images, got "
+            f"{shown(others[0])}"
         )
     has_other = any(each is not None for key, each in value.items() if key not in {"role", "content"})
     if not isinstance(content, str | list) and not (content is None and has_other):

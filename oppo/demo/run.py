@@ -67,9 +67,9 @@ def examine(actor: Path, *, base: Path, reward: Path, held_out: Path, sampling: 
     with Thread("examination", setup=lambda: use_cores(available_cores())) as thread:
         policy = HfPolicy(load_causal(actor), sampling=sampling, place=thread)
         reference = ReferenceLogprobs(load_causal(base), sampling=sampling, place=thread)
-        judge = RewardModel(load_scalar(reward), place=thread)
+        reward_model = RewardModel(load_scalar(reward), place=thread)
         how = Answering(batch=count)
-        found = anyio.run(partial(answers_of, policy, judge, prompts, how, reference=reference)).rollouts
+        found = anyio.run(partial(answers_of, policy, reward_model, prompts, how, reference=reference)).rollouts
     return DemoAnswers(
         scores=np.array([each.score for each in found], np.float32),
         kl=np.array([kl_of(each) for each in found], np.float32),

@@ -21,7 +21,13 @@ from pathlib import Path, PurePath
 from typing import Final, Literal, TypedDict, Unpack, cast
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from oppo.errors import ConfigError, ModelRefused, OppoError, one_line
 from oppo.hf.as_text.whole import Encoder, Pooling, reach, reads_beside
@@ -38,6 +44,7 @@ from oppo.hf.model_files import (
     OBSOLETE,
     PROCESS,
     SCALAR,
+    AutoClass,
     Kind,
     entries_of,
     located,
@@ -200,18 +207,19 @@ def load(
     base = directory if adapter is None else find(adapter.base)
     with reading(base, f"no model can be made of {base / CONFIG} and the weights beside it"):
         tensors = require_data(base, trusted=trust_remote_code, allow_pickle=allow_pickle)
-        require_kind(kind, base, tensors, trusted=trust_remote_code)
+        auto = auto_of(kind, base, tensors, trusted=trust_remote_code)
         options = _options(kind, dtype, attention, trusted=trust_remote_code, allow_pickle=allow_pickle)
         trial, info = cast(
             "tuple[PreTrainedModel, Info]",
-            kind.auto.from_pretrained(base, device_map="meta", output_loading_info=True, **options),
+            auto.from_pretrained(base, device_map="meta", output_loading_info=True, **options),
         )
         kind.require(trial)
         given = () if adapter is None else adapter.tensors
         missing, left_out = require_fit(
             kind, trial, info, path, given=given, new_head=new_head, ignore_unused=ignore_unused
         )
-        model = cast("PreTrainedModel", kind.auto.from_pretrained(base, **options))
+        model = cast("PreTrainedModel", auto.from_pretrained(base, **options))
+        _freeze_beside_text(model)
         if getattr(model.config, "rescale_every", 0):
             model.config.rescale_every = 0  # RWKV would scale its weights in place: those that are trained and saved
         _leave_out_router_logits(model)
@@ -263,6 +271,15 @@ def _adapted(
         return require_fit(kind, model, info, path, ignore_unused=ignore_unused)[1]
 
 
+def _freeze_beside_text(model: PreTrainedModel) -> None:
+    # Of a vision-language model only the language model reads text, and is trained. It is saved whole.
+    if type(model.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        read = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+        text = {id(weight) for part in read if part is not None for weight in part.parameters()}
+        for weight in model.base_model.parameters():
+            weight.requires_grad_(id(weight) in text)
+
+
 def _leave_out_router_logits(model: PreTrainedModel) -> None:
     # Where the config asks for them, each pass computes an auxiliary loss, which fails on the masks that serve.
     if getattr(model.config.get_text_config(), "output_router_logits", False):
@@ -295,20 +312,17 @@ class Info(TypedDict):
     mismatched_keys: Collection[tuple[str, Collection[int], Collection[int]]]
 
 
-def require_kind(kind: Kind, directory: Path, tensors: Sequence[str], *, trusted: bool) -> None:
-    """Check that the architecture has a model of this kind, and that the files hold enough tensors for its depth."""
+def auto_of(kind: Kind, directory: Path, tensors: Sequence[str], *, trusted: bool) -> AutoClass:
+    """Return the class that loads the model, after checking that the files hold enough tensors for its depth."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
-    if type(config) not in kind.mapping and kind.auto.__name__ not in getattr(config, "auto_map", ()):
-        raise ModelRefused(
-            f"the model at {str(directory)!r} is of type {config.model_type!r}, of which transformers has no "
-            f"{kind.name}: take one of another architecture"
-        )
+    auto = kind.auto(config)
     depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if 0 < len(tensors) < depth:  # first: building so many layers may take hours, even without memory
         raise ConfigError(
             f"{directory / 'config.json'} describes {depth} layers, but there are {len(tensors)} tensors in all: "
             "expected the weights of that model"
         )
+    return auto
 
 
 def require_fit(
@@ -399,14 +413,15 @@ def outline(
         weights = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
         if weights:
             tensors = require_data(directory, trusted=trust_remote_code, allow_pickle=True)
-            require_kind(kind, directory, tensors, trusted=trust_remote_code)
+            auto_of(kind, directory, tensors, trusted=trust_remote_code)
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **kind.options)
         chosen = DTYPES[dtype]
         given = (config.dtype or torch.float32) if chosen == "auto" else chosen
         with torch.device("meta"):
-            model: PreTrainedModel = kind.auto.from_config(  # type: ignore[no-untyped-call]  # transformers'
+            model: PreTrainedModel = kind.auto(config).from_config(  # type: ignore[no-untyped-call]  # transformers'
                 config, dtype=given, trust_remote_code=trust_remote_code
             )
+    _freeze_beside_text(model)
     _leave_out_router_logits(model)
     numbers, there = model.num_parameters(), sum(file.stat().st_size for file in weights)
     if weights and numbers > there:

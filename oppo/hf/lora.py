@@ -31,7 +31,7 @@ def share_base(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) -> None:
-    """Add an adapter to every linear layer but the last; from now on only the adapters require a gradient.
+    """Add an adapter to every linear layer that is trained but the last; from now on only adapters require a gradient.
 
     A mixture of experts gets adapters in its attention layers only: routers and experts stay as they are. Of Mamba
     layers the input projection gets some: fused kernels read the weights of the others past an adapter.
@@ -53,7 +53,13 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
     require_peft("models.lora_rank")
     from peft import LoraConfig  # noqa: PLC0415 - an extra, for adapters only
 
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not model.get_output_embeddings()
+    }
+    frozen = any(not module.weight.requires_grad for module in linear.values())
+    linear = {name: module for name, module in linear.items() if module.weight.requires_grad}
     if mixture := has_experts(model):
         linear = {name: module for name, module in linear.items() if _of_attention(name)}
     if mixture and not linear:
@@ -78,7 +84,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
         r=rank,
         lora_alpha=alpha,
         lora_dropout=0.0,
-        target_modules=list(linear) if mixture else "all-linear",
+        target_modules=list(linear) if mixture or frozen else "all-linear",
         exclude_modules=fused or None,
         fan_in_fan_out=transposed,
     )

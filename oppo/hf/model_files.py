@@ -22,12 +22,14 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedConfig,
@@ -136,7 +138,11 @@ def quiet() -> Iterator[None]:
 
 
 AutoClass: TypeAlias = type[
-    AutoModel | AutoModelForCausalLM | AutoModelForSequenceClassification | AutoModelForTokenClassification
+    AutoModel
+    | AutoModelForCausalLM
+    | AutoModelForImageTextToText
+    | AutoModelForSequenceClassification
+    | AutoModelForTokenClassification
 ]
 
 
@@ -145,8 +151,8 @@ class Kind:
     """A kind of model.
 
     Attributes:
-        auto: the class that loads it.
-        mapping: has the config classes of which transformers has such a model.
+        autos: the classes that load it, each with the config classes of which transformers has such a model; code of
+            a checkpoint's own is for the last.
         name: in errors.
         options: of ``from_pretrained``.
         require: refuses a model without the layers that serving it needs.
@@ -154,47 +160,67 @@ class Kind:
         optional: prefixes of weights that serving does without, which may be missing.
     """
 
-    auto: AutoClass
-    mapping: Container[type[PreTrainedConfig]]
+    autos: Mapping[AutoClass, Container[type[PreTrainedConfig]]]
     name: str
     options: Mapping[str, Any]
     require: Callable[[PreTrainedModel], object]
     streamed: bool = True
     optional: tuple[str, ...] = ()
 
+    def auto(self, config: PreTrainedConfig) -> AutoClass:
+        """Return the class that loads a model of this config.
+
+        Raises:
+            ModelRefused: there is none.
+        """
+        for auto, configs in self.autos.items():
+            if type(config) in configs:
+                return auto
+        if auto.__name__ in getattr(config, "auto_map", ()):
+            return auto
+        raise ModelRefused(
+            f"the model at {config.name_or_path!r} is of type {config.model_type!r}, of which transformers has no "
+            f"{self.name}: take one of another architecture"
+        )
+
 
 def _anything(model: PreTrainedModel) -> None:
     del model
 
 
-CAUSAL: Final = Kind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model", {}, _anything)
+CAUSAL: Final = Kind(
+    {
+        AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,  # whole, as it is to be saved
+        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    },
+    "causal language model",
+    {},
+    _anything,
+)
 
 SCALAR: Final = Kind(
-    AutoModelForSequenceClassification,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    {AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING},
     "sequence classification model with one label",
     {"num_labels": 1},
     score_head,
 )
 
 PROCESS: Final = Kind(
-    AutoModelForTokenClassification,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    {AutoModelForTokenClassification: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING},
     "token classification model",
     {},
     token_head,
 )
 
 CLASSIFIER: Final = Kind(
-    AutoModelForSequenceClassification,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    {AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING},
     "sequence classification model",
     {},
     _anything,
     streamed=False,
 )
 
-EMBEDDER: Final = Kind(AutoModel, MODEL_MAPPING, "text encoder", {}, _anything, streamed=False, optional=("pooler.",))
+EMBEDDER: Final = Kind({AutoModel: MODEL_MAPPING}, "text encoder", {}, _anything, streamed=False, optional=("pooler.",))
 
 
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
@@ -255,6 +281,11 @@ def read_object(file: Path) -> dict[str, object]:
 def entries_of(directory: Path) -> str:
     """Return the names of a directory's entries, for errors."""
     return ", ".join(sorted(entry.name for entry in directory.glob("*"))) or "nothing"
+
+
+def processor_files(directory: Path) -> dict[str, bytes]:
+    """Return the files of a vision-language model's image processor, by name; they are not read here."""
+    return {file.name: file.read_bytes() for file in directory.glob("*processor*.json")}
 
 
 def holds_tokenizer(directory: Path) -> bool:

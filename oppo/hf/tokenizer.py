@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, TypeAlias
 
@@ -123,11 +124,19 @@ class HfTokenizer:
 
     Attributes:
         inner: the transformers tokenizer.
+        beside: files that belong to it, such as those of an image processor: their bytes by name.
     """
 
-    def __init__(self, inner: PreTrainedTokenizerBase) -> None:
+    def __init__(self, inner: PreTrainedTokenizerBase, beside: Mapping[str, bytes] | None = None) -> None:
         self.inner = inner
+        self.beside = beside or {}
         self._has_rendered = False
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer, and the files beside it."""
+        self.inner.save_pretrained(directory)
+        for name, content in self.beside.items():
+            (directory / name).write_bytes(content)
 
     @property
     def has_chat_template(self) -> bool:

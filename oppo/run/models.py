@@ -23,7 +23,7 @@ from oppo.hf.devices import DeviceLayout, Devices, ModelPlace
 from oppo.hf.introspection import end_ids, vocabulary
 from oppo.hf.loading import load_tokenizer
 from oppo.hf.lora import add_lora, share_base
-from oppo.hf.model_files import ADAPTER, CONFIG, located, quiet, read_object
+from oppo.hf.model_files import ADAPTER, CONFIG, located, processor_files, quiet, read_object
 from oppo.hf.recipe import Loadable, ModelRecipe, positions_of
 from oppo.hf.serve.scorers import ProximalLogprobs, RecomputedLogprobs, ReferenceLogprobs, ValueModel
 from oppo.hf.tokenizer import HfTokenizer
@@ -130,7 +130,7 @@ def policy_tokenizer(models: ModelsSection) -> HfTokenizer:
     try:
         directory = located(path, weights=False, trust_remote_code=trusted)
         if (directory / CONFIG).exists() or not (directory / ADAPTER).is_file():
-            return HfTokenizer(load_tokenizer(path, trust_remote_code=trusted))
+            return HfTokenizer(load_tokenizer(path, trust_remote_code=trusted), processor_files(directory))
         base = read_object(directory / ADAPTER).get("base_model_name_or_path")
     except ConfigError as error:
         raise ConfigError(f"models.policy: {error}") from error
@@ -456,4 +456,4 @@ class Saving:
     def _write_tokenizers(self, directory: Path) -> None:
         for path in (directory / name for name in self._models if (directory / name).is_dir()):
             with writing(path):
-                self._tokenizer.inner.save_pretrained(path)
+                self._tokenizer.save(path)

@@ -9,7 +9,7 @@ Costs are linear in what there is to do, as a roofline or a fit gives them::
 
 A roofline: what models cost on GPUs that are known by their data sheets only.
 
-With N parameters, L layers, width d, keys and values of width w in each layer, in 16 bits::
+With N parameters, L layers, width d, KV heads of width w together in each layer, in 16 bits::
 
     forward pass, a token             2 N                    FLOP
     attention, a pair of tokens       4 L d                  FLOP

@@ -281,12 +281,12 @@ class ServedWeights:
         """Return the weights that transformers makes for a configuration; this takes no memory for them.
 
         Raises:
-            ValueError: transformers knows no causal language model of this kind.
+            ModelRefused: transformers knows no causal language model of this kind.
         """
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds to import
+        from oppo.hf.model_files import CAUSAL  # noqa: PLC0415 - transformers takes seconds to import
 
         with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            made = CAUSAL.auto(config).from_config(config, trust_remote_code=trust_remote_code)
         tied: dict[int, set[str]] = {}
         for name, parameter in made.named_parameters(remove_duplicate=False):
             tied.setdefault(id(parameter), set()).add(name)

@@ -72,7 +72,7 @@ def test_a_tail_that_reaches_the_cap_within_a_step_is_one_of_the_cap() -> None:
     assert "about 3 are needed, at most 2.0 times as fast" in capped.message
 
 
-def test_a_capped_response_that_was_carried_is_an_ordinary_tail() -> None:
+def test_a_capped_response_that_was_deferred_is_an_ordinary_tail() -> None:
     assert judge(replace(STEP, tokens=190, capped=1, decode_steps=99)).largest == "tail"
 
 

@@ -28,20 +28,20 @@ from oppo.events import Prompt
 from oppo.stages.ledger import Ledger
 
 
-def test_without_parked_responses_it_is_the_empirical_distribution() -> None:
+def test_without_deferred_responses_it_is_the_empirical_distribution() -> None:
     curve = kaplan_meier([4, 1, 2, 2], deferred=[])
     assert curve(np.array([0.0, 1.0, 1.9, 2.0, 3.0, 4.0])).tolist() == [1.0, 0.75, 0.75, 0.25, 0.25, 0.0]
     assert curve.mean == pytest.approx(np.mean([4, 1, 2, 2]))
 
 
-def test_a_parked_response_counts_as_longer_than_what_it_has() -> None:
+def test_a_deferred_response_counts_as_longer_than_what_it_has() -> None:
     without = kaplan_meier([10, 20, 30, 40], deferred=[])
     with_it = kaplan_meier([10, 20, 30, 40], deferred=[15])
     assert with_it.mean > without.mean
     assert with_it(np.array([20.0]))[0] == pytest.approx(4 / 5 * 2 / 3)
 
 
-def test_a_parked_response_beyond_all_others_ends_the_curve() -> None:
+def test_a_deferred_response_beyond_all_others_ends_the_curve() -> None:
     curve = kaplan_meier([10, 20], deferred=[50])
     assert curve.longest == 50
     assert curve(np.array([20.0, 49.0, 50.0])) == pytest.approx([1 / 3, 1 / 3, 0.0])
@@ -137,7 +137,7 @@ def test_more_extra_units_never_make_it_longer() -> None:
     assert bool(np.all(np.diff(cut_intervals(curve, 112, 28, 2)) <= 0))
 
 
-def test_while_more_are_at_the_cap_than_may_be_carried_nothing_is_gained() -> None:
+def test_while_more_are_at_the_cap_than_may_be_deferred_nothing_is_gained() -> None:
     lengths = np.where(np.arange(1_000) % 8 == 0, 2_000, lognormal(1_000, 0.5, 2_000))  # an eighth at the cap
     intervals = cut_intervals(kaplan_meier(lengths.tolist(), deferred=[]), 112, 28, 2)
     assert intervals[:7] == pytest.approx(np.full(7, 2_000), rel=0.03)

@@ -110,7 +110,7 @@ def test_behind_an_update_that_takes_nearly_as_long_less_is_deferred_with_steps_
     assert adapted_extra(World(rest=0.5, lookahead=lookahead)) == adapted_extra(World(rest=0.5))
 
 
-def test_where_more_end_at_the_cap_than_may_be_carried_nothing_is_deferred() -> None:
+def test_where_more_end_at_the_cap_than_may_be_deferred_nothing_is_deferred() -> None:
     assert adapted_extra(World(draw=capped), most=8) == 0
 
 

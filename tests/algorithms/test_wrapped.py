@@ -21,7 +21,7 @@ from tests.pipelines import Tap
 example = import_module("examples.06_existing_loop")
 
 
-def test_the_weights_are_those_of_the_serial_loop_where_nothing_is_carried_over() -> None:
+def test_the_weights_are_those_of_the_serial_loop_where_nothing_is_deferred() -> None:
     torch.set_num_threads(1)
     serial, overlapped = example.tiny_models(), example.tiny_models()
     anyio.run(example.serial, *serial, 4)
@@ -32,7 +32,7 @@ def test_the_weights_are_those_of_the_serial_loop_where_nothing_is_carried_over(
     assert any(not torch.equal(tensor, fresh[name]) for name, tensor in serial[0].state_dict().items())
 
 
-def test_responses_are_carried_over_and_each_is_trained_once() -> None:
+def test_responses_are_deferred_and_each_is_trained_once() -> None:
     torch.set_num_threads(1)
     reports = anyio.run(example.overlapped, *example.tiny_models(), 4, 4)
     assert any(report.deferred for report in reports)

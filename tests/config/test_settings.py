@@ -161,7 +161,7 @@ def test_an_override_may_be_the_whole_list_of_rewards(tmp_path: Path) -> None:
         ([{"source": "x", "name": "a"}, {"source": "x", "name": "a"}], ["another name for each, got 'a' twice"]),
     ],
 )
-def test_a_wrong_setting_of_the_rewards_is_a_sentence(tables: object, messages: list[str]) -> None:
+def test_a_wrong_setting_of_the_rewards_is_an_error(tables: object, messages: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve({"models": {"policy": "a"}, "rewards": tables, "data": {"prompts": "p"}}, Path("/"))
     assert [each for each in messages if each not in str(caught.value)] == []
@@ -391,7 +391,7 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
         ('[models]\ndevice = "gpu"\n', "models.device: expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1'"),
     ],
 )
-def test_a_wrong_value_is_a_sentence(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_value_is_an_error(tmp_path: Path, text: str, message: str) -> None:
     base = MINIMAL.replace("[data]", "", 1) if "[models]" in text else MINIMAL
     if "[models]" in text:
         base = ""
@@ -402,7 +402,7 @@ def test_a_wrong_value_is_a_sentence(tmp_path: Path, text: str, message: str) ->
 @pytest.mark.parametrize(
     "value", [True, -3, 2**70, 1.5, 1e30, math.nan, math.inf, "", "\0", [], [[]], {"a": 1}, date.min]
 )
-def test_a_value_of_any_kind_is_taken_or_is_a_sentence_in_the_words_of_the_file(value: object) -> None:
+def test_a_value_of_any_kind_is_taken_or_is_an_error_in_the_words_of_the_file(value: object) -> None:
     for section, keys in keys_of(PPO).items():
         for key in keys:
             document: dict[str, Any] = {
@@ -423,7 +423,7 @@ def test_a_value_of_any_kind_is_taken_or_is_a_sentence_in_the_words_of_the_file(
 
 
 @pytest.mark.parametrize("section", ["run", "sampling", "step", "algorithm", "trainer"])
-def test_two_faults_of_a_section_are_two_sentences(section: str, tmp_path: Path) -> None:
+def test_two_faults_of_a_section_are_two_errors(section: str, tmp_path: Path) -> None:
     key = {"run": "steps", "sampling": "top_k", "step": "batch", "algorithm": "kl_horizon", "trainer": "epochs"}[
         section
     ]
@@ -459,7 +459,7 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:
     assert "[data] is missing: a section with the keys prompts, column" in said
 
 
-def test_a_file_that_is_not_there_or_not_toml_is_a_sentence(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_or_not_toml_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration"):
         load(tmp_path / "none.toml")
     assert "is not valid TOML" in refused(tmp_path, "[run\n")

@@ -108,6 +108,13 @@ def test_a_message_that_a_template_would_change_in_silence_is_refused(message: d
         read_prompts([{"prompt": [message]}], byte_tokenizer(TEMPLATE))
 
 
+@pytest.mark.parametrize(("column", "value"), [("images", ["a.png"]), ("image", np.zeros((2, 2, 3)))])
+def test_a_prompt_with_images_is_refused(column: str, value: object) -> None:
+    with pytest.raises(DataError, match=f"row 1: column '{column}' has images for the prompt"):
+        read_prompts([{"prompt": "a", column: value}], byte_tokenizer(TEMPLATE))
+    assert len(read_prompts([{"prompt": "a", "images": []}, {"prompt": "b", "image": None}], byte_tokenizer(TEMPLATE)))
+
+
 def test_of_a_prompt_of_megabytes_only_the_end_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     longest = 0
     monkeypatch.setattr("oppo.data.prompts.CHARACTERS", 1 << 12)
@@ -204,7 +211,7 @@ def test_chats_of_a_dataset_go_through_the_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["someone/prompts", "some-one/prompts.v2"])
-def test_a_dataset_of_a_hub_that_cannot_be_asked_is_one_sentence(name: str, messages: list[str]) -> None:
+def test_a_dataset_of_a_hub_that_cannot_be_asked_is_one_message(name: str, messages: list[str]) -> None:
     with pytest.raises(DataError) as caught:
         read_prompts(name, tokenizer_of())
     said = str(caught.value)
@@ -292,7 +299,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, messag
     assert message in refusal
 
 
-def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     assert "there is no prompt file" in refused(tmp_path / "none.jsonl")
     other = tmp_path / "prompts.txt"
     other.write_text("a")

@@ -104,7 +104,7 @@ def test_where_the_models_and_the_prompts_are_is_told() -> None:
     assert "inputs     policy (actor), reward model (reward) and prompts.jsonl are in cache" in findings(30.0).lines()
 
 
-def test_what_was_carried_over_is_told_and_so_is_that_nothing_was() -> None:
+def test_what_was_deferred_is_told_and_so_is_that_nothing_was() -> None:
     told = "\n".join(findings(30.0).lines())
     assert "20.0% of the rollouts were deferred; steps deferred: 90 for 1, 5 for 2" in told
     assert "nothing was deferred" in "\n".join(findings(30.0, {}).lines())

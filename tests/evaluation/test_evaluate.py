@@ -380,7 +380,7 @@ def test_the_most_likely_responses_have_a_mean_an_interval_and_a_share_that_pass
     assert of_greedy(Answers((), (Drop(1, "no"),)), 1.0) == {"eval/dropped": 1}
 
 
-def test_drawn_responses_have_the_mean_over_prompts_and_pass_at_every_power_of_two() -> None:
+def test_sampled_responses_have_the_mean_over_prompts_and_pass_at_every_power_of_two() -> None:
     groups = [[1.0, 0.0, 0.0, 0.0, 1.0], [0.0] * 5, [1.0, 1.0]]
     metrics = of_sampled(answers(groups), 5, 1.0)
     assert metrics["eval/sampled_score"] == pytest.approx((0.4 + 0 + 1) / 3), "each prompt counts the same"

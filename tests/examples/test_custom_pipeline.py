@@ -33,7 +33,7 @@ def trained(lost: frozenset[int] = frozenset()) -> tuple[list[StepReport], FakeT
     return run_virtual(main), trainer
 
 
-def test_scores_are_the_rewards_own_and_carried_groups_are_recorded() -> None:
+def test_scores_are_the_rewards_own_and_deferred_groups_are_recorded() -> None:
     reports, trainer = trained()
     assert reports[0].deferred
     assert len(reports[0].deferred) % 4 == 0

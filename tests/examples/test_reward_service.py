@@ -35,9 +35,7 @@ async def test_the_server_scores_each_completion(url: str) -> None:
 
 
 @pytest.mark.parametrize("completions", [[""], [7], 7])
-async def test_what_cannot_be_scored_is_refused_with_a_sentence_and_the_next_request_is_not(
-    url: str, completions: list[str]
-) -> None:
+async def test_what_cannot_be_scored_is_refused_and_the_next_request_is_not(url: str, completions: list[str]) -> None:
     async with HttpReward(url) as service:
         with pytest.raises(ServiceFailure, match=r"answered 400 Bad Request: \{\"error\": \"\w+Error: "):
             await service(["a"], completions)

@@ -142,7 +142,7 @@ FAULTS: Sequence[tuple[Callable[[Builder, Stream[int]], Stream[Any]], str]] = [
 
 
 @pytest.mark.parametrize(("wire", "message"), FAULTS)
-def test_each_fault_has_its_sentence(wire: Callable[[Builder, Stream[int]], Stream[Any]], message: str) -> None:
+def test_each_fault_has_its_message(wire: Callable[[Builder, Stream[int]], Stream[Any]], message: str) -> None:
     g = GraphBuilder[int]("test")
     with pytest.raises(GraphError) as caught:
         g.build(wire(g, g.add("take", Take(), g.prompts)))

@@ -86,7 +86,7 @@ def test_errors_of_a_kind_are_named_once_with_their_number() -> None:
     ]
 
 
-def test_under_trio_a_sentence_says_what_to_run_it_with() -> None:
+def test_under_trio_a_message_says_what_to_run_it_with() -> None:
     async def main() -> None:
         async with line().open(range(9)):
             raise AssertionError

@@ -78,7 +78,7 @@ def test_a_cuda_device_has_its_number(name: str, device: str) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_device_that_is_not_there_is_a_sentence_that_names_those_that_are() -> None:
+def test_a_device_that_is_not_there_is_an_error_that_names_those_that_are() -> None:
     with pytest.raises(ConfigError, match=r"no 'cuda:2' here: torch finds cpu, cuda:0, cuda:1"):
         device_of("cuda:2")
 
@@ -94,7 +94,7 @@ def test_auto_is_the_cpu_where_there_is_nothing_else() -> None:
 
 
 @without_cuda
-def test_a_run_on_a_device_that_is_not_there_ends_with_a_sentence(tmp_path: Path) -> None:
+def test_a_run_on_a_device_that_is_not_there_ends_with_a_message(tmp_path: Path) -> None:
     code, _, said = run(furnish(tmp_path), "models.device=cuda")
     assert code != 0
     assert "error: models.device: there is no 'cuda' here: torch finds cpu" in said

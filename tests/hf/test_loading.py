@@ -93,7 +93,7 @@ def test_a_reward_model_is_no_policy(scalar: Path) -> None:
         load_causal(scalar)
 
 
-def test_a_path_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     for load in (load_causal, load_scalar, load_tokenizer):
         with pytest.raises(
             ConfigError, match=r"'.*nowhere' is no directory here, nor could it be the name of a model at a hub"

@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     CohereConfig,
@@ -295,6 +296,34 @@ MIXTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 """Mixtures of experts that are trained."""
 
+
+def _seeing(name: str, text: Mapping[str, object], vision: Mapping[str, object], **own: object) -> PreTrainedConfig:
+    return AutoConfig.for_model(name, text_config=dict(text), vision_config=dict(vision), pad_token_id=0, **own)
+
+
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_PATCHES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": HIDDEN}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+
+VISION: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3-vl": lambda: _seeing("qwen3_vl", {**_HEAD_DIM, **_SECTIONS}, {**_PATCHES, "deepstack_visual_indexes": [0]}),
+    "gemma3": lambda: _seeing(
+        "gemma3", {**_HEAD_DIM, "sliding_window": WINDOW, "layer_types": _MIXED}, _VISION, mm_tokens_per_image=4
+    ),
+    "qwen3.5": lambda: _seeing("qwen3_5", {**_HEAD_DIM, **_LINEAR}, _PATCHES),
+    "llava": lambda: _seeing(
+        "llava", {"model_type": "llama", **_HEAD_DIM}, {"model_type": "clip_vision_model", **_VISION}
+    ),
+}
+"""Models that read images too, by their names: not every transformers has them."""
+
 PLAIN = ("llama", "qwen2", "qwen3", "gpt2", "neox")
 """Those without a sliding window."""
 
@@ -320,6 +349,14 @@ def of(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.fl
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
+
+
+def seeing(name: str, *, seed: int = 0) -> PreTrainedModel:
+    """Return a vision-language model, whole, in training mode with weights drawn from ``seed``."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForImageTextToText.from_config(VISION[name](), dtype=torch.float32)
     return model
 
 

@@ -75,7 +75,7 @@ def test_every_group_taken_is_trained_exactly_once_and_whole(setting: Setting, r
         assert np.abs(first.sum(1)).max(initial=0) < 1e-5
 
 
-def test_groups_are_carried_where_that_saves_time() -> None:
+def test_groups_are_deferred_where_that_saves_time() -> None:
     carrying, waiting = played(CARRIED), played(replace(CARRIED, extra=0))
     assert any(report.deferred for report in carrying.reports)
     assert sum(report.seconds for report in carrying.reports) < sum(report.seconds for report in waiting.reports)

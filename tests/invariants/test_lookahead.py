@@ -44,7 +44,7 @@ def test_a_step_is_decoded_with_the_weights_of_the_step_as_far_back_as_the_looka
 @given(settings(lookaheads=(0, *AHEAD)))
 @example(Setting(lookahead=1))
 @example(Setting(lookahead=1, extra=2))
-def test_late_are_the_responses_that_were_carried_whatever_the_staleness_of_the_others(setting: Setting) -> None:
+def test_late_are_the_responses_that_were_deferred_whatever_the_staleness_of_the_others(setting: Setting) -> None:
     pipeline = played(setting)
     story = pipeline.tap.story()
     for batch, report in zip(pipeline.batches, pipeline.reports, strict=True):

@@ -181,7 +181,7 @@ def test_streaming_hides_scoring_behind_decoding() -> None:
     assert streamed.seconds == pytest.approx(100 * 0.01 + 4 * 0.009, rel=0.05)
 
 
-def test_a_step_whose_batch_is_full_of_carried_rollouts_decodes_nothing() -> None:
+def test_a_step_whose_batch_is_full_of_deferred_rollouts_decodes_nothing() -> None:
     tied = played(Setting(lengths=(5,), batch=2, extra=2, steps=3, prompts=6))
     assert [report.seconds for report in tied.reports] == pytest.approx([0.05, 0.0, 0.05])
     for story in tied.tap.story().values():

@@ -108,7 +108,7 @@ async def test_work_that_goes_on_after_a_refusal_is_refused_again(process: Proce
         await process.host(Caller).call("ask", Caller.ask_again, Callback(broken))
 
 
-async def test_a_reply_that_cannot_cross_is_refused_in_a_sentence(process: Process) -> None:
+async def test_a_reply_that_cannot_cross_is_refused(process: Process) -> None:
     caller = process.host(Caller)
     with pytest.raises(ModelError, match="cannot go to another process"):
         await caller.call("ask", Caller.ask_again, Callback(lambda number: lambda: number))  # type: ignore[arg-type]

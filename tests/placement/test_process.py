@@ -106,7 +106,7 @@ async def test_errors_come_back_as_themselves(process: Process) -> None:
     assert await total.call("add", Total.add, 1) == 1, "the child goes on"
 
 
-async def test_what_cannot_cross_is_refused_in_a_sentence(process: Process) -> None:
+async def test_what_cannot_cross_is_refused(process: Process) -> None:
     with pytest.raises(ModelError, match=r"cannot go to another process: .*importable by name"):
         process.host(lambda: None)
     with pytest.raises(ModelError, match=r"cannot go to another process: .*importable by name"):

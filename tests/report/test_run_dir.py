@@ -185,7 +185,7 @@ def test_a_used_directory_is_refused(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "runs" / "x")
 
 
-def test_a_directory_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"the run directory .* cannot be"):
         RunDirectory(tmp_path / "file" / "x")

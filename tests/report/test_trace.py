@@ -72,7 +72,7 @@ def test_schedules_share_one_scale_of_seconds() -> None:
     assert "seconds" in said
 
 
-def test_a_cut_is_a_dashed_line_and_what_it_carried_an_arrow_to_the_next_step() -> None:
+def test_a_cut_is_a_dashed_line_and_what_it_defers_an_arrow_to_the_next_step() -> None:
     picture = timeline([CARRYING])
     assert [x for x, _ in rules(picture, dashed=True)] == pytest.approx([ACROSS * 4 / 20, ACROSS * 15 / 20], abs=0.1)
     assert words(picture).count("cut") == 2

@@ -429,7 +429,7 @@ def test_a_part_that_drops_a_rollout_by_choice_drops_it_or_leaves_it_to_the_othe
     assert scored(rewards) == [1.0 + n if n % 2 == 0 else left[k] for k, n in enumerate(lengths())]
 
 
-def test_carried_rollouts_are_scored_once(tmp_path: Path) -> None:
+def test_deferred_rollouts_are_scored_once(tmp_path: Path) -> None:
     carried = replace(MIXED, lengths=(5, 9, 3, 60), extra=2, steps=4)
     pipeline = Pipeline(carried)
     pipeline.reward = Rewards({"long": (1, length), "model": (1, FakeScorer(fake_scalar))}, decode=str)

@@ -168,13 +168,13 @@ def test_a_function_is_loaded_by_file_and_name(tmp_path: Path) -> None:
         ("def f(:\n", "f", "cannot be run: SyntaxError: invalid syntax (mine.py, line 1)"),
     ],
 )
-def test_a_function_that_cannot_be_loaded_is_a_sentence(tmp_path: Path, source: str, name: str, message: str) -> None:
+def test_a_function_that_cannot_be_loaded_is_an_error(tmp_path: Path, source: str, name: str, message: str) -> None:
     with pytest.raises(RewardError) as caught:
         load_function(f"{module(tmp_path, source)}:{name}")
     assert message in str(caught.value)
 
 
-def test_a_missing_file_or_another_kind_of_name_is_a_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_or_another_kind_of_name_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="there is no file"):
         load_function(f"{tmp_path / 'none.py'}:f")
     with pytest.raises(RewardError, match=r"is named as file.py:function; got 'reward'"):

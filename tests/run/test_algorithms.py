@@ -102,7 +102,7 @@ def test_the_penalty_of_dapo_grows_over_the_last_fifth_of_a_response(buffer: int
 
 @pytest.mark.deep
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_it_learns_to_be_short_with_responses_carried_over(folder: Path, algorithm: str) -> None:
+def test_it_learns_to_be_short_with_responses_deferred(folder: Path, algorithm: str) -> None:
     rate = "trainer.learning_rate=3e-3"
     steps = trained(folder, f"{algorithm}-learns", algorithm, "step.batch=8", "step.overcommit=2", "run.steps=25", rate)
     scores = [step["objective/scores"] for step in steps]

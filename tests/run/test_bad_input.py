@@ -195,7 +195,7 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(workplace: Path) -> Non
     assert records(workplace, "full", "log.jsonl")[-1]["event"] == "failed"
 
 
-def test_a_disk_that_is_full_when_a_checkpoint_is_written_is_a_sentence(workplace: Path) -> None:
+def test_a_disk_that_is_full_when_a_checkpoint_is_written_is_an_error(workplace: Path) -> None:
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
     overrides = ("run.name=full-early", "run.steps=2", "run.trace=0", "run.checkpoint_every=1")
     code, _, said = run(workplace, *overrides, before=limit)

@@ -27,7 +27,7 @@ def score(prompts, completions, day, price, raw, pairs, tree):
 """
 
 
-def test_columns_of_any_type_come_back_with_a_carried_rollout_as_they_were(tmp_path: Path) -> None:
+def test_columns_of_any_type_come_back_with_a_deferred_rollout_as_they_were(tmp_path: Path) -> None:
     folder = furnish(tmp_path)
     (folder / "checked.py").write_text(CHECKED)
     prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().split("\n") if line]

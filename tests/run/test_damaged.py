@@ -316,5 +316,5 @@ def test_settings_that_cannot_be_read_are_refused_by_file(
     refused(main(["train", str(file)]), capsys, "error: ", message.format(file=file))
 
 
-def test_a_nul_in_the_name_of_the_settings_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nul_in_the_name_of_the_settings_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     refused(main(["train", "a\0b.toml"]), capsys, r"error: a\x00b.toml is not valid TOML: ")

@@ -96,7 +96,7 @@ def test_the_table_of_another_engine_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_faults_around_the_table_are_sentences(tmp_path: Path) -> None:
+def test_faults_around_the_table_are_errors(tmp_path: Path) -> None:
     assert refused(tmp_path, "", "models.engine=vlm") == (
         "models.engine: expected 'transformers' or 'vllm', got 'vlm' (did you mean 'vllm'?)"
     )

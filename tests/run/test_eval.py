@@ -268,7 +268,7 @@ def test_a_reward_that_fails_on_held_out_prompts_fails_as_in_training(
         (("eval.prompts=held_out.jsonl", "eval.evry=3"), "unknown key 'eval.evry' (did you mean 'every'?)"),
     ],
 )
-def test_what_cannot_be_evaluated_is_a_sentence(
+def test_what_cannot_be_evaluated_is_an_error(
     folder: Path, overrides: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(folder, "", *overrides, "run.name=refused") == UNUSABLE

@@ -323,7 +323,7 @@ def test_a_run_that_corrects_for_stale_tokens_goes_on_as_if_never_interrupted(fo
         ("run.nonsense=6", "nonsense"),
     ],
 )
-def test_what_cannot_be_resumed_is_a_sentence(
+def test_what_cannot_be_resumed_is_an_error(
     folder: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
 ) -> None:
     assert resume(folder, "whole", override) == UNUSABLE
@@ -438,7 +438,7 @@ def test_settings_that_were_edited_by_hand_are_refused(folder: Path, capsys: pyt
         ({"prompts": []}, "does not fit this run (TypeError: "),
     ],
 )
-def test_a_state_that_was_edited_by_hand_is_a_sentence(
+def test_a_state_that_was_edited_by_hand_is_an_error(
     folder: Path, change: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(folder / "runs" / "forged", ignore_errors=True)

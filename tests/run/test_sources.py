@@ -117,7 +117,7 @@ def test_without_weights_every_prompt_comes_once_in_an_epoch(folder: Path) -> No
         ("./somebody/prompts", "there is no prompt file "),
     ],
 )
-def test_what_is_no_source_is_a_sentence(
+def test_what_is_no_source_is_an_error(
     folder: Path, prompts: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert oppo(folder, "", f"data.prompts={prompts}") == UNUSABLE

@@ -54,7 +54,7 @@ def actor(folder: Path, name: str) -> dict[str, bytes]:
     return {key: tensor.tobytes() for key, tensor in tensors.items()}
 
 
-def test_a_run_that_is_interrupted_while_groups_are_carried_goes_on_to_the_same_weights(folder: Path) -> None:
+def test_a_run_that_is_interrupted_while_groups_are_deferred_goes_on_to_the_same_weights(folder: Path) -> None:
     settings = (*GROUPS, "step.algorithm=grpo", "run.steps=6", "run.panel=lines", "rewards.0.source=reward.py:late")
     assert oppo(folder, "", *settings, "run.name=whole") == DONE
     alike = "from tests.hf.child import set_up; set_up()"

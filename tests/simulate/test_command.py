@@ -141,7 +141,7 @@ def test_a_profile_is_simulated(workplace: Path, capsys: pytest.CaptureFixture[s
         (["profile.toml", "--staleness", "-1"], "--staleness must be at least 0"),
     ],
 )
-def test_what_cannot_be_simulated_is_said_in_a_sentence(
+def test_what_cannot_be_simulated_is_said(
     arguments: list[str],
     message: str,
     workplace: Path,
@@ -172,7 +172,7 @@ def test_a_run_whose_turns_an_environment_answered_is_refused(
     assert "has an environment, whose answers a simulation does not know yet" in capsys.readouterr().err
 
 
-def test_a_signal_ends_it_with_a_sentence(
+def test_a_signal_ends_it_with_a_message(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("oppo.run.simulation.study", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
@@ -192,7 +192,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=range(len(OTHERS)))
-def test_records_that_hold_something_else_are_a_sentence(
+def test_records_that_hold_something_else_are_an_error(
     other: tuple[str, str, str], workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(workplace)

@@ -46,7 +46,7 @@ def test_prompts_are_read_when_their_rollouts_join() -> None:
 
 
 @pytest.mark.parametrize(("kv_on_sync", "again"), [("recompute", 4 + 4 - 1), ("keep", 0)])
-def test_parked_rollouts_are_read_again_under_other_weights(
+def test_deferred_rollouts_are_read_again_under_other_weights(
     kv_on_sync: Literal["recompute", "keep"], again: int
 ) -> None:
     async def main() -> None:

@@ -111,7 +111,7 @@ def test_what_is_told_of_a_step_counts_sampled_tokens_alone(tmp_path: Path) -> N
         assert seen.decode_steps == sum(each.steps for each in seen.stretches) == max(seen.finished) == 10
 
 
-def test_a_rollout_whose_tool_is_slow_is_carried_and_asked_once() -> None:
+def test_a_rollout_whose_tool_is_slow_is_deferred_and_asked_once() -> None:
     tool = Tool(lambda turn: 0.3 if turn.prompt.rollout == 0 else 0.0)
     setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
     made = played(setting, tool, first_has_turns)
@@ -195,7 +195,7 @@ def test_a_dropped_conversation_is_not_trained_and_its_group_is(samples: int) ->
     assert report.trained == tuple(range(1, 4 * samples))
 
 
-def test_a_dropped_conversation_may_be_carried_first() -> None:
+def test_a_dropped_conversation_may_be_deferred_first() -> None:
     setting = Setting(lengths=(8, 30, 30, 30), batch=2, extra=2, steps=3, samples=2, max_deferrals=2)
     tool = Tool(outcome=lambda turn: Drop(turn.prompt.rollout, "no"))
     made = played(setting, tool, lambda prompt: (3,) if prompt.rollout == 4 else ())

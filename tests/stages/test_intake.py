@@ -49,7 +49,7 @@ def test_a_prompt_number_that_comes_twice_in_a_step_is_refused() -> None:
         steps_over(itertools.cycle(prompts(5)))
 
 
-def test_a_prompt_number_of_a_carried_rollout_is_refused() -> None:
+def test_a_prompt_number_of_a_deferred_rollout_is_refused() -> None:
     carried = prompts(6)
     with pytest.raises(DataError, match="prompt 3 came again"):
         steps_over([*carried, *(prompts(4)[3:] * 4)])

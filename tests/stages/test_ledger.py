@@ -131,7 +131,7 @@ def test_nothing_is_trained_older_than_max_deferrals(played: tuple[Run, Kept, in
 
 
 @given(runs())
-def test_at_most_extra_units_are_carried(played: tuple[Run, Kept, int]) -> None:
+def test_at_most_extra_units_are_deferred(played: tuple[Run, Kept, int]) -> None:
     run, admission, _ = played
     order = {unit.admission: step for step, batch in enumerate(run.batches) for unit in batch}
     born = {unit.admission: step - unit.age for step, batch in enumerate(run.batches) for unit in batch}
@@ -146,7 +146,7 @@ def test_at_most_so_many_units_are_decoded_at_a_time(played: tuple[Run, Kept, in
     assert run.most_live <= most
 
 
-def test_a_completed_unit_is_replaced_and_what_joined_is_carried() -> None:
+def test_a_completed_unit_is_replaced_and_what_joined_is_deferred() -> None:
     ledger = Ledger(Continuous(batch=4, overcommit=2))
     assert ledger.wanted(9) == 2
     ledger.begin([group(0), group(1)])
@@ -172,7 +172,7 @@ def test_no_more_join_than_the_remaining_steps_can_train() -> None:
     assert ledger.refill(2) == 2
 
 
-def test_complete_units_that_were_carried_are_no_reason_to_decode_fewer() -> None:
+def test_complete_units_that_were_deferred_are_no_reason_to_decode_fewer() -> None:
     ledger = Ledger(Continuous(batch=4, overcommit=2))
     ledger.restore([(group(0), 1, set()), (group(1), 1, set())])
     assert ledger.wanted(9) == 2
@@ -201,7 +201,7 @@ def test_a_complete_unit_without_a_place_is_the_first_of_the_next_step() -> None
     assert [unit.admission for unit in ledger.begin([group(2)])] == [1]
 
 
-def test_what_is_carried_stands_oldest_first() -> None:
+def test_what_is_deferred_stands_oldest_first() -> None:
     ledger = Ledger(Overcommit(batch=2, overcommit=2, max_deferrals=3))
     ledger.begin([group(n) for n in range(4)])
     ledger.finished([0, 3])

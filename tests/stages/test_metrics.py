@@ -262,7 +262,7 @@ def batch(lengths: dict[int, int], deferred: Sequence[int] = ()) -> Batch:
     return GAE().batch(rows, deferred=[Defer(rollout, 1) for rollout in deferred])
 
 
-def test_where_nothing_is_carried_there_is_no_bias() -> None:
+def test_where_nothing_is_deferred_there_is_no_bias() -> None:
     lengths = LengthBias()
     random = np.random.default_rng(0)
     for step in range(3 * WINDOW):
@@ -270,7 +270,7 @@ def test_where_nothing_is_carried_there_is_no_bias() -> None:
         assert lengths.after(batch(drawn)) == 1
 
 
-def test_a_long_response_that_is_carried_is_missing_until_it_is_trained() -> None:
+def test_a_long_response_that_is_deferred_is_missing_until_it_is_trained() -> None:
     lengths = LengthBias()
     assert lengths.after(batch({1: 4, 2: 6}, deferred=[0])) is None, "nothing below the oldest in flight is known"
     assert lengths.after(batch({0: 40, 3: 6}, deferred=[4])) == 1

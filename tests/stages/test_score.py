@@ -76,14 +76,14 @@ def test_a_rollout_that_was_dropped_before_it_was_read_leaves_no_session() -> No
     assert not scorer.tokens, "nothing is read of a rollout that is known to be dropped"
 
 
-def test_a_critic_reads_nothing_of_a_rollout_that_is_parked_by_the_time_it_looks() -> None:
+def test_a_critic_reads_nothing_of_a_rollout_that_is_deferred_by_the_time_it_looks() -> None:
     critic = FakeCritic()
     run_virtual(scored, Score(critic), prompt(1), chunk(1), Defer(1, 1))
     assert not critic.sessions
     assert not critic.tokens, "its weights change before the rollout goes on, so it must be read again anyway"
 
 
-def test_a_frozen_scorer_reads_a_parked_rollout_in_the_time_that_is_left() -> None:
+def test_a_frozen_scorer_reads_a_deferred_rollout_in_the_time_that_is_left() -> None:
     scorer = FakeScorer(fake_scalar)
     run_virtual(scored, Score(scorer), prompt(1), chunk(1), Defer(1, 1))
     assert scorer.sessions[1].received == 7
@@ -286,7 +286,7 @@ def test_a_scorer_says_how_long_a_call_may_last_that_nobody_waits_for() -> None:
     assert [rollouts for _, rollouts, _ in scorer.notes] == [[1, 1, 2, 2, 3, 3], [1, 1, 2, 2, 3, 3]]
 
 
-def test_a_critic_reads_a_carried_rollout_again_before_it_finishes() -> None:
+def test_a_critic_reads_a_deferred_rollout_again_before_it_finishes() -> None:
     """With the weights that there are then, and together with what comes now."""
     critic = NotedCritic()
     stage = Score(critic)
@@ -300,7 +300,7 @@ def test_a_critic_reads_a_carried_rollout_again_before_it_finishes() -> None:
     assert critic.notes[1:] == []
 
 
-def test_a_critic_reads_a_carried_rollout_again_in_the_next_step_though_others_are_parked_after_it() -> None:
+def test_a_critic_reads_a_deferred_rollout_again_in_the_next_step_though_others_are_deferred_after_it() -> None:
     critic = NotedCritic()
     stage = Score(critic)
     run_virtual(scored_apart, stage, prompt(1), prompt(2), chunk(1), chunk(2), Defer(1, 1), Defer(2, 1))
@@ -338,7 +338,7 @@ def test_what_was_closed_is_not_read_again() -> None:
     assert critic.notes == [[(3, 3)]]
 
 
-def test_closing_forgets_the_sessions_of_parked_rollouts() -> None:
+def test_closing_forgets_the_sessions_of_deferred_rollouts() -> None:
     async def main() -> None:
         scorer = FakeScorer(fake_scalar)
         async with Score(scorer) as stage:

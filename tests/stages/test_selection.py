@@ -269,7 +269,7 @@ def drawn(number: int) -> bool:
 @example(CARRIED)
 @example(replace(CARRIED, prompts=7))
 @example(replace(CARRIED, extra=4, max_deferrals=1))
-def test_batches_are_filled_by_carried_groups_and_then_by_new_prompts_in_the_order_of_their_numbers(
+def test_batches_are_filled_by_deferred_groups_and_then_by_new_prompts_in_the_order_of_their_numbers(
     setting: Setting,
 ) -> None:
     setting = replace(setting, paces=(), lookahead=0)

@@ -38,7 +38,7 @@ def pipeline() -> Pipeline:
     return made
 
 
-def test_what_a_tool_answered_is_not_trained_however_often_its_rollout_was_carried() -> None:
+def test_what_a_tool_answered_is_not_trained_however_often_its_rollout_was_deferred() -> None:
     played = pipeline()
     run_virtual(played.run)
     assert any(report.deferred for report in played.reports)
@@ -72,7 +72,7 @@ def test_a_resumed_run_knows_what_was_given(tmp_path: Path) -> None:
     assert same_batches(whole.batches[2:], later.batches)
 
 
-def test_a_parked_response_keeps_its_mask() -> None:
+def test_a_deferred_response_keeps_its_mask() -> None:
     prompt = Prompt(4, 4, np.arange(3, dtype=np.int32), group=4)
     floats, ints = np.full(2, -1, np.float32), np.zeros(2, np.int32)
     pieces: list[Chunk | ToolTokens] = [

@@ -186,7 +186,7 @@ def test_a_step_in_flight_that_a_scorer_holds_up_says_so() -> None:
 
 
 @pytest.mark.parametrize(("lookahead", "update"), [(0, 0.05), (1, 0.25), *deep((1, 0.05), (2, 0.25))])
-def test_the_limit_holds_however_many_are_carried_up_to_half_a_batch_and_is_nearly_reached(
+def test_the_limit_holds_however_many_are_deferred_up_to_half_a_batch_and_is_nearly_reached(
     lookahead: int, update: float
 ) -> None:
     setting = Setting((5, 9, 3, 30, 12, 7, 22, 4, 40, 6), batch=8, steps=30, update=update)

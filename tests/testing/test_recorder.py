@@ -72,7 +72,7 @@ async def observed(of: Graph[StepReport], steps: int = 2, recorder: Recorder | N
     return recorder
 
 
-def test_the_story_of_a_carried_rollout() -> None:
+def test_the_story_of_a_deferred_rollout() -> None:
     story = run_virtual(observed, graph(extra=1)).story(1)
     mine = [(each.step, each.event) for each in story if each.stage in {"generate", "advantage", "update"}]
     later = [(1, "chunk")] * 3 + [(1, "finished"), (1, "batched"), (1, "trained")]

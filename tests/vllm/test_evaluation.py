@@ -24,7 +24,7 @@ def numbered(count: int) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_run_on_vllm_is_evaluated_while_rollouts_are_carried(lookahead: int) -> None:
+def test_a_run_on_vllm_is_evaluated_while_rollouts_are_deferred(lookahead: int) -> None:
     llm = FakeAsyncLLM()
     policy = VllmPolicy(engine_of(llm), sampling=SAMPLING)
     pipeline = Pipeline(Setting(batch=3, extra=2, lookahead=lookahead, update=0.3))

@@ -16,7 +16,7 @@ from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender
 
 
 @pytest.mark.parametrize(("kv_on_sync", "recomputed"), [("keep", 0), ("recompute", 2)])
-def test_parked_rollouts_keep_their_keys_and_values_or_compute_them_again(kv_on_sync: str, recomputed: int) -> None:
+def test_deferred_rollouts_keep_their_kv_cache_or_compute_them_again(kv_on_sync: str, recomputed: int) -> None:
     bench = Bench(keywords={"kv_on_sync": kv_on_sync})
 
     async def main() -> None:

@@ -61,7 +61,7 @@ def test_requests_say_all_that_sampling_says() -> None:
             assert set(np.abs(piece.support.counts).tolist()) <= {3, 4}
 
 
-def test_ids_of_a_padded_table_are_never_drawn() -> None:
+def test_ids_of_a_padded_table_are_never_sampled() -> None:
     bench = Bench(sampling=Sampling(max_new_tokens=5, vocabulary=VOCABULARY - 2))
 
     async def main() -> None:
@@ -127,7 +127,7 @@ def test_responses_that_end_together_are_reported_together_in_admission_order() 
     assert bench.reported == [[0, 1, 2, 3]]
 
 
-def test_another_sampling_draws_in_its_own_way_and_what_is_parked_goes_on() -> None:
+def test_another_sampling_draws_in_its_own_way_and_what_is_deferred_goes_on() -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2, 11: 3, 12: 9, 13: 4}[prompt[0]], overrun=3))
     greedy = bench.policy.with_sampling(Sampling(max_new_tokens=20, stop=(2,), temperature=0, seed=8))
     held_out = [Prompt(10**12, 10**12, np.array([13, 4], np.int32))]

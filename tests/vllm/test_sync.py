@@ -171,7 +171,7 @@ def test_nothing_is_left_of_it(named: bool, monkeypatch: pytest.MonkeyPatch, tmp
     assert not path.exists()
 
 
-def test_a_lack_of_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

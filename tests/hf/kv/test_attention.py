@@ -37,7 +37,7 @@ def test_rows_of_similar_length_are_one_segment() -> None:
     assert segmented([60, 70, 65, 80], overhead=60) == [[0, 1, 2, 3]]
 
 
-def test_carried_rows_are_segmented_from_fresh_ones_if_that_saves_more_than_it_costs() -> None:
+def test_deferred_rows_are_segmented_from_fresh_ones_if_that_saves_more_than_it_costs() -> None:
     assert segmented([20, 300, 22, 290, 25, 20], overhead=1000) == [[1, 3], [0, 2, 4, 5]]
     assert segmented([20, 300, 22, 290, 25, 20], overhead=1200) == [[0, 1, 2, 3, 4, 5]]
 

@@ -266,7 +266,7 @@ def occupancies(reader: Incremental, lengths: dict[int, int]) -> list[float]:
     return seen
 
 
-def test_fresh_rows_beside_carried_ones_do_not_take_the_memory_of_those() -> None:
+def test_fresh_rows_beside_deferred_ones_do_not_take_the_memory_of_those() -> None:
     carried, fresh = {0: 900, 1: 640, 2: 300, 3: 290}, {row: 20 + row % 7 for row in range(4, 40)}
     assert max(occupancies(narrow(), carried | fresh)) <= 1.6
     assert max(occupancies(narrow(), fresh)) <= 1.6

@@ -96,7 +96,7 @@ def test_no_portion_is_larger_than_the_budget_padding_included() -> None:
     assert reader.counters.prefilled == 194
 
 
-def test_a_parked_row_decodes_while_a_huge_prompt_is_read() -> None:
+def test_a_deferred_row_decodes_while_a_huge_prompt_is_read() -> None:
     first, late = row(0, 9, limit=40), row(1, HUGE)
     log = Log(decoder())
     log.then = log.signals.stop

@@ -17,7 +17,7 @@ from tests.hf.stories import Serving, Story, assert_close, prompts, told
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-async def test_a_parked_rollout_goes_on_as_if_it_had_never_been_cut(serving: Serving, deterministic: bool) -> None:
+async def test_a_deferred_rollout_goes_on_as_if_it_had_never_been_cut(serving: Serving, deterministic: bool) -> None:
     asked = prompts(10)
     with serving(deterministic=deterministic) as policy:
         whole = await told(policy, asked)
@@ -41,7 +41,7 @@ async def test_a_parked_rollout_goes_on_as_if_it_had_never_been_cut(serving: Ser
     assert story.told == whole.told
 
 
-async def test_rollouts_may_join_the_parked_ones(serving: Serving) -> None:
+async def test_rollouts_may_join_the_deferred_ones(serving: Serving) -> None:
     asked = prompts(9)
     with serving() as policy:
         whole = (await told(policy, asked)).tokens()
@@ -194,7 +194,7 @@ async def test_an_error_of_the_decode_loop_reaches_every_reader_and_the_context(
         assert (await told(policy, asked)).states(), "the policy itself goes on"
 
 
-async def test_closing_frees_the_memory_of_parked_and_of_live_rollouts(serving: Serving) -> None:
+async def test_closing_frees_the_memory_of_deferred_and_of_live_rollouts(serving: Serving) -> None:
     asked = prompts(6)
     with serving(sampling=Sampling(max_new_tokens=300, seed=3)) as policy:
         decodes = await policy.open(asked)

@@ -107,7 +107,7 @@ async def test_exact_first_log_probs_do_not_depend_on_the_neighbours_to_the_last
 
 
 @pytest.mark.parametrize("keep", [False, True])
-async def test_a_parked_rollout_goes_on_with_the_weights_that_were_synced(keep: bool, serving: Serving) -> None:
+async def test_a_deferred_rollout_goes_on_with_the_weights_that_were_synced(keep: bool, serving: Serving) -> None:
     other, asked = tiny.causal(seed=1), prompts(8)
     with serving(tiny.causal(seed=0), keep=keep) as policy:
         story = Story(await policy.open(asked), cut_after=2)

@@ -126,7 +126,7 @@ async def test_exact_log_probs_do_not_depend_on_what_finishes_together(thread: T
         assert_array_equal(one, other)
 
 
-async def test_where_keys_and_values_are_kept_everything_after_a_stale_token_is_stale(thread: Thread) -> None:
+async def test_where_the_kv_cache_is_kept_everything_after_a_stale_token_is_stale(thread: Thread) -> None:
     finished = [aged(event, (0, 2)) for event in await rolled_out(thread)]
     mixed = ProximalLogprobs(tiny.causal(seed=7), sampling=SAMPLING, place=thread, kv_on_sync="keep")
     for event, logprobs in zip(finished, await (await at_version(mixed, 2)).finish(finished), strict=True):
@@ -235,7 +235,7 @@ async def ran(correction: Correction | None, *, extra: int, keep: bool = False, 
     return Ran(weights_digest(actor) + weights_digest(critic), batches, reports)
 
 
-async def test_where_nothing_is_carried_every_choice_makes_the_same_update_bit_for_bit() -> None:
+async def test_where_nothing_is_deferred_every_choice_makes_the_same_update_bit_for_bit() -> None:
     plain = await ran(None, extra=0, steps=2)
     for correction in EVERY:
         assert (await ran(correction, extra=0, steps=2)).digest == plain.digest, correction
@@ -246,7 +246,7 @@ async def test_where_nothing_is_carried_every_choice_makes_the_same_update_bit_f
         assert "policy/clipfrac_staleness_1" not in report.metrics
 
 
-async def test_where_rollouts_are_carried_the_choices_differ_and_the_metrics_say_by_how_much() -> None:
+async def test_where_rollouts_are_deferred_the_choices_differ_and_the_metrics_say_by_how_much() -> None:
     chosen = [
         Correction(),
         Correction(ratio_base="proximal"),
@@ -284,7 +284,7 @@ async def test_the_trainers_mismatch_is_that_of_the_batch() -> None:
         assert_array_equal(known(batch.proximal)[batch.sampled][~stale], batch.logprobs[batch.sampled][~stale])
 
 
-async def test_kept_keys_and_values_show_as_a_mismatch_of_current_tokens() -> None:
+async def test_a_kept_kv_cache_shows_as_a_mismatch_of_current_tokens() -> None:
     corrected = Correction(ratio_base="proximal")
     kept, recomputed = [await ran(corrected, extra=3, keep=keep, steps=4) for keep in (True, False)]
     assert any(len(set(response.versions.tolist())) > 1 for batch in kept.batches for response in batch.responses)

@@ -170,7 +170,7 @@ async def test_responses_are_as_long_as_asked_and_their_log_probs_are_the_models
         np.testing.assert_allclose(logprobs, full_logprobs(model, prompt, tokens, support), atol=1e-5)
 
 
-async def test_a_policy_ends_responses_at_a_text_whether_or_not_they_were_parked() -> None:
+async def test_a_policy_ends_responses_at_a_text_whether_or_not_they_were_deferred() -> None:
     asked = prompts(8)
     sampling = Sampling(max_new_tokens=64, stop_strings=("ab", "\n"), seed=3)
     with Thread("actor", setup=functools.partial(torch.set_num_threads, 1)) as thread:

@@ -137,7 +137,7 @@ async def test_reference_log_probs_are_over_the_support_however_the_tokens_come(
     [Sampling(), Sampling(top_k=20), Sampling(min_new_tokens=6, temperature=0.7)],
     ids=["whole", "top_k", "min_new_tokens"],
 )
-async def test_ids_of_a_padded_table_are_never_drawn_and_no_log_prob_counts_them(
+async def test_ids_of_a_padded_table_are_never_sampled_and_no_log_prob_counts_them(
     truncated: Sampling, thread: Thread
 ) -> None:
     known = 70
@@ -194,7 +194,7 @@ def listed(response: Response) -> Response:
     return Response(response.prompt, response.tokens, response.logprobs, response.versions, response.sampled, support)
 
 
-async def test_parked_rollouts_keep_their_supports(sampling: Sampling) -> None:
+async def test_deferred_rollouts_keep_their_supports(sampling: Sampling) -> None:
     with serving(sampling=sampling) as policy:
         whole = await told(policy, prompts(6))
         cut = Story(await policy.open(prompts(6)), cut_after=2)

@@ -49,7 +49,9 @@ async def carried(serving: Serving, *, between: bool, deterministic: bool, keep:
 
 
 @pytest.mark.parametrize(("deterministic", "keep"), [(True, False), (False, True), (False, False)])
-async def test_parked_rollouts_go_on_as_if_nothing_had_been(serving: Serving, deterministic: bool, keep: bool) -> None:
+async def test_deferred_rollouts_go_on_as_if_nothing_had_been(
+    serving: Serving, deterministic: bool, keep: bool
+) -> None:
     plain = await carried(serving, between=False, deterministic=deterministic, keep=keep)
     disturbed = await carried(serving, between=True, deterministic=deterministic, keep=keep)
     assert disturbed.tokens() == plain.tokens()

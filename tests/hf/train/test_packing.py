@@ -75,7 +75,7 @@ def test_nothing_stands_for_log_probs_that_a_batch_does_not_have() -> None:
         assert set(given) == (set(asked) if has else set())
 
 
-def test_what_tokens_were_drawn_from_travels_with_them() -> None:
+def test_what_tokens_were_sampled_from_travels_with_them() -> None:
     made = batch()
     plain = pack(made, [2, 0], torch.device("cpu"))
     assert plain.support is None

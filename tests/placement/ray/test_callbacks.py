@@ -55,7 +55,7 @@ async def test_a_callback_is_carried_out_here_while_the_event_loop_goes_on(place
     assert pids == [os.getpid()] * 2
 
 
-async def test_a_reply_that_cannot_cross_is_refused_in_a_sentence(place: RayPlace) -> None:
+async def test_a_reply_that_cannot_cross_is_refused(place: RayPlace) -> None:
     caller = place.host(Caller)
     with pytest.raises(ModelError, match="cannot go to another process"):
         await caller.call("ask", Caller.ask_again, Callback(lambda number: lambda: number))  # type: ignore[arg-type]

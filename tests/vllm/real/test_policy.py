@@ -101,7 +101,7 @@ async def test_it_keeps_the_contract_of_a_policy(engine: VllmEngine) -> None:
     ],
     ids=["plain", "cold", "greedy", "least length"],
 )
-async def test_log_probs_are_those_of_the_distribution_that_tokens_were_drawn_from(
+async def test_log_probs_are_those_of_the_distribution_that_tokens_were_sampled_from(
     engine: VllmEngine, sampling: Sampling
 ) -> None:
     model, prompts = tiny_actor(), some(6)
@@ -222,7 +222,7 @@ def spans_named(monkeypatch: pytest.MonkeyPatch) -> dict[int, Sequence[WeightVer
 
 
 @pytest.mark.parametrize("kv_on_sync", ["keep", "recompute"])
-async def test_a_straggler_is_carried_over_synces(engine: VllmEngine, kv_on_sync: Literal["keep", "recompute"]) -> None:
+async def test_a_rollout_is_deferred_across_syncs(engine: VllmEngine, kv_on_sync: Literal["keep", "recompute"]) -> None:
     policy = VllmPolicy(
         engine,
         sampling=Sampling(max_new_tokens=700, seed=1),
