@@ -179,11 +179,6 @@ class Devices:
     remote: frozenset[str] = frozenset()
 
     @classmethod
-    def all_on(cls, device: torch.device) -> Devices:
-        """Return one device for all models."""
-        return cls(device, device, (device,), device, device, device)
-
-    @classmethod
     def found(
         cls,
         names: Mapping[str, Sequence[str]],

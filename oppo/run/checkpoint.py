@@ -70,11 +70,7 @@ class Checkpoint:
     measure: str = "score"
 
     def state(self) -> State:
-        """Return the run's state.
-
-        Raises:
-            CheckpointError: the state cannot be read.
-        """
+        """Return the run's state."""
         return read_state(self.path)
 
 
@@ -109,9 +105,6 @@ class Checkpoints:
         """Yield a directory to write into; it becomes the checkpoint of ``step`` if no error ends the context.
 
         Older checkpoints than are kept are deleted then, and so are those of later steps, which a resumed run gave up.
-
-        Raises:
-            CheckpointError: that step has one already, or it could not be written; nothing half-written stays.
         """
         path = self._directory / _named(step)
         if path.exists():
@@ -182,11 +175,7 @@ class Checkpoints:
 
 
 def write_state(directory: Path, state: State) -> None:
-    """Write a state as ``state.json`` and ``state.safetensors``.
-
-    Raises:
-        CheckpointError: a value is of a type that no state holds.
-    """
+    """Write a state as ``state.json`` and ``state.safetensors``."""
     arrays: dict[str, Array] = {}
     plain = _split(state, "", arrays)
     with writing(directory / "state.json"):
@@ -197,11 +186,7 @@ def write_state(directory: Path, state: State) -> None:
 
 
 def read_state(directory: Path) -> State:
-    """Return what :func:`write_state` wrote; sequences come back as lists.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    """Return what :func:`write_state` wrote; sequences come back as lists."""
     try:
         plain: object = json.loads((directory / "state.json").read_text(encoding="utf-8"))
         state = _joined(plain, load_file(directory / "state.safetensors"))
@@ -213,11 +198,7 @@ def read_state(directory: Path) -> State:
 
 
 def verified(path: Path) -> Checkpoint:
-    """Return the checkpoint at ``path`` after comparing every file with its digest.
-
-    Raises:
-        CheckpointError: the checkpoint is missing, was never completed, or a file differs from its digest.
-    """
+    """Return the checkpoint at ``path`` after comparing every file with its digest."""
     sealed = _sealed(path)
     if sealed is None:
         raise CheckpointError(
@@ -333,11 +314,7 @@ class Provenance:
 
     @classmethod
     def restored(cls, state: State, rewards: Mapping[str, RewardSection]) -> Self:
-        """Return the provenance from :meth:`state`, of a run with these rewards.
-
-        Raises:
-            CheckpointError: the state holds none.
-        """
+        """Return the provenance from :meth:`state`, of a run with these rewards."""
         try:
             recorded, files, libraries = (
                 dict[str, str](state["provenance"][name]) for name in ("settings", "files", "libraries")
@@ -366,9 +343,6 @@ def require_continued(
         before: recorded in the checkpoint.
         files: of the run, by their settings.
         accept_changed_code: accept another content of a file of code.
-
-    Raises:
-        DataError: a file has changed.
     """
     for name, digest_now in now.files.items():
         if before.files.get(name) == digest_now:
@@ -510,11 +484,7 @@ ENGINE_ARGUMENTS = "vllm."
 
 
 def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
-    """Return the settings of the run in ``directory``, with ``section.key=value`` overrides.
-
-    Raises:
-        ConfigError: ``directory`` holds no run, or an override changes a setting that may not change.
-    """
+    """Return the settings of the run in ``directory``, with ``section.key=value`` overrides."""
     file = directory / "config.toml"
     if not file.is_file():
         raise ConfigError(f"there is no run to resume in {directory}: expected the file {file}")
@@ -533,9 +503,6 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
     Args:
         before: the former :func:`fingerprints`; settings that they lack are not compared.
         of: what recorded ``before``, unless the run's ``config.toml`` did.
-
-    Raises:
-        ConfigError: a setting has changed that may not.
     """
     now = fingerprints(settings)
     changed = {

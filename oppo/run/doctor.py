@@ -87,9 +87,6 @@ def examine(settings: Settings, assumed: Hardware | None = None) -> Diagnosis:
 
     Args:
         assumed: the hardware that is meant; ``None``: this machine.
-
-    Raises:
-        OppoError: a setting, the data or a model cannot be used.
     """
     if assumed is not None and assumed.machines > 1 and not settings.placement.cluster:
         logger.info("the run is on one machine: --ray, or placement.cluster, places models on others")
@@ -142,11 +139,7 @@ def longest_of(settings: Settings) -> Settings:
 
 
 def attempt(settings: Settings) -> Iterator[str]:
-    """Yield the outcome of a longest step, in lines for people.
-
-    Raises:
-        OppoError: the run cannot be prepared, or memory ran out; it names the model and what needs less.
-    """
+    """Yield the outcome of a longest step, in lines for people."""
     with Peak() as peak, prepare(longest_of(settings), dry_run=True) as session:
         loaded = peak.by_device()
         logger.info("making one step as long as the settings allow")
@@ -199,11 +192,7 @@ class Tried:
 
 
 async def rehearse(session: PreparedRun) -> list[str]:
-    """Return what was tried out, in lines for people, without secrets.
-
-    Raises:
-        Exception: what a model, an environment or the reward raised.
-    """
+    """Return what was tried out, in lines for people, without secrets."""
     tokenizer = session.assembly.tokenizer
     prompts = session.prompts
     if not isinstance(prompts, PromptStream):

@@ -92,11 +92,7 @@ def awaited(step: StepSection, after: Sequence[str]) -> tuple[str, ...]:
 
 
 def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
-    """Return the trainer of a graph, which a run checkpoints, saves and watches.
-
-    Raises:
-        ConfigError: it cannot be checkpointed.
-    """
+    """Return the trainer of a graph, which a run checkpoints, saves and watches."""
     trainer = graph.stage("update", Update).trainer
     if lacking := [name for name in CHECKPOINTED if not hasattr(trainer, name)]:
         raise ConfigError(
@@ -113,11 +109,7 @@ def kind_of(trainer: ResumableTrainer) -> str:
 
 
 def require_trainer(state: State, trainer: ResumableTrainer) -> None:
-    """Check that a checkpoint is of a trainer of this kind.
-
-    Raises:
-        CheckpointError: it is of another.
-    """
+    """Check that a checkpoint is of a trainer of this kind."""
     was = state.get("trainer", kind_of(trainer))
     if was != kind_of(trainer):
         raise CheckpointError(
@@ -240,11 +232,7 @@ def _stage(graph: Graph[StepReport]) -> Evaluate | None:
 
 
 async def evaluate_first(graph: Graph[StepReport], running: Run[StepReport]) -> None:
-    """Evaluate before the first step, and tell the observers of the run; nothing without evaluations.
-
-    Raises:
-        Exception: what a model or the reward raised.
-    """
+    """Evaluate before the first step, and tell the observers of the run; nothing without evaluations."""
     stage = _stage(graph)
     if stage is not None:
         with noted("in the evaluation before the first step"):

@@ -80,11 +80,7 @@ class RoleLoader:
         return self._checked(path, self._served(key, "process", path))
 
     def encoder(self, key: str, path: str) -> Encoder:
-        """Return a model that reads whole texts.
-
-        Raises:
-            ConfigError: it is to be an actor of a cluster.
-        """
+        """Return a model that reads whole texts."""
         if key.partition(".")[0] in self._devices.remote:
             raise self.not_here(key, path)
         logger.info(f"loading the {key} {path}")

@@ -402,9 +402,6 @@ def require_memory(settings: Settings, devices: Devices) -> None:
     """Check, before anything is loaded, that the weights of all models, and what training keeps, fit.
 
     What cannot be estimated is left to loading, which says what is wrong with it.
-
-    Raises:
-        ConfigError: they do not; it says what each model needs, and what would fit.
     """
     try:
         with routed():

@@ -418,9 +418,6 @@ class Saving:
         """Write a checkpoint: ``state``, the trainer's state, and each trained model with its tokenizer.
 
         ``score`` is one by which the best is chosen, and what it is a score of.
-
-        Raises:
-            CheckpointError: it could not be written; nothing half-written stays.
         """
 
         def write() -> None:
@@ -432,11 +429,7 @@ class Saving:
         await self._thread.call("checkpoint", write)
 
     async def save(self, directory: Path) -> None:
-        """Write each trained model with its tokenizer; the directory appears complete or not at all.
-
-        Raises:
-            ModelError: it could not be written; the directory is as it was before.
-        """
+        """Write each trained model with its tokenizer; the directory appears complete or not at all."""
 
         def write() -> None:
             with whole(directory) as path, quiet():

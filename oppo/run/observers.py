@@ -81,9 +81,6 @@ def watching(
         own: of a program, after the others.
         first: the step with which the run begins or goes on.
         last_resort: as of :class:`oppo.liveness.Watchdog`.
-
-    Raises:
-        ConfigError: a tracker cannot begin.
     """
     chosen = settings.run
     with ExitStack() as stack:
@@ -152,11 +149,7 @@ EVENTS: Final = "tensorboard"
 
 
 def require_trackers(names: Sequence[TrackerName]) -> None:
-    """Check that the packages of some trackers are installed.
-
-    Raises:
-        ConfigError: one is not; names the extra to install.
-    """
+    """Check that the packages of some trackers are installed."""
     for name in names:
         require(name, f"run.track = [{name!r}]")
 
@@ -167,9 +160,6 @@ def tracking(settings: Settings, first: int) -> Iterator[Sequence[Observer]]:
 
     Args:
         first: the step with which the run begins or goes on.
-
-    Raises:
-        ConfigError: a tracker cannot begin.
     """
     with ExitStack() as stack:
         names = dict.fromkeys(settings.run.track)

@@ -42,11 +42,7 @@ from oppo.placement import Place
 
 
 def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
-    """Return the device of each model, on this machine or on one that is assumed.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """Return the device of each model, on this machine or on one that is assumed."""
     return Devices.found(
         {**settings.devices, "actor": (settings.actor_device,)},
         settings.placement.key_of,
@@ -230,9 +226,6 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
 
     Args:
         assumed: the hardware that is meant, where the engine need not be installed here; ``None``: this machine.
-
-    Raises:
-        ConfigError: it is not, or it does not.
     """
     if settings.models.engine == "vllm":
         from oppo.vllm.arguments import computes_on_cpu, require_arguments  # noqa: PLC0415 - takes seconds to import

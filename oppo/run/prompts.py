@@ -135,11 +135,7 @@ def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStrea
 
 
 def read(source: PromptSource, data: DataSection, tokenizer: Tokenizer, rows: Rows | None = None) -> list[Prompt]:
-    """Return the prompts of a source, or of a program's rows.
-
-    Raises:
-        DataError: it cannot be used.
-    """
+    """Return the prompts of a source, or of a program's rows."""
     if rows is None:
         logger.info(f"reading {source.path}")
     found = source.file or source.path if rows is None else cast("Iterable[Mapping[str, object]]", rows)
@@ -161,11 +157,7 @@ def content_digest(prompts: Sequence[Prompt]) -> str:
 
 
 def require_unfinished(directory: Path, lasts: int) -> None:
-    """Check that a complete run in ``directory`` made fewer than the ``lasts`` steps that its prompts last for.
-
-    Raises:
-        RunComplete: the prompts last for no further step.
-    """
+    """Check that a complete run in ``directory`` made fewer than the ``lasts`` steps that its prompts last for."""
     made = ended(directory)
     if made is not None and lasts <= made:
         raise RunComplete(
@@ -191,11 +183,7 @@ def short_of(steps: int, lasts: int, data: DataSection) -> str:
 
 
 def require_room(longest: int, max_new_tokens: int, positions: int) -> None:
-    """Check that the longest prompt and the longest response fit together into every model.
-
-    Raises:
-        ConfigError: a model has too few positions.
-    """
+    """Check that the longest prompt and the longest response fit together into every model."""
     if longest + max_new_tokens > positions:
         raise ConfigError(
             f"a prompt of {longest} tokens and a response of sampling.max_new_tokens = {max_new_tokens} do not fit "

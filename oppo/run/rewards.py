@@ -58,11 +58,7 @@ class UserCode:
         tokenizer: HfTokenizer,
         place: Hosting,
     ) -> UserCode:
-        """Return the code that the settings name; scorers that a file makes work in ``place``.
-
-        Raises:
-            OppoError: a file has no such function, or one that is of no use here.
-        """
+        """Return the code that the settings name; scorers that a file makes work in ``place``."""
         _leave_retries_to_our_log()
 
         def loaded(key: str, reward: FunctionRewardSection) -> Scorer[float | Drop]:
@@ -159,9 +155,6 @@ def kind_of(key: str, reward: ModelRewardSection, found: RewardKind) -> RewardKi
 
     Args:
         key: its place in the file, ``rewards.0``.
-
-    Raises:
-        ConfigError: the settings are those of a model of another kind.
     """
     if found == "scalar" and (reward.reading == "whole" or reward.label):
         found = "classifier"

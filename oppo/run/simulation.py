@@ -96,11 +96,7 @@ class Simulation:
 
 
 def of_profile(path: Path, overrides: Sequence[str] = ()) -> Simulation:
-    """Return the simulation of a profile.
-
-    Raises:
-        ConfigError: the profile, or the file of lengths that it names, cannot be used.
-    """
+    """Return the simulation of a profile."""
     profile = load_profile(path, overrides)
     given = profile.schedule
     schedules = ladder(
@@ -242,9 +238,6 @@ def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
     """Return the profile in a TOML file, with ``section.key=value`` overrides.
 
     Keys of earlier versions are read as those of today, with a message.
-
-    Raises:
-        ConfigError: the file cannot be read or is no TOML, or a setting is unknown, missing or out of range.
     """
     document = parsed(path)
     schedule = document.get("schedule")
@@ -254,11 +247,7 @@ def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
 
 
 def profile_of(document: Mapping[str, object], folder: Path) -> Profile:
-    """Return the profile of a parsed file that lies in ``folder``.
-
-    Raises:
-        ConfigError: a setting is unknown, missing or out of range, or a name of a GPU or a model is unknown.
-    """
+    """Return the profile of a parsed file that lies in ``folder``."""
     try:
         file = ProfileFile.model_validate(document)
     except ValidationError as error:

@@ -105,11 +105,7 @@ class PreparedRun:
         return is_due(index, self.settings.run.checkpoint_every, self.steps) or index in self.replay.drains
 
     async def restore(self, running: Run[StepReport]) -> None:
-        """Load the state of run, prompts and models from the checkpoint, if there is one.
-
-        Raises:
-            CheckpointError: it does not fit this run.
-        """
+        """Load the state of run, prompts and models from the checkpoint, if there is one."""
         if self.checkpoint is None:
             if self.assembly.served_apart:
                 await self._sync_weights()
@@ -131,11 +127,7 @@ class PreparedRun:
         await self.assembly.trainer.sync_weights(*self.graph.stage("update", Update).synced)
 
     async def keep(self, running: Run[StepReport], report: StepReport) -> None:
-        """Write a checkpoint after a step.
-
-        Raises:
-            CheckpointError: it could not be written; nothing half-written stays.
-        """
+        """Write a checkpoint after a step."""
         state = {
             "run": running.state_dict(),
             "prompts": self.prompts.state_dict(),
@@ -222,11 +214,7 @@ def _resumed(settings: Settings, checkpoints: Checkpoints, stack: ExitStack) -> 
 
 
 def require_installed(settings: Settings) -> None:
-    """Check that the engine and the trackers that the settings name are installed.
-
-    Raises:
-        ConfigError: one is not, or the engine has other arguments.
-    """
+    """Check that the engine and the trackers that the settings name are installed."""
     from oppo.run.places import require_engine  # noqa: PLC0415 - torch takes seconds to import
 
     require_engine(settings)
@@ -296,11 +284,7 @@ def note_data(session: PreparedRun, log: RunLog, made: int) -> None:
 
 
 def directory_of(session: PreparedRun) -> RunDirectory:
-    """Return the run directory; a resumed one is rewound to the checkpoint.
-
-    Raises:
-        ConfigError: it cannot be written, or another run writes it.
-    """
+    """Return the run directory; a resumed one is rewound to the checkpoint."""
     settings = session.settings
     return RunDirectory(
         settings.run_directory,
@@ -469,11 +453,7 @@ class EmptySteps:
     _in_all: Reasons = field(default_factory=Reasons)
 
     def after(self, report: StepReport) -> None:
-        """Count a step.
-
-        Raises:
-            NothingTrained: ``limit`` steps in a row trained nothing.
-        """
+        """Count a step."""
         self._in_all.add(report.dropped)
         if report.trained:
             self._in_a_row, self._since_trained = 0, Reasons()
@@ -487,10 +467,6 @@ class EmptySteps:
             )
 
     def require_trained(self, trained: int, steps: int) -> None:
-        """Check at the end of a run that its ``steps`` steps trained a rollout.
-
-        Raises:
-            NothingTrained: there were steps, and no rollout was trained.
-        """
+        """Check at the end of a run that its ``steps`` steps trained a rollout."""
         if steps and not trained:
             raise NothingTrained(f"no rollout was trained in the {steps} steps of the run: {self._in_all}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
-from oppo.errors import ConfigError, OppoError, ProtocolError, one_line, running_loop
+from oppo.errors import ConfigError, ModelRefused, OppoError, ProtocolError, one_line, running_loop
 from oppo.log import logger, with_route
 from oppo.observe import now
 from oppo.signals import SIGNALS
@@ -224,7 +224,7 @@ def served_by(config: VllmConfig) -> ServedWeights | None:
         return None
     try:
         return ServedWeights.of(Path(model.model).name, model.hf_config, trust_remote_code=model.trust_remote_code)
-    except ValueError:
+    except (ModelRefused, ValueError):
         return None
 
 

@@ -286,7 +286,9 @@ class ServedWeights:
         from oppo.hf.model_files import CAUSAL  # noqa: PLC0415 - transformers takes seconds to import
 
         with torch.device("meta"):
-            made = CAUSAL.auto(config).from_config(config, trust_remote_code=trust_remote_code)
+            made = CAUSAL.auto(config).from_config(  # type: ignore[no-untyped-call]  # transformers'
+                config, trust_remote_code=trust_remote_code
+            )
         tied: dict[int, set[str]] = {}
         for name, parameter in made.named_parameters(remove_duplicate=False):
             tied.setdefault(id(parameter), set()).add(name)

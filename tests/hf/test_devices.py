@@ -59,7 +59,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return Cuda(monkeypatch)
 
 
-CUDA = Devices.all_on(torch.device("cuda", 0))
+def all_on(device: torch.device) -> Devices:
+    return Devices(device, device, (device,), device, device, device)
+
+
+CUDA = all_on(torch.device("cuda", 0))
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no CUDA device")
 
@@ -121,7 +125,7 @@ def test_scorers_are_beside_the_models_of_a_gpu_in_a_thread() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_scorers_on_a_cpu_have_a_process_whatever_else_the_machine_has() -> None:
-    places = DeviceLayout.of(4, Devices.all_on(CPU), "auto")
+    places = DeviceLayout.of(4, all_on(CPU), "auto")
     assert isinstance(places.scoring["reward"], Process)
     assert isinstance(places.acting, Thread)
     places.close()
