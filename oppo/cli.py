@@ -23,7 +23,7 @@ from rich.console import Console
 
 from oppo.declared import require_real, require_whole
 from oppo.durable import put
-from oppo.errors import ConfigError, DataError, HangError, NothingTrained, OppoError, RunComplete
+from oppo.errors import ConfigError, DataError, HangError, ModelRefused, NothingTrained, OppoError, RunComplete
 from oppo.log import routed
 from oppo.redact import harmless
 from oppo.report.panel import displays
@@ -328,7 +328,7 @@ def code_of(error: BaseException) -> int:
         return 128 + error.by if isinstance(error, Stopped) else INTERRUPTED
     if isinstance(error, NothingTrained):
         return UNTRAINED
-    return UNUSABLE if isinstance(error, ConfigError | DataError) else FAILED
+    return UNUSABLE if isinstance(error, ConfigError | DataError | ModelRefused) else FAILED
 
 
 def complain(text: str, code: int) -> int:

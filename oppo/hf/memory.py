@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Batch, Chunk, IntArray, Prompt, Response
 from oppo.hf.devices import CPU
-from oppo.hf.introspection import FAILURES, backbone, set_only_whole
+from oppo.hf.introspection import FAILURES, backbone, require_pieces, set_only_whole
 from oppo.hf.kv.attention import attend, kinds_of
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.probe import known_reason
@@ -337,11 +337,14 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
         load: what is asked of it.
         sampling: how tokens are sampled.
         prefill_tokens: see :class:`oppo.hf.HfPolicy`.
+
+    Raises:
+        ModelRefused: the model reads whole sequences only, so it cannot decode.
     """
     model, whole = _bare(make), at_rest(make).weights
     set_only_whole(model, known_reason(model))
     layers = _keep_one_layer(model)
-    with without_data() as live, torch.inference_mode():
+    with _reading_in_pieces(model), without_data() as live, torch.inference_mode():
         model = _attending(strip(model))
         weights, reader = live.now, Incremental(model)
         tokens = np.zeros(load.sequence - 1, np.int32)
@@ -357,6 +360,15 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
             noise = Noise(sampling.seed)(places, at, logits.shape[-1], logits.device)
         draw(logits, noise, sampling)
         return _serving(live, weights, reader.memory(), whole, layers)
+
+
+@contextmanager
+def _reading_in_pieces(model: PreTrainedModel) -> Iterator[None]:
+    try:
+        yield
+    except FAILURES as error:  # as in the probe, for which there are no weights here
+        set_only_whole(model, f"{type(model).__name__} cannot be served row by row: it failed when tried ({error!r})")
+        require_pieces(model)
 
 
 def of_reference(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:

@@ -84,6 +84,12 @@ def test_a_model_that_reads_whole_responses_is_estimated_without_a_cache(name: s
     assert 1.2 * found.activations < longer.activations
 
 
+@pytest.mark.parametrize("name", ["jamba", "minimax"])
+def test_a_policy_that_reads_whole_sequences_is_refused_as_in_a_run(name: str) -> None:
+    with pytest.raises(ModelRefused, match=r"served row by row.*models\.engine = 'vllm'"):
+        of_policy(partial(tiny.of, tiny.ONLY_WHOLE[name]()), LOAD, SAMPLING, prefill_tokens=64)
+
+
 def test_more_rollouts_longer_ones_and_more_logits_need_more() -> None:
     def total(load: Load, sampling: Sampling = SAMPLING) -> int:
         return of_policy(tiny.causal, load, sampling, prefill_tokens=64).total

@@ -18,6 +18,7 @@ from oppo.hf.memory import Bytes, Hardware
 from oppo.run.memory import ALONE, Expected, advice, crowded, engine_share, expected, load_of
 from oppo.run.places import devices_of
 from oppo.vllm.sync import placed, route_of
+from tests.hf import tiny
 from tests.workplace import furnish, oppo, tokenizer
 
 MIB = 1 << 20
@@ -108,6 +109,18 @@ def test_what_is_certain_is_less_than_what_is_expected(folder: Path) -> None:
             (worst[name].weights, worst[name].optimizer, worst[name].gradients), rel=0.01
         )
         assert each.total < worst[name].total
+
+
+@pytest.mark.parametrize("name", ["jamba", "minimax"])
+def test_a_policy_that_cannot_decode_is_refused_as_a_run_refuses_it(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.ONLY_WHOLE[name]().save_pretrained(folder / name)
+    tokenizer().save_pretrained(folder / name)
+    assert doctor(folder, "--set", f"models.policy={name}") == UNUSABLE
+    said = " ".join(capsys.readouterr().err.split())
+    assert "ForCausalLM" in said
+    assert "models.engine = 'vllm'" in said
 
 
 def test_a_device_that_is_too_small_is_named_with_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
