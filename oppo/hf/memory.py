@@ -34,6 +34,7 @@ from oppo.hf.devices import CPU
 from oppo.hf.introspection import FAILURES, backbone, require_pieces, set_only_whole
 from oppo.hf.kv.attention import attend, kinds_of
 from oppo.hf.kv.reader import Incremental
+from oppo.hf.kv.states import RowCache
 from oppo.hf.probe import known_reason
 from oppo.hf.serve.decoder import ChunkedPrefill, DecodeRow, Signals
 from oppo.hf.serve.sampling import Noise, draw
@@ -283,7 +284,7 @@ class Bytes:
         weights: parameters and buffers.
         optimizer: AdamW's two moments, and the float32 copies of 16-bit weights.
         gradients: of the trained parameters.
-        keys_values: of all rollouts in flight at their longest.
+        keys_values: of all rollouts in flight at their longest, with recurrent and convolution states.
         activations: everything else that is alive at the worst moment.
     """
 
@@ -360,6 +361,21 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
             noise = Noise(sampling.seed)(places, at, logits.shape[-1], logits.device)
         draw(logits, noise, sampling)
         return _serving(live, weights, reader.memory(), whole, layers)
+
+
+def of_shortest(make: Callable[[], PreTrainedModel], rollouts: int) -> Bytes:
+    """Return what a served policy needs at least: its weights, and the states of its rollouts, however short these are.
+
+    Raises:
+        ModelRefused: as :func:`of_policy`, of a model with states.
+    """
+    model = _bare(make)
+    weights = at_rest(lambda: model).weights
+    with _reading_in_pieces(model):
+        if RowCache(model.config).states is None:
+            return Bytes(weights)
+    shortest = of_policy(make, Load(rollouts, 1, 1, 1), Sampling(), prefill_tokens=rollouts)
+    return Bytes(weights, keys_values=shortest.keys_values)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from oppo.hf.memory import (
     of_process,
     of_reference,
     of_reward,
+    of_shortest,
     of_trainer,
 )
 from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind, RewardKind, located, reward_kind
@@ -178,7 +179,8 @@ def expected(
 
     Args:
         devices: of the models.
-        load: the most that is asked of them; ``None``: nothing, so that they hold weights, and what training keeps.
+        load: the most that is asked of them; ``None``: nothing, so that they hold weights, what training keeps, and the
+            states of the policy's rollouts.
         assumed: the hardware that is meant; ``None``: this machine.
 
     Raises:
@@ -190,7 +192,7 @@ def expected(
     needs, uncounted = list[Expected](), own_engine and not settings.shares_weights
     if not own_engine:
         _counting("policy")
-        policy = _policy(settings.sampling, made, load)
+        policy = _policy(settings, made, load)
         needs.append(Expected("policy", devices.policy, policy, "policy" in devices.remote))
     for model in sorted(scored(settings), key=lambda model: model != "proximal"):
         device, remote = devices.scoring()[model], model in devices.remote
@@ -263,10 +265,10 @@ def engine_share(
     return min(shares)
 
 
-def _policy(section: SamplingSection, made: Outlines, load: Load | None) -> Bytes:
+def _policy(settings: Settings, made: Outlines, load: Load | None) -> Bytes:
     if load is None:
-        return Bytes(at_rest(made.actor).weights)
-    return of_policy(made.actor, load, _sampling(section), prefill_tokens=PREFILL_TOKENS)
+        return of_shortest(made.actor, load_of(settings, 1).rollouts)
+    return of_policy(made.actor, load, _sampling(settings.sampling), prefill_tokens=PREFILL_TOKENS)
 
 
 def _served(
@@ -399,7 +401,7 @@ def share_beside(settings: Settings, devices: Devices) -> float | None:
 
 
 def require_memory(settings: Settings, devices: Devices) -> None:
-    """Check, before anything is loaded, that the weights of all models, and what training keeps, fit.
+    """Check, before anything is loaded, that the weights of all models, what training keeps, and a policy's states fit.
 
     What cannot be estimated is left to loading, which says what is wrong with it.
     """

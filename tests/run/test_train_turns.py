@@ -5,24 +5,29 @@ from __future__ import annotations
 import re
 import signal
 import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from torch import Tensor
 
 from oppo.cli import DONE, UNUSABLE
 from oppo.config.load import resolve
 from oppo.events import Prompt
+from oppo.hf.kv.reader import Incremental
 from oppo.placement import Thread
 from oppo.run.checkpoint import CHECKPOINTS
 from oppo.run.rewards import UserCode
 from oppo.run.train import FINAL
 from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
+from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
-from tests.workplace import furnish, oppo, records, resume, run, start
+from tests.workplace import furnish, oppo, records, resume, run, start, tokenizer
 
 TOOLS = """
 import time
@@ -66,6 +71,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights(folder: Path, name: str) -> dict[str, bytes]:
     found = load_file(folder / "runs" / name / FINAL / "actor" / "model.safetensors")
     return {key: tensor.tobytes() for key, tensor in found.items()}
+
+
+def test_a_policy_with_states_reads_each_token_once_though_rollouts_wait_for_tools_and_are_deferred(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.of(tiny.STATEFUL["qwen3.5"](), seed=1).save_pretrained(folder / "hybrid")
+    tokenizer().save_pretrained(folder / "hybrid")
+    read = Counter[tuple[int, int, int]]()  # by reader, row and position
+
+    def note(reader: Incremental, rows: Sequence[int], sizes: Iterable[int]) -> None:
+        for row, size in zip(rows, sizes, strict=True):
+            start = reader.length(row)
+            read.update((id(reader), row, at) for at in range(start, start + size) if row >= 0)
+
+    class Noting(Incremental):
+        def extend(
+            self, rows: Sequence[int], tokens: Sequence[Tensor], *, last: Sequence[int] | None = None
+        ) -> list[Tensor]:
+            note(self, rows, map(len, tokens))
+            return super().extend(rows, tokens, last=last)
+
+        def step(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
+            note(self, rows, [1] * len(rows))
+            return super().step(rows, tokens)
+
+    monkeypatch.setattr("oppo.hf.serve.decoder.Incremental", Noting)
+    hybrid = ("models.policy=hybrid", "rewards.0.source=reward.py:short", "models.critic=reward")
+    schedule = ("run.deterministic=true", "step.lookahead=1", "step.kv_on_sync=keep", "run.steps=4")
+    assert oppo(folder, "", *TURNS, *hybrid, *schedule, "run.name=hybrid") == DONE
+    lines = records(folder, "hybrid", "metrics.jsonl")
+    assert sum(line["deferral/deferred"] for line in lines) > 0
+    assert any(line["event"] == "answered" for line in records(folder, "hybrid", "journal.jsonl"))
+    assert len(read) > 500
+    assert set(read.values()) == {1}
 
 
 def test_responses_go_on_with_what_the_tool_says(folder: Path) -> None:

@@ -20,7 +20,7 @@ from tests.hf import tiny
 
 torch.set_num_threads(1)
 
-EXACT = 1e-11
+EXACT = 1e-12
 """By how much, relative to 1 + |x|, numbers may differ in float64."""
 
 
