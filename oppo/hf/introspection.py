@@ -125,15 +125,6 @@ def has_experts(model: PreTrainedModel) -> bool:
     return any((getattr(text, name, None) or 0) > 1 for name in names)
 
 
-def routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """Return the routers of a mixture of experts, and the index of the logits among the outputs of each."""
-    trunk = backbone(model)
-    known = (trunk._can_record_outputs or {}).get("router_logits", [])  # noqa: SLF001 - no public name says it
-    recorders = known if isinstance(known, list) else [known]
-    kinds = {getattr(each, "target_class", each): getattr(each, "index", 1) for each in recorders}
-    return [(module, kinds[type(module)]) for module in trunk.modules() if type(module) in kinds]
-
-
 def score_head(model: PreTrainedModel) -> nn.Module:
     """Return the layer of a sequence-classification model that maps a hidden state to one number.
 

@@ -1,4 +1,4 @@
-"""Fake models with models of cost, in virtual time, and a place where they take turns: no torch, exact results.
+"""Fake models with models of cost, in virtual time, a place where they take turns, a batch: no torch, exact results.
 
 A fake's answer depends on every token it read and on the version of the weights: code that mixes up rollouts,
 positions or versions gets other numbers. A fake sleeps for its cost, which is a number of seconds or a function of the
@@ -20,14 +20,16 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from oppo.declared import require_declared, require_real
-from oppo.errors import ProtocolError
-from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, ToolTokens
+from oppo.declared import require_declared, require_real, require_whole
+from oppo.errors import ConfigError, ProtocolError
+from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response, ToolTokens
 from oppo.models import Scorer, SyncedModel, Trained, TrainerCapabilities, Weights
 from oppo.observe import Span, SpanListener, silent
 from oppo.scheduling import IN_ORDER, Preempted, Priority
 from oppo.scorers import RolloutSession, RolloutSessions
 from oppo.simulate.engine import Device, spend
+from oppo.stages.advantage import GAE
+from oppo.stages.batch import ScoredRollout
 from oppo.weight_sync import sync
 
 T = TypeVar("T")
@@ -380,3 +382,54 @@ def placed(scorer: Scorer[T], place: FakePlace, track: str = "") -> PlacedScorer
     if isinstance(scorer, SyncedModel):
         return PlacedCritic(cast("SyncableScorer[T]", scorer), place, track)
     return PlacedScorer(scorer, place, track)
+
+
+def fake_batch(
+    lengths: Sequence[int] = (5, 9, 3, 12),
+    *,
+    prompt_length: int = 4,
+    vocabulary: int = 96,
+    version: int = 0,
+    reference: bool = True,
+    critic: bool = True,
+    seed: int = 0,
+) -> Batch:
+    """Return a batch with the advantages of GAE, for :func:`check_trainer` and tests of trainers.
+
+    Args:
+        lengths: tokens of each response; a rollout each, and each a prompt of its own.
+        prompt_length: tokens of each prompt.
+        vocabulary: token ids are below it.
+        version: of the weights that made the tokens.
+        reference: whether it holds log-probs of a reference.
+        critic: whether it holds values and returns.
+        seed: of tokens and numbers.
+
+    Raises:
+        ConfigError: a number is not whole, or too small.
+
+    Example:
+        >>> batch = fake_batch([2, 3], critic=False)
+        >>> batch.offsets.tolist(), batch.values
+        ([0, 2, 5], None)
+    """
+    for name, number in (("prompt_length", prompt_length), ("vocabulary", vocabulary)):
+        require_whole(name, number, 1, error=ConfigError)
+    for length in lengths:
+        require_whole("a length", length, 1, error=ConfigError)
+    rows: list[ScoredRollout] = []
+    for rollout, length in enumerate(lengths):
+        ids, log, ref, value = (noises((seed, rollout, what), range(prompt_length + length)) for what in range(4))
+        tokens = (ids * vocabulary).astype(np.int32)
+        prompt = Prompt(rollout, rollout, tokens[:prompt_length], group=rollout)
+        logprobs = (-4 * log[:length]).astype(np.float32)
+        chunk = Chunk(rollout, 0, tokens[prompt_length:], logprobs, np.full(length, version, np.int32))
+        rows.append(
+            ScoredRollout(
+                Finish(rollout, Response.empty(prompt).then(chunk), "eos"),
+                (-4 * ref[:length]).astype(np.float32) if reference else None,
+                float(ref[-1]),
+                value[:length].astype(np.float32) if critic else None,
+            )
+        )
+    return GAE(kl=0.05 if reference else 0.0).batch(rows)

@@ -5,10 +5,18 @@ Public, and torch-free. As a pytest plugin (``pytest_oppo``) they need no import
 
 from oppo.evaluation import respond_serially, score_serially
 from oppo.simulate.engine import Device, VirtualTimeLoop, run_virtual, time_shared
-from oppo.simulate.models import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, noise, prompts
+from oppo.simulate.models import (
+    FakeCritic,
+    FakeScorer,
+    FakeTrainer,
+    fake_batch,
+    fake_per_token,
+    fake_scalar,
+    noise,
+    prompts,
+)
 from oppo.simulate.policy import FakePolicy
 from oppo.testing.conformance import check_admission, check_policy, check_scorer, check_trainer
-from oppo.testing.fake_batch import fake_batch
 from oppo.testing.faulty import (
     FaultyCritic,
     FaultyEnvironment,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oppo.hf.train.actor_critic import Route
+from oppo.hf.routers import router_metrics
 from oppo.hf.train.packing import MicroBatch
 from oppo.hf.train.ranks import Team
 from oppo.losses import Loss, LossValue
@@ -97,26 +96,6 @@ class StalenessMetrics:
         }
 
 
-def expert_loads(routes: Sequence[Route], read: Tensor) -> Tensor | None:
-    """Return each expert's tokens, without padding, int64 [layers, E]; ``None`` if the routers do not say."""
-    counted, loads = read.flatten().long(), list[Tensor]()
-    for logits, experts in routes:
-        if experts is not None:
-            each = counted.repeat_interleave(experts.shape[-1])
-            loads.append(counted.new_zeros(logits.shape[-1]).scatter_add_(0, experts.flatten(), each))
-    return torch.stack(loads) if len({len(each) for each in loads}) == 1 else None
-
-
-def router_metrics(loads: Tensor) -> dict[str, float]:
-    """Return the metrics of loads [layers, E], each a mean over the layers."""
-    share, experts = loads.double() / loads.sum(1, keepdim=True), loads.shape[1]
-    entropy = -torch.special.xlogy(share, share).sum(1).mean()
-    return {
-        "router/max_load": float(share.max(1).values.mean()) * experts,
-        "router/load_entropy": float(entropy) / math.log(experts),
-    }
-
-
 class Sums:
     """The loss of a minibatch and what it measures, added up over micro-batches, here and in other ranks."""
 
@@ -148,7 +127,7 @@ class UpdateMetrics:
         minibatches_skipped: number of minibatches that made no step.
         micro_batches: number of forward passes.
         padding, tokens: padding read, and tokens read, padding included.
-        loads: of the routers of a mixture of experts, see :func:`expert_loads`.
+        loads: of the routers of a mixture of experts, see :func:`oppo.hf.routers.expert_loads`.
     """
 
     loss: Loss

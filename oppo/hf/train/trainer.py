@@ -32,9 +32,10 @@ from oppo.events import Batch
 from oppo.hf.devices import use_stream
 from oppo.hf.lora import has_adapters, merged
 from oppo.hf.model_files import quiet
+from oppo.hf.routers import LoadBalancing, expert_loads, recorded_routes
 from oppo.hf.shared_memory import SharedModel, Source
-from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, LoadBalancing, recompute, recorded_routes
-from oppo.hf.train.metrics import AUX, StalenessMetrics, Sums, UpdateMetrics, expert_loads
+from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, recompute
+from oppo.hf.train.metrics import AUX, StalenessMetrics, Sums, UpdateMetrics
 from oppo.hf.train.optim import Optimisation, gather_training, read_training, write_training
 from oppo.hf.train.packing import MicroBatch, micro_batches, minibatches, pack, tokens_read, units
 from oppo.hf.train.ranks import SHARDS, Alone, Ranked, Replicas, Team, reset, whole

@@ -18,12 +18,11 @@ from oppo.admission.chunking import Fixed
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Batch
 from oppo.hf.devices import use_cores
-from oppo.hf.introspection import routers
 from oppo.hf.loading import load_causal
 from oppo.hf.lora import add_lora, share_base
+from oppo.hf.routers import LoadBalancing, Route, router_metrics, routers
 from oppo.hf.shared_memory import SharedModel
-from oppo.hf.train.actor_critic import LoadBalancing, Route, value_model_on
-from oppo.hf.train.metrics import router_metrics
+from oppo.hf.train.actor_critic import value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss
