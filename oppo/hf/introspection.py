@@ -122,7 +122,8 @@ def has_experts(model: PreTrainedModel) -> bool:
     """
     text = model.config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any((getattr(text, name, None) or 0) > 1 for name in names)
+    sections = (text, getattr(text, "ffn_config", None))  # DBRX has them in the latter
+    return any((getattr(section, name, None) or 0) > 1 for section in sections for name in names)
 
 
 def score_head(model: PreTrainedModel) -> nn.Module:
