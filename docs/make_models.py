@@ -209,16 +209,19 @@ def tiny_model(model_type: str) -> PreTrainedModel:
     config = tiny_config(model_type)
     auto = CAUSAL.auto(config)
     with torch.device("meta"):
-        size = auto.from_config(config).num_parameters()
+        size = auto.from_config(config).num_parameters()  # type: ignore[no-untyped-call]  # transformers'
     if size > MOST:
         raise ConfigError(f"its smallest model has {size / 1e6:.0f} million parameters")
     torch.manual_seed(0)
-    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = auto.from_config(  # type: ignore[no-untyped-call]  # transformers'
+        config, dtype=torch.float32
+    )
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1 and 0 < float(weight.std()) < 0.05:
                 weight.mul_(0.12 / weight.std())
-    return model.train(mode=False)
+    model.train(mode=False)
+    return model
 
 
 @dataclass(frozen=True, slots=True)

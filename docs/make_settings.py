@@ -161,6 +161,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "trainer.max_grad_norm": ("gradient clipping", "max_grad_norm"),
     "trainer.weight_decay": ("weight decay", "weight_decay"),
     "trainer.router_aux_loss": ("MoE auxiliary loss", "router_aux_loss_coef"),
+    "trainer.router_replay": ("rollout routing replay, R3", ""),
     "trainer.betas": ("Adam betas", "`adam_beta1`, `adam_beta2`"),
     "trainer.eps": ("Adam epsilon", "adam_epsilon"),
     "trainer.schedule": ("learning-rate schedule", "lr_scheduler_type"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Final, Generic, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Final, Generic, Literal, Self, TypeAlias, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,55 @@ LONGEST_REASON: Final = 4000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Support:
+class _Ragged:
+    # What some tokens have, token after token; |counts| says how much of it belongs to each token.
+    ids: NDArray[Any] = field(default_factory=lambda: np.zeros(0, np.int32))
+    counts: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def __post_init__(self) -> None:
+        listed = int(np.abs(self.counts).sum())
+        if listed != len(self.ids):
+            kind = type(self).__name__
+            raise ValueError(f"{kind} of {len(self.counts)} tokens counts {listed} ids, but holds {len(self.ids)}")
+
+    @classmethod
+    def concatenate(cls, parts: Iterable[tuple[Self, int]]) -> Self:
+        """Return that of tokens end to end, from that and the number of tokens of each part."""
+        parts = list(parts)
+        if all(part.whole for part, _ in parts):
+            return cls()
+        return cls(
+            np.concatenate([part.ids for part, _ in parts if not part.whole]),
+            np.concatenate([part.counts if len(part.counts) else np.zeros(n, np.int32) for part, n in parts]),
+        )
+
+    @property
+    def whole(self) -> bool:
+        """Whether it lists nothing for any token."""
+        return not len(self.ids)
+
+    def describes(self, count: int) -> bool:
+        """Return whether it can be that of ``count`` tokens."""
+        return len(self.counts) in {0, count}
+
+    def slice(self, start: int, stop: int | None) -> Self:
+        """Return that of tokens ``start .. stop``; the ids are a view."""
+        if not len(self.counts):
+            return self
+        first, last = np.abs(self.counts[:start]).sum(), np.abs(self.counts[:stop]).sum()
+        return type(self)(self.ids[first:last], self.counts[start:stop])
+
+    def split(self, count: int) -> Sequence[Self]:
+        """Return that of each of its ``count`` tokens alone; the ids are views."""
+        if not len(self.counts):
+            return [self] * count
+        bounds = [0, *np.cumsum(np.abs(self.counts)).tolist()]
+        kind = type(self)
+        return [kind(self.ids[first:last], self.counts[n : n + 1]) for n, (first, last) in enumerate(pairwise(bounds))]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Support(_Ragged):
     """The ids from which some tokens were sampled; ragged, 4 bytes for each id and token, empty without truncation.
 
     ``top_k``, ``top_p`` and ``min_new_tokens`` truncate the distribution of a token. Its log-prob, with these or other
@@ -56,50 +104,6 @@ class Support:
         [True]
     """
 
-    ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
-    counts: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
-
-    def __post_init__(self) -> None:
-        listed = int(np.abs(self.counts).sum())
-        if listed != len(self.ids):
-            raise ValueError(f"a support of {len(self.counts)} tokens counts {listed} ids, but holds {len(self.ids)}")
-
-    @classmethod
-    def concatenate(cls, parts: Iterable[tuple[Support, int]]) -> Support:
-        """Return the support of tokens end to end, from the support and the number of tokens of each part."""
-        parts = list(parts)
-        if all(support.whole for support, _ in parts):
-            return cls()
-        return cls(
-            np.concatenate([support.ids for support, _ in parts]),
-            np.concatenate([support.counts if len(support.counts) else np.zeros(n, np.int32) for support, n in parts]),
-        )
-
-    @property
-    def whole(self) -> bool:
-        """Whether no id was excluded for any token."""
-        return not len(self.ids)
-
-    def describes(self, count: int) -> bool:
-        """Return whether it can be the support of ``count`` tokens."""
-        return len(self.counts) in {0, count}
-
-    def slice(self, start: int, stop: int) -> Support:
-        """Return the support of tokens ``start .. stop``; the ids are a view."""
-        if not len(self.counts):
-            return self
-        first, last = np.abs(self.counts[:start]).sum(), np.abs(self.counts[:stop]).sum()
-        return Support(self.ids[first:last], self.counts[start:stop])
-
-    def split(self, count: int) -> Sequence[Support]:
-        """Return the support of each of its ``count`` tokens alone; the ids are views."""
-        if not len(self.counts):
-            return [self] * count
-        bounds = [0, *np.cumsum(np.abs(self.counts)).tolist()]
-        return [
-            Support(self.ids[first:last], self.counts[n : n + 1]) for n, (first, last) in enumerate(pairwise(bounds))
-        ]
-
     def holds(self, tokens: IntArray) -> BoolArray:
         """Return whether each of its tokens could have been sampled: bool [n]."""
         if self.whole:
@@ -109,6 +113,31 @@ class Support:
         listed[owner[self.ids == tokens[owner]]] = True
         held: BoolArray = listed == (self.counts > 0)
         return held
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedExperts(_Ragged):
+    """The experts that the routers of a mixture of experts chose while some tokens were made; ragged, often empty.
+
+    A token has those of the positions that the engine read for it: the first token those of the prompt, each other
+    those of the token before it, and after a tool's answer those of the answer too. A position that has none is routed
+    anew when it is trained.
+
+    Attributes:
+        ids: uint8 or wider [S, layers, top_k], position after position. Layers are those with a router, or all.
+        counts: int32 [n], the number of positions that belong to each token, the last of which predicts it. Empty, the
+            default: nothing is known of any number of tokens.
+
+    Example:
+        >>> prompt_of_3 = RoutedExperts(np.zeros((4, 1, 2), np.uint8), np.array([3, 1], np.int32))
+        >>> prompt_of_3.positions().tolist()
+        [-3, -2, -1, 0]
+    """
+
+    def positions(self) -> NDArray[np.int64]:
+        """Return where each of ``ids`` was chosen, int64 [S]: from 0 on in the response, below 0 in the prompt."""
+        after = np.cumsum(self.counts) - np.arange(len(self.counts))
+        return np.arange(len(self.ids)) - np.repeat(after, self.counts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,6 +183,7 @@ class Chunk:
         logprobs: float32 [n], natural logarithm, of each token under the policy that sampled it, over its support.
         versions: int32 [n], the version of the weights that made each token.
         support: of the n tokens: the ids that each was sampled from.
+        routed_experts: of the n tokens, if the policy is a mixture of experts and gives them.
     """
 
     rollout: int
@@ -162,6 +192,7 @@ class Chunk:
     logprobs: FloatArray
     versions: IntArray
     support: Support = field(default_factory=Support)
+    routed_experts: RoutedExperts = field(default_factory=RoutedExperts)
 
     def merge(self, *later: Chunk) -> Chunk:
         """Return this chunk and contiguous later ones as one.
@@ -183,6 +214,7 @@ class Chunk:
             np.concatenate([chunk.logprobs for chunk in chunks]),
             np.concatenate([chunk.versions for chunk in chunks]),
             Support.concatenate([(chunk.support, len(chunk.tokens)) for chunk in chunks]),
+            RoutedExperts.concatenate([(chunk.routed_experts, len(chunk.tokens)) for chunk in chunks]),
         )
 
 
@@ -205,6 +237,7 @@ class Response:
         versions: int32 [n].
         sampled: bool [n], false for tool tokens: the loss mask.
         support: of the n tokens: the ids that each was sampled from; all of them for tool tokens.
+        routed_experts: of the n tokens, if the policy is a mixture of experts and gives them.
     """
 
     prompt: Prompt
@@ -213,6 +246,7 @@ class Response:
     versions: IntArray
     sampled: BoolArray
     support: Support = field(default_factory=Support)
+    routed_experts: RoutedExperts = field(default_factory=RoutedExperts)
 
     @classmethod
     def empty(cls, prompt: Prompt) -> Response:
@@ -246,13 +280,13 @@ class Response:
             np.concatenate((self.versions, piece.versions)),
             np.concatenate((self.sampled, np.full(n, sampled, np.bool_))),
             Support.concatenate([(self.support, len(self)), (piece.support, n)]),
+            RoutedExperts.concatenate([(self.routed_experts, len(self)), (piece.routed_experts, n)]),
         )
 
     def chunk(self, start: int = 0, stop: int | None = None) -> Chunk:
         """Return tokens ``start .. stop``, by default all, as one chunk, sampled or not."""
-        stop = len(self) if stop is None else stop
-        s, support = slice(start, stop), self.support.slice(start, stop)
-        return Chunk(self.prompt.rollout, start, self.tokens[s], self.logprobs[s], self.versions[s], support)
+        s, support, routed = slice(start, stop), self.support.slice(start, stop), self.routed_experts.slice(start, stop)
+        return Chunk(self.prompt.rollout, start, self.tokens[s], self.logprobs[s], self.versions[s], support, routed)
 
     def pieces(self) -> list[Chunk | ToolTokens]:
         """Return the response in the fewest pieces: a ``Chunk`` or ``ToolTokens`` for each run of equal ``sampled``."""
@@ -263,6 +297,12 @@ class Response:
             else ToolTokens(self.prompt.rollout, start, self.tokens[start:stop])
             for start, stop in pairwise(edges)
         ]
+
+    @property
+    def routed(self) -> int:
+        """Number of first positions, the prompt's included, whose routed experts are there."""
+        positions = self.routed_experts.positions()
+        return len(self.prompt.tokens) + int(positions[-1]) + 1 if len(positions) else 0
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -28,7 +28,19 @@ from oppo.declared import (
     setting,
 )
 from oppo.errors import ProtocolError
-from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, Support, ToolTokens, described
+from oppo.events import (
+    Batch,
+    Chunk,
+    Finish,
+    FloatArray,
+    IntArray,
+    Prompt,
+    Response,
+    RoutedExperts,
+    Support,
+    ToolTokens,
+    described,
+)
 from oppo.scheduling import IN_ORDER, Priority
 
 T_co = TypeVar("T_co", covariant=True)
@@ -135,8 +147,9 @@ class Piece:
         state: ``live``: there is more to read now. ``cut``: decoding stopped; read on in a later step. ``eos``,
             ``stop``, ``length``: this was the last piece. Only a ``cut`` piece may hold no token, or one that ends a
             response with turns (:class:`oppo.turns.TurnDecode`).
-        given: the tokens were not sampled but are a tool's answer, read by the scorers and never trained. Log-probs
+        from_tool: the tokens were not sampled but are a tool's answer, read by the scorers and never trained. Log-probs
             and support are then meaningless.
+        routed_experts: of the n tokens, if the policy is a mixture of experts and gives them.
     """
 
     tokens: IntArray
@@ -145,6 +158,7 @@ class Piece:
     state: PieceState
     support: Support = field(default_factory=Support)
     from_tool: bool = False
+    routed_experts: RoutedExperts = field(default_factory=RoutedExperts)
 
     def event(self, rollout: int, start: int) -> Chunk | ToolTokens:
         """Return its tokens as an event of ``rollout``, from position ``start`` on."""
@@ -152,7 +166,7 @@ class Piece:
 
     def chunk(self, rollout: int, start: int) -> Chunk:
         """Return its tokens as a chunk of ``rollout``, from position ``start`` on."""
-        return Chunk(rollout, start, self.tokens, self.logprobs, self.versions, self.support)
+        return Chunk(rollout, start, self.tokens, self.logprobs, self.versions, self.support, self.routed_experts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

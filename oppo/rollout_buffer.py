@@ -17,18 +17,24 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
 import numpy as np
 
 from oppo.errors import ModelError, ProtocolError, leaves
-from oppo.events import FinishReason, FloatArray, IntArray, Prompt, Response, Support
+from oppo.events import FinishReason, FloatArray, IntArray, Prompt, Response, RoutedExperts, Support
 from oppo.models import Decode, Piece, PieceState
 from oppo.turns import turn_so_far
 
 R = TypeVar("R")
+
+WHOLE: Final = Support()
+"""The support of a token that was sampled from the whole vocabulary."""
+
+UNKNOWN: Final = RoutedExperts()
+"""The routed experts of a token of which none are known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +48,7 @@ class DecodeStep:
         version: of the weights that made the tokens.
         reasons: why a row ended with its token; ``None`` while it is live.
         support: the ids that each of the n tokens was sampled from.
+        routed_experts: of each of the n tokens.
     """
 
     keys: tuple[int, ...]
@@ -50,6 +57,7 @@ class DecodeStep:
     version: int
     reasons: tuple[FinishReason | None, ...]
     support: Support = field(default_factory=Support)
+    routed_experts: RoutedExperts = field(default_factory=RoutedExperts)
 
 
 class DecodeEngine(Protocol[R]):
@@ -65,11 +73,14 @@ class DecodeEngine(Protocol[R]):
         """Free what is held of a rollout that its reader has closed."""
 
 
-class _Token(NamedTuple):
+class DecodedToken(NamedTuple):
+    """One token of a rollout, as its engine made it, or as a tool answered."""
+
     token: int
     logprob: float
     version: int
-    support: Support
+    support: Support = WHOLE
+    routed_experts: RoutedExperts = UNKNOWN
     from_tool: bool = False
 
 
@@ -113,7 +124,7 @@ class RolloutBuffer(Generic[R]):
         self.enough = 0
         self.closed = False
         self._taken = len(response)
-        self._unread: list[_Token] = []
+        self._unread: list[DecodedToken] = []
         self._version = int(response.versions[-1]) if len(response) else 0
         self._end_read = False
         self._state: PieceState = "cut"
@@ -189,7 +200,7 @@ class RolloutBuffer(Generic[R]):
             self._final = "length"
         else:
             version = self._version
-            self._unread += [_Token(token, 0.0, version, Support(), True) for token in given.tolist()]
+            self._unread += [DecodedToken(token, 0.0, version, from_tool=True) for token in given.tolist()]
             self._from_tool += len(given)
             self._turn, self._unanswered, self._answer = [], None, given.tolist()
             self._wake_if_readable()
@@ -257,12 +268,12 @@ class RolloutBuffer(Generic[R]):
         """Become live."""
         self._state = "live"
 
-    def put(self, token: int, logprob: float, version: int, support: Support, state: PieceState) -> None:
+    def put(self, made: DecodedToken, state: PieceState) -> None:
         """Append a token to those that can be read."""
-        self._unread.append(_Token(token, logprob, version, support))
-        self._version = version
+        self._unread.append(made)
+        self._version = made.version
         if self.turns:
-            self._turn.append(token)
+            self._turn.append(made.token)
         if self.turns and state in {"eos", "stop"}:
             self._unanswered = state
             self._wake_turn()
@@ -308,7 +319,7 @@ class RolloutBuffer(Generic[R]):
         self._unread = self._unread[len(taken) :]
         self._taken += len(taken)
         self._from_tool -= len(taken) if given else 0
-        tokens, logprobs, versions, supports, _ = zip(*taken, strict=True) if taken else ((), (), (), (), ())
+        tokens, logprobs, versions, supports, routed, _ = zip(*taken, strict=True) if taken else ((),) * 6
         continues = bool(self._unread) or self._failure is not None
         self._end_read = self.ended and not continues
         return Piece(
@@ -318,6 +329,7 @@ class RolloutBuffer(Generic[R]):
             "live" if continues else self._state,
             Support.concatenate((support, 1) for support in supports),
             given,
+            RoutedExperts.concatenate((experts, 1) for experts in routed),
         )
 
 
@@ -347,10 +359,11 @@ class DecodeSteps(Generic[R]):
         """Put all tokens into the buffers of their rollouts; called on the event loop."""
         while self._steps:
             step = self._steps.popleft()
-            supports = step.support.split(len(step.keys))
-            columns = zip(step.keys, step.tokens.tolist(), step.logprobs.tolist(), supports, step.reasons, strict=True)
-            for key, token, logprob, support, reason in columns:
-                self._rollouts[key].put(token, logprob, step.version, support, reason or "live")
+            n = len(step.keys)
+            versions, supports, routed = [step.version] * n, step.support.split(n), step.routed_experts.split(n)
+            made = zip(step.tokens.tolist(), step.logprobs.tolist(), versions, supports, routed, strict=True)
+            for key, token, reason in zip(step.keys, made, step.reasons, strict=True):
+                self._rollouts[key].put(DecodedToken(*token), reason or "live")
 
 
 def unfinished(decodes: Sequence[Decode], engine: DecodeEngine[R]) -> list[RolloutBuffer[R]]:

@@ -73,6 +73,11 @@ class TrainerSettings:
         "weight of the load-balancing loss of a mixture of experts, of each minibatch as a whole, which costs one more "
         "forward pass; 0: none; absent: `router_aux_loss_coef` of a model whose config sets `output_router_logits`",
     )
+    router_replay: bool = setting(
+        False,
+        "a mixture of experts is trained with the experts that its routers chose while it decoded (R3), their gate "
+        "weights recomputed; costs memory for the choices of each token and layer",
+    )
     betas: Annotated[tuple[Beta, Beta], FromList()] = setting((0.9, 0.999), "of AdamW")
     eps: Positive = setting(1e-5, "of AdamW")
     schedule: LearningRateSchedule = setting("constant", "a transformers scheduler, such as constant, linear or cosine")

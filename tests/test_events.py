@@ -1,4 +1,4 @@
-"""Supports: whatever is cut out of them and put together again, each token keeps its own ids."""
+"""Supports and routed experts: however they are cut and put together again, each token keeps its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.events import Chunk, Prompt, Response, Support, ToolTokens, merge_chunks
+from oppo.events import Chunk, Prompt, Response, RoutedExperts, Support, ToolTokens, merge_chunks
+from oppo.stages.ledger import RolloutSnapshot
 
 Listed = list[tuple[bool, set[int]]]
 """Of each token, whether it was one of the ids or any but them, and the ids."""
@@ -75,3 +76,35 @@ def test_merged_chunks_and_grown_responses_keep_what_each_token_was_sampled_from
     tail = grown.chunk(len(one) + 1)
     assert (tail.start, len(tail.tokens)) == (len(one) + 1, 1 + len(two))
     assert written(tail.support, 1 + len(two)) == written(support_of([(True, set()), *two]), 1 + len(two))
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(1, 8), st.booleans())
+def test_routed_experts_stay_where_they_were_chosen(counts: list[int], cut: int, known: bool) -> None:
+    rows = np.arange(6 * sum(counts), dtype=np.uint8).reshape(-1, 3, 2)
+    whole = RoutedExperts(rows, np.array(counts, np.int32))
+    n, floats, ints = len(counts), np.zeros(len(counts), np.float32), np.zeros(len(counts), np.int32)
+    cut = min(cut, n)
+    head = Chunk(0, 0, ints[:cut], floats[:cut], ints[:cut], routed_experts=whole.slice(0, cut))
+    tail = Chunk(0, cut, ints[cut:], floats[cut:], ints[cut:], routed_experts=whole.slice(cut, n))
+    response = Response.empty(Prompt(0, 0, np.zeros(3, np.int32))).then(head).then(tail)
+    assert response.routed == (3 + int(np.flatnonzero(counts)[-1]) if any(counts) else 0)
+    answered = response.then(ToolTokens(0, n, np.zeros(2, np.int32)))
+    of_last = RoutedExperts(np.zeros((1, 3, 2), np.uint8), np.ones(1, np.int32))
+    last = Chunk(0, n + 2, ints[:1], floats[:1], ints[:1], routed_experts=of_last)
+    answered = answered.then(last) if known and any(counts) else answered
+    for grown in (response, answered, Response.of(response.prompt, answered.pieces())):
+        routed, at = grown.routed_experts, list[int]()
+        for token, count in enumerate(map(int, routed.counts)):
+            at += range(token - count, token)
+        assert routed.positions().tolist() == at
+        assert np.array_equal(routed.ids[: len(rows)], rows if any(counts) else routed.ids[:0])
+        again = RolloutSnapshot.of(RolloutSnapshot(grown, None).state_dict()).response.routed_experts
+        assert np.array_equal(again.ids, routed.ids)
+        assert np.array_equal(again.counts, routed.counts)
+
+
+def test_a_rollout_of_an_earlier_version_has_no_routed_experts() -> None:
+    state = RolloutSnapshot(Response.empty(Prompt(0, 0, np.zeros(1, np.int32))), None).state_dict()
+    for name in ("routed_experts", "routed_counts"):
+        del state[name]
+    assert RolloutSnapshot.of(state).response.routed_experts.whole

@@ -318,6 +318,12 @@ def require_consistent(settings: Settings) -> None:
         _require_possible_in_flight(settings)
     if settings.step.stream_updates:
         _require_a_sum(settings)
+    if settings.trainer.router_replay and settings.algorithm.corrects:
+        raise ValueError(
+            "trainer.router_replay = true trains with the experts that were chosen while decoding, and the correction "
+            "for stale tokens in [algorithm] recomputes log-probs with experts chosen anew, so their ratio would be "
+            "that of two models: leave one of the two out"
+        )
     apart = settings.run.trainer == "process" or len(settings.devices["trainer"]) > 1
     if apart and is_of_a_file(kind := type(settings.trained_loss())):
         key = "run.trainer = 'process'" if settings.run.trainer == "process" else "placement.trainer, with ranks,"

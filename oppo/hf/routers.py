@@ -1,22 +1,26 @@
-"""The routers of a mixture of experts: what they answer in a pass, how evenly they spread tokens, and their loss."""
+"""The routers of a mixture of experts: what they answer, their choices replayed, how evenly they spread, their loss."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from oppo.errors import ModelRefused
-from oppo.hf.introspection import backbone, has_experts
+from oppo.errors import ConfigError, ModelError, ModelRefused
+from oppo.events import Batch
+from oppo.hf.introspection import FAILURES, backbone, has_experts
 
 
 def routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
@@ -29,36 +33,87 @@ def routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
 
 
 class Route(NamedTuple):
-    """The answer of a router: logits [N, E], and the experts of each token, int64 [N, k], unless others choose them."""
+    """The answer of a router.
+
+    Attributes:
+        logits: [N, E].
+        experts: of each token, int64 [N, k]; ``None``: the router does not say.
+        own: those that the router would have chosen, where others were replayed; -1 where it chose freely.
+    """
 
     logits: Tensor
     experts: Tensor | None
+    own: Tensor | None = None
 
 
 _routes: ContextVar[list[Route] | None] = ContextVar("routes", default=None)
+_replayed: ContextVar[Tensor | None] = ContextVar("replayed", default=None)
 
 
 @dataclass(frozen=True)
-class _Records:
-    # A forward hook that can be pickled. Other threads may serve the model meanwhile: their passes are not recorded.
+class _RouterHook:
+    # A forward hook that can be pickled. Other threads may serve the model meanwhile: their passes are not recorded,
+    # and choose freely.
+    layer: int
     index: int
 
-    def __call__(self, module: nn.Module, inputs: object, output: object) -> None:
-        del module, inputs
-        if (found := _routes.get()) is None:
-            return
+    def __call__(
+        self, module: nn.Module, inputs: tuple[object, ...], options: dict[str, object], output: object
+    ) -> object:
+        found, replayed = _routes.get(), _replayed.get()
+        if found is None and replayed is None:
+            return output
+        logits, experts = self._parts(output)
+        own = None
+        if replayed is not None and experts is not None:
+            chosen = replayed[self.layer]
+            own = experts.where(chosen >= 0, -1)
+            with _Choose(chosen, logits.shape[-1]):
+                output = module.forward(*inputs, **options)
+            logits, experts = self._parts(output)
+        if found is not None:
+            found.append(Route(logits, experts, own))
+        return output
+
+    def _parts(self, output: object) -> tuple[Tensor, Tensor | None]:
         parts = output if isinstance(output, tuple) else (output,) * (self.index + 1)
         logits = cast("Tensor", parts[self.index])
         chosen = [each for each in parts if isinstance(each, Tensor) and each.dtype == torch.int64]
-        experts = next((each for each in chosen if each.ndim == 2 and len(each) == len(logits)), None)
-        found.append(Route(logits, experts))
+        return logits, next((each for each in chosen if each.ndim == 2 and len(each) == len(logits)), None)
+
+
+class _Choose(TorchFunctionMode):
+    # A router scores all experts, takes the first k by ``topk``, and makes gate weights of what it took: with another
+    # choice in place of that one, scores, weights and gradients are the router's own.
+    def __init__(self, chosen: Tensor, experts: int) -> None:
+        super().__init__()
+        self._chosen = chosen
+        self._experts = experts
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func not in _TOPK or found.indices.shape != self._chosen.shape:
+            return found
+        scores = args[0] if args else kwargs["input"]
+        if scores.shape[-1] != self._experts:  # of groups of experts
+            return found
+        chosen = self._chosen.where(self._chosen >= 0, found.indices)
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+_TOPK: Final = (torch.topk, Tensor.topk)
 
 
 def record_routers(model: PreTrainedModel) -> None:
     """Let :func:`recorded_routes` record the routers of a mixture of experts; other models have none."""
-    for module, index in routers(model) if has_experts(model) else ():
-        if _Records(index) not in module._forward_hooks.values():  # noqa: SLF001 - a copy has it already
-            module.register_forward_hook(_Records(index))
+    for layer, (module, index) in enumerate(routers(model) if has_experts(model) else ()):
+        hook = _RouterHook(layer, index)
+        if hook not in module._forward_hooks.values():  # noqa: SLF001 - a copy has it already
+            module.register_forward_hook(hook, with_kwargs=True)
 
 
 @contextmanager
@@ -70,6 +125,148 @@ def recorded_routes() -> Iterator[list[Route]]:
         yield found
     finally:
         _routes.reset(token)
+
+
+@contextmanager
+def replaying(experts: Tensor | None) -> Iterator[None]:
+    """Let routers take these experts in the passes that this context makes, int64 [layers, N, k].
+
+    They choose freely at tokens of -1, and everywhere with ``None``.
+    """
+    token = _replayed.set(experts)
+    try:
+        yield
+    finally:
+        _replayed.reset(token)
+
+
+def contexts_of_recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a pass and of its second time, which the backward pass makes in any thread."""
+    return nullcontext(), replaying(_replayed.get())
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReplay:
+    """Trains with the experts that the policy chose while it decoded ("R3": Ma et al. 2025, arXiv 2510.11370).
+
+    A router that chooses anew may choose others, by rounding or under newer weights, so that importance ratios compare
+    two models. Replayed, its scores, its gate weights and their gradient are still those of the weights that are
+    trained.
+
+    Attributes:
+        layers: the layers of the model that have a router, by number.
+        depth: of the model, in layers.
+        experts: E of each router.
+        k: experts of a token.
+    """
+
+    layers: tuple[int, ...]
+    depth: int
+    experts: int
+    k: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> RouterReplay:
+        """Return that of a causal language model, after trying each of its routers on one token.
+
+        Raises:
+            ModelRefused: it is no mixture of experts, or a router does not say whom it chooses, or cannot be told.
+        """
+        record_routers(model)
+        names = {module: name for name, module in backbone(model).named_modules()}
+        found = [module for module, _ in routers(model)] if has_experts(model) else []
+        refused = f"trainer.router_replay = true replays the experts of a mixture, and {type(model).__name__} "
+        if not found:
+            raise ModelRefused(f"{refused}has no routers that transformers names: set trainer.router_replay = false")
+        try:
+            free = _tried(model, None)
+            other = [(route.logits.shape[-1] - 1 - cast("Tensor", route.experts)) for route in free]
+            told = _tried(model, torch.stack(other))
+            obeyed = all(
+                route.experts is not None and (route.experts.is_meta or torch.equal(route.experts, chosen))
+                for route, chosen in zip(told, other, strict=True)
+            )
+        except FAILURES:
+            obeyed = False
+        if not obeyed:
+            kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in found))
+            raise ModelRefused(
+                f"{refused}has routers ({kinds}) that do not say whom they choose, or choose otherwise than by topk: "
+                "set trainer.router_replay = false"
+            )
+        layers = [next(int(part) for part in names[each].split(".") if part.isdecimal()) for each in found]
+        depth = int(model.config.get_text_config().num_hidden_layers)
+        return cls(tuple(layers), depth, free[0].logits.shape[-1], other[0].shape[-1])
+
+    def chosen(self, batch: Batch, rows: Sequence[int], width: int) -> Tensor:
+        """Return the experts of a pass over prompts and responses, padded to ``width``: int64 [layers, n * width, k].
+
+        -1 where a token has none, and where there is padding.
+
+        Raises:
+            ConfigError: no response of the batch has any.
+            ModelError: experts are of another model.
+        """
+        if all(response.routed_experts.whole for response in batch.responses):
+            raise ConfigError(
+                "trainer.router_replay = true replays the experts that the policy chose, and no response of the batch "
+                "has any: the policy must give them (HfPolicy and VllmPolicy do with routed_experts=True), or set "
+                "trainer.router_replay = false"
+            )
+
+        found = np.full((len(rows), width, len(self.layers), self.k), -1, np.int64)
+        for row, response in enumerate(batch.responses[each] for each in rows):
+            routed, positions = response.routed_experts, response.routed_experts.positions()
+            if routed.whole:
+                continue
+            ids, start = routed.ids, len(response.prompt.tokens)
+            if ids.shape[1] == self.depth:
+                ids = ids[:, self.layers]
+            if ids.shape[1:] != found.shape[2:] or ids.max() >= self.experts or positions[0] < -start:
+                raise ModelError(
+                    f"rollout {response.prompt.rollout} has routed experts {list(routed.ids.shape)} up to "
+                    f"{routed.ids.max()}, from position {start + positions[0]} on; expected [n, {len(self.layers)} or "
+                    f"{self.depth}, {self.k}], layers and choices of a token, below {self.experts}: is the policy "
+                    "another model than the actor that is trained?"
+                )
+            found[row, start + positions] = ids
+        return torch.from_numpy(found.reshape(-1, *found.shape[2:])).transpose(0, 1)
+
+
+@torch.no_grad()
+def _tried(model: PreTrainedModel, experts: Tensor | None) -> list[Route]:
+    with replaying(experts), recorded_routes() as routes:
+        for layer, (module, index) in enumerate(routers(model)):
+            hidden = next(module.parameters()).new_zeros(1, int(model.config.get_text_config().hidden_size))
+            _RouterHook(layer, index)(module, (hidden,), {}, module.forward(hidden))
+    return routes
+
+
+class RouteRecords:
+    """The experts of the tokens that a model reads, by rows, until they are popped.
+
+    Args:
+        replay: of the model.
+    """
+
+    def __init__(self, replay: RouterReplay) -> None:
+        self._dtype = torch.uint8 if replay.experts <= 256 else torch.int16
+        self._none = np.zeros((0, len(replay.layers), replay.k), np.uint8)
+        self._rows: dict[int, list[NDArray[Any]]] = {}
+
+    @contextmanager
+    def of(self, rows: Sequence[int], pads: Tensor | None) -> Iterator[None]:
+        """Record a pass over these rows; each begins with so many tokens of padding, int64 [n]."""
+        with recorded_routes() as routes:
+            yield
+        experts = torch.stack([cast("Tensor", route.experts) for route in routes], 1).to(self._dtype).cpu().numpy()
+        skipped = [0] * len(rows) if pads is None else pads.tolist()
+        for row, each, pad in zip(rows, np.split(experts, len(rows)), skipped, strict=True):
+            self._rows.setdefault(row, []).append(each[pad:])
+
+    def pop(self, row: int) -> NDArray[Any]:
+        """Return those of the tokens read since the last time, [n, layers, k]."""
+        return np.concatenate([self._none, *self._rows.pop(row, [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +329,31 @@ class LoadBalancing:
 
 
 def expert_loads(routes: Sequence[Route], read: Tensor) -> Tensor | None:
-    """Return each expert's tokens, without padding, int64 [layers, E]; ``None`` if the routers do not say."""
+    """Return counts of tokens, without padding, int64 [layers, E + 2]; ``None`` if the routers do not say.
+
+    Those are each expert's tokens, those whose experts were replayed, and of these those with other experts than the
+    router would have chosen.
+    """
     counted, loads = read.flatten().long(), list[Tensor]()
-    for logits, experts in routes:
+    for logits, experts, own in routes:
         if experts is not None:
             each = counted.repeat_interleave(experts.shape[-1])
-            loads.append(counted.new_zeros(logits.shape[-1]).scatter_add_(0, experts.flatten(), each))
+            load = counted.new_zeros(logits.shape[-1]).scatter_add_(0, experts.flatten(), each)
+            replayed = other = counted.new_zeros(len(counted))
+            if own is not None:
+                replayed = counted * (own[:, 0] >= 0)
+                other = replayed * (own.sort(-1).values != experts.sort(-1).values).any(-1)
+            loads.append(torch.cat((load, replayed.sum()[None], other.sum()[None])))
     return torch.stack(loads) if len({len(each) for each in loads}) == 1 else None
 
 
 def router_metrics(loads: Tensor) -> dict[str, float]:
-    """Return the metrics of loads [layers, E], each a mean over the layers."""
+    """Return the metrics of counts [layers, E + 2], see :func:`expert_loads`; of loads each is a mean over layers."""
+    loads, (replayed, other) = loads[:, :-2], loads[:, -2:].sum(0).tolist()
     share, experts = loads.double() / loads.sum(1, keepdim=True), loads.shape[1]
     entropy = -torch.special.xlogy(share, share).sum(1).mean()
-    return {
+    metrics = {
         "router/max_load": float(share.max(1).values.mean()) * experts,
         "router/load_entropy": float(entropy) / math.log(experts),
     }
+    return {**metrics, "router/replay_mismatch": other / replayed} if replayed else metrics

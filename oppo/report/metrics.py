@@ -192,6 +192,8 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
                "Of a mixture: tokens of the busiest expert over an even share, mean over layers; 1 is balanced."),
         Metric("router/load_entropy", SHARE,
                "Of a mixture: entropy of the experts' shares of tokens over the largest possible, mean over layers."),
+        Metric("router/replay_mismatch", SHARE,
+               "With `trainer.router_replay`: tokens times layers whose router would have chosen other experts."),
         Metric("train/critic_grad_norm", "1", "Norm of the critic's gradient before clipping, mean over minibatches.",
                verl="critic/grad_norm"),
     ),

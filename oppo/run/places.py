@@ -257,6 +257,7 @@ def _on_transformers(request: ServeRequest) -> Serving:
         deterministic=request.settings.run.deterministic,
         kv_on_sync=request.settings.step.kv_on_sync,
         decode=request.tokenizer.decode,
+        routed_experts=request.settings.trainer.router_replay,
     )
     return Serving(policy, longest(request.actor))
 
@@ -275,6 +276,7 @@ def _on_vllm(request: ServeRequest) -> Serving:
         "trust_remote_code": models.trust_remote_code,
         "max_model_len": reach,
         **({} if request.share is None else {"gpu_memory_utilization": request.share}),
+        **({"enable_return_routed_experts": True} if settings.trainer.router_replay else {}),
     }
     engine = VllmEngine.start(
         directory,
@@ -285,7 +287,11 @@ def _on_vllm(request: ServeRequest) -> Serving:
     )
     try:
         policy = VllmPolicy(
-            engine, sampling=request.sampling, kv_on_sync=settings.step.kv_on_sync, decode=request.tokenizer.decode
+            engine,
+            sampling=request.sampling,
+            kv_on_sync=settings.step.kv_on_sync,
+            decode=request.tokenizer.decode,
+            routed_experts=settings.trainer.router_replay,
         )
     except BaseException:
         engine.close()

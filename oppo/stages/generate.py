@@ -26,6 +26,7 @@ from oppo.events import (
     Prompt,
     Response,
     RolloutEvent,
+    RoutedExperts,
     StepReport,
     Support,
     ToolTokens,
@@ -527,8 +528,11 @@ def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) 
         return ""
     lengths = (len(piece.logprobs), len(versions))
     support: object = piece.support
+    routed: object = piece.routed_experts
     if not isinstance(support, Support):
         return f"a piece whose support is {described(support)}; expected a Support"
+    if not isinstance(routed, RoutedExperts) or not routed.describes(n) or (len(routed.ids) and routed.ids.ndim != 3):
+        return f"a piece of {n} tokens whose routed experts are {described(routed)}; expected RoutedExperts of each"
     if lengths != (n, n) or not support.describes(n):
         return (
             f"a piece of {n} tokens with {lengths[0]} log-probs, {lengths[1]} versions and a support of "

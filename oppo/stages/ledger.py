@@ -29,7 +29,7 @@ import numpy as np
 from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView, Restarting
 from oppo.declared import require_whole
 from oppo.errors import AdmissionError, DataError, ProtocolError, blaming, noted, shown
-from oppo.events import Chunk, Drop, Finish, FinishReason, Prompt, Response, Support, ToolTokens
+from oppo.events import Chunk, Drop, Finish, FinishReason, Prompt, Response, RoutedExperts, Support, ToolTokens
 from oppo.models import Decode
 
 
@@ -345,6 +345,8 @@ class RolloutSnapshot:
             "sampled": response.sampled,
             "support": response.support.ids,
             "support_counts": response.support.counts,
+            "routed_experts": response.routed_experts.ids,
+            "routed_counts": response.routed_experts.counts,
             "reason": self.reason,
             "dropped": self.dropped,
         }
@@ -361,7 +363,16 @@ class RolloutSnapshot:
             columns=state["columns"],
         )
         support = Support(state["support"], state["support_counts"])
-        response = Response(prompt, state["tokens"], state["logprobs"], state["versions"], state["sampled"], support)
+        routed = RoutedExperts(state["routed_experts"], state["routed_counts"]) if "routed_counts" in state else None
+        response = Response(
+            prompt,
+            state["tokens"],
+            state["logprobs"],
+            state["versions"],
+            state["sampled"],
+            support,
+            routed or RoutedExperts(),
+        )
         return cls(response, state["reason"], state.get("dropped", ""))
 
 

@@ -77,6 +77,8 @@ SETTINGS: Final[Mapping[str, str]] = {
     "trust_remote_code": "models.trust_remote_code holds for every model of the run",
     "runner": "the policy generates",
     "convert": "the policy generates",
+    "enable_return_routed_experts": "trainer.router_replay asks for routed experts",
+    "aux_output_config": "trainer.router_replay asks for routed experts",
 }
 """Arguments that a program may choose and a settings file may not, and why."""
 
@@ -182,6 +184,11 @@ def engine_arguments(model: str, given: Mapping[str, object], *, on_cpu: bool, b
         raise ConfigError(
             "vllm.enable_chunked_prefill = true ends vLLM's engine on a CPU, when it reads a part of a prompt whose "
             "request has a seed: leave it out"
+        )
+    if on_cpu and given.get("enable_return_routed_experts"):
+        raise ConfigError(
+            "vLLM gives no routed experts on a CPU: set trainer.router_replay = false, or models.engine = "
+            "'transformers'"
         )
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
     from vllm.config import WeightTransferConfig  # noqa: PLC0415

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 from uuid import uuid4
 
 import anyio
@@ -58,6 +58,8 @@ class VllmPolicy:
         decode: returns the text of tokens; ``sampling.stop_strings`` need it. It is called on the event loop.
         limit: returns the length in tokens at which the response to a prompt ends; ``sampling.max_new_tokens`` bounds
             it, and is the default.
+        routed_experts: tokens carry the experts of a mixture (:class:`oppo.events.RoutedExperts`); the engine must have
+            been started with ``enable_return_routed_experts``.
 
     Attributes:
         version: of the weights in use.
@@ -73,8 +75,10 @@ class VllmPolicy:
         kv_on_sync: Literal["recompute", "keep"] = "recompute",
         decode: Detokenize | None = None,
         limit: Callable[[Prompt], int] | None = None,
+        routed_experts: bool = False,
     ) -> None:
         self.engine = engine
+        self._routed_experts = routed_experts
         self.sampling = sampling
         self._decode = decode
         self._stopping = StopCriteria(sampling, decode)
@@ -153,7 +157,16 @@ class VllmPolicy:
         room = engine.longest - len(response.prompt.tokens)
         limit = min(sampling.max_new_tokens, room, self._limit(response.prompt))
         key = next(self._numbers)
-        return Request(self, key, response, limit, sampling=sampling, stopping=stopping, turns=turns).rollout
+        return Request(
+            self,
+            key,
+            response,
+            limit,
+            sampling=sampling,
+            stopping=stopping,
+            turns=turns,
+            routed_experts=self._routed_experts,
+        ).rollout
 
     @asynccontextmanager
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
@@ -321,7 +334,9 @@ class VllmPolicy:
         """
         before = request.written
         try:
-            if request.take(output, partial(self._version_at, self._starts(request, output))):
+            state = self._state(request)
+            starts = self._starts(state, output)
+            if request.take(output, partial(self._version_at, starts), getattr(state, "routed_experts_chunks", ())):
                 self._forget(request)
         finally:
             self.tokens += request.written - before
@@ -395,12 +410,15 @@ class VllmPolicy:
             if tensors and self._recompute and not await llm.reset_prefix_cache(reset_running_requests=True):
                 raise ModelLost(f"vLLM has kept the KV cache of the weights before version {version}")
 
-    def _starts(self, request: Request, output: Output) -> Sequence[tuple[str, int]]:
+    def _state(self, request: Request) -> Any:
+        states = self.engine.llm.output_processor.request_states
+        return None if request.collector is None else states.get(request.collector.request_id)
+
+    @staticmethod
+    def _starts(state: Any, output: Output) -> Sequence[tuple[str, int]]:
         if spans := getattr(output.outputs[0], "weight_versions", None):
             return [(span.version, span.start) for span in spans]
-        states = self.engine.llm.output_processor.request_states
-        state = None if request.collector is None else states.get(request.collector.request_id)
-        return () if state is None else state.weight_version_starts
+        return () if state is None else cast("Sequence[tuple[str, int]]", state.weight_version_starts)
 
     def _version_at(self, starts: Sequence[tuple[str, int]], index: int) -> int:
         label = next((label for label, start in reversed(starts) if start <= index), self._label(self.version))

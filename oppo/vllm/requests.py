@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import FinishReason, Prompt, Response, Support
+from oppo.events import FinishReason, Prompt, Response, RoutedExperts, Support
 from oppo.models import PieceState, Sampling
-from oppo.rollout_buffer import DecodeEngine, RolloutBuffer
+from oppo.rollout_buffer import UNKNOWN, WHOLE, DecodedToken, DecodeEngine, RolloutBuffer
 from oppo.turns import StopCriteria, turn_ended
 from oppo.vllm.surface import Collector, Completion, Logprob, Output
+
+RoutedRows: TypeAlias = NDArray[Any]
+"""Ids of experts, [positions, layers, top_k]."""
+
+
+class RequestRoutes:
+    """The experts of a mixture that vLLM gives for a request, a row for each position that it reads.
+
+    It gives them with each decode step, and once more, all together, with the output that ends the request.
+
+    Attributes:
+        known: number of first positions of the sequence whose experts tokens have.
+    """
+
+    def __init__(self, known: int) -> None:
+        self.known = known
+        self.restart()
+
+    def restart(self) -> None:
+        """Expect the rows of a new request, from the position ``known`` on."""
+        self._rows: list[RoutedRows] = []
+        self._steps = self._received = 0
+
+    def receive(self, steps: Sequence[RoutedRows], whole: RoutedRows | None) -> None:
+        """Take what is new: of the steps of a request that goes on, or of the ``whole`` that ends it."""
+        new = list(steps[self._steps :]) if whole is None else [whole[self._received :]]
+        self._steps = len(steps)
+        self._received += sum(map(len, new))
+        self._rows += new
+
+    def before(self, position: int) -> RoutedExperts:
+        """Return what the token at a position of the sequence has.
+
+        Raises:
+            ProtocolError: the engine has not given it.
+        """
+        count = position - self.known
+        rows = np.concatenate(self._rows) if self._rows else np.zeros((0, 0, 0), np.uint8)
+        if len(rows) < count:
+            raise ProtocolError(
+                f"vLLM gave the routed experts of {len(rows)} positions for a token that it read {count} for"
+            )
+        self._rows, self.known = [rows[count:]], position
+        return RoutedExperts(rows[:count], np.array([count], np.int32))
 
 
 class Request:
@@ -27,12 +72,14 @@ class Request:
         sampling: how its tokens are sampled.
         stopping: decides where it ends.
         turns: whether a token that would end the response ends a turn.
+        routed_experts: whether the engine gives the experts of a mixture.
 
     Attributes:
         rollout: as its reader sees it.
         id: of its request in the engine; empty when there is none.
         collector: receives the engine's outputs for the request.
         error: what the engine made of it that cannot be used, which ends its decoding.
+        routes: the experts that are still to be told; ``None`` if the engine gives none.
     """
 
     def __init__(
@@ -45,6 +92,7 @@ class Request:
         sampling: Sampling,
         stopping: StopCriteria,
         turns: bool,
+        routed_experts: bool = False,
     ) -> None:
         ended = turn_ended(response, stopping, limit) if turns else None
         self.rollout = RolloutBuffer(engine, key, self, response, limit, turns=turns, ended=ended)
@@ -53,10 +101,11 @@ class Request:
         self.id = ""
         self.collector: Collector | None = None
         self.error: Exception | None = None
+        self.routes = RequestRoutes(response.routed) if routed_experts else None
         self._stopping = stopping
         self._tokens = response.tokens.tolist()
         self._made = 0  # tokens of the request
-        self._last: list[tuple[int, float, int, Support]] = []
+        self._last: list[DecodedToken] = []
         self._reason: FinishReason | None = None
 
     @property
@@ -99,6 +148,7 @@ class Request:
             "logprobs": sampling.top_k if truncated else 0,
             "detokenize": False,
             **({"logit_bias": dict.fromkeys(padding, -100.0)} if padding else {}),
+            **({} if self.routes is None else {"routed_experts_prompt_start": self.routes.known}),
         }
 
     def sequence(self, salt: str) -> dict[str, object]:
@@ -108,13 +158,15 @@ class Request:
     def submitted(self, collector: Collector) -> None:
         """Take what the engine makes for a new request from now on."""
         self.collector, self._made = collector, 0
+        if self.routes is not None:
+            self.routes.restart()
 
     def answered(self) -> None:
         """Append an answer to the response; what follows it needs a new request."""
         self.collector = None  # what the engine made after a turn is not of the response
         self._tokens += self.rollout.pop_answer()
 
-    def take(self, output: Output, version_at: Callable[[int], int]) -> bool:
+    def take(self, output: Output, version_at: Callable[[int], int], routed: Sequence[RoutedRows] = ()) -> bool:
         """Take what is new of the request; of a response that ends, all of it is withheld until :meth:`release`.
 
         It may come late, when the rollout is deferred already.
@@ -122,6 +174,7 @@ class Request:
         Args:
             output: of the request.
             version_at: returns the version of the weights that made a token, by its index in the request.
+            routed: what the engine has given of its experts in each decode step of the request so far.
 
         Returns:
             Whether the engine has ended the request.
@@ -131,9 +184,13 @@ class Request:
             ProtocolError: the engine ended the request for a reason of its own.
         """
         (completion,) = output.outputs
+        if self.routes is not None:
+            self.routes.receive(routed, getattr(completion, "routed_experts", None))
         fresh = []
         for token, logprob, support in sampled(completion, self.sampling, self.written):
-            fresh.append((token, logprob, version_at(self._made), support))
+            position = len(self.prompt.tokens) + self.written
+            experts = UNKNOWN if self.routes is None else self.routes.before(position)
+            fresh.append(DecodedToken(token, logprob, version_at(self._made), support, experts))
             self._tokens.append(token)
             self._made += 1
             self._reason = self._stopping.reason(self._tokens, self.rollout.limit)
@@ -152,8 +209,8 @@ class Request:
             self._last = fresh
             return over
         going: PieceState = "live" if self.rollout.live else "cut"
-        for at, (token, logprob, version, support) in enumerate(fresh, 1):
-            self.rollout.put(token, logprob, version, support, turn if turn and at == len(fresh) else going)
+        for at, made in enumerate(fresh, 1):
+            self.rollout.put(made, turn if turn and at == len(fresh) else going)
         return over
 
     def release(self) -> None:
@@ -163,8 +220,8 @@ class Request:
         if self._reason is None:
             raise ProtocolError(f"rollout {self.prompt.rollout} has not ended")
         last, self._last = self._last, []
-        for at, (token, logprob, version, support) in enumerate(last, 1):
-            self.rollout.put(token, logprob, version, support, self._reason if at == len(last) else "live")
+        for at, made in enumerate(last, 1):
+            self.rollout.put(made, self._reason if at == len(last) else "live")
 
 
 VllmDecode: TypeAlias = RolloutBuffer[Request]
@@ -228,7 +285,3 @@ def _support(found: Mapping[int, Logprob], token: int, sampling: Sampling, posit
     if position < sampling.min_new_tokens and sampling.stop:
         return Support(np.array(sampling.stop, np.int32), np.array([-len(sampling.stop)], np.int32))
     return WHOLE
-
-
-WHOLE = Support()
-"""The support of a token that was sampled from the whole vocabulary."""

@@ -82,7 +82,7 @@ class AsyncEngine(Protocol):
     Attributes:
         output_processor: vLLM's ``OutputProcessor``, whose ``request_states`` holds, by the engine's own ids, the
             requests that have not ended; ``weight_version_starts`` of one has the versions behind its tokens, each with
-            the index of its first token.
+            the index of its first token, and ``routed_experts_chunks`` what each decode step has given of its experts.
     """
 
     output_processor: Any

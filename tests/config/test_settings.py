@@ -177,6 +177,13 @@ def test_a_critic_on_the_policys_trunk_is_no_model_of_its_own(tmp_path: Path) ->
     )
 
 
+def test_experts_are_not_replayed_where_log_probs_are_recomputed_without(tmp_path: Path) -> None:
+    assert loaded(tmp_path, "", "trainer.router_replay=true").trainer.router_replay
+    said = refused(tmp_path, "", "trainer.router_replay=true", "algorithm.ratio_base=proximal")
+    assert "trainer.router_replay = true" in said
+    assert "correction for stale tokens in [algorithm]" in said
+
+
 def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_path: Path) -> None:
     settings = loaded(tmp_path, "", "step.algorithm=grpo")
     assert (settings.models.critic, settings.algorithm.responses, loaded(tmp_path).algorithm.responses) == ("", 8, 1)

@@ -124,6 +124,22 @@ def test_twenty_runs_killed_at_random_moments_and_resumed_end_with_the_same_weig
     killed_and_resumed(folder, random.Random(seed).uniform(0, STEPS), lookahead)
 
 
+def test_a_mixture_whose_choices_are_replayed_is_killed_and_ends_with_the_same_weights(folder: Path) -> None:
+    """Deferred rollouts carry their experts through the checkpoint."""
+    tiny.mixture("qwen3-moe", seed=1).save_pretrained(folder / "mixture")
+    tokenizer().save_pretrained(folder / "mixture")
+    mixed = ("models.policy=mixture", "models.critic=actor", "trainer.router_replay=true", "step.overcommit=3")
+    for name, replayed in (("whole-routed", "true"), ("whole-free", "false")):
+        assert oppo(folder, "", *EXACT, *mixed, f"trainer.router_replay={replayed}", f"run.name={name}") == DONE
+    whole = records(folder, "whole-routed", "metrics.jsonl")
+    assert sum(each["deferral/deferred"] for each in whole) > 2
+    assert any(each["router/replay_mismatch"] > 0 for each in whole), "rollouts are deferred over an update"
+    assert weights(folder, "whole-routed") != weights(folder, "whole-free")
+    killed(folder, "routed", 2.4, *mixed, whole="whole-routed")
+    assert resume(folder, "routed") == DONE
+    same_as_whole(folder, "routed", "whole-routed")
+
+
 DYNAMIC = (
     "step.algorithm=dapo", "algorithm.samples=3", "algorithm.max_rounds=50", "rewards.0.source=reward.py:odd",
     "step.overcommit=2",

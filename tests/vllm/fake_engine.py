@@ -14,7 +14,9 @@ from typing import Any, cast
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from oppo.errors import as_itself
@@ -27,6 +29,11 @@ VOCABULARY = 1000
 LOG = Path("fake.log")
 BLOCK = 8
 """Tokens of a block of its prefix cache."""
+
+
+def experts_of(sequence: Sequence[int]) -> NDArray[np.uint8]:
+    """Return the experts that the fake chooses at each position, [positions, 2, 1]: they tell token and position."""
+    return np.array([[[token % 251], [at % 251]] for at, token in enumerate(sequence)], np.uint8)
 
 
 class EngineDead(Exception):  # noqa: N818 - vLLM's is called EngineDeadError
@@ -51,6 +58,7 @@ class Completion:
     logprobs: list[dict[int, Logprob]]
     finish_reason: str | None = None
     weight_versions: list[Span] | None = None
+    routed_experts: NDArray[np.uint8] | None = None
 
 
 @dataclass
@@ -77,6 +85,7 @@ class Collector:
             merged.logprobs += fresh.logprobs
             merged.finish_reason = fresh.finish_reason
             merged.weight_versions = fresh.weight_versions
+            merged.routed_experts = fresh.routed_experts
         self._ready.set()
 
     def fail(self, error: Exception) -> None:
@@ -109,6 +118,7 @@ class Request:
     cached: int = 0
     delivered: int = 0
     weight_version_starts: list[tuple[str, int]] = field(default_factory=list)
+    routed_experts_chunks: list[NDArray[np.uint8]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -275,10 +285,22 @@ class FakeAsyncLLM:
             return
         if not request.weight_version_starts or request.weight_version_starts[-1][0] != version:
             request.weight_version_starts.append((version, request.delivered))
+        self._route(request, output.outputs[0])
         request.delivered += len(output.outputs[0].token_ids)
         if output.outputs[0].finish_reason is not None:
             self._ended(request.id)
         request.collector.put(output)
+
+    def _route(self, request: Request, completion: Completion) -> None:
+        """Give the experts of the positions that the token was made of: in the prompt, those that were asked for."""
+        begin = getattr(request.params, "routed_experts_prompt_start", None)
+        if begin is None:
+            return
+        end = len(request.prompt) + request.delivered
+        start = begin if request.delivered == 0 else end - 1
+        request.routed_experts_chunks.append(experts_of([*request.prompt, *request.tokens])[start:end])
+        if completion.finish_reason is not None:
+            completion.routed_experts = np.concatenate(request.routed_experts_chunks)
 
     def _ended(self, name: str) -> Request | None:
         if request := self._open.pop(name, None):

@@ -73,6 +73,8 @@ def test_values_that_cannot_work_are_refused() -> None:
     assert "would begin with random weights" in refused(load_format="dummy")
     with pytest.raises(ConfigError, match=r"vllm\.enable_chunked_prefill = true ends vLLM's engine on a CPU"):
         engine_arguments("model", {"enable_chunked_prefill": True}, on_cpu=True, backend="oppo-file")
+    with pytest.raises(ConfigError, match=r"no routed experts on a CPU.*trainer\.router_replay = false"):
+        engine_arguments("model", {"enable_return_routed_experts": True}, on_cpu=True, backend="oppo-file")
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_that_may_be_chosen() -> None:

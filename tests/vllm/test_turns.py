@@ -15,7 +15,7 @@ from oppo.turns import turns_answered
 from oppo.vllm import VllmPolicy
 from tests.dialogues import ANSWER, Dialogue, Seconds, at_once, dialogue
 from tests.vllm.bench import WEIGHTS, varied
-from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender, engine_of, running
+from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender, engine_of, experts_of, running
 
 SAMPLING = Sampling(max_new_tokens=60, stop=(2, 3), seed=5)
 
@@ -23,7 +23,7 @@ SAMPLING = Sampling(max_new_tokens=60, stop=(2, 3), seed=5)
 def talked(
     llm: FakeAsyncLLM, asked: Sequence[Prompt], seconds: Seconds = at_once, cuts: Sequence[int] = (), load: float = 0.0
 ) -> tuple[VllmPolicy, Dialogue]:
-    policy = VllmPolicy(engine_of(llm, FakeSender()), sampling=SAMPLING)
+    policy = VllmPolicy(engine_of(llm, FakeSender()), sampling=SAMPLING, routed_experts=True)
 
     async def sync_weights() -> None:
         while load:
@@ -88,4 +88,9 @@ def test_no_token_is_lost_or_doubled_whatever_is_cut_or_synced(
         assert [turn.tolist() for turn in turns] == [request.tokens for request in made]
         sampled = [policy.number_of(version) for request in made for version in request.versions]
         assert response.versions[response.sampled].tolist() == sampled
+        known = len(prompt.tokens) + int(np.flatnonzero(response.sampled)[-1])
+        assert response.routed == known
+        assert np.array_equal(response.routed_experts.positions(), np.arange(known) - len(prompt.tokens))
+        expected = experts_of([*prompt.tokens.tolist(), *response.tokens.tolist()])[:known]
+        assert np.array_equal(response.routed_experts.ids, expected)
     assert not llm.requests

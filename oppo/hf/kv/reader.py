@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -41,6 +41,7 @@ from oppo.hf.kv.attention import Masks, attend_in_segments, expand_in_segments, 
 from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Slab, as_slice, index
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.states import Gates, RowCache, StateSlots
+from oppo.hf.routers import RouteRecords
 from oppo.scorers import RolloutSession, RolloutSessions
 
 EXACT_BLOCK = 32
@@ -67,6 +68,7 @@ class Incremental:
 
     Attributes:
         max_length: the longest sequence of a row, in tokens (:func:`~oppo.hf.introspection.longest`).
+        routes: records the experts of each token read; ``None``, unless set: nothing does.
 
     Raises:
         ModelRefused: the model's attention cannot be served row by row, or the probe found that it cannot.
@@ -110,6 +112,7 @@ class Incremental:
         self._states = self._cache.states
         self._gates = Gates(model)
         self._pads: bool | None = None if self._states is not None else True
+        self.routes: RouteRecords | None = None
 
     @property
     def device(self) -> torch.device:
@@ -230,6 +233,8 @@ class Incremental:
         freed: dict[Slab, list[int]] = {}
         for row in rows:
             self._lengths.pop(row, None)
+            if self.routes is not None:
+                self.routes.pop(row)
             slab = self._slab_of.pop(row, None)
             if slab is not None:
                 freed.setdefault(slab, []).append(row)
@@ -400,7 +405,8 @@ class Incremental:
             options["logits_to_keep"] = keep
         pads = None if real is None else (~real).sum(1)
         with self._losing(rows):
-            with self._cache.reading(views, rows, pads), self._gates.neutral(real):
+            recorded = nullcontext() if self.routes is None else self.routes.of(rows, pads)
+            with self._cache.reading(views, rows, pads), self._gates.neutral(real), recorded:
                 output = self._model(
                     input_ids=ids,
                     attention_mask=self._masks(positions, max(region.end for _, region in views)),

@@ -27,10 +27,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError
-from oppo.events import FinishReason, Prompt, Support
+from oppo.events import FinishReason, Prompt, RoutedExperts, Support
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.reader import EXACT_BLOCK, Incremental
 from oppo.hf.recipe import Loadable, source_of
+from oppo.hf.routers import RouteRecords, RouterReplay
 from oppo.hf.serve.sampling import Noise, draw
 from oppo.hf.shared_memory import Source
 from oppo.hf.weights import adopt
@@ -50,6 +51,7 @@ class DecodeRow:
         tokens: the response so far; the model has yet to read the last one.
         turns: whether a token that would end the response ends a turn.
         reason: why the response, or a turn of it, has ended; ``None`` while it continues.
+        routed: number of first positions whose routed experts its tokens have.
         closed: its reader has closed it; the row leaves at the next decode step.
     """
 
@@ -59,6 +61,7 @@ class DecodeRow:
     tokens: list[int] = field(default_factory=list)
     turns: bool = False
     reason: FinishReason | None = None
+    routed: int = 0
     closed: bool = False
 
     @property
@@ -95,6 +98,10 @@ class Decoder:
         prefill_tokens: tokens, padding included, that are prefilled between two decode steps.
         decode: returns the text of tokens, for stop strings.
         counters: continued; new ones unless given.
+        routed_experts: give each token the experts of the model, a mixture.
+
+    Raises:
+        ModelRefused: the model is no mixture, or its routers do not say whom they choose.
     """
 
     def __init__(
@@ -106,10 +113,13 @@ class Decoder:
         prefill_tokens: int,
         decode: Detokenize | None = None,
         counters: Counters | None = None,
+        routed_experts: bool = False,
     ) -> None:
         self.model = model
         self.counters = counters or Counters.new()
         self.reader = Incremental(model, ordered=deterministic)
+        self._routes = RouteRecords(RouterReplay.of(model)) if routed_experts else None
+        self.reader.routes = self._routes
         self._sampling = sampling
         self._noise = Noise(sampling.seed)
         self._stopping = StopCriteria(sampling, decode)
@@ -189,7 +199,7 @@ class Decoder:
                 f"the policy's logits at version {self.counters.version} are not finite for rollouts {broken}: "
                 "the weights have diverged or overflow their dtype"
             )
-        ids = host[0].astype(np.int32)
+        ids, routed = host[0].astype(np.int32), self._routed(live)
         for row, token in zip(live, ids.tolist(), strict=True):
             row.tokens.append(token)
             row.reason = self._stopping.reason(row.tokens, row.limit)
@@ -202,8 +212,20 @@ class Decoder:
             self.counters.version,
             tuple(row.reason for row in live),
             Support() if support is None else Support(*(tensor.cpu().numpy() for tensor in support)),
+            routed,
         )
         return step, tokens
+
+    def _routed(self, live: Sequence[DecodeRow]) -> RoutedExperts:
+        # A position that is read again, under newer weights for example, keeps the experts of the first time.
+        if self._routes is None:
+            return RoutedExperts()
+        lengths = [len(row.prompt.tokens) + len(row.tokens) for row in live]
+        counts = [length - row.routed for row, length in zip(live, lengths, strict=True)]
+        found = [self._routes.pop(row.key)[-count:] for row, count in zip(live, counts, strict=True)]
+        for row, length in zip(live, lengths, strict=True):
+            row.routed = length
+        return RoutedExperts(np.concatenate(found), np.array(counts, np.int32))
 
     def _continuing(self, live: list[DecodeRow], tokens: Tensor) -> tuple[list[DecodeRow], Tensor]:
         stays = [row.reason is None and not row.closed for row in live]

@@ -66,6 +66,8 @@ class HfPolicy:
         limit: returns the length in tokens at which the response to a prompt ends; ``sampling.max_new_tokens`` bounds
             it, and is the default.
         counters: continued, of another policy over the same model; new ones unless given.
+        routed_experts: tokens carry the experts that the model, a mixture, chose for them, see
+            :class:`oppo.events.RoutedExperts`.
 
     Attributes:
         counters: decode steps, tokens sampled and tokens prefilled so far; current also while it decodes, to within a
@@ -94,6 +96,7 @@ class HfPolicy:
         decode: Callable[[Sequence[int]], str] | None = None,
         limit: Callable[[Prompt], int] | None = None,
         counters: Counters | None = None,
+        routed_experts: bool = False,
     ) -> None:
         require_whole("prefill_tokens", prefill_tokens, 1)
         model = self._model = ResidentRecipe.of(model)
@@ -106,6 +109,7 @@ class HfPolicy:
             prefill_tokens=prefill_tokens,
             decode=decode,
             limit=limit,
+            routed_experts=routed_experts,
         )
         self._name = name_of(model)
         self._max_new_tokens = sampling.max_new_tokens
@@ -124,6 +128,7 @@ class HfPolicy:
             prefill_tokens=prefill_tokens,
             decode=decode if sampling.stop_strings else None,
             counters=self.counters,
+            routed_experts=routed_experts,
         )
         self._core = place.host(core_maker(model, decoder, recompute=kv_on_sync == "recompute"))
 
@@ -267,7 +272,8 @@ class HfPolicy:
         response = response_to(rollout, self._name, vocabulary=self._vocabulary, longest=self._longest)
         prompt, length = response.prompt, len(response.prompt.tokens)
         limit = min(self._max_new_tokens, self._longest - length, self._limit(prompt))
-        row = DecodeRow(next(self._keys), replace(prompt, columns={}), limit, response.tokens.tolist(), turns)
+        tokens = response.tokens.tolist()
+        row = DecodeRow(next(self._keys), replace(prompt, columns={}), limit, tokens, turns, routed=response.routed)
         ended = turn_ended(response, self._stopping, limit) if turns else None
         return RolloutBuffer(self, row.key, row, response, limit, turns=turns, ended=ended)
 

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from oppo.errors import ModelRefused
 from oppo.hf.introspection import backbone, keeps_logits, score_head, takes
 from oppo.hf.recipe import ModelRecipe
-from oppo.hf.routers import record_routers
+from oppo.hf.routers import contexts_of_recomputing, record_routers, replaying
 from oppo.hf.train.packing import MicroBatch
 
 AGREEMENT = 1e-4
@@ -152,7 +152,8 @@ def _recomputed(layer: nn.Module, /, *args: object, **kwargs: object) -> object:
     forward = partial(type(layer).forward, layer, **kwargs)
     if not torch.is_grad_enabled():
         return forward(*args)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+    contexts = contexts_of_recomputing
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 class ActorCritic(nn.Module):
@@ -219,8 +220,9 @@ class ActorCritic(nn.Module):
             return hidden
 
         if not heads:
-            return read(self.actor), None
-        with torch.set_grad_enabled(actor_learns):
+            with replaying(batch.routed_experts):
+                return read(self.actor), None
+        with torch.set_grad_enabled(actor_learns), replaying(batch.routed_experts):
             if self._own_head is None:
                 kept = {"logits_to_keep": batch.keep} if self._keeps else {}
                 logits: Tensor = self.actor(batch.ids, **kept, **inputs(self.actor)).logits

@@ -35,6 +35,8 @@ class MicroBatch:
         behaviour: float32 [T], behaviour log-probs.
         given: inputs of the loss that the batch holds: float32 [T], or [n] for those of rows.
         support: where the ids lie from which the T tokens were sampled; ``None`` if that was the whole vocabulary.
+        routed_experts: those that the routers of the actor take, int64 [layers, n * L, k], see
+            :func:`oppo.hf.routers.replaying`; ``None``: they choose freely.
     """
 
     ids: Tensor
@@ -50,6 +52,7 @@ class MicroBatch:
     behaviour: Tensor
     given: Mapping[Input, Tensor]
     support: SupportIndex | None
+    routed_experts: Tensor | None = None
 
     @property
     def padding(self) -> int:

@@ -32,7 +32,7 @@ from oppo.events import Batch
 from oppo.hf.devices import use_stream
 from oppo.hf.lora import has_adapters, merged
 from oppo.hf.model_files import quiet
-from oppo.hf.routers import LoadBalancing, expert_loads, recorded_routes
+from oppo.hf.routers import LoadBalancing, RouterReplay, expert_loads, recorded_routes
 from oppo.hf.shared_memory import SharedModel, Source
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, recompute
 from oppo.hf.train.metrics import AUX, StalenessMetrics, Sums, UpdateMetrics
@@ -130,6 +130,7 @@ class HfTrainerCore:
         if self.critic is None:
             settings.require_no_critic()
         self._balancing = LoadBalancing.of(self.actor, settings.router_aux_loss)
+        self._replay = RouterReplay.of(self.actor) if settings.router_replay else None
         models.trained()
         for model in filter(None, (self.actor, self.critic)):
             model.train(mode=False)
@@ -356,17 +357,22 @@ class HfTrainerCore:
         return self._team.sum(total)
 
     def _shared(self, batch: Batch, minibatch: list[list[int]]) -> Iterator[MicroBatch]:
-        device, budget = self._models.actor.device, self.settings.micro_batch_tokens
-        groups = list(micro_batches(batch, minibatch, device, budget))
+        groups = list(micro_batches(batch, minibatch, self._models.actor.device, self.settings.micro_batch_tokens))
         for mine in self._team.share([tokens_read(batch, group) for group in groups]):
             if mine is None:
                 self._idle(batch, groups[-1][:1])
             else:
-                yield pack(batch, groups[mine], device, self._inputs)
+                yield self._packed(batch, groups[mine])
+
+    def _packed(self, batch: Batch, rows: Sequence[int]) -> MicroBatch:
+        part = pack(batch, rows, self._models.actor.device, self._inputs)
+        if self._replay is None:
+            return part
+        return replace(part, routed_experts=self._replay.chosen(batch, rows, part.ids.shape[1]).to(part.ids.device))
 
     def _idle(self, batch: Batch, rows: list[int]) -> None:
         # Passes without a gradient: those of other ranks need this one's shards.
-        part = pack(batch, rows, self._models.actor.device, self._inputs)
+        part = self._packed(batch, rows)
         if not torch.is_grad_enabled():
             self.optimisation.models(part, heads=False)
             return

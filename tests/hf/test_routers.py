@@ -1,0 +1,363 @@
+"""Routing replay: updates take the experts that were chosen while decoding, and routers learn of their own scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from oppo.admission.chunking import ChunkSize, Fixed
+from oppo.errors import ConfigError, ModelError, ModelRefused
+from oppo.events import Batch, Prompt, Response, RoutedExperts
+from oppo.hf.devices import use_cores
+from oppo.hf.routers import RouterReplay, recorded_routes, routers
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.weights import weights_digest
+from oppo.models import Sampling
+from oppo.placement import Thread
+from oppo.turns import turns_answered
+from tests.dialogues import at_once, dialogue
+from tests.hf import tiny
+from tests.hf.train.test_mixtures import equivalence_models, learned, mixture
+from tests.hf.train.test_trainer import trainer_of
+from tests.invariants import test_equivalence as equivalence
+from tests.known import known
+
+NAMES = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3")
+"""Routers that choose by probabilities, by probabilities not renormalised, by logits, and by biased groups."""
+
+RoutedIds: TypeAlias = NDArray[np.uint8]
+
+PROMPTS = [Prompt(n, n, np.arange(5 + 7 * n, 8 + 7 * n + n % 4, dtype=np.int32), group=n) for n in range(5)]
+
+
+@pytest.fixture
+def thread() -> Iterator[Thread]:
+    use_cores(1)
+    with Thread("train", setup=lambda: use_cores(1)) as thread:
+        yield thread
+
+
+async def decoded(
+    model: PreTrainedModel, thread: Thread, *, deterministic: bool = False, prefill_tokens: int = 7
+) -> list[Response]:
+    """Return responses with the experts of ``model``, cut and continued once."""
+    policy = HfPolicy(
+        model,
+        sampling=Sampling(max_new_tokens=12, stop=tuple(range(1, 12)), seed=3),
+        place=thread,
+        deterministic=deterministic,
+        prefill_tokens=prefill_tokens,
+        routed_experts=True,
+    )
+    responses = {prompt.rollout: Response.empty(prompt) for prompt in PROMPTS}
+    decodes = await policy.open(PROMPTS)
+    for cut in (lambda _: True, lambda _: False):
+        going = [decode for decode in decodes if not decode.ended]
+        async with policy.decoding(going, cut):
+            for decode in going:
+                piece = await decode.read(1000)
+                response = responses[decode.prompt.rollout]
+                responses[decode.prompt.rollout] = response.then(piece.chunk(decode.prompt.rollout, len(response)))
+    return list(responses.values())
+
+
+def batch_of(responses: Sequence[Response]) -> Batch:
+    """Return the batch of responses, with advantages of some kind."""
+    tokens = np.concatenate([each.tokens for each in responses])
+    return Batch(
+        responses=tuple(responses),
+        reasons=tuple("stop" for _ in responses),
+        scores=np.zeros(len(responses), np.float32),
+        offsets=np.cumsum([0, *map(len, responses)]),
+        tokens=tokens,
+        versions=np.zeros(len(tokens), np.int32),
+        sampled=np.ones(len(tokens), np.bool_),
+        logprobs=np.concatenate([each.logprobs for each in responses]),
+        advantages=np.random.default_rng(5).standard_normal(len(tokens)).astype(np.float32),
+    )
+
+
+@tiny.apart
+@torch.no_grad()
+def routes_of(model: PreTrainedModel, response: Response) -> Tensor:
+    """Return the experts of a plain forward pass, [positions, layers, k]."""
+    ids = torch.tensor(np.concatenate((response.prompt.tokens, response.tokens)), dtype=torch.long)[None, :-1]
+    with recorded_routes() as routes:
+        model(ids)
+    return torch.stack([known(route.experts) for route in routes], 1)
+
+
+def disturbed(name: str) -> PreTrainedModel:
+    """Return a mixture whose routers choose otherwise than those of :func:`mixture` do."""
+    model = mixture(name)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(9)
+        for module, _ in routers(model):
+            for weight in module.parameters():
+                weight.add_(torch.randn_like(weight))
+    return model
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["ragged", "deterministic"])
+@pytest.mark.parametrize("name", [*NAMES, "granite-hybrid"])
+async def test_each_position_carries_the_experts_that_it_was_read_with(
+    name: str, deterministic: bool, thread: Thread
+) -> None:
+    model = mixture(name)
+    responses = await decoded(model, thread, deterministic=deterministic)
+    assert min(map(len, responses)) < max(map(len, responses))
+    for response in responses:
+        routed, start = response.routed_experts, len(response.prompt.tokens)
+        assert routed.positions().tolist() == list(range(-start, len(response) - 1))
+        assert routed.counts.tolist() == [start, *[1] * (len(response) - 1)]
+        assert routed.ids.dtype == np.uint8
+        assert np.array_equal(routed.ids, routes_of(model, response))
+
+
+async def test_after_a_tool_its_answer_is_carried_by_the_next_token(thread: Thread) -> None:
+    model = mixture("mixtral")
+    policy = HfPolicy(
+        model, sampling=Sampling(max_new_tokens=40, stop=tuple(range(1, 30)), seed=3), place=thread, routed_experts=True
+    )
+    talk = await dialogue(policy, PROMPTS[:3], at_once, [1])
+    for response in talk.responses():
+        assert turns_answered(response) == 2
+        routed, start = response.routed_experts, len(response.prompt.tokens)
+        last = int(np.flatnonzero(response.sampled)[-1])
+        assert routed.positions().tolist() == list(range(-start, last))
+        assert np.array_equal(routed.ids, routes_of(model, response)[: start + last])
+
+
+async def test_a_response_that_is_resumed_has_no_position_twice(thread: Thread) -> None:
+    model = mixture("mixtral")
+    whole = (await decoded(model, thread, deterministic=True))[2]
+    half = Response.of(whole.prompt, [whole.chunk(0, 4)])
+    assert half.routed == len(whole.prompt.tokens) + 3
+    policy = HfPolicy(
+        model,
+        sampling=Sampling(max_new_tokens=12, stop=tuple(range(1, 12)), seed=3),
+        place=thread,
+        deterministic=True,
+        routed_experts=True,
+    )
+    (decode,) = await policy.open([half])
+    async with policy.decoding([decode], lambda _: False):
+        piece = await decode.read(1000)
+    again = half.then(piece.chunk(whole.prompt.rollout, 4))
+    assert np.array_equal(again.tokens, whole.tokens)
+    for name in ("ids", "counts"):
+        assert np.array_equal(getattr(again.routed_experts, name), getattr(whole.routed_experts, name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_under_the_weights_that_decoded_a_replay_changes_no_bit(name: str, thread: Thread) -> None:
+    batch = batch_of(await decoded(mixture(name), thread))
+    free, before = await learned(thread, mixture(name), None, batch)
+    found, after = await learned(thread, mixture(name), None, batch, router_replay=True)
+    assert before["train/micro_batches"] > 1
+    assert after == {**before, "router/replay_mismatch": 0.0}
+    assert found.keys() == free.keys()
+    for key, gradient in free.items():
+        assert torch.equal(found[key], gradient), key
+
+
+def _by_probability(module: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.softmax(-1).gather(-1, experts)
+    return weights / weights.sum(-1, keepdim=True) if getattr(module, "norm_topk_prob", True) else weights
+
+
+def _by_logit(module: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
+    del module
+    return logits.gather(-1, experts).softmax(-1)
+
+
+def _by_sigmoid(module: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.sigmoid().gather(-1, experts)
+    return weights / weights.sum(-1, keepdim=True) * float(str(module.routed_scaling_factor))
+
+
+WEIGHTS: Mapping[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    "mixtral": _by_probability,
+    "qwen3-moe": _by_probability,
+    "gpt-oss": _by_logit,
+    "deepseek-v3": _by_sigmoid,
+}
+
+
+@tiny.apart
+def by_hand(model: PreTrainedModel, name: str, batch: Batch) -> dict[str, Tensor]:
+    """Return the gradient of the clipped loss, a row a pass, by routers that are told whom to choose."""
+    losses, row = [], dict[str, Tensor]()
+    for layer, (module, _) in enumerate(routers(model)):
+
+        def forward(hidden: Tensor, module: nn.Module = module, layer: int = layer) -> tuple[Tensor, Tensor, Tensor]:
+            weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
+            logits = nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+            experts = row["experts"][:, layer]
+            return logits, WEIGHTS[name](module, logits, experts), experts
+
+        module.forward = forward
+    for response, span in zip(batch.responses, batch.rows(), strict=True):
+        row["experts"] = torch.tensor(response.routed_experts.ids, dtype=torch.long)
+        ids = torch.tensor(np.concatenate((response.prompt.tokens, response.tokens)), dtype=torch.long)[None]
+        start = len(response.prompt.tokens)
+        logprobs = model(ids[:, :-1]).logits[0, start - 1 :].log_softmax(-1)
+        ratio = (logprobs.gather(-1, ids[0, start:, None]).squeeze(-1) - torch.tensor(batch.logprobs[span])).exp()
+        advantages = torch.tensor(known(batch.advantages)[span])
+        losses.append(torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)))
+    torch.cat(losses).mean().backward()
+    return {key: weight.grad.clone() for key, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointing", [0, 1], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", NAMES)
+async def test_other_routers_are_trained_with_the_experts_that_were_chosen(
+    name: str, checkpointing: int, thread: Thread
+) -> None:
+    batch, model = batch_of(await decoded(mixture(name), thread)), disturbed(name)
+    wanted = by_hand(disturbed(name), name, batch)
+    taken = list[Tensor]()
+    for module in (each for key, each in model.named_modules() if key.endswith("mlp.experts")):
+        module.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[1]))
+    found, metrics = await learned(
+        thread, model, None, batch, router_replay=True, gradient_checkpointing=checkpointing, micro_batch_tokens=10_000
+    )
+    longest_first = sorted(range(len(batch)), key=lambda row: -_read(batch, row))
+    chosen = RouterReplay.of(mixture(name)).chosen(batch, longest_first, _read(batch, longest_first[0]))
+    passes = int(metrics["train/micro_batches"]) * (1 + checkpointing)
+    layers = len(routers(model))
+    assert (passes, len(taken)) == (1 + checkpointing, passes * layers)
+    order = [*range(layers), *reversed(range(layers))][: len(taken)]
+    for layer, ids in zip(order, taken, strict=True):
+        replayed = (chosen[layer] >= 0).all(-1)
+        assert torch.equal(ids[replayed], chosen[layer][replayed])
+    assert 0.1 < metrics["router/replay_mismatch"] <= 1
+    free, _ = await learned(thread, disturbed(name), None, batch)
+    assert found.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5)
+    gates = [key for key in wanted if key.endswith(("gate.weight", "router.weight"))]
+    assert gates
+    assert all(wanted[key].norm() > 0 for key in gates)
+    assert not all(torch.allclose(free[key], wanted[key], rtol=1e-3) for key in gates)
+
+
+def _read(batch: Batch, row: int) -> int:
+    response = batch.responses[row]
+    return len(response.prompt.tokens) + len(response) - 1
+
+
+@pytest.mark.parametrize("extra", [0, 2], ids=["serial", "deferring"])
+def test_streamed_runs_that_replay_agree_bit_for_bit_with_serial_ones_and_with_themselves(
+    extra: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(equivalence.SETTINGS, router_replay=True)
+    monkeypatch.setattr(equivalence, "SETTINGS", settings)
+    monkeypatch.setattr(equivalence, "HfPolicy", partial(HfPolicy, routed_experts=True))
+    use_cores(1)
+    ours, theirs = equivalence_models(lora=False), equivalence_models(lora=False)
+
+    def run(models: dict[str, PreTrainedModel], chunks: ChunkSize) -> list[Batch]:
+        return anyio.run(partial(equivalence.streamed, models, chunks, extra=extra))
+
+    if extra:
+        before = run(theirs, Fixed(3))
+        assert any(batch.deferred for batch in before)
+    else:
+        example = equivalence.oracle()
+        monkeypatch.setattr(example, "HfPolicy", partial(HfPolicy, routed_experts=True))
+        before = anyio.run(
+            example.serial_ppo, theirs, equivalence.prompts(), equivalence.BATCH, equivalence.SAMPLING, settings
+        )
+    after = run(ours, Fixed(7))
+    equivalence.assert_same(before, after)
+    for one, other in zip(before, after, strict=True):
+        for a, b in zip(one.responses, other.responses, strict=True):
+            assert a.routed == b.routed == len(a.prompt.tokens) + len(a) - 1
+            assert np.array_equal(a.routed_experts.ids, b.routed_experts.ids)
+    trained = weights_digest(ours["actor"])
+    assert trained == weights_digest(theirs["actor"]) != weights_digest(equivalence_models(lora=False)["actor"])
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.MIXTURES if name != "jetmoe"])
+def test_each_family_whose_routers_choose_by_topk_can_replay(name: str) -> None:
+    found = RouterReplay.of(mixture(name))
+    assert found.layers == {"glm4-moe": (1,), "deepseek-v3": (1,)}.get(name, (0, 1))
+    assert found.depth == 2
+    assert (found.experts, found.k) == {
+        "gpt-oss": (6, 4), "glm4-moe": (4, 2), "deepseek-v3": (4, 2), "granite-hybrid": (4, 2)
+    }.get(name, (6, 2))  # fmt: skip
+
+
+def test_a_model_that_cannot_replay_is_refused_by_name(thread: Thread) -> None:
+    for model, why in ((tiny.causal(), "has no routers"), (mixture("jetmoe"), "JetMoeTopKGating")):
+        with pytest.raises(ModelRefused, match=rf"{type(model).__name__} .*{why}.*trainer.router_replay = false"):
+            trainer_of(model, None, thread, {"router_replay": True})
+        with pytest.raises(ModelRefused, match="router_replay"):
+            HfPolicy(model, sampling=Sampling(max_new_tokens=3), place=thread, routed_experts=True)
+
+
+def test_a_router_that_does_not_ask_topk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mixture("mixtral")
+    by_sorting = staticmethod(lambda scores, k, dim: torch.sort(scores, dim, descending=True).indices[:, :k])
+
+    def forward(self: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = nn.functional.linear(hidden, self.get_parameter("weight"))
+        experts = by_sorting(logits, 2, -1)
+        return logits, logits.gather(-1, experts), experts
+
+    monkeypatch.setattr(type(routers(model)[0][0]), "forward", forward)
+    with pytest.raises(ModelRefused, match="MixtralTopKRouter"):
+        RouterReplay.of(model)
+
+
+async def test_a_batch_without_experts_is_refused_and_one_with_some_is_trained(thread: Thread) -> None:
+    model = mixture("mixtral")
+    responses = await decoded(model, thread)
+    without = [replace(each, routed_experts=RoutedExperts()) for each in responses]
+    trainer = trainer_of(model, None, thread, {"router_replay": True})
+    with pytest.raises(ConfigError, match=r"routed_experts=True.*trainer.router_replay = false"):
+        await trainer.update(batch_of(without))
+    metrics = (await trainer.update(batch_of([*without[:2], *responses[2:]]))).metrics
+    assert metrics["router/replay_mismatch"] == 0
+
+
+def test_positions_without_experts_are_left_to_the_router() -> None:
+    replay = RouterReplay((0, 2), 3, 4, 1)
+    prompt = Prompt(0, 0, np.array([5, 6, 7], np.int32))
+    floats, ints = np.zeros(4, np.float32), np.zeros(4, np.int32)
+    some = RoutedExperts(np.array([[[1], [2]], [[3], [0]]], np.uint8), np.array([1, 0, 0, 1], np.int32))
+    response = Response(prompt, ints, floats, ints, np.array([True, True, False, True]), routed_experts=some)
+    chosen = replay.chosen(batch_of([response]), [0], 8)
+    assert chosen.shape == (2, 8, 1)
+    assert chosen[..., 0].tolist() == [[-1, -1, 1, -1, -1, 3, -1, -1], [-1, -1, 2, -1, -1, 0, -1, -1]]
+    of_all = RoutedExperts(np.array([[[1], [9], [2]], [[3], [9], [0]]], np.uint8) % 4, some.counts)
+    assert torch.equal(replay.chosen(batch_of([replace(response, routed_experts=of_all)]), [0], 8), chosen)
+
+
+@pytest.mark.parametrize(
+    ("ids", "counts", "message"),
+    [
+        (np.zeros((1, 5, 1), np.uint8), [1, 0], r"\[1, 5, 1\].*\[n, 2 or 3, 1\]"),
+        (np.zeros((1, 2, 2), np.uint8), [1, 0], r"\[1, 2, 2\]"),
+        (np.full((1, 2, 1), 4, np.uint8), [1, 0], "up to 4.*below 4"),
+        (np.zeros((4, 2, 1), np.uint8), [4, 0], "from position -1 on"),
+    ],
+    ids=["layers", "choices", "experts", "positions"],
+)
+def test_experts_of_another_model_are_refused(ids: RoutedIds, counts: list[int], message: str) -> None:
+    prompt, ints = Prompt(7, 7, np.array([5, 6, 7], np.int32)), np.zeros(2, np.int32)
+    routed = RoutedExperts(ids, np.array(counts, np.int32))
+    response = Response(prompt, ints, np.zeros(2, np.float32), ints, np.ones(2, np.bool_), routed_experts=routed)
+    with pytest.raises(ModelError, match=rf"rollout 7 .*{message}"):
+        RouterReplay((0, 2), 3, 4, 1).chosen(batch_of([response]), [0], 8)
