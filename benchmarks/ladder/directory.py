@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import anyio
 import numpy as np
@@ -37,9 +37,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -163,26 +165,41 @@ AS_ANNOUNCED: Final = 0.99
 
 
 def config_of(shape: Shape, vocabulary: int, positions: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads or shape.heads,
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-        bos_token_id=EOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
+    return LlamaConfig(**_sizes(shape, vocabulary, positions))
+
+
+def scalar_config(shape: Shape, vocabulary: int, positions: int) -> PreTrainedConfig:
+    """Return the configuration of a sequence-classification model with one label."""
+    sizes = {**_sizes(shape, vocabulary, positions), "num_labels": 1}
+    if shape.architecture != "llama":
+        size = shape.hidden // shape.heads
+        sizes |= {"linear_num_key_heads": shape.heads, "linear_num_value_heads": shape.heads, "head_dim": size}
+        sizes |= {"linear_key_head_dim": size, "linear_value_head_dim": size}
+        sizes["intermediate_size"] -= shape.hidden // 3  # its layers' gates have as many parameters
+    return AutoConfig.for_model(shape.architecture, **sizes)
+
+
+def _sizes(shape: Shape, vocabulary: int, positions: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads or shape.heads,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+        "bos_token_id": EOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
 
 
 def scalar_model(shape: Shape, vocabulary: int, positions: int) -> PreTrainedModel:
     """Return a sequence-classification model with one label and random weights from torch's global generator."""
-    config = config_of(shape, vocabulary, positions)
-    config.num_labels = 1
-    return LlamaForSequenceClassification(config)
+    config = scalar_config(shape, vocabulary, positions)
+    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config)
+    return model
 
 
 def taught(language: Countdown, shape: Shape, *, steps: int, positions: int, progress: Progress) -> PreTrainedModel:

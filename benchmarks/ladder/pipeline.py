@@ -23,7 +23,7 @@ from typing import Final, TypeAlias
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from benchmarks.ladder.directory import EOS, PAD, Files, config_of, language_of
+from benchmarks.ladder.directory import EOS, PAD, Files, config_of, language_of, scalar_config
 from benchmarks.ladder.workloads import BenchWorkload, Layout, Mode, Phase, Scorers, Shape
 from oppo.algorithms.ppo import ppo
 from oppo.demo.assets import alone, made_once
@@ -331,12 +331,12 @@ def load(files: Files, device: str) -> Models:
 
 def drawn(workload: BenchWorkload, shape: Shape, device: str, *, scalar: bool) -> PreTrainedModel:
     """Return a model with random weights, equal for equal workloads and devices."""
-    config = config_of(shape, workload.models.vocabulary or language_of(workload).vocabulary, workload.positions)
+    configured = scalar_config if scalar else config_of
+    config = configured(shape, workload.models.vocabulary or language_of(workload).vocabulary, workload.positions)
     dtype = getattr(torch, workload.models.dtype)
     model: PreTrainedModel
     with alone(workload.seed), torch.device(device):
         if scalar:
-            config.num_labels = 1
             model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
         else:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -23,18 +23,20 @@ Layout: TypeAlias = Literal["split", "shared"]
 Scorers: TypeAlias = Literal["thread", "process"]
 Engine: TypeAlias = Literal["transformers", "vllm"]
 Phase: TypeAlias = Literal["decode", "score", "update"]
+Architecture: TypeAlias = Literal["llama", "qwen3_5_text"]
 Range: TypeAlias = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The size of a Llama."""
+    """The size of a Llama, or of a model of another architecture with as many parameters."""
 
     hidden: int
     intermediate: int
     layers: int
     heads: int
     kv_heads: int | None = None
+    architecture: Architecture = "llama"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +237,8 @@ ACTORS_ON_A_GPU: Final[Mapping[str, Shape]] = MappingProxyType(
 )
 """Qwen2.5's shapes."""
 
+REWARD_ON_A_GPU: Final = Shape(hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4)
+
 
 def on_gpu(workload: BenchWorkload, actor: str) -> BenchWorkload:
     """Return the workload with models of usual sizes: random weights, bf16, a 7B-shaped reward model.
@@ -251,7 +255,7 @@ def on_gpu(workload: BenchWorkload, actor: str) -> BenchWorkload:
         lengths=replace(workload.lengths, median=256, sigma=0.85, cap=2048),
         models=Models(
             actor=shape,
-            reward=Shape(hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4),
+            reward=replace(REWARD_ON_A_GPU, architecture=workload.models.reward.architecture),
             critic=shape,
             taught=0,
             dtype="bfloat16",
@@ -260,6 +264,15 @@ def on_gpu(workload: BenchWorkload, actor: str) -> BenchWorkload:
         shares=(),
         prompt_tokens=(64, 256),
     )
+
+
+def judged_by(workload: BenchWorkload, architecture: Architecture) -> BenchWorkload:
+    """Return the workload with a reward model of another architecture, under a name that says so."""
+    models = workload.models
+    if architecture == models.reward.architecture:
+        return workload
+    reward = replace(models.reward, architecture=architecture)
+    return replace(workload, name=f"{workload.name}-{architecture}", models=replace(models, reward=reward))
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +365,8 @@ class Request:
         scorers: the place of reward, reference and critic: a thread beside the actor's, or a process of their own.
         device: of the models; on a GPU they are large and have random weights, and lengths are scripted.
         actor: on a GPU, the size of the actor: 0.5b or 1.5b.
+        reward_architecture: of the reward model: llama; qwen3_5_text, as large, whose layers are recurrent but for each
+            fourth; or all.
         policy: the engine that serves the actor: transformers, or vllm where that is installed.
         cache: the folder of workloads, which are made once.
     """
@@ -371,6 +386,7 @@ class Request:
     scorers: Scorers = "process"
     device: str = "cpu"
     actor: str = "0.5b"
+    reward_architecture: str = "llama"
     policy: Engine = "transformers"
     cache: Path | None = None
 
@@ -435,10 +451,16 @@ def workloads_of(request: Request) -> list[BenchWorkload]:
     """Return the requested workloads.
 
     Raises:
-        ConfigError: a workload or the size of the actor is unknown.
+        ConfigError: a workload, the size of the actor or the architecture of the reward model is unknown.
     """
     standard = [name for name in WORKLOADS if name != SMOKE.name]
-    workloads = [WORKLOADS[name] for name in chosen("workload", request.workload, WORKLOADS, standard)]
+    known = get_args(Architecture)
+    architectures = chosen("reward architecture", request.reward_architecture, known, known)
+    workloads = [
+        judged_by(WORKLOADS[name], cast("Architecture", architecture))
+        for name in chosen("workload", request.workload, WORKLOADS, standard)
+        for architecture in architectures
+    ]
     if request.device == "cpu":
         return workloads
     if request.actor not in ACTORS_ON_A_GPU:

@@ -5,10 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.__main__ import main
 from benchmarks.ladder import rounds
-from benchmarks.ladder.workloads import PAPER, SMOKE, chosen, on_gpu
+from benchmarks.ladder.directory import language_of, scalar_model
+from benchmarks.ladder.workloads import (
+    CAPPED,
+    PAPER,
+    SMOKE,
+    BenchWorkload,
+    Request,
+    chosen,
+    on_gpu,
+    workloads_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +34,7 @@ from benchmarks.ladder.workloads import PAPER, SMOKE, chosen, on_gpu
         (["--steps", "0"], "one step"),
         (["--warm-up", "0"], "warm-up"),
         (["--device", "cuda", "--actor", "70b"], "'70b'"),
+        (["--reward-architecture", "mamba"], "'mamba'"),
         (["--device", "cuda", "--peer", "trl"], "scripted"),
         (["--plot", "ladder.png"], "ladder.png"),
         (["--json", "/dev/null/results.json"], "--json"),
@@ -46,6 +58,20 @@ def test_what_cannot_be_measured_is_refused_by_name_before_anything_runs(
 def test_names_keep_their_order_and_come_once() -> None:
     assert chosen("mode", "chunk, serial,chunk", ("serial", "chunk"), ("serial",)) == ["chunk", "serial"]
     assert chosen("mode", "all", ("serial", "chunk"), ("serial", "chunk")) == ["serial", "chunk"]
+
+
+@pytest.mark.parametrize("workload", [PAPER, CAPPED], ids=lambda each: each.name)
+def test_a_recurrent_reward_model_is_as_large_as_the_llama_in_its_place(workload: BenchWorkload) -> None:
+    request = Request(workload=workload.name, reward_architecture="all")
+    llama, recurrent = workloads_of(request)
+    assert (llama, recurrent.name) == (workload, f"{workload.name}-qwen3_5_text")
+    with torch.device("meta"):
+        sizes = [
+            scalar_model(each.models.reward, language_of(each).vocabulary, each.positions).num_parameters()
+            for each in (llama, recurrent)
+        ]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
+    assert on_gpu(recurrent, "0.5b").models.reward.architecture == "qwen3_5_text"
 
 
 @pytest.mark.parametrize("size", ["0.5b", "1.5b"])
