@@ -19,6 +19,7 @@ from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Finish, FloatArray, Prompt
 from oppo.hf.devices import ModelPlace, use_cores
+from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.trainer import HfTrainer
@@ -80,6 +81,21 @@ async def test_in_exact_mode_the_values_are_a_threads_to_the_bit(process: Proces
     )
     await assert_same(one, other)
     await assert_same(*(RewardModel(scalar, place=place, deterministic=True) for place in (thread, process)))
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1", "nemotron-h", "kimi-linear", "lfm2"])
+async def test_a_model_with_states_that_was_probed_here_reads_in_a_process_as_in_a_thread(
+    name: str, process: Process, thread: Thread
+) -> None:
+    model = tiny.of(tiny.STATEFUL[name]())
+    assert tiny.apart(probe)(model) != "whole"
+    one, other = (
+        ReferenceLogprobs(model, sampling=Sampling(), place=place, deterministic=True) for place in (thread, process)
+    )
+    await assert_same(one, other)
+    padded = await stream(ReferenceLogprobs(model, sampling=Sampling(), place=process), responses(), seed=3)
+    for rollout, values in (await stream(one, responses(), seed=1)).items():
+        assert np.allclose(np.asarray(values), np.asarray(padded[rollout]), rtol=1e-4, atol=1e-4)
 
 
 async def test_the_critic_follows_shared_and_other_weights(process: Process, thread: Thread) -> None:

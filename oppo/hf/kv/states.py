@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
-from weakref import WeakSet
 
 import torch
 import transformers
@@ -300,8 +299,6 @@ class _Pass(threading.local):
 
 _PASS: Final = _Pass()
 
-_HOOKED: Final = WeakSet[nn.Module]()
-
 
 class _Limits(tuple[float, float]):
     """The bounds of a time step; open below in the pass of a reader, where the projection is clamped."""
@@ -312,18 +309,24 @@ class _Limits(tuple[float, float]):
         return 0.0 if index == 0 and _PASS.reads else super().__getitem__(index)
 
 
-def _hook(owner: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
-    projection = getattr(owner, name)
-    if projection in _HOOKED:
-        return
-    _HOOKED.add(projection)
+class _Hook:
+    # Of a class: a model crosses to other processes with its hooks.
+    def __init__(self, owner: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        self._owner = owner
+        self._name = name
+        self._change = change
 
-    def act(module: nn.Module, arguments: object, output: Tensor) -> Tensor | None:
+    def __call__(self, module: nn.Module, arguments: object, output: Tensor) -> Tensor | None:
         del arguments
         # an adapter may have been put around the projection since: what it gives counts
-        return change(output) if _PASS.reads and getattr(owner, name) is module else None
+        return self._change(output) if _PASS.reads and getattr(self._owner, self._name) is module else None
 
-    projection.register_forward_hook(act)
+
+def _hook(owner: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    projection = getattr(owner, name)
+    known = projection._forward_hooks.values()  # noqa: SLF001 - torch has no public name for them
+    if not any(isinstance(each, _Hook) for each in known):
+        projection.register_forward_hook(_Hook(owner, name, change))
 
 
 def _neutralised(output: Tensor) -> Tensor:
