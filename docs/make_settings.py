@@ -52,6 +52,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "models.attention": ("attention implementation", "attn_implementation"),
     "models.lora_rank": ("LoRA rank, r", "lora_r"),
     "models.lora_alpha": ("LoRA alpha", "lora_alpha"),
+    "models.lora_experts": ("LoRA on experts, `target_parameters`", "lora_target_parameters"),
     "models.trust_remote_code": ("custom code", "trust_remote_code"),
     "models.allow_pickle": ("pickled weights, `pytorch_model.bin`", ""),
     "models.ignore_unused_weights": ("strict loading, unexpected keys", ""),

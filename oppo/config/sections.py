@@ -537,8 +537,9 @@ class ModelsSection:
         "of a batch as long as the longest; `eager`: transformers' formulas, padded; auto: SDPA where transformers has "
         "it, segmented where a model then agrees with its one-shot forward pass",
     )
-    lora_rank: Count = setting(0, "train adapters of this rank, of a mixture in its attention only; 0: all weights")
+    lora_rank: Count = setting(0, "train adapters of this rank, of a mixture in its attention; 0: all weights")
     lora_alpha: PositiveCount = setting(32, "adapters are scaled by lora_alpha / lora_rank")
+    lora_experts: bool = setting(default=False, description="add adapters to the experts of a mixture too")
     trust_remote_code: bool = setting(default=False, description="run code that comes with a model")
     allow_pickle: bool = setting(
         default=False,

@@ -318,6 +318,11 @@ def require_consistent(settings: Settings) -> None:
         _require_possible_in_flight(settings)
     if settings.step.stream_updates:
         _require_a_sum(settings)
+    if settings.models.lora_experts and not settings.models.lora_rank:
+        raise ValueError(
+            "models.lora_experts = true adds adapters to experts, and models.lora_rank = 0 adds none: give a rank, or "
+            "leave lora_experts out"
+        )
     if settings.trainer.router_replay and settings.algorithm.corrects:
         raise ValueError(
             "trainer.router_replay = true trains with the experts that were chosen while decoding, and the correction "

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +32,12 @@ def share_base(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, shared)
 
 
-def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) -> None:
+def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0, experts: bool = False) -> None:
     """Add an adapter to every linear layer that is trained but the last; from now on only adapters require a gradient.
 
-    A mixture of experts gets adapters in its attention layers only: routers and experts stay as they are. Of Mamba
-    layers the input projection gets some: fused kernels read the weights of the others past an adapter.
+    A mixture of experts gets adapters in its attention layers, and in its ``experts`` if that is asked for; its routers
+    stay as they are. Of Mamba layers the input projection gets some: fused kernels read the weights of the others past
+    an adapter.
 
     A new adapter changes no output: one of its two matrices is zero. Adapters are float32, also on a 16-bit base.
     ``save_pretrained`` writes adapters only, and ``from_pretrained`` loads them with their base.
@@ -44,11 +47,14 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
         rank: of each adapter.
         alpha: adapters are scaled by ``alpha / rank``.
         seed: of the matrices that are not zero.
+        experts: add one to each expert too: to tensors that hold a matrix for each expert. A pass then adds all
+            products to the experts' weights, in the type of these.
 
     Raises:
         ConfigError: PEFT is not installed, or not in a version that works with that of transformers; or the rank is
             more than that of the largest layer.
-        ModelRefused: the model is a mixture of experts without linear layers in its attention.
+        ModelRefused: the model is a mixture of experts without linear layers in its attention; or it has no experts in
+            such tensors, and ``experts`` asks for them.
     """
     require_peft("models.lora_rank")
     from peft import LoraConfig  # noqa: PLC0415 - an extra, for adapters only
@@ -67,7 +73,13 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
             f"{type(model).__name__} is a mixture of experts without linear layers in its attention, the only ones of "
             "a mixture that get adapters: set models.lora_rank = 0"
         )
-    layers = [module.weight for module in linear.values()]
+    fused_experts = _fused_experts(model) if experts else {}
+    if experts and not fused_experts:
+        raise ModelRefused(
+            f"models.lora_experts = true adds adapters to experts that lie in one tensor, and {type(model).__name__} "
+            "has none that are trained: set models.lora_experts = false"
+        )
+    layers = [module.weight for module in linear.values()] + [each[0] for each in fused_experts.values()]
     if rank > (largest := max(min(weight.shape) for weight in layers)):
         raise ConfigError(
             f"models.lora_rank = {rank} is more than the rank of any layer of {type(model).__name__}, which is at most "
@@ -85,16 +97,45 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0) ->
         lora_alpha=alpha,
         lora_dropout=0.0,
         target_modules=list(linear) if mixture or frozen else "all-linear",
+        target_parameters=list(fused_experts) or None,
         exclude_modules=fused or None,
         fan_in_fan_out=transposed,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.add_adapter(adapter)
+    for module in model.modules():
+        if hasattr(module, "parameter_name"):
+            module.forward = partial(_with_products, module)  # a partial, so that a deep copy calls its own layer
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # 16 bits would round small optimizer steps away
     model.train(mode=False)
+
+
+def _fused_experts(model: PreTrainedModel) -> dict[str, Tensor]:
+    # A matrix for each expert, [E, n, m], by the name of the tensor.
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 and parameter.requires_grad and "experts" in name.split(".")[:-1]
+    }
+
+
+def _with_products(wrapper: Any, /, *args: object, **options: object) -> object:
+    # PEFT changes the experts' module for the time of a pass, and other threads may read with it: a copy is changed.
+    base, weights = wrapper, dict[str, Tensor]()
+    while hasattr(base, "parameter_name"):  # one around another, each for one tensor
+        weights[base.parameter_name] = _with_product(base.get_param(), base)
+        base = base.base_layer
+    changed = copy.copy(base)
+    changed._parameters = {**base._parameters, **weights}  # noqa: SLF001 - they are no leaves, so they cannot be assigned
+    return changed(*args, **options)
+
+
+def _with_product(weight: Tensor, layer: Any, dtype: torch.dtype | None = None) -> Tensor:
+    delta = torch.stack([layer.get_delta_weight(adapter) for adapter in layer.active_adapters]).sum(0)
+    return (weight.float() + delta.float()).to(dtype or weight.dtype)
 
 
 def _of_attention(name: str) -> bool:
@@ -138,13 +179,16 @@ def merged(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tens
         return state
     from peft.tuners.lora import Linear  # noqa: PLC0415 - an extra, installed if there are adapters
 
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    plain = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
-    for name, layer in layers.items():
-        weight = plain[f"{name}.weight"]
-        delta = torch.stack([layer.get_delta_weight(adapter) for adapter in layer.active_adapters]).sum(0)
-        plain[f"{name}.weight"] = (weight.float() + delta.float()).to(dtype or weight.dtype)
+    plain = {_plain(name): tensor for name, tensor in state.items() if ".lora_" not in name}
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear) or hasattr(layer, "parameter_name"):
+            key = _plain(f"{name}.{getattr(layer, 'parameter_name', 'weight')}")
+            plain[key] = _with_product(plain[key], layer, dtype)
     return plain
+
+
+def _plain(name: str) -> str:
+    return name.replace(".base_layer", "")
 
 
 @torch.no_grad()
@@ -163,7 +207,7 @@ def rounding_loss(state: Mapping[str, object], merged: Mapping[str, object], dty
     """
     added = lost = 0.0
     for name, weight in state.items():
-        whole = merged.get(name.replace(".base_layer.", "."))
+        whole = merged.get(_plain(name))
         if ".base_layer." in name and isinstance(weight, Tensor) and isinstance(whole, Tensor):
             added += float((whole.float() - weight.float()).square().sum())
             lost += float((whole.to(dtype).float() - whole.float()).square().sum())

@@ -51,7 +51,7 @@ class ModelRecipe:
         kind: ``causal`` (a policy, a reference), ``scalar`` (a reward model, a critic) or ``process``.
         device: by name; ``auto`` is the first CUDA device of the process that loads it, or the CPU without one.
         new_head: of a ``scalar`` model, see :func:`oppo.hf.load_scalar`.
-        lora_rank, lora_alpha, lora_seed: of adapters that are added to it; rank 0: none.
+        lora_rank, lora_alpha, lora_seed, lora_experts: of adapters that are added to it; rank 0: none.
 
     Example:
         >>> ModelRecipe(path="Qwen/Qwen3-0.6B", dtype="bfloat16", device="cuda").kind
@@ -70,6 +70,7 @@ class ModelRecipe:
     lora_rank: int = 0
     lora_alpha: int = 32
     lora_seed: int = 0
+    lora_experts: bool = False
 
     def load(self) -> PreTrainedModel:
         """Return the model, in evaluation mode, probed.
@@ -93,7 +94,7 @@ class ModelRecipe:
             )
         require_supported(model.dtype, model.device)
         if self.lora_rank:
-            add_lora(model, self.lora_rank, self.lora_alpha, seed=self.lora_seed)
+            add_lora(model, self.lora_rank, self.lora_alpha, seed=self.lora_seed, experts=self.lora_experts)
         return model
 
     def config(self) -> PreTrainedConfig:

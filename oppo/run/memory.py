@@ -114,7 +114,7 @@ class Outlines:
         models = self.settings.models
         actor = self._made("models.policy", CAUSAL, models.policy)
         if models.lora_rank:
-            add_lora(actor, models.lora_rank, models.lora_alpha)
+            add_lora(actor, models.lora_rank, models.lora_alpha, experts=models.lora_experts)
         return actor
 
     def reference(self) -> PreTrainedModel:

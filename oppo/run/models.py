@@ -263,7 +263,7 @@ def _actor_and_reference(
         shared = models.lora_rank > 0 and models.reference == models.policy and not apart
         reference = share_base(actor) if shared else load.reference()
     if models.lora_rank:
-        add_lora(actor, models.lora_rank, models.lora_alpha, seed=seed)
+        add_lora(actor, models.lora_rank, models.lora_alpha, seed=seed, experts=models.lora_experts)
     return actor, reference
 
 
@@ -295,6 +295,7 @@ def _actor_recipe(models: ModelsSection, load: RoleLoader, device: torch.device,
         lora_rank=models.lora_rank,
         lora_alpha=models.lora_alpha,
         lora_seed=seed,
+        lora_experts=models.lora_experts,
     )
 
 

@@ -177,6 +177,13 @@ def test_a_critic_on_the_policys_trunk_is_no_model_of_its_own(tmp_path: Path) ->
     )
 
 
+def test_adapters_of_experts_have_a_rank(tmp_path: Path) -> None:
+    assert loaded(tmp_path, "", "models.lora_experts=true", "models.lora_rank=2").models.lora_experts
+    said = refused(tmp_path, "", "models.lora_experts=true")
+    assert "models.lora_experts = true" in said
+    assert "models.lora_rank = 0" in said
+
+
 def test_experts_are_not_replayed_where_log_probs_are_recomputed_without(tmp_path: Path) -> None:
     assert loaded(tmp_path, "", "trainer.router_replay=true").trainer.router_replay
     said = refused(tmp_path, "", "trainer.router_replay=true", "algorithm.ratio_base=proximal")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import anyio
 import pytest
@@ -16,14 +19,17 @@ from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.kv.states import CONTINUED
 from oppo.hf.lora import add_lora, merged, rounding_loss, share_base
 from oppo.hf.probe import probe
+from oppo.hf.shared_memory import SharedModel
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.models import Weights
 from oppo.placement import Thread
+from oppo.placement.wire import pack_with_blocks, unpack
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.train.test_trainer import SAMPLING, rollouts
 from tests.invariants import test_equivalence as equivalence
+from tests.known import known
 
 pytestmark = pytest.mark.adapters
 
@@ -123,6 +129,142 @@ def test_a_mixture_gets_adapters_in_its_attention_only(name: str, tmp_path: Path
     assert torch.equal(logits(loaded.train(mode=False)), logits(actor))
 
 
+def with_experts(name: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a mixture whose adapters, of its experts too, change its outputs."""
+    model = tiny.of(tiny.MIXTURES[name](), seed=1, dtype=dtype)
+    model.train(mode=False)
+    add_lora(model, 4, 8, seed=3, experts=True)
+    with torch.no_grad():
+        for parameter in trained(model).values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    return model
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3", "granite-hybrid"])
+def test_the_experts_of_a_mixture_get_adapters_if_that_is_asked_for(name: str, tmp_path: Path) -> None:
+    base, fresh = tiny.mixture(name, seed=1).train(mode=False), tiny.mixture(name, seed=1).train(mode=False)
+    add_lora(fresh, 4, 8, seed=3, experts=True)
+    assert torch.equal(logits(fresh), logits(base)), "a fresh adapter changes nothing"
+    actor = with_experts(name)
+    state, whole = base.state_dict(), merged(actor)
+    assert state.keys() == whole.keys()
+    changed = {key for key in state if not torch.equal(state[key], whole[key])}
+    fused = {key for key, each in state.items() if each.ndim == 3 and "experts" in key}
+    assert fused < changed
+    assert not [key for key in changed if key.endswith(("gate.weight", "router.weight"))]
+    served = tiny.mixture(name)
+    served.load_state_dict(whole)
+    assert torch.allclose(logits(served.train(mode=False)), logits(actor), atol=1e-5)
+    assert not torch.allclose(logits(base), logits(actor), atol=1e-3)
+    tiny.apart(lambda: actor(IDS).logits.logsumexp(-1).mean().backward())()
+    gradients = {key: known(weight.grad) for key, weight in trained(actor).items()}
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients.values())
+    _require_gradients_of_merged(name, actor, gradients)
+    base.save_pretrained(tmp_path / "base")
+    actor.save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded.load_adapter(str(tmp_path / "adapter"))
+    assert torch.allclose(logits(loaded.train(mode=False)), logits(actor), atol=1e-5), "PEFT's own forward pass"
+    probe(actor)
+
+
+def _require_gradients_of_merged(name: str, actor: PreTrainedModel, gradients: dict[str, torch.Tensor]) -> None:
+    # With W + scale * B A, the gradient of B is scale * dW A^T, for each expert.
+    plain = tiny.mixture(name)
+    plain.load_state_dict(merged(actor))
+    tiny.apart(lambda: plain.train(mode=False)(IDS).logits.logsumexp(-1).mean().backward())()
+    of_weights = dict(plain.named_parameters())
+    for wrapper_name, wrapper in actor.named_modules():
+        if type(wrapper).__name__ == "ParamWrapper":
+            a, b = (wrapper.get_submodule(f"lora_{each}.default").weight.detach() for each in "AB")
+            b = b.clone().requires_grad_()
+            delta = torch.func.functional_call(
+                _Delta(wrapper), {"wrapper.lora_A.default.weight": a, "wrapper.lora_B.default.weight": b}, ()
+            )
+            weight = known(of_weights[f"{wrapper_name.replace('.base_layer', '')}.{wrapper.parameter_name}"].grad)
+            (wanted,) = torch.autograd.grad(delta, b, weight)
+            torch.testing.assert_close(gradients[f"{wrapper_name}.lora_B.default.weight"], wanted, rtol=1e-4, atol=1e-6)
+
+
+class _Delta(torch.nn.Module):
+    def __init__(self, wrapper: torch.nn.Module) -> None:
+        super().__init__()
+        self.wrapper = wrapper
+
+    def forward(self) -> torch.Tensor:
+        delta: torch.Tensor = self.wrapper.get_delta_weight("default")  # type: ignore[operator]  # PEFT's
+        return delta
+
+
+def test_threads_may_read_with_adapted_experts_at_once_and_see_the_newest_weights() -> None:
+    actor = with_experts("mixtral")
+    alone = logits(actor)
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda _: logits(actor), range(40)))
+    assert all(torch.equal(each, alone) for each in together)
+    assert actor.state_dict().keys() == with_experts("mixtral").state_dict().keys()
+    with torch.no_grad():
+        for parameter in trained(actor).values():
+            parameter.mul_(2)
+    assert not torch.allclose(logits(actor), alone, atol=1e-3)
+
+
+def test_a_copy_has_adapters_of_experts_of_its_own_and_a_process_can_have_them() -> None:
+    actor = with_experts("mixtral")
+    alone, copied = logits(actor), copy.deepcopy(actor)
+    assert torch.equal(logits(copied), alone)
+    with torch.no_grad():
+        for parameter in trained(copied).values():
+            parameter.mul_(2)
+    assert not torch.allclose(logits(copied), alone, atol=1e-3)
+    assert torch.equal(logits(actor), alone)
+    sent = cast("SharedModel[PreTrainedModel]", unpack(pack_with_blocks(SharedModel(actor)))).load()
+    assert torch.equal(logits(sent), alone)
+    assert torch.equal(logits(actor), alone)
+
+
+def test_experts_in_16_bits_serve_what_is_merged_in_16_bits() -> None:
+    actor = with_experts("qwen3-moe", dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in trained(actor).values()} == {torch.float32}
+    served = tiny.of(tiny.MIXTURES["qwen3-moe"](), dtype=torch.bfloat16)
+    served.train(mode=False)
+    served.load_state_dict(merged(actor))
+    for key, wrapper in actor.named_modules():
+        if key.endswith("layers.0.mlp.experts"):
+            hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+            experts, gates = torch.tensor([[0, 1]] * 5), torch.full((5, 2), 0.5, dtype=torch.bfloat16)
+            ours, theirs = (tiny.apart(each)(hidden, experts, gates) for each in (wrapper, served.get_submodule(key)))
+            assert torch.equal(ours, theirs)
+
+
+def test_experts_that_are_no_tensors_are_refused() -> None:
+    with pytest.raises(ModelRefused, match=r"lora_experts = true .* LlamaForCausalLM has none .*lora_experts = false"):
+        add_lora(tiny.causal("llama"), 4, 8, experts=True)
+
+
+def test_a_run_trains_adapters_of_experts_and_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    async def main(thread: Thread) -> None:
+        def made() -> HfTrainer:
+            settings = TrainerSettings(learning_rate=1e-2, epochs=1, minibatches=2)
+            return HfTrainer(with_experts("qwen3-moe"), sampling=SAMPLING, place=thread, settings=settings)
+
+        batch = tiny.apart(rollouts)(with_experts("qwen3-moe"), tiny.scalar(seed=2))
+        uninterrupted, interrupted, restored = made(), made(), made()
+        for _ in range(2):
+            await uninterrupted.update(batch)
+        await interrupted.update(batch)
+        await interrupted.write(tmp_path)
+        await restored.restore(tmp_path)
+        await restored.update(batch)
+        found = weights_digest(restored.core.actor)
+        assert found == weights_digest(uninterrupted.core.actor) != weights_digest(interrupted.core.actor)
+        whole = restored.weights().standalone()
+        assert whole.keys() == tiny.mixture("qwen3-moe").state_dict().keys()
+
+    with Thread("train") as thread:
+        anyio.run(main, thread)
+
+
 def test_a_mixture_without_attention_is_refused() -> None:
     model = tiny.mixture("mixtral")
     for layer in model.get_submodule("model.layers").children():
@@ -148,15 +290,18 @@ def test_adapters_depend_on_their_seed_only() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def equivalence_models() -> dict[str, PreTrainedModel]:
+def equivalence_models(*, experts: bool) -> dict[str, PreTrainedModel]:
     models: dict[str, PreTrainedModel] = equivalence.oracle().tiny_models()
+    if experts:
+        models["actor"] = tiny.mixture("qwen3-moe", seed=1, vocab_size=256).train(mode=False)
     models["reference"] = share_base(models["actor"])
-    add_lora(models["actor"], 4, 64)
+    add_lora(models["actor"], 4, 64, experts=experts)
     return models
 
 
-def test_streamed_and_serial_runs_with_adapters_agree_bit_for_bit() -> None:
-    ours, theirs = equivalence_models(), equivalence_models()
+@pytest.mark.parametrize("experts", [False, True], ids=["llama", "experts"])
+def test_streamed_and_serial_runs_with_adapters_agree_bit_for_bit(experts: bool) -> None:
+    ours, theirs = equivalence_models(experts=experts), equivalence_models(experts=experts)
     base = weights_digest(theirs["reference"])
     serial = anyio.run(
         equivalence.oracle().serial_ppo,
@@ -170,7 +315,7 @@ def test_streamed_and_serial_runs_with_adapters_agree_bit_for_bit() -> None:
     assert (
         weights_digest(ours["actor"])
         == weights_digest(theirs["actor"])
-        != weights_digest(equivalence_models()["actor"])
+        != weights_digest(equivalence_models(experts=experts)["actor"])
     )
     assert weights_digest(ours["reference"]) == weights_digest(theirs["reference"]) == base
     assert abs(serial[2].logprobs - serial[2].reference).max() > 1e-3, "the adapters have learned something"
