@@ -207,15 +207,12 @@ def tiny_model(model_type: str) -> PreTrainedModel:
         Exception: of any kind, if there is no tiny one.
     """
     config = tiny_config(model_type)
-    auto = CAUSAL.auto(config)
     with torch.device("meta"):
-        size = auto.from_config(config).num_parameters()  # type: ignore[no-untyped-call]  # transformers'
+        size = CAUSAL.made(config).num_parameters()
     if size > MOST:
         raise ConfigError(f"its smallest model has {size / 1e6:.0f} million parameters")
     torch.manual_seed(0)
-    model: PreTrainedModel = auto.from_config(  # type: ignore[no-untyped-call]  # transformers'
-        config, dtype=torch.float32
-    )
+    model = CAUSAL.made(config, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1 and 0 < float(weight.std()) < 0.05:

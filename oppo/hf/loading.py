@@ -418,9 +418,7 @@ def outline(
         chosen = DTYPES[dtype]
         given = (config.dtype or torch.float32) if chosen == "auto" else chosen
         with torch.device("meta"):
-            model: PreTrainedModel = kind.auto(config).from_config(  # type: ignore[no-untyped-call]  # transformers'
-                config, dtype=given, trust_remote_code=trust_remote_code
-            )
+            model = kind.made(config, dtype=given, trust_remote_code=trust_remote_code)
     _freeze_beside_text(model)
     _leave_out_router_logits(model)
     numbers, there = model.num_parameters(), sum(file.stat().st_size for file in weights)

@@ -183,6 +183,13 @@ class Kind:
             f"{self.name}: take one of another architecture"
         )
 
+    def made(self, config: PreTrainedConfig, **options: object) -> PreTrainedModel:
+        """Return a model of this config whose weights no file has; options are those of ``from_config``."""
+        model: PreTrainedModel = self.auto(config).from_config(  # type: ignore[no-untyped-call]  # transformers'
+            config, **options
+        )
+        return model
+
 
 def _anything(model: PreTrainedModel) -> None:
     del model

@@ -359,6 +359,8 @@ class VllmPolicy:
             tensors = cast("Mapping[str, Tensor]", actor)
             if tensors and self.engine.weights is not None:
                 self.engine.weights.require(tensors)
+                if self.engine.weights.outline is not None:
+                    tensors = await anyio.to_thread.run_sync(self.engine.weights.as_saved, tensors)
             async with self._gate:
                 try:
                     await self._prepare()

@@ -37,7 +37,7 @@ from torch import Tensor
 from oppo.errors import ConfigError, ModelError, ModelLost, as_itself, one_line
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from oppo.vllm.surface import AsyncEngine
 
@@ -270,11 +270,13 @@ class ServedWeights:
         model: its name, for errors.
         shapes: of everything in its ``state_dict``.
         needed: names of parameters; of those that are tied to one another, one is enough.
+        outline: transformers' model of the same config, without weights, if a checkpoint has them in another form.
     """
 
     model: str
     shapes: Mapping[str, tuple[int, ...]]
     needed: tuple[frozenset[str], ...]
+    outline: PreTrainedModel | None = None
 
     @classmethod
     def of(cls, model: str, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
@@ -283,17 +285,19 @@ class ServedWeights:
         Raises:
             ModelRefused: transformers knows no causal language model of this kind.
         """
-        from oppo.hf.model_files import CAUSAL  # noqa: PLC0415 - transformers takes seconds to import
+        from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - it takes seconds
+
+        from oppo.hf.model_files import CAUSAL  # noqa: PLC0415 - likewise
 
         with torch.device("meta"):
-            made = CAUSAL.auto(config).from_config(  # type: ignore[no-untyped-call]  # transformers'
-                config, trust_remote_code=trust_remote_code
-            )
+            made = CAUSAL.made(config, trust_remote_code=trust_remote_code)
         tied: dict[int, set[str]] = {}
         for name, parameter in made.named_parameters(remove_duplicate=False):
             tied.setdefault(id(parameter), set()).add(name)
-        shapes = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
-        return cls(model, shapes, tuple(frozenset(names) for names in tied.values()))
+        state = made.state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        outline = None if revert_weight_conversion(made, state).keys() == state.keys() else made
+        return cls(model, shapes, tuple(frozenset(names) for names in tied.values()), outline)
 
     def require(self, tensors: Mapping[str, Tensor]) -> None:
         """Check weights before they are sent.
@@ -316,6 +320,12 @@ class ServedWeights:
                 "those that it has: sync the model that the engine was started with, or start it with the model "
                 "that is trained"
             )
+
+    def as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights in the form of checkpoints, which vLLM reads: experts, one tensor here, are many there."""
+        from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - it takes seconds
+
+        return dict(tensors) if self.outline is None else revert_weight_conversion(self.outline, dict(tensors))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """The worker's side of weight sync: weights are read from a file, or from memory of a GPU that the trainer has too.
 
-vLLM imports this in its workers; :mod:`oppo.vllm.sync` and :mod:`oppo.vllm.sync` are the other side.
+vLLM imports this in its workers; :mod:`oppo.vllm.sync` is the other side.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from oppo.vllm.sync import restored
 
@@ -40,7 +41,7 @@ class FileUpdate(WeightTransferUpdateInfo):
     """The weights of one update.
 
     Attributes:
-        path: a safetensors file, with tensors by the names of transformers.
+        path: a safetensors file, with tensors by the names of checkpoints.
     """
 
     path: str
@@ -80,12 +81,25 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdate) -> None:
-        weights = load_file(update_info.path)
+        weights, layers = (
+            load_file(update_info.path),
+            {name.rpartition(".")[0] for name, _ in self.model.named_parameters()},
+        )
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(weights.items()))
+        infos = {name: get_layerwise_info(layer) for name, layer in self.model.named_modules() if name in layers}
+        stale = [name for name, info in infos.items() if info.can_load() and not info.load_numel]
         finalize_layerwise_reload(self.model, self.model_config)
+        if stale:  # its loader passes over names that it does not know, or writes past the reload
+            raise ValueError(
+                f"{type(self.model).__name__} took no weights for {len(stale)} layers, {stale[0]} the first"
+            )
         for head in self._tied_heads():
             head.quant_method.process_weights_after_loading(head)
+        for layer in self.model.modules() if self.device.type == "cpu" else ():
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:  # vLLM packs experts for it once, and goes on with what a reload has not packed
+                kernel.fused_experts.process_weights_after_loading(layer)
 
     def _tied_heads(self) -> list[ParallelLMHead]:
         # Tied heads are not in the file, since they are embeddings; a CPU's keep a packed copy.

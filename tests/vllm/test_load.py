@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import anyio
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt
 from oppo.models import Weights
 from oppo.vllm.sync import GRACE, ServedWeights
+from tests.hf import tiny
 from tests.vllm.bench import WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender
 
@@ -215,6 +219,16 @@ def test_weights_of_another_model_are_refused_while_the_engine_decodes_on() -> N
     assert bench.reported == [[0], [1]]
     assert set(bench.versions(0)) == {0, 2}
     assert len(bench.llm.updates) == 1
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_weights_of_a_mixture_are_sent_as_its_checkpoint_has_them(name: str, tmp_path: Path) -> None:
+    model = tiny.mixture(name)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    sent = ServedWeights.of(name, model.config).as_saved(model.state_dict())
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[each]) for each, tensor in sent.items())
 
 
 def test_adapters_that_cannot_be_merged_leave_the_engine_decoding() -> None:

@@ -8,14 +8,14 @@ from itertools import pairwise
 import anyio.to_thread
 import numpy as np
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, PreTrainedModel
 
 from oppo.events import FloatArray, Prompt
 from oppo.models import Piece
 
 
 async def logprobs(
-    models: Sequence[LlamaForCausalLM], prompt: Prompt, pieces: Sequence[Piece], *, kept: bool = False
+    models: Sequence[PreTrainedModel], prompt: Prompt, pieces: Sequence[Piece], *, kept: bool = False
 ) -> FloatArray:
     """Return the log-prob of each token under the weights that made it, float32 [n].
 
