@@ -9,8 +9,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import getclosurevars, unwrap
+from types import FunctionType
 from typing import Literal, TypeAlias
 
 import torch
@@ -38,6 +41,7 @@ from oppo.hf.kv.attention import (
     window_of,
 )
 from oppo.hf.kv.reader import Incremental, WholeRows
+from oppo.log import logger
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest difference at a position, in units of the largest output there; two-byte types hide small faults."""
@@ -112,6 +116,7 @@ def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: 
     with _refusing(f"{_name(served)} cannot be served"):
         if model.config.is_encoder_decoder:
             raise ModelRefused("it is an encoder-decoder; only decoders are served")
+        _require_kernels(served, limit)
         _require_causal(served, limit)
     kinds = kinds_of(served) if attention == "auto" else (attention,)
     try:
@@ -125,6 +130,36 @@ def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: 
         _compare_whole(served, limit)
     set_only_whole(served, reason)
     return "whole"
+
+
+def _require_kernels(model: PreTrainedModel, limit: float) -> None:
+    # transformers takes functions of flash-linear-attention, causal-conv1d and mamba-ssm where these are installed.
+    functions = [
+        (module, name, unwrap(function))
+        for module in {sys.modules[type(part).__module__] for part in model.modules()}
+        for name, function in vars(module).items()
+        if isinstance(function, FunctionType) and "is_new_implementation" in function.__code__.co_freevars
+        if getclosurevars(function).nonlocals["is_new_implementation"]
+    ]
+    if not functions:
+        return
+    tokens, names = _rows(model)[LONG], ", ".join(sorted(name for _, name, _ in functions))
+    try:
+        found: Tensor | None = _one_shot(model, tokens, len(tokens))
+    except FAILURES:  # of a kernel for another device
+        found = None
+    fast = [getattr(module, name) for module, name, _ in functions]
+    for module, name, of_torch in functions:
+        setattr(module, name, of_torch)
+    difference = torch.inf if found is None else _difference(model, found, _one_shot(model, tokens, len(tokens)))[0]
+    how = "fail" if found is None else f"differ from torch's by {difference:.1e} of the largest output"
+    said = f"the kernels that are installed for {names} of {_name(model)} {how}"
+    if difference <= limit:
+        for (module, name, _), function in zip(functions, fast, strict=True):
+            setattr(module, name, function)
+        logger.once(said)
+    else:
+        logger.once(f"{said}; at most {limit:.0e} is allowed: torch's are used, which are slower")
 
 
 def _in_pieces(model: PreTrainedModel, kinds: Sequence[AttentionKind], limit: float) -> AttentionKind:

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -22,6 +26,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from oppo.errors import ModelRefused
 from oppo.hf.introspection import backbone, cache_argument
@@ -338,3 +343,34 @@ def test_a_model_that_fails_is_refused_with_its_error() -> None:
     backbone(model).norm = Broken()
     with pytest.raises(ModelRefused, match="kernel missing"):
         probe(model)
+
+
+@pytest.mark.parametrize(
+    ("wrong_by", "said"),
+    [
+        (1e-7, r"differ from torch's by \d\.\de-0\d of the largest output$"),
+        (0.1, "at most 1e-04"),
+        (None, r"fail; .*torch's"),
+    ],
+)
+def test_a_fast_kernel_that_differs_from_torchs_is_not_used(
+    wrong_by: float | None, said: str, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    model = tiny.of(tiny.STATEFUL["qwen3.5"]())
+    module = sys.modules[type(model).__module__]
+    of_torch: Callable[..., Sequence[Tensor]] = module.torch_chunk_gated_delta_rule.__wrapped__
+
+    @wraps(of_torch)
+    def fast(*inputs: Tensor, **options: object) -> Sequence[Tensor]:
+        if wrong_by is None:
+            raise RuntimeError("a pointer to the memory of a GPU was expected")
+        outputs, state = of_torch(*inputs, **options)
+        return outputs * (1 + wrong_by), state
+
+    package = SimpleNamespace(chunk_gated_delta_rule=fast)
+    monkeypatch.setitem(sys.modules, "installed_kernels", cast("ModuleType", package))
+    made = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "installed_kernels", "")(of_torch)
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", made)
+    assert probe(model) != "whole"
+    assert (module.torch_chunk_gated_delta_rule is of_torch) == (wrong_by != 1e-7)
+    assert any(re.search(said, message) for message in messages)
