@@ -9,7 +9,7 @@ LOWEST := .venv-lowest
 NEWEST := .venv-newest
 VLLM   := .venv-vllm
 
-.PHONY: demo test test-deep test-lowest test-newest test-vllm test-gpu test-gym test-ray lint types docs models-table bench bench-peer bench-peer-sweep clean
+.PHONY: demo test test-deep test-lowest test-newest test-vllm test-gpu gpu-day test-gym test-ray lint types docs models-table bench bench-peer bench-peer-sweep clean
 
 demo: $(STAMP)
 	@$(BIN)/oppo demo $(DEMO)
@@ -88,6 +88,12 @@ $(VENV)/.gym: $(STAMP)
 # The tests of places on Ray need ray, which such a machine may lack, and no GPU.
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu --ignore tests/placement/ray
+
+# All that a GPU on loan is for, within so many minutes: make gpu-day MINUTES=5; make gpu-day DEVICE=cpu tries it.
+MINUTES ?= 25
+DEVICE  ?= cuda:0
+gpu-day:
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu_day --device $(DEVICE) --minutes $(MINUTES)
 
 # The site in site/: the pages of docs/ and an API reference made of the docstrings. A broken link is an error.
 docs: $(VENV)/.docs
