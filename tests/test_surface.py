@@ -57,6 +57,7 @@ NAMES = [
     "Rewards",
     "rollout_of",
     "RolloutEvent",
+    "RoutedExperts",
     "Run",
     "RunDirectory",
     "Sampling",

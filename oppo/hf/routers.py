@@ -213,7 +213,6 @@ class RouterReplay:
                 "has any: the policy must give them (HfPolicy and VllmPolicy do with routed_experts=True), or set "
                 "trainer.router_replay = false"
             )
-
         found = np.full((len(rows), width, len(self.layers), self.k), -1, np.int64)
         for row, response in enumerate(batch.responses[each] for each in rows):
             routed, positions = response.routed_experts, response.routed_experts.positions()

@@ -17,8 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelLost, ModelRefused
-from oppo.events import Batch
+from oppo.events import Batch, Response, RoutedExperts
 from oppo.hf.devices import use_cores
+from oppo.hf.lora import add_lora
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.train.ranks import deal
 from oppo.hf.train.trainer import HfTrainer
@@ -66,7 +67,15 @@ def thread() -> Iterator[Thread]:
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    return tiny.apart(rollouts)(tiny.causal(seed=1), tiny.scalar(seed=3))
+    found = tiny.apart(rollouts)(tiny.causal(seed=1), tiny.scalar(seed=3))
+    return replace(found, responses=tuple(routed(response) for response in found.responses))
+
+
+def routed(response: Response) -> Response:
+    """Return the response with two of six experts in each of two layers, at every position, drawn at random."""
+    counts = np.array([len(response.prompt.tokens), *[1] * (len(response) - 1)], np.int32)
+    draws = np.random.default_rng(len(response)).random((int(counts.sum()), 2, 6))
+    return replace(response, routed_experts=RoutedExperts(draws.argsort(-1)[..., :2].astype(np.uint8), counts))
 
 
 def trainer_of(models: Models, place: Place, *, shard: bool = True, settings: TrainerSettings = SETTINGS) -> HfTrainer:
@@ -129,6 +138,12 @@ def experts() -> Models:
     return Models(tiny.causal("qwen2-moe", seed=1), tiny.causal("qwen2-moe", seed=1), tiny.scalar(seed=3))
 
 
+def adapted_experts() -> Models:
+    models = experts()
+    add_lora(models.actor, 4, 8, experts=True)
+    return models
+
+
 def short_floats() -> Models:
     critic = tiny.scalar(seed=3)
     nn.Module.to(critic, torch.bfloat16)
@@ -143,12 +158,16 @@ CASES = {
     "not finite": Case(settings=replace(SETTINGS, minibatches=3), change=unlearnable),
     "experts": Case(experts),
     "a load-balancing loss": Case(experts, replace(SEVERAL_STEPS, router_aux_loss=0.1)),
+    "replayed experts": Case(experts, replace(SEVERAL_STEPS, router_replay=True)),
+    "adapters of experts": Case(adapted_experts),
     "bfloat16": Case(short_floats, close=0.005),
 }
 
+ADAPTED = pytest.param("adapters of experts", marks=pytest.mark.adapters)
+
 
 @pytest.mark.parametrize("shard", [True, pytest.param(False, marks=pytest.mark.deep)], ids=["sharded", "whole"])
-@pytest.mark.parametrize("name", [*MARKED, *(name for name in CASES if name not in KINDS)])
+@pytest.mark.parametrize("name", [*MARKED, ADAPTED, *(name for name in CASES if name not in {*KINDS, *ADAPTED.values})])
 async def test_two_ranks_learn_what_one_process_learns(
     name: str, shard: bool, ranks: Ranks, thread: Thread, batch: Batch
 ) -> None:
