@@ -30,7 +30,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from oppo import observe
@@ -275,9 +275,8 @@ def _build(directory: Path, recipe: AssetRecipe, progress: Progress) -> None:
     reviews = [language.review(ask.topic, rng) for ask in read]
     corpus = [ask.text + review for ask, review in zip(read, reviews, strict=True)]
     tokenizer = train_tokenizer(corpus, vocabulary=recipe.shape.vocabulary, longest=recipe.shape.positions)
-    actor, loss = train_policy(
-        tokenizer, recipe.shape, recipe.policy, seed=recipe.seed, progress=_part(progress, 0.02, 0.65)
-    )
+    actor = LlamaForCausalLM(recipe.shape.config(tokenizer))
+    loss = train_policy(tokenizer, actor, recipe.policy, seed=recipe.seed, progress=_part(progress, 0.02, 0.65))
     reward = train_reward(actor, tokenizer, recipe.reward, seed=recipe.seed, progress=_part(progress, 0.65, 0.92))
     prompts = [ask.text for ask in language.training_prompts(recipe.samples, recipe.seed + 1)]
     progress("reading what the untrained policy writes", 0.92)

@@ -27,7 +27,13 @@ import anyio
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from oppo.data import read_prompts
 from oppo.demo import language
@@ -136,17 +142,13 @@ def rate(step: int, budget: TrainingBudget) -> float:
 
 def train_policy(
     tokenizer: PreTrainedTokenizerFast,
-    shape: Shape,
+    model: PreTrainedModel,
     budget: TrainingBudget,
     *,
     seed: int,
     progress: Progress,
-) -> tuple[LlamaForCausalLM, float]:
-    """Return a policy trained on the review language, and its last training loss (nats per response token).
-
-    The weights are drawn from torch's global generator: seed it first.
-    """
-    model = LlamaForCausalLM(shape.config(tokenizer))
+) -> float:
+    """Train a causal language model on the review language; return its last loss (nats per response token)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     rng = random.Random(f"policy {seed}")  # noqa: S311 - a corpus, not a secret
     examples = _packed(_documents(tokenizer, rng), WIDTH)
@@ -158,7 +160,7 @@ def train_policy(
         smooth = loss if step == 0 else 0.95 * smooth + 0.05 * loss
         progress(f"teaching the policy to write reviews, loss {smooth:.2f}", (step + 1) / budget.steps)
     model.eval()
-    return model, smooth
+    return smooth
 
 
 def descend(
@@ -187,7 +189,7 @@ def _differentiated(loss: Callable[[], torch.Tensor]) -> float:
     return value.item()
 
 
-def _row_loss(model: LlamaForCausalLM, row: Row, of: int) -> torch.Tensor:
+def _row_loss(model: PreTrainedModel, row: Row, of: int) -> torch.Tensor:
     tokens, positions, labels = (torch.tensor([column]) for column in row)  # [1, WIDTH]
     output = model(input_ids=tokens, position_ids=positions, labels=labels, use_cache=False)
     return cast("torch.Tensor", output.loss) / of

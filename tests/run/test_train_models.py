@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from random import Random
+from statistics import mean
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from oppo.config.load import load
+from oppo.demo import language
+from oppo.demo.assets import alone
+from oppo.demo.models import TrainingBudget, train_policy, train_tokenizer
 from tests.hf import tiny
 from tests.workplace import furnish, oppo, records, tokenizer
 
@@ -95,3 +101,55 @@ def test_models_that_read_whole_responses_score_and_train_but_do_not_decode(
     refused = " ".join("".join(capsys.readouterr()).split())
     assert "models.policy: JambaForCausalLM" in refused
     assert "models.engine = 'vllm'" in refused
+
+
+READERS = """
+from oppo.demo.language import clauses, read
+
+def warm(prompts, completions):
+    known = [[meaning for clause in clauses(words) if (meaning := read(clause))] for words in completions]
+    return [sum(each.sentiment for each in said) / (len(said) + 1) for said in known]
+"""
+RUN = (
+    "models.shared_trunk=true",
+    "rewards.0.source=readers.py:warm",
+    "sampling.max_new_tokens=32",
+    "step.batch=24",
+    "step.overcommit=4",
+    "step.chunk=8",
+    "algorithm.kl=0.02",
+    "trainer.learning_rate=4e-4",
+    "trainer.epochs=2",
+    "trainer.minibatches=2",
+    "run.panel=off",
+    "run.steps=20",
+)
+
+
+@pytest.mark.deep
+def test_a_policy_with_states_that_has_learned_a_language_learns_what_its_readers_like(tmp_path: Path) -> None:
+    dice, asks = Random(0), language.training_prompts(500, 0)
+    corpus = [ask.text + language.review(ask.topic, dice) for ask in asks]
+    words = train_tokenizer(corpus, vocabulary=512, longest=512)
+    config = tiny.STATEFUL["qwen3.5"]()
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.02}
+    linear = {"linear_num_key_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    special = {"pad_token_id": words.pad_token_id, "bos_token_id": words.bos_token_id}
+    config.update(
+        {"vocab_size": len(words), "eos_token_id": words.eos_token_id, "tie_word_embeddings": True}
+        | (sizes | linear | special)
+    )
+    with alone(0):
+        model = tiny.of(config)
+        budget = TrainingBudget(steps=80, rows=2, learning_rate=8e-3)
+        assert train_policy(words, model, budget, seed=0, progress=lambda *_: None) < 1.6
+    folder = furnish(tmp_path)
+    model.save_pretrained(folder / "actor")
+    words.save_pretrained(folder / "actor")
+    (folder / "readers.py").write_text(READERS)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": ask.text}) + "\n" for ask in asks))
+    assert oppo(folder, "", *RUN, "run.name=warm") == 0
+    lines = records(folder, "warm", "metrics.jsonl")
+    scores = [line["score"] for line in lines]
+    assert mean(scores[-5:]) > mean(scores[:5]) + 0.15, scores
+    assert mean([line["overlap/hidden_fraction"] for line in lines]) > 0.3, "reference and critic read meanwhile"
