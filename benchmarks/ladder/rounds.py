@@ -197,7 +197,7 @@ def _understood(files: Files, workloads: str, directory: Path, revision: str) ->
         if spec["recipe"].pop(name):
             raise ConfigError(f"commit {revision} cannot run workload {files.workload.name}: it knows no {name}")
     for shape in spec["recipe"]["models"].values() if "    architecture: " not in workloads else ():
-        if isinstance(shape, dict) and shape.pop("architecture") != "llama":
+        if isinstance(shape, dict) and shape.pop("architecture", "llama") != "llama":
             raise ConfigError(f"commit {revision} cannot run workload {files.workload.name}: it knows Llamas only")
     (directory / "spec.json").unlink()
     (directory / "spec.json").write_text(json.dumps(spec), encoding="utf-8")

@@ -266,7 +266,7 @@ def on_gpu(workload: BenchWorkload, actor: str) -> BenchWorkload:
     )
 
 
-def judged_by(workload: BenchWorkload, architecture: Architecture) -> BenchWorkload:
+def with_reward_architecture(workload: BenchWorkload, architecture: Architecture) -> BenchWorkload:
     """Return the workload with a reward model of another architecture, under a name that says so."""
     models = workload.models
     if architecture == models.reward.architecture:
@@ -457,7 +457,7 @@ def workloads_of(request: Request) -> list[BenchWorkload]:
     known = get_args(Architecture)
     architectures = chosen("reward architecture", request.reward_architecture, known, known)
     workloads = [
-        judged_by(WORKLOADS[name], cast("Architecture", architecture))
+        with_reward_architecture(WORKLOADS[name], cast("Architecture", architecture))
         for name in chosen("workload", request.workload, WORKLOADS, standard)
         for architecture in architectures
     ]

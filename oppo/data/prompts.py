@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,10 @@ CHARACTERS: Final = 1 << 20
 
 A longer prompt is over-long however it is tokenized.
 """
+
+
+MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns in which datasets have what a prompt shows besides its text."""
 
 
 class Tokenizer(Protocol):
@@ -82,10 +87,10 @@ class Encoding:
         """
         if self.column not in row:
             raise DataError(f"{place}: no column {self.column!r}; the columns there are {', '.join(row) or '(none)'}")
-        if images := [name for name in ("image", "images") if _holds(row.get(name))]:
+        if media := [name for name in MEDIA if _holds(row.get(name))]:
             raise DataError(
-                f"{place}: column {images[0]!r} has images for the prompt, and policies read text only: leave it out, "
-                "or give it another name if only a reward function reads it"
+                f"{place}: column {media[0]!r} has {media[0].removesuffix('s')}s for the prompt, and policies read "
+                "text only: leave it out, or give it another name if only a reward function reads it"
             )
         read = max(CHARACTERS, 256 * self.max_prompt_tokens)
         return _encoded(row[self.column], self.tokenizer, read, f"{place}, column {self.column!r}")
@@ -196,7 +201,12 @@ def _encoded(value: object, tokenizer: Tokenizer, read: int, place: str) -> IntA
 
 
 def _holds(value: object) -> bool:
-    return value is not None and not (isinstance(value, Sized) and not len(value))
+    if isinstance(value, Mapping):
+        return any(map(_holds, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds, value))
+    is_nan = isinstance(value, float) and math.isnan(value)  # pandas has it for a missing value
+    return not (value is None or value is False or is_nan or (isinstance(value, str) and not value))
 
 
 def _encoded_by(encode: Callable[[T], Sequence[int]], value: T, place: str, by: str) -> Sequence[int]:

@@ -276,8 +276,10 @@ def _freeze_beside_text(model: PreTrainedModel) -> None:
     if type(model.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         read = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
         text = {id(weight) for part in read if part is not None for weight in part.parameters()}
+        towers = [part for part in model.modules() if getattr(part, "main_input_name", "") == "pixel_values"]
+        images = {id(weight) for tower in towers if tower is not model for weight in tower.parameters()}
         for weight in model.base_model.parameters():
-            weight.requires_grad_(id(weight) in text)
+            weight.requires_grad_(id(weight) in text - images)
 
 
 def _leave_out_router_logits(model: PreTrainedModel) -> None:

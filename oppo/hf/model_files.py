@@ -292,7 +292,8 @@ def entries_of(directory: Path) -> str:
 
 def processor_files(directory: Path) -> dict[str, bytes]:
     """Return the files of a vision-language model's image processor, by name; they are not read here."""
-    return {file.name: file.read_bytes() for file in directory.glob("*processor*.json")}
+    files = [*directory.glob("*processor*.json"), *directory.glob("chat_template.json")]
+    return {file.name: file.read_bytes() for file in files}
 
 
 def holds_tokenizer(directory: Path) -> bool:

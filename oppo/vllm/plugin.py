@@ -20,8 +20,12 @@ PARENT: Final = "OPPO_VLLM_PARENT"
 LOG: Final = "OPPO_VLLM_LOG"
 """Environment variable: the file for what the engine's processes write."""
 
-TRANSFERS: Final[Mapping[str, str]] = {"file": "FileTransfer", "ipc": "HandleTransfer"}
-"""Our weight transfers by backend, in :mod:`oppo.vllm.transfer`; any other backend is vLLM's own."""
+TRANSFERS: Final[Mapping[str, str]] = {
+    "file": "FileTransfer",
+    "ipc": "HandleTransfer",
+    "nccl": "BroadcastTransfer",
+}
+"""Our weight transfers by backend, in :mod:`oppo.vllm.transfer`."""
 
 SPIN: Final = 0.002
 """Seconds for which a reader spins before it sleeps: most messages come sooner."""
@@ -55,7 +59,7 @@ def starter() -> int:
 
 def transfer_of(backend: str) -> str:
     """Return the name by which vLLM knows the transfer of a backend."""
-    return f"oppo-{backend}" if backend in TRANSFERS else backend
+    return f"oppo-{backend}"
 
 
 def register_transfers() -> None:

@@ -284,13 +284,21 @@ class ServedWeights:
 
         Raises:
             ModelRefused: transformers knows no causal language model of this kind.
+            ConfigError: its checkpoints have matrices transposed, and in which order vLLM takes them is not known.
         """
-        from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - it takes seconds
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - it takes seconds
+        from transformers.core_model_loading import Transpose, revert_weight_conversion  # noqa: PLC0415 - likewise
 
         from oppo.hf.model_files import CAUSAL  # noqa: PLC0415 - likewise
 
         with torch.device("meta"):
             made = CAUSAL.made(config, trust_remote_code=trust_remote_code)
+        conversions = get_model_conversion_mapping(made, add_legacy=False)
+        if any(isinstance(each, Transpose) for one in conversions for each in getattr(one, "operations", ())):
+            raise ConfigError(
+                f"checkpoints of {type(made).__name__} ({model}) have matrices transposed, and vLLM has not been seen "
+                "to take those in a weight sync: set models.engine = 'transformers'"
+            )
         tied: dict[int, set[str]] = {}
         for name, parameter in made.named_parameters(remove_duplicate=False):
             tied.setdefault(id(parameter), set()).add(name)
@@ -556,6 +564,7 @@ class DeviceSender:
                 await llm.update_weight_version(version)
         finally:
             client.portal = None
+            self._source.tensors = {}  # a mixture's are copies
 
     def _require_local(self, tensors: Mapping[str, Tensor]) -> None:
         expected = self._route.trainer

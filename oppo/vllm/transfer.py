@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -47,11 +48,46 @@ class FileUpdate(WeightTransferUpdateInfo):
     path: str
 
 
-class HandleTransfer(IPCWeightTransferEngine):
+def layers_of(model: torch.nn.Module) -> frozenset[str]:
+    """Return the names of the layers with parameters of their own; of tied ones the first."""
+    return frozenset(name.rpartition(".")[0] for name, _ in model.named_parameters())
+
+
+def require_taken(model: torch.nn.Module, layers: frozenset[str]) -> None:
+    """Check, before a reload is finished, that each of some layers took weights.
+
+    A model's loader passes over names that it does not know, or writes past the reload, and vLLM then goes on with the
+    layer's old weights. A layer that took a part of its weights is not noticed.
+
+    Raises:
+        ValueError: a layer took none.
+    """
+    infos = {name: get_layerwise_info(layer) for name, layer in model.named_modules() if name in layers}
+    if stale := [name for name, info in infos.items() if info.can_load() and not info.load_numel]:
+        raise ValueError(f"{type(model).__name__} took no weights for {len(stale)} layers, {stale[0]} the first")
+
+
+class CheckedTransfer(WeightTransferEngine[Any, Any]):
+    """A transfer whose layers all have to take weights."""
+
+    def start_weight_update(self) -> None:
+        self._layers = layers_of(self.model)
+        super().start_weight_update()
+
+    def finish_weight_update(self) -> None:
+        require_taken(self.model, self._layers)
+        super().finish_weight_update()
+
+
+class HandleTransfer(CheckedTransfer, IPCWeightTransferEngine):
     """vLLM's transfer within a GPU, of handles that came without pickles."""
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
         return super().parse_update_info({**update_dict, "ipc_handles": restored(update_dict["ipc_handles"])})
+
+
+class BroadcastTransfer(CheckedTransfer, NCCLWeightTransferEngine):
+    """vLLM's transfer between GPUs."""
 
 
 class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
@@ -81,19 +117,11 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdate) -> None:
-        weights, layers = (
-            load_file(update_info.path),
-            {name.rpartition(".")[0] for name, _ in self.model.named_parameters()},
-        )
+        weights, layers = load_file(update_info.path), layers_of(self.model)
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(weights.items()))
-        infos = {name: get_layerwise_info(layer) for name, layer in self.model.named_modules() if name in layers}
-        stale = [name for name, info in infos.items() if info.can_load() and not info.load_numel]
+        require_taken(self.model, layers)
         finalize_layerwise_reload(self.model, self.model_config)
-        if stale:  # its loader passes over names that it does not know, or writes past the reload
-            raise ValueError(
-                f"{type(self.model).__name__} took no weights for {len(stale)} layers, {stale[0]} the first"
-            )
         for head in self._tied_heads():
             head.quant_method.process_weights_after_loading(head)
         for layer in self.model.modules() if self.device.type == "cpu" else ():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,11 +109,23 @@ def test_a_message_that_a_template_would_change_in_silence_is_refused(message: d
         read_prompts([{"prompt": [message]}], byte_tokenizer(TEMPLATE))
 
 
-@pytest.mark.parametrize(("column", "value"), [("images", ["a.png"]), ("image", np.zeros((2, 2, 3)))])
-def test_a_prompt_with_images_is_refused(column: str, value: object) -> None:
-    with pytest.raises(DataError, match=f"row 1: column '{column}' has images for the prompt"):
+@pytest.mark.parametrize(
+    ("column", "value", "kind"),
+    [
+        ("images", ["a.png"], "images"),
+        ("image", np.zeros((2, 2, 3)), "images"),
+        ("image", np.zeros(()), "images"),
+        ("video", {"bytes": None, "path": "a.mp4"}, "videos"),
+    ],
+)
+def test_a_prompt_with_more_than_text_is_refused(column: str, value: object, kind: str) -> None:
+    with pytest.raises(DataError, match=f"row 1: column '{column}' has {kind} for the prompt"):
         read_prompts([{"prompt": "a", column: value}], byte_tokenizer(TEMPLATE))
-    assert len(read_prompts([{"prompt": "a", "images": []}, {"prompt": "b", "image": None}], byte_tokenizer(TEMPLATE)))
+
+
+@pytest.mark.parametrize("value", [None, [], [None], "", math.nan, {"bytes": None, "path": None}])
+def test_a_prompt_without_them_is_read_from_a_mixed_dataset(value: object) -> None:
+    assert len(read_prompts([{"prompt": "a", "images": value, "image": value}], byte_tokenizer(TEMPLATE))) == 1
 
 
 def test_of_a_prompt_of_megabytes_only_the_end_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_images(name: str) -> bool:
-    return not {"language_model", "lm_head", "embed_tokens", "score"}.intersection(name.split("."))
+    parts = {*name.split(".")}
+    if parts & {"git", "output"}:  # of GIT, whose language model is no part of its own
+        return "image_encoder" in parts
+    return not parts & {"language_model", "lm_head", "embed_tokens", "score"}
 
 
 @pytest.mark.parametrize("name", tiny.VISION)
@@ -71,7 +74,7 @@ def test_adapters_are_those_of_the_language_model(name: str, workplace: Path) ->
     model = load_causal(workplace / name)
     add_lora(model, 2, 4)
     trained = [each for each, weight in model.named_parameters() if weight.requires_grad]
-    assert any(".mlp." in each for each in trained)
+    assert trained
     assert all(".lora_" in each and not of_images(each) for each in trained)
 
 

@@ -318,6 +318,7 @@ VISION: Mapping[str, Callable[[], PreTrainedConfig]] = {
         "gemma3", {**_HEAD_DIM, "sliding_window": WINDOW, "layer_types": _MIXED}, _VISION, mm_tokens_per_image=4
     ),
     "qwen3.5": lambda: _seeing("qwen3_5", {**_HEAD_DIM, **_LINEAR}, _PATCHES),
+    "git": lambda: build(_named("git"), GROUPED, vision_config=dict(_VISION)),
     "llava": lambda: _seeing(
         "llava", {"model_type": "llama", **_HEAD_DIM}, {"model_type": "clip_vision_model", **_VISION}
     ),

@@ -56,7 +56,7 @@ def test_readers_sleep_early_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch, on_c
     monkeypatch.setattr(plugin, "starter", lambda: 0)
     monkeypatch.setenv(plugin.PARENT, "1")
     plugin.register()
-    assert registered == ["oppo-file", "oppo-ipc"]
+    assert registered == ["oppo-file", "oppo-ipc", "oppo-nccl"]
     assert SpinCondition().busy_loop_s == (plugin.SPIN if on_cpu else 1.0)
 
 
