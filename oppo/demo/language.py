@@ -209,11 +209,7 @@ def _asks(count: int, rng: random.Random, fillings: Fillings, nouns: Sequence[tu
 
 @cache
 def things(topic: str) -> tuple[str, ...]:
-    """Return the things that belong to the topic of this name.
-
-    Raises:
-        KeyError: there is no such topic.
-    """
+    """Return the things that belong to the topic of this name."""
     return {t.name: t.things for t in TOPICS}[topic]
 
 

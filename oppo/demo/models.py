@@ -104,9 +104,6 @@ def train_tokenizer(corpus: Iterable[str], *, vocabulary: int, longest: int) -> 
         corpus: texts to learn merges from.
         vocabulary: tokens, the 256 bytes and two special ones included.
         longest: the positions of its models.
-
-    Raises:
-        ValueError: ``vocabulary`` leaves no room for a merge.
     """
     if vocabulary <= 258:
         raise ValueError(f"a byte-level vocabulary needs more than 258 tokens, not {vocabulary}")
@@ -328,9 +325,6 @@ def normalise(
     The head has no bias to shift. With the last hidden states :math:`H` of the texts, the ridge regression
     :math:`v = (H^T H + \lambda I)^{-1} H^T 1` has :math:`H v \approx 1`, so adding a multiple of :math:`v` to the
     head's weights adds a constant to every score.
-
-    Raises:
-        ValueError: all texts have the same score.
     """
     states = _last_states(model, tokenizer, prompts, texts).double()
     weight = model.score.weight.double().squeeze(0)

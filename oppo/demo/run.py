@@ -251,9 +251,6 @@ def demo(
         seed: of all random numbers.
         engine: decodes the policy's responses while it is trained; transformers does for the examination.
         cache: holds the models, which are made once; :func:`cache_directory` unless given.
-
-    Raises:
-        ConfigError: ``directory`` cannot hold a run, or the engine is not installed.
     """
     require_engine_installed(engine)
     plan = SHORT if short else FULL

@@ -176,11 +176,7 @@ def schedules(effort: Effort) -> list[DemoSchedule]:
 
 
 def measure(settings: Settings, effort: Effort) -> dict[str, list[TimedRound]]:
-    """Return the rounds of each schedule, by name; writes nothing.
-
-    Raises:
-        OppoError: a model cannot be used.
-    """
+    """Return the rounds of each schedule, by name; writes nothing."""
     with TemporaryDirectory(prefix="oppo-demo-") as folder:
         write_deeper(Path(settings.reward_models[0]), Path(folder), effort.deeper)
         variants = [(schedule, varied(settings, schedule, effort, Path(folder))) for schedule in schedules(effort)]
@@ -253,9 +249,6 @@ def deepened(model: PreTrainedModel, times: int) -> PreTrainedModel:
     """Return the model with ``times`` its layers; each new one costs as much as the last and changes nothing.
 
     The attention and the feed-forward network of a new block put out zeros, which the residual adds.
-
-    Raises:
-        TypeError: the model is no Llama with one label.
     """
     if not isinstance(model, LlamaForSequenceClassification):
         raise TypeError(f"only a Llama with a scalar head can be deepened, not a {type(model).__name__}")

@@ -45,9 +45,6 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
     prompt_offsets[r + 1]`` of ``prompts``. ``support_ids`` and ``support_counts`` are the ids that each token was drawn
     from (see :class:`oppo.events.Support`), empty without truncation. Arrays that the batch lacks are left out, and so
     are the data's other columns.
-
-    Raises:
-        OSError: a file cannot be written.
     """
     prompts = [response.prompt.tokens for response in batch.responses]
     held = {name: getattr(batch, name) for name in ARRAYS}

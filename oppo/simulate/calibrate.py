@@ -185,9 +185,6 @@ def calibrated(
         prompt: mean tokens of a prompt.
         contention: of the layout in which they were measured, and for which the system is.
         recomputes: whether the KV cache of deferred rollouts is recomputed after an update.
-
-    Raises:
-        DataError: the steps are too few, or say nothing of their decode steps.
     """
     known = [step for step in steps if step.seen.stretches and step.trained]
     if len(known) < LEAST:

@@ -123,9 +123,6 @@ def require_arguments(arguments: Mapping[str, object], *, settings: bool = False
         arguments: by the names of vLLM's ``AsyncEngineArgs``.
         settings: they are the table ``[vllm]`` of a settings file.
         planned: they are for another machine, so that vLLM need not be installed here, which alone knows their names.
-
-    Raises:
-        ConfigError: vLLM is not installed, has no such argument, or oppo sets it.
     """
     if not planned:
         require_installed()
@@ -176,9 +173,6 @@ def engine_arguments(model: str, given: Mapping[str, object], *, on_cpu: bool, b
         given: those that were chosen; they come before the defaults.
         on_cpu: whether vLLM computes on a CPU.
         backend: of the weight transfer.
-
-    Raises:
-        ConfigError: the arguments are not for a CPU.
     """
     if on_cpu and given.get("enable_chunked_prefill"):
         raise ConfigError(

@@ -167,11 +167,7 @@ class VllmEngine:
         return self._closed
 
     def require_usable(self) -> None:
-        """Check that calls of the engine may be made here and now.
-
-        Raises:
-            ProtocolError: it is closed, or works on another event loop.
-        """
+        """Check that calls of the engine may be made here and now."""
         if self._closed:
             raise ProtocolError(f"the engine of {self.name} was closed, so nothing can use it: start another one")
         loop = running_loop()
@@ -277,9 +273,6 @@ def heeded() -> Iterator[None]:
     """Let a signal end the body, and only then call its handler.
 
     Handlers of Python are replaced meanwhile; off the main thread there are none.
-
-    Raises:
-        KeyboardInterrupt: a signal came, and its handler raised nothing else.
     """
     on_main_thread = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in SIGNALS if on_main_thread}

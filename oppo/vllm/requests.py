@@ -46,11 +46,7 @@ class RequestRoutes:
         self._rows += new
 
     def before(self, position: int) -> RoutedExperts:
-        """Return what the token at a position of the sequence has.
-
-        Raises:
-            ProtocolError: the engine has not given it.
-        """
+        """Return what the token at a position of the sequence has."""
         count = position - self.known
         rows = np.concatenate(self._rows) if self._rows else np.zeros((0, 0, 0), np.uint8)
         if len(rows) < count:
@@ -257,9 +253,6 @@ def sampled(completion: Completion, sampling: Sampling, start: int) -> list[tupl
     Args:
         completion: the new tokens.
         start: length of the response before them.
-
-    Raises:
-        ModelError: a log-prob is missing or not finite.
     """
     logprobs = completion.logprobs or [{}] * len(completion.token_ids)
     return [

@@ -53,7 +53,7 @@ def layers_of(model: torch.nn.Module) -> frozenset[str]:
     return frozenset(name.rpartition(".")[0] for name, _ in model.named_parameters())
 
 
-def require_taken(model: torch.nn.Module, layers: frozenset[str]) -> None:
+def check_taken(model: torch.nn.Module, layers: frozenset[str]) -> None:
     """Check, before a reload is finished, that each of some layers took weights.
 
     A model's loader passes over names that it does not know, or writes past the reload, and vLLM then goes on with the
@@ -75,7 +75,7 @@ class CheckedTransfer(WeightTransferEngine[Any, Any]):
         super().start_weight_update()
 
     def finish_weight_update(self) -> None:
-        require_taken(self.model, self._layers)
+        check_taken(self.model, self._layers)
         super().finish_weight_update()
 
 
@@ -120,7 +120,7 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
         weights, layers = load_file(update_info.path), layers_of(self.model)
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(weights.items()))
-        require_taken(self.model, layers)
+        check_taken(self.model, layers)
         finalize_layerwise_reload(self.model, self.model_config)
         for head in self._tied_heads():
             head.quant_method.process_weights_after_loading(head)
