@@ -48,33 +48,33 @@ class _Ragged:
 
     @classmethod
     def concatenate(cls, parts: Iterable[tuple[Self, int]]) -> Self:
-        """Return that of tokens end to end, from that and the number of tokens of each part."""
+        """Return the ids of all parts' tokens, end to end; each part comes with its number of tokens."""
         parts = list(parts)
-        if all(part.whole for part, _ in parts):
+        if all(part.empty for part, _ in parts):
             return cls()
         return cls(
-            np.concatenate([part.ids for part, _ in parts if not part.whole]),
+            np.concatenate([part.ids for part, _ in parts if not part.empty]),
             np.concatenate([part.counts if len(part.counts) else np.zeros(n, np.int32) for part, n in parts]),
         )
 
     @property
-    def whole(self) -> bool:
-        """Whether it lists nothing for any token."""
+    def empty(self) -> bool:
+        """Whether no token has an id."""
         return not len(self.ids)
 
     def describes(self, count: int) -> bool:
-        """Return whether it can be that of ``count`` tokens."""
+        """Return whether these ids can belong to ``count`` tokens: ``counts`` has as many items, or none."""
         return len(self.counts) in {0, count}
 
     def slice(self, start: int, stop: int | None) -> Self:
-        """Return that of tokens ``start .. stop``; the ids are a view."""
+        """Return the ids of tokens ``start .. stop``, as a view."""
         if not len(self.counts):
             return self
         first, last = np.abs(self.counts[:start]).sum(), np.abs(self.counts[:stop]).sum()
         return type(self)(self.ids[first:last], self.counts[start:stop])
 
     def split(self, count: int) -> Sequence[Self]:
-        """Return that of each of its ``count`` tokens alone; the ids are views."""
+        """Return the ids of each of the ``count`` tokens by itself, as views."""
         if not len(self.counts):
             return [self] * count
         bounds = [0, *np.cumsum(np.abs(self.counts)).tolist()]
@@ -103,6 +103,11 @@ class Support(_Ragged):
         >>> one.holds(np.array([7], np.int32)).tolist()
         [True]
     """
+
+    @property
+    def whole(self) -> bool:
+        """Whether no id was excluded for any token."""
+        return self.empty
 
     def holds(self, tokens: IntArray) -> BoolArray:
         """Return whether each of its tokens could have been sampled: bool [n]."""

@@ -107,4 +107,4 @@ def test_a_rollout_of_an_earlier_version_has_no_routed_experts() -> None:
     state = RolloutSnapshot(Response.empty(Prompt(0, 0, np.zeros(1, np.int32))), None).state_dict()
     for name in ("routed_experts", "routed_counts"):
         del state[name]
-    assert RolloutSnapshot.of(state).response.routed_experts.whole
+    assert RolloutSnapshot.of(state).response.routed_experts.empty

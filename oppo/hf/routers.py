@@ -207,7 +207,7 @@ class RouterReplay:
             ConfigError: no response of the batch has any.
             ModelError: experts are of another model.
         """
-        if all(response.routed_experts.whole for response in batch.responses):
+        if all(response.routed_experts.empty for response in batch.responses):
             raise ConfigError(
                 "trainer.router_replay = true replays the experts that the policy chose, and no response of the batch "
                 "has any: the policy must give them (HfPolicy and VllmPolicy do with routed_experts=True), or set "
@@ -216,7 +216,7 @@ class RouterReplay:
         found = np.full((len(rows), width, len(self.layers), self.k), -1, np.int64)
         for row, response in enumerate(batch.responses[each] for each in rows):
             routed, positions = response.routed_experts, response.routed_experts.positions()
-            if routed.whole:
+            if routed.empty:
                 continue
             ids, start = routed.ids, len(response.prompt.tokens)
             if ids.shape[1] == self.depth:
