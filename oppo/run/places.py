@@ -228,12 +228,18 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
         assumed: the hardware that is meant, where the engine need not be installed here; ``None``: this machine.
     """
     if settings.models.engine == "vllm":
-        from oppo.vllm.arguments import computes_on_cpu, require_arguments  # noqa: PLC0415 - takes seconds to import
+        from oppo.vllm.arguments import (  # noqa: PLC0415 - takes seconds to import
+            computes_on_cpu,
+            require_arguments,
+            require_routed_experts,
+        )
         from oppo.vllm.sync import placed, route_of  # noqa: PLC0415
 
         require_arguments(settings.vllm, settings=True, planned=assumed is not None)
         devices = devices_of(settings, assumed)
         on_cpu = computes_on_cpu() if assumed is None else devices.policy.type == "cpu"
+        if settings.trainer.router_replay:
+            require_routed_experts(settings.vllm, on_cpu=on_cpu)
         gpus = None if assumed is None else assumed.gpus
         route_of(placed(settings.vllm, devices.policy), devices.weights, on_cpu=on_cpu, gpus=gpus)
 

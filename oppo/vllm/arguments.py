@@ -88,6 +88,14 @@ VALUES: Final[Mapping[str, tuple[tuple[str | None, ...], str]]] = {
 }
 """Arguments that take some values only, and why."""
 
+NOT_ROUTED: Final = (
+    "enable_prefix_caching",
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
+"""Arguments with which vLLM gives no routed experts: the first if it is false, a size above 1."""
+
 GIB: Final = 1 << 30
 
 ON_CPU: Final[Mapping[str, object]] = {
@@ -130,6 +138,29 @@ def require_arguments(arguments: Mapping[str, object], *, settings: bool = False
     faults = [fault for name, value in arguments.items() if (fault := _fault(name, value, owned, known))]
     if faults:
         raise ConfigError("\n".join(faults))
+
+
+def require_routed_experts(arguments: Mapping[str, object], *, on_cpu: bool) -> None:
+    """Check that an engine of these arguments can give the experts of a mixture, which vLLM refuses only at its start.
+
+    Raises:
+        ConfigError: it computes on a CPU, without prefix caching, or in pipeline or context parallelism.
+    """
+    if on_cpu:
+        raise ConfigError(
+            "vLLM gives no routed experts on a CPU: set trainer.router_replay = false, or models.engine = "
+            "'transformers'"
+        )
+    faults = [
+        f"vllm.{name} = {value!r}"
+        for name in NOT_ROUTED
+        if isinstance(value := arguments.get(name), int) and (value > 1 if name.endswith("_size") else not value)
+    ]
+    if faults:
+        raise ConfigError(
+            f"trainer.router_replay = true needs routed experts, which vLLM does not give with {', '.join(faults)}: "
+            "leave that out, or set trainer.router_replay = false"
+        )
 
 
 def computes_on_cpu() -> bool:
@@ -179,11 +210,8 @@ def engine_arguments(model: str, given: Mapping[str, object], *, on_cpu: bool, b
             "vllm.enable_chunked_prefill = true ends vLLM's engine on a CPU, when it reads a part of a prompt whose "
             "request has a seed: leave it out"
         )
-    if on_cpu and given.get("enable_return_routed_experts"):
-        raise ConfigError(
-            "vLLM gives no routed experts on a CPU: set trainer.router_replay = false, or models.engine = "
-            "'transformers'"
-        )
+    if given.get("enable_return_routed_experts"):
+        require_routed_experts(given, on_cpu=on_cpu)
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
     from vllm.config import WeightTransferConfig  # noqa: PLC0415
 

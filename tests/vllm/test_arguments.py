@@ -11,7 +11,14 @@ from types import ModuleType
 import pytest
 
 from oppo.errors import ConfigError
-from oppo.vllm.arguments import OWNED, SETTINGS, VALUES, engine_arguments, require_arguments
+from oppo.vllm.arguments import (
+    OWNED,
+    SETTINGS,
+    VALUES,
+    engine_arguments,
+    require_arguments,
+    require_routed_experts,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 
@@ -75,6 +82,23 @@ def test_values_that_cannot_work_are_refused() -> None:
         engine_arguments("model", {"enable_chunked_prefill": True}, on_cpu=True, backend="oppo-file")
     with pytest.raises(ConfigError, match=r"no routed experts on a CPU.*trainer\.router_replay = false"):
         engine_arguments("model", {"enable_return_routed_experts": True}, on_cpu=True, backend="oppo-file")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_prefix_caching", False),
+        ("pipeline_parallel_size", 2),
+        ("decode_context_parallel_size", 2),
+        ("prefill_context_parallel_size", 2),
+    ],
+)
+def test_experts_are_not_replayed_where_vllm_gives_none(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer\.router_replay = true .*vllm\.{name} = {value}:"):
+        require_routed_experts({name: value}, on_cpu=False)
+    with pytest.raises(ConfigError, match=rf"vllm\.{name} = {value}"):
+        engine_arguments("model", {"enable_return_routed_experts": True, name: value}, on_cpu=False, backend="nccl")
+    require_routed_experts({name: 1}, on_cpu=False)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_that_may_be_chosen() -> None:
