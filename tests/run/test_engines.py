@@ -72,13 +72,13 @@ class StandIn:
 class StandInPolicy(HfPolicy):
     """In the place of ``VllmPolicy``."""
 
-    def __init__(self, engine: StandIn, *, sampling: Sampling, kv_on_sync: Any, decode: Any) -> None:
+    def __init__(self, engine: StandIn, *, sampling: Sampling, kv_on_sync: Any, decode: Any, **given: Any) -> None:
         if sampling.top_k == 7:
             raise ConfigError("seven is refused")
         self._engine = engine
         self.reporter = Reporter("policy")
         model = load_causal(engine.directory)
-        super().__init__(model, sampling=sampling, place=engine.thread, kv_on_sync=kv_on_sync, decode=decode)
+        super().__init__(model, sampling=sampling, place=engine.thread, kv_on_sync=kv_on_sync, decode=decode, **given)
 
     async def load(self, weights: Weights) -> None:
         with self.reporter.reported("load"):
