@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
@@ -211,11 +211,11 @@ def spans_named(monkeypatch: pytest.MonkeyPatch) -> dict[int, Sequence[WeightVer
     named: dict[int, Sequence[WeightVersionSpan]] = {}
     take = Request.take
 
-    def noting(self: Request, output: Output, version_at: Callable[[int], int]) -> bool:
+    def noting(self: Request, output: Output, *others: Any) -> bool:
         spans = getattr(output.outputs[0], "weight_versions", None)
         if spans is not None:
             named[self.prompt.rollout] = spans
-        return take(self, output, version_at)
+        return take(self, output, *others)
 
     monkeypatch.setattr(Request, "take", noting)
     return named
@@ -254,9 +254,9 @@ async def test_groups_share_the_prefix_of_their_prompt(engine: VllmEngine) -> No
     decodes = await policy.open([replace(prompt, rollout=k, sample=k) for k in range(2)])
     take = Request.take
 
-    def noting(self: Request, output: Output, version_at: Callable[[int], int]) -> bool:
+    def noting(self: Request, output: Output, *others: Any) -> bool:
         cached.append(getattr(output, "num_cached_tokens", 0) or 0)
-        return take(self, output, version_at)
+        return take(self, output, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Request, "take", noting)
