@@ -27,7 +27,7 @@ from oppo.placement import Thread
 from oppo.placement.wire import pack_with_blocks, unpack
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.train.test_trainer import SAMPLING, rollouts
+from tests.hf.train.test_trainer import SAMPLING, restored_between_updates, rollouts
 from tests.invariants import test_equivalence as equivalence
 from tests.known import known
 
@@ -255,15 +255,7 @@ def test_a_run_trains_adapters_of_experts_and_a_restored_trainer_goes_on_bit_for
             return HfTrainer(with_experts("qwen3-moe"), sampling=SAMPLING, place=thread, settings=settings)
 
         batch = tiny.apart(rollouts)(with_experts("qwen3-moe"), tiny.scalar(seed=2))
-        uninterrupted, interrupted, restored = made(), made(), made()
-        for _ in range(2):
-            await uninterrupted.update(batch)
-        await interrupted.update(batch)
-        await interrupted.write(tmp_path)
-        await restored.restore(tmp_path)
-        await restored.update(batch)
-        found = weights_digest(restored.core.actor)
-        assert found == weights_digest(uninterrupted.core.actor) != weights_digest(interrupted.core.actor)
+        restored = await restored_between_updates(made, batch, tmp_path)
         whole = restored.weights().standalone()
         assert whole.keys() == tiny.mixture("qwen3-moe").state_dict().keys()
 

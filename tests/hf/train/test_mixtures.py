@@ -29,7 +29,7 @@ from oppo.losses import ClippedLoss
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.train.test_trainer import SAMPLING, rollouts, trainer_of
+from tests.hf.train.test_trainer import SAMPLING, restored_between_updates, rollouts, trainer_of
 from tests.invariants import test_equivalence as equivalence
 from tests.known import known
 
@@ -215,15 +215,7 @@ async def test_a_restored_trainer_goes_on_bit_for_bit(lora: bool, thread: Thread
     def made() -> HfTrainer:
         return trainer_of(mixture("mixtral", lora=lora), None, thread, {"router_aux_loss": 0.1, "minibatches": 2})
 
-    batch, uninterrupted, interrupted, restored = batch_of("mixtral"), made(), made(), made()
-    for _ in range(2):
-        await uninterrupted.update(batch)
-    await interrupted.update(batch)
-    await interrupted.write(tmp_path)
-    await restored.restore(tmp_path)
-    await restored.update(batch)
-    assert weights_digest(restored.core.actor) == weights_digest(uninterrupted.core.actor)
-    assert weights_digest(restored.core.actor) != weights_digest(interrupted.core.actor)
+    await restored_between_updates(made, batch_of("mixtral"), tmp_path)
 
 
 def test_the_loss_is_off_unless_a_setting_or_the_config_asks_for_it() -> None:

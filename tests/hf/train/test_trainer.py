@@ -167,6 +167,20 @@ def digest(trainer: HfTrainer) -> str:
     return weights_digest(trainer.core.actor) + weights_digest(critic_of(trainer))
 
 
+async def restored_between_updates(make: Callable[[], HfTrainer], batch: Batch, directory: Path) -> HfTrainer:
+    """Check that the actor of a trainer restored between two updates ends like another's, and return the trainer."""
+    uninterrupted, interrupted, restored = make(), make(), make()
+    for _ in range(2):
+        await uninterrupted.update(batch)
+    await interrupted.update(batch)
+    await interrupted.write(directory)
+    await restored.restore(directory)
+    await restored.update(batch)
+    found, whole, half = (weights_digest(each.core.actor) for each in (restored, uninterrupted, interrupted))
+    assert found == whole != half
+    return restored
+
+
 async def test_an_update_equals_trls(thread: Thread) -> None:
     golden = json.loads((GOLDEN / "ppo.json").read_text(encoding="utf-8"))["update"]
     setting, rows = fixed.Setting(), range(len(fixed.PROMPT))
