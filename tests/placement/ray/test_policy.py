@@ -21,7 +21,6 @@ from oppo.hf.recipe import ModelRecipe
 from oppo.hf.serve.policy import HfDecode, HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Sampling, Weights
-from oppo.observe import now
 from oppo.placement import Process, Thread
 from oppo.placement.ray import Cluster, RayPlace
 from tests.hf import child, tiny
@@ -184,10 +183,8 @@ def slowly(tokens: Sequence[int]) -> str:
     return ""
 
 
-async def lost_while_decoding(policy: HfPolicy, end: Callable[[], None]) -> float:
-    """End what a policy needs while it decodes; return the seconds until its readers know."""
+async def lose_while_decoding(policy: HfPolicy, end: Callable[[], None]) -> None:
     lost: list[BaseException] = []
-    ended: list[float] = []
 
     async def read(decode: HfDecode) -> None:
         try:
@@ -202,13 +199,11 @@ async def lost_while_decoding(policy: HfPolicy, end: Callable[[], None]) -> floa
         async with policy.decoding(decodes, lambda _: False), anyio.create_task_group() as readers:
             await decodes[0].read(3)
             end()
-            ended.append(now())
             for decode in decodes:
                 readers.start_soon(read, decode)
 
     with pytest.raises(ModelLost, match="while it did 'decode' for 'actor'") as raised:
         await decode_all()
-    after = now() - ended[0]
     assert lost == [raised.value] * 3
     assert raised.value.__notes__ == ["while decoding rollouts [0, 1, 2]"]
     for decode in decodes:
@@ -217,14 +212,13 @@ async def lost_while_decoding(policy: HfPolicy, end: Callable[[], None]) -> floa
     with pytest.raises(ModelLost):
         async with policy.decoding([late], lambda _: False):
             await late.read(1)
-    return after
 
 
 async def test_an_actor_killed_while_it_decodes_is_lost_for_every_reader(cluster: Cluster, actor: ModelRecipe) -> None:
     with RayPlace("actor", cluster, setup=child.set_up, restarts=0) as place, anyio.fail_after(120):
         policy = HfPolicy(actor, sampling=ENDLESS, place=place, decode=slowly)
         await told(policy.with_sampling(SAMPLING), prompts(1))
-        assert await lost_while_decoding(policy, partial(os.kill, place.pid, signal.SIGKILL)) < 10
+        await lose_while_decoding(policy, partial(os.kill, place.pid, signal.SIGKILL))
 
 
 async def test_a_machine_that_dies_while_it_decodes_is_lost_for_every_reader(
@@ -237,4 +231,4 @@ async def test_a_machine_that_dies_while_it_decodes_is_lost_for_every_reader(
     ):
         policy = HfPolicy(actor, sampling=ENDLESS, place=place, decode=slowly)
         await told(policy.with_sampling(SAMPLING), prompts(1))
-        assert await lost_while_decoding(policy, partial(two.lose, third)) < 10
+        await lose_while_decoding(policy, partial(two.lose, third))

