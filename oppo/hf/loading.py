@@ -34,7 +34,7 @@ from oppo.hf.as_text.whole import Encoder, Pooling, reach, reads_beside
 from oppo.hf.devices import CPU, ran_out
 from oppo.hf.introspection import only_whole
 from oppo.hf.kv.attention import CHOICES, COSTS, Choice
-from oppo.hf.lora import require_peft
+from oppo.hf.lora import allow_threads, require_peft
 from oppo.hf.model_files import (
     CAUSAL,
     CLASSIFIER,
@@ -268,6 +268,7 @@ def _adapted(
             dtype=model.dtype,
             ignore_mismatched_sizes=True,
         ).to_dict()
+        allow_threads(model)
         return require_fit(kind, model, info, path, ignore_unused=ignore_unused)[1]
 
 

@@ -47,28 +47,21 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0, ex
         rank: of each adapter.
         alpha: adapters are scaled by ``alpha / rank``.
         seed: of the matrices that are not zero.
-        experts: add one to each expert too: to tensors that hold a matrix for each expert. A pass then adds all
-            products to the experts' weights, in the type of these.
+        experts: add one to each expert too: to tensors that hold a matrix for each expert. In a pass each layer then
+            builds a second, full copy of its experts, their products added, in the type of their weights; training
+            holds the copies of all layers until the backward pass, unless a layer is recomputed.
 
     Raises:
         ConfigError: PEFT is not installed, or not in a version that works with that of transformers; or the rank is
             more than that of the largest layer.
         ModelRefused: the model is a mixture of experts without linear layers in its attention; or it has no experts in
-            such tensors, and ``experts`` asks for them.
+            such tensors, and ``experts`` asks for them; or PEFT cannot add adapters to it.
     """
     require_peft("models.lora_rank")
     from peft import LoraConfig  # noqa: PLC0415 - an extra, for adapters only
 
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not model.get_output_embeddings()
-    }
-    frozen = any(not module.weight.requires_grad for module in linear.values())
-    linear = {name: module for name, module in linear.items() if module.weight.requires_grad}
-    if mixture := has_experts(model):
-        linear = {name: module for name, module in linear.items() if _of_attention(name)}
-    if mixture and not linear:
+    of_every, linear = _linear(model)
+    if not linear and has_experts(model):
         raise ModelRefused(
             f"{type(model).__name__} is a mixture of experts without linear layers in its attention, the only ones of "
             "a mixture that get adapters: set models.lora_rank = 0"
@@ -85,7 +78,6 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0, ex
             f"models.lora_rank = {rank} is more than the rank of any layer of {type(model).__name__}, which is at most "
             f"{largest}: expected a lower one, or 0, which trains all weights"
         )
-    transposed = any(isinstance(module, Conv1D) for module in linear.values())
     fused = [
         f"{name}.{part}"
         for name, module in model.named_modules()
@@ -96,21 +88,57 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0, ex
         r=rank,
         lora_alpha=alpha,
         lora_dropout=0.0,
-        target_modules=list(linear) if mixture or frozen else "all-linear",
+        target_modules="all-linear" if of_every else list(linear),
         target_parameters=list(fused_experts) or None,
         exclude_modules=fused or None,
-        fan_in_fan_out=transposed,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in linear.values()),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model.add_adapter(adapter)
-    for module in model.modules():
-        if hasattr(module, "parameter_name"):
-            module.forward = partial(_with_products, module)  # a partial, so that a deep copy calls its own layer
+        try:
+            model.add_adapter(adapter)
+        except ValueError as error:  # it takes layers of some names for parts of the experts' tensors
+            raise ModelRefused(
+                f"PEFT cannot add adapters to {type(model).__name__} ({one_line(error)}): set models.lora_rank = 0"
+            ) from error
+    allow_threads(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # 16 bits would round small optimizer steps away
     model.train(mode=False)
+
+
+def _linear(model: PreTrainedModel) -> tuple[bool, dict[str, nn.Linear | Conv1D]]:
+    # Whether every linear layer but the last gets an adapter, and those that do, by name.
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not model.get_output_embeddings()
+    }
+    mixture = has_experts(model)
+    chosen = {
+        name: module
+        for name, module in linear.items()
+        if module.weight.requires_grad and (_of_attention(name) or not mixture)
+    }
+    return not mixture and all(module.weight.requires_grad for module in linear.values()), chosen
+
+
+def allow_threads(model: nn.Module) -> None:
+    """Let several threads read at once with a model whose experts have adapters; called once they are there.
+
+    PEFT's own forward pass changes the experts' module for its time.
+    """
+    if has_adapters(model):
+        for module in model.modules():
+            if _of_tensor(module):
+                module.forward = partial(_with_products, module)  # a partial, so that a deep copy calls its own layer
+
+
+def _of_tensor(module: object) -> bool:
+    from peft.tuners.lora import ParamWrapper  # noqa: PLC0415 - an extra, installed if there are adapters
+
+    return isinstance(module, ParamWrapper)
 
 
 def _fused_experts(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -123,12 +151,11 @@ def _fused_experts(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _with_products(wrapper: Any, /, *args: object, **options: object) -> object:
-    # PEFT changes the experts' module for the time of a pass, and other threads may read with it: a copy is changed.
     base, weights = wrapper, dict[str, Tensor]()
-    while hasattr(base, "parameter_name"):  # one around another, each for one tensor
+    while _of_tensor(base):  # one around another, each for one tensor
         weights[base.parameter_name] = _with_product(base.get_param(), base)
         base = base.base_layer
-    changed = copy.copy(base)
+    changed = copy.copy(base)  # other threads may read with the module itself
     changed._parameters = {**base._parameters, **weights}  # noqa: SLF001 - they are no leaves, so they cannot be assigned
     return changed(*args, **options)
 
@@ -181,7 +208,7 @@ def merged(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tens
 
     plain = {_plain(name): tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, layer in model.named_modules():
-        if isinstance(layer, Linear) or hasattr(layer, "parameter_name"):
+        if isinstance(layer, Linear) or _of_tensor(layer):
             key = _plain(f"{name}.{getattr(layer, 'parameter_name', 'weight')}")
             plain[key] = _with_product(plain[key], layer, dtype)
     return plain

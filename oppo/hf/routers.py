@@ -6,7 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
@@ -24,23 +24,30 @@ from oppo.hf.introspection import FAILURES, backbone, has_experts
 
 
 def routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """Return the routers of a mixture of experts, and the index of the logits among the outputs of each."""
+    """Return the routers of a mixture of experts by layer, and the index of the logits among the outputs of each."""
     trunk = backbone(model)
     known = (trunk._can_record_outputs or {}).get("router_logits", [])  # noqa: SLF001 - no public name says it
     recorders = known if isinstance(known, list) else [known]
     kinds = {getattr(each, "target_class", each): getattr(each, "index", 1) for each in recorders}
-    return [(module, kinds[type(module)]) for module in trunk.modules() if type(module) in kinds]
+    found = {name: module for name, module in trunk.named_modules() if type(module) in kinds}
+    return [(found[name], kinds[type(found[name])]) for name in sorted(found, key=_layer)]
+
+
+def _layer(name: str) -> int:
+    return next(int(part) for part in name.split(".") if part.isdecimal())
 
 
 class Route(NamedTuple):
     """The answer of a router.
 
     Attributes:
+        layer: the router's place among the model's routers.
         logits: [N, E].
         experts: of each token, int64 [N, k]; ``None``: the router does not say.
         own: those that the router would have chosen, where others were replayed; -1 where it chose freely.
     """
 
+    layer: int
     logits: Tensor
     experts: Tensor | None
     own: Tensor | None = None
@@ -65,15 +72,29 @@ class _RouterHook:
             return output
         logits, experts = self._parts(output)
         own = None
-        if replayed is not None and experts is not None:
-            chosen = replayed[self.layer]
-            own = experts.where(chosen >= 0, -1)
-            with _Choose(chosen, logits.shape[-1]):
+        if replayed is not None:
+            replay = _Choose(replayed[self.layer], logits.shape[-1])
+            own = self._own(module, experts, replay.chosen)
+            with replay:
                 output = module.forward(*inputs, **options)
             logits, experts = self._parts(output)
+            if not replay.taken:
+                raise self._cannot(module, replay.chosen, f"it asked topk for none of {logits.shape[-1]} experts so")
         if found is not None:
-            found.append(Route(logits, experts, own))
+            found.append(Route(self.layer, logits, experts, own))
         return output
+
+    def _own(self, module: nn.Module, experts: Tensor | None, chosen: Tensor) -> Tensor:
+        if experts is None or experts.shape != chosen.shape:
+            said = "it does not say its own" if experts is None else f"its own are {list(experts.shape)}"
+            raise self._cannot(module, chosen, said)
+        return experts.where(chosen >= 0, -1)
+
+    def _cannot(self, module: nn.Module, chosen: Tensor, why: str) -> ModelError:
+        return ModelError(
+            f"router {self.layer} ({type(module).__name__}) cannot replay experts {list(chosen.shape)}, tokens and "
+            f"choices of each: {why}"
+        )
 
     def _parts(self, output: object) -> tuple[Tensor, Tensor | None]:
         parts = output if isinstance(output, tuple) else (output,) * (self.index + 1)
@@ -87,7 +108,8 @@ class _Choose(TorchFunctionMode):
     # choice in place of that one, scores, weights and gradients are the router's own.
     def __init__(self, chosen: Tensor, experts: int) -> None:
         super().__init__()
-        self._chosen = chosen
+        self.chosen = chosen
+        self.taken = False
         self._experts = experts
 
     def __torch_function__(
@@ -96,12 +118,13 @@ class _Choose(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        if func not in _TOPK or found.indices.shape != self._chosen.shape:
+        if func not in _TOPK or found.indices.shape != self.chosen.shape:
             return found
         scores = args[0] if args else kwargs["input"]
         if scores.shape[-1] != self._experts:  # of groups of experts
             return found
-        chosen = self._chosen.where(self._chosen >= 0, found.indices)
+        self.taken = True
+        chosen = self.chosen.where(self.chosen >= 0, found.indices)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
@@ -118,13 +141,14 @@ def record_routers(model: PreTrainedModel) -> None:
 
 @contextmanager
 def recorded_routes() -> Iterator[list[Route]]:
-    """Record the answers of all routers, in the order of the layers, of the passes that this context makes."""
+    """Record the answers of all routers in the passes that this context makes; at its end they are by layer."""
     found = list[Route]()
     token = _routes.set(found)
     try:
         yield found
     finally:
         _routes.reset(token)
+        found.sort(key=lambda route: route.layer)
 
 
 @contextmanager
@@ -151,7 +175,8 @@ class RouterReplay:
 
     A router that chooses anew may choose others, by rounding or under newer weights, so that importance ratios compare
     two models. Replayed, its scores, its gate weights and their gradient are still those of the weights that are
-    trained.
+    trained. A critic on the actor's trunk reads replayed states in an update, while the values of the rollouts came
+    from routers that chose freely.
 
     Attributes:
         layers: the layers of the model that have a router, by number.
@@ -167,7 +192,7 @@ class RouterReplay:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> RouterReplay:
-        """Return that of a causal language model, after trying each of its routers on one token.
+        """Return the replay of a causal language model, after trying each of its routers on one token.
 
         Raises:
             ModelRefused: it is no mixture of experts, or a router does not say whom it chooses, or cannot be told.
@@ -178,7 +203,8 @@ class RouterReplay:
         refused = f"trainer.router_replay = true replays the experts of a mixture, and {type(model).__name__} "
         if not found:
             raise ModelRefused(f"{refused}has no routers that transformers names: set trainer.router_replay = false")
-        try:
+        obeyed = False
+        with suppress(*FAILURES, ModelError):
             free = _tried(model, None)
             other = [(route.logits.shape[-1] - 1 - cast("Tensor", route.experts)) for route in free]
             told = _tried(model, torch.stack(other))
@@ -186,15 +212,13 @@ class RouterReplay:
                 route.experts is not None and (route.experts.is_meta or torch.equal(route.experts, chosen))
                 for route, chosen in zip(told, other, strict=True)
             )
-        except FAILURES:
-            obeyed = False
         if not obeyed:
             kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in found))
             raise ModelRefused(
                 f"{refused}has routers ({kinds}) that do not say whom they choose, or choose otherwise than by topk: "
                 "set trainer.router_replay = false"
             )
-        layers = [next(int(part) for part in names[each].split(".") if part.isdecimal()) for each in found]
+        layers = [_layer(names[each]) for each in found]
         depth = int(model.config.get_text_config().num_hidden_layers)
         return cls(tuple(layers), depth, free[0].logits.shape[-1], other[0].shape[-1])
 
@@ -249,22 +273,33 @@ class RouteRecords:
     """
 
     def __init__(self, replay: RouterReplay) -> None:
+        self._layers = [*range(len(replay.layers))]
         self._dtype = torch.uint8 if replay.experts <= 256 else torch.int16
         self._none = np.zeros((0, len(replay.layers), replay.k), np.uint8)
         self._rows: dict[int, list[NDArray[Any]]] = {}
 
     @contextmanager
     def of(self, rows: Sequence[int], pads: Tensor | None) -> Iterator[None]:
-        """Record a pass over these rows; each begins with so many tokens of padding, int64 [n]."""
+        """Record a pass over these rows; ``pads``: padding tokens before each row, int64 [n]; ``None``: none.
+
+        Raises:
+            ModelError: the pass called a router twice, or not at all.
+        """
         with recorded_routes() as routes:
             yield
+        called = [route.layer for route in routes]
+        if called != self._layers:
+            raise ModelError(
+                f"one pass called the routers {called}, by layer; expected each of {len(self._layers)} once: set "
+                "trainer.router_replay = false"
+            )
         experts = torch.stack([cast("Tensor", route.experts) for route in routes], 1).to(self._dtype).cpu().numpy()
         skipped = [0] * len(rows) if pads is None else pads.tolist()
         for row, each, pad in zip(rows, np.split(experts, len(rows)), skipped, strict=True):
             self._rows.setdefault(row, []).append(each[pad:])
 
     def pop(self, row: int) -> NDArray[Any]:
-        """Return those of the tokens read since the last time, [n, layers, k]."""
+        """Return the experts of the row's tokens read since they were last popped, [n, layers, k]."""
         return np.concatenate([self._none, *self._rows.pop(row, [])])
 
 
@@ -288,7 +323,9 @@ class LoadBalancing:
 
     @classmethod
     def of(cls, actor: PreTrainedModel, weight: float | None) -> LoadBalancing:
-        """Return that of a causal language model; weight ``None``: the config's, 0 unless it has output_router_logits.
+        """Return the loss of a causal language model.
+
+        Weight ``None`` is that of its config, which is 0 unless ``output_router_logits`` is set.
 
         Raises:
             ModelRefused: transformers has no such loss for this model.
@@ -334,7 +371,7 @@ def expert_loads(routes: Sequence[Route], read: Tensor) -> Tensor | None:
     router would have chosen.
     """
     counted, loads = read.flatten().long(), list[Tensor]()
-    for logits, experts, own in routes:
+    for _, logits, experts, own in routes:
         if experts is not None:
             each = counted.repeat_interleave(experts.shape[-1])
             load = counted.new_zeros(logits.shape[-1]).scatter_add_(0, experts.flatten(), each)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from oppo.admission.chunking import Fixed
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.kv.states import CONTINUED
+from oppo.hf.loading import load_causal
 from oppo.hf.lora import add_lora, merged, rounding_loss, share_base
 from oppo.hf.probe import probe
 from oppo.hf.shared_memory import SharedModel
@@ -202,16 +203,24 @@ class _Delta(torch.nn.Module):
         return delta
 
 
-def test_threads_may_read_with_adapted_experts_at_once_and_see_the_newest_weights() -> None:
+@pytest.mark.parametrize("from_files", [False, True], ids=["added", "loaded"])
+def test_threads_may_read_with_adapted_experts_at_once_and_see_the_newest_weights(
+    from_files: bool, tmp_path: Path
+) -> None:
     actor = with_experts("mixtral")
-    alone = logits(actor)
+    alone, changed = logits(actor), trained(actor).keys()
+    if from_files:
+        tiny.of(tiny.MIXTURES["mixtral"](), seed=1).save_pretrained(tmp_path / "base")
+        actor.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+        actor.save_pretrained(tmp_path / "adapter")
+        actor = tiny.apart(load_causal)(tmp_path / "adapter")
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda _: logits(actor), range(40)))
     assert all(torch.equal(each, alone) for each in together)
     assert actor.state_dict().keys() == with_experts("mixtral").state_dict().keys()
     with torch.no_grad():
-        for parameter in trained(actor).values():
-            parameter.mul_(2)
+        for name in changed:
+            actor.get_parameter(name).mul_(2)
     assert not torch.allclose(logits(actor), alone, atol=1e-3)
 
 
@@ -246,6 +255,17 @@ def test_experts_in_16_bits_serve_what_is_merged_in_16_bits() -> None:
 def test_experts_that_are_no_tensors_are_refused() -> None:
     with pytest.raises(ModelRefused, match=r"lora_experts = true .* LlamaForCausalLM has none .*lora_experts = false"):
         add_lora(tiny.causal("llama"), 4, 8, experts=True)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_model_whose_adapters_peft_refuses_is_refused_by_name(experts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("Cannot convert PEFT target(s) gate_proj")
+
+    model = tiny.mixture("mixtral")
+    monkeypatch.setattr(type(model), "add_adapter", refuse)
+    with pytest.raises(ModelRefused, match=r"MixtralForCausalLM .*gate_proj.*models\.lora_rank = 0"):
+        add_lora(model, 4, 8, experts=experts)
 
 
 def test_a_run_trains_adapters_of_experts_and_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:

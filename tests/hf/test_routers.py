@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import anyio
 import numpy as np
@@ -19,7 +19,7 @@ from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.events import Batch, Prompt, Response, RoutedExperts
 from oppo.hf.devices import use_cores
-from oppo.hf.routers import RouterReplay, recorded_routes, routers
+from oppo.hf.routers import RouterReplay, recorded_routes, replaying, routers
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.weights import weights_digest
 from oppo.models import Sampling
@@ -319,6 +319,53 @@ def test_a_router_that_does_not_ask_topk_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(type(routers(model)[0][0]), "forward", forward)
     with pytest.raises(ModelRefused, match="MixtralTopKRouter"):
         RouterReplay.of(model)
+
+
+async def test_a_router_that_is_called_twice_in_a_pass_is_an_error(thread: Thread) -> None:
+    model = mixture("mixtral")
+    layers = cast("nn.ModuleList", model.get_submodule("model.layers"))
+    layers.append(layers[0])
+    model.config.num_hidden_layers = 3
+    with pytest.raises(ModelError, match=r"routers \[0, 0, 1\].*each of 2 once.*trainer.router_replay = false"):
+        await decoded(model, thread)
+
+
+async def test_experts_are_those_of_their_layers_in_whatever_order_routers_are_called(thread: Thread) -> None:
+    model, expected = mixture("mixtral"), await decoded(mixture("mixtral"), thread)
+    layers = model.get_submodule("model.layers")
+    first, second = layers._modules.pop("0"), layers._modules.pop("1")
+    layers._modules.update({"1": second, "0": first})  # modules() has the second first
+
+    def numbered(self: nn.ModuleList) -> Iterator[nn.Module | None]:
+        return iter([first, second])
+
+    ordered = type("Ordered", (type(layers),), {"__iter__": numbered, "__getitem__": lambda self, _: [first, second]})
+    layers.__class__ = ordered
+    assert RouterReplay.of(model).layers == (0, 1)
+    for ours, theirs in zip(await decoded(model, thread), expected, strict=True):
+        assert np.array_equal(ours.tokens, theirs.tokens)
+        assert np.array_equal(ours.routed_experts.ids, theirs.routed_experts.ids)
+    batch = batch_of(await decoded(model, thread))
+    _, metrics = await learned(thread, model, None, batch, router_replay=True)
+    assert metrics["router/replay_mismatch"] == 0
+
+
+@tiny.apart
+def _read_replaying(model: PreTrainedModel, experts: Tensor) -> None:
+    with replaying(experts), torch.no_grad():
+        model(torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_experts_that_do_not_fit_a_pass_are_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mixture("mixtral")
+    RouterReplay.of(model)
+    _read_replaying(model, torch.zeros(2, 3, 2, dtype=torch.long))
+    for tokens, k in ((4, 2), (3, 1)):
+        with pytest.raises(ModelError, match=rf"router 0 \(MixtralTopKRouter\).*\[{tokens}, {k}\].*\[3, 2\]"):
+            _read_replaying(model, torch.zeros(2, tokens, k, dtype=torch.long))
+    monkeypatch.setattr("oppo.hf.routers._TOPK", ())
+    with pytest.raises(ModelError, match=r"router 0 .*topk"):
+        _read_replaying(model, torch.zeros(2, 3, 2, dtype=torch.long))
 
 
 async def test_a_batch_without_experts_is_refused_and_one_with_some_is_trained(thread: Thread) -> None:

@@ -268,7 +268,7 @@ def test_choices_leave_padding_out_and_count_each_layer() -> None:
     balancing = LoadBalancing(1.0, 3, 1)
     logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [9.0, 0.0, 0.0]])
     read = torch.tensor([[True, True, False]])
-    choices = balancing.choices([Route(logits, None)] * 2, read)
+    choices = balancing.choices([Route(layer, logits, None) for layer in range(2)], read)
     assert choices.tolist() == [2, 2, 0, 4]
 
 
