@@ -294,8 +294,9 @@ def _trained(model: PreTrainedModel) -> None:
         replace(each, prompt=replace(each.prompt, tokens=tokens[:5]), tokens=tokens[5:]) for each in batch.responses
     ]
     batch = replace(batch, responses=tuple(responses), tokens=np.tile(tokens[5:], len(responses)))
-    logits, _ = ActorCritic(model)(pack(batch, [0, 1], model.device, frozenset({"logprobs"})))
-    logits.square().sum().backward()
+    part = pack(batch, [0, 1], model.device, frozenset({"logprobs"}))
+    outputs, _ = ActorCritic(model)(part, lambda logits, at, again: {"logprobs": logits})
+    outputs["logprobs"].square().sum().backward()
     found = [weight.grad for weight in model.parameters() if weight.grad is not None]
     model.zero_grad()
     if not found or not all(bool(gradient.isfinite().all()) for gradient in found):

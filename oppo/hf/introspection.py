@@ -28,6 +28,8 @@ def backbone(model: PreTrainedModel) -> PreTrainedModel:
         ModelRefused: it is no transformers model of its own.
     """
     base = model.base_model
+    if base is model:  # of a head under another name than the type's own, as of Llama 4
+        base = getattr(model, "model", model)
     if not isinstance(base, PreTrainedModel):
         raise ModelRefused(f"{type(model).__name__} has no transformers backbone, but a {type(base).__name__}")
     return base

@@ -97,6 +97,7 @@ def scored(make: Make, worker_of: Callable[[PreTrainedModel], ScorerWorker[Any]]
     model, found = bare(make), Counts()
     with watched() as watch:
         worker = worker_of(moved(model))
+        worker._prepare()
         watch.taken()
         worker.extend(ScorerInput([Prompt(r, r, np.ones(5 + r, np.int32)) for r in range(4)]))
         found["prompts"] = watch.taken()
@@ -152,6 +153,7 @@ def update(made: Callable[[], ActorCritic]) -> Counts:
     with watched() as watch:
         core = core_of(moved(models))
         batch = batch_for(core)
+        core.optimisation  # noqa: B018 - made here
         watch.taken()
         core.update(batch)
         return {"update": watch.taken() | {"micro-batches": core.counts.micro_batches}}

@@ -17,6 +17,7 @@ from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
 from oppo.events import Prompt, StepReport, Support
 from oppo.hf import DeviceThread, HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel, probe
+from oppo.hf.head import widen_head
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.serve.sampling import draw, gumbel
 from oppo.hf.weights import weights_digest
@@ -53,6 +54,22 @@ def test_streamed_logits_equal_one_forward_pass(name: str) -> None:
     with torch.inference_mode():
         whole = model(tokens[None]).logits[0]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_products_in_float32(dtype: torch.dtype) -> None:
+    head = on_gpu(tiny.causal("llama", seed=1), dtype).get_output_embeddings()
+    model = on_gpu(tiny.causal("llama", seed=1), dtype)
+    widen_head(model)
+    hidden = torch.randn(9, tiny.HIDDEN, generator=torch.Generator().manual_seed(0)).to("cuda", dtype)
+    logits = model.get_output_embeddings()(hidden)
+    assert logits.dtype == torch.float32
+    expected = hidden.double() @ head.get_parameter("weight").double().t()
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
+    logits.square().sum().backward()
+    gradient = model.get_output_embeddings().get_parameter("weight").grad
+    assert gradient is not None
+    torch.testing.assert_close(gradient.double(), 2 * expected.t() @ hidden.double(), rtol=0.05, atol=0.05)
 
 
 def test_the_noise_of_a_token_is_that_of_the_cpu() -> None:

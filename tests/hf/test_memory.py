@@ -14,20 +14,23 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
+from oppo.hf.head import CPU_LOGITS_BYTES
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import (
     Bytes,
     LiveBytes,
     Load,
+    WithoutData,
     longest_batch,
     of_critic,
     of_policy,
     of_reference,
     of_reward,
     of_trainer,
+    strip,
     without_data,
 )
-from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
@@ -142,6 +145,39 @@ def test_training_without_data_is_counted_like_training_with_data(
     assert at_rest == pytest.approx(expected.weights + expected.optimizer, rel=0.1)
     # Without data transformers cannot see that no token is masked, and makes a mask.
     assert expected.activations == pytest.approx(peak - at_rest - expected.gradients, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", ["PPO", "GRPO", "trunk"])
+def test_no_tensor_of_an_update_has_a_number_for_each_token_and_id(kind: str) -> None:
+    config = tiny.CONFIGS["llama"]()
+    config.update({"vocab_size": 152_000})
+    sampling, loss = Sampling(max_new_tokens=1024, temperature=0.7), ClippedLoss() if kind == "GRPO" else PPOLoss()
+
+    def made() -> ActorCritic:
+        actor = tiny.of(config)
+        if kind == "GRPO":
+            return ActorCritic(actor)
+        return ActorCritic(actor, tiny.scalar() if kind == "PPO" else value_model_on(actor))
+
+    class Largest(WithoutData):
+        def _count(self, tensor: torch.Tensor) -> None:
+            super()._count(tensor)
+            sizes.append(tensor.untyped_storage().nbytes())
+
+    sizes, chunk = list[int](), CPU_LOGITS_BYTES // (4 * 152_000)
+    with torch.device("meta"):
+        models = made()
+    settings = TrainerSettings(epochs=1, micro_batch_tokens=4096)
+    models.separate_head()
+    with without_data(), Largest() as live:
+        core = HfTrainerCore(strip(models), sampling, settings, loss, TrainerCounts.new())
+        core.update(longest_batch(4, Load(4, 20, 1000, 16), critic=core.critic is not None))
+    assert core.counts.micro_batches == 1, "of 4000 response tokens"
+    assert max(sizes) == 4 * 152_000 * chunk
+    weights = weights_of(models)
+    assert live.peak < 6 * weights + 8 * CPU_LOGITS_BYTES < 4 * 152_000 * 4000
+    few, many = (of_trainer(made, Load(rows, 20, 1000, 16), sampling, settings, loss).activations for rows in (1, 4))
+    assert many < few + 3000 * 20_000, "what a token needs does not depend on the vocabulary"
 
 
 @pytest.mark.adapters

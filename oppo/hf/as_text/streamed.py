@@ -340,10 +340,11 @@ class BridgeWorker:
 
 
 @torch.inference_mode()
-def _keep(span: TokenSpan, outputs: Tensor) -> None:
+def _keep(spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
     # The score at each position is kept, since the last one is known only in the end.
-    before = torch.cat(span.state.kept)[: span.start] if span.state.kept else outputs[:0, 0]
-    span.state.kept = [before, outputs[:, 0].float()]
+    for span, output in zip(spans, outputs, strict=True):
+        before = torch.cat(span.state.kept)[: span.start] if span.state.kept else output[:0, 0]
+        span.state.kept = [before, output[:, 0].float()]
 
 
 class BridgedReward:

@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Chunk, Prompt, Support, ToolTokens
+from oppo.hf.head import widen_head
 from oppo.hf.introspection import cache_argument, keeps_logits, longest, only_whole, require_pieces, takes
 from oppo.hf.kv.attention import Masks, attend_in_segments, expand_in_segments, overhead_of, segmented
 from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Slab, as_slice, index
@@ -95,6 +96,7 @@ class Incremental:
         require_pieces(model)
         self.max_length = longest(model)
         self._model = model.train(False)
+        widen_head(model)
         self._head = head
         self._segmented = attend_in_segments(model)
         if self._segmented:
@@ -448,6 +450,7 @@ class WholeRows:
     def __init__(self, model: PreTrainedModel, *, head: Callable[[Tensor], Tensor] | None = None) -> None:
         self.max_length = longest(model)
         self._model = model.train(False)
+        widen_head(model)
         self._head = head
 
     @property
@@ -511,7 +514,7 @@ class ReadState(RolloutSession):
     Attributes:
         read: tokens that the model has read.
         unread: int64 [received - read].
-        support: of the unread tokens, if outputs are logits: the ids that each was sampled from.
+        support: of the unread tokens, if outputs predict tokens: the ids that each was sampled from.
         kept: what the scorer kept of each span.
         tail: [1, D], the output at the last position read, for scorers that need it with the next token.
     """
@@ -555,10 +558,10 @@ class IncrementalPrefill:
         reader: of the model; of :class:`WholeRows` each rollout is read when it is finished, in one span.
         name: of the model, for errors.
         vocabulary: upper bound of token ids.
-        keep: called with each span and the outputs [k, D] at its last k positions: all of them, or, with
-            ``needs_logits``, those that predict the response.
+        keep: called with the spans of a pass and the outputs of each, [k, D] at its last k positions: all of them, or,
+            with ``predictive``, those that predict the response.
         deterministic: read each rollout alone, on the grid.
-        needs_logits: outputs are logits, computed at the predictive positions only; supports of tokens are kept.
+        predictive: outputs are asked for where they predict the response only; supports of tokens are kept.
     """
 
     def __init__(
@@ -567,15 +570,15 @@ class IncrementalPrefill:
         *,
         name: str,
         vocabulary: int,
-        keep: Callable[[TokenSpan, Tensor], None],
+        keep: Callable[[Sequence[TokenSpan], Sequence[Tensor]], None],
         deterministic: bool,
-        needs_logits: bool = False,
+        predictive: bool = False,
     ) -> None:
         self._reader = reader
         self._whole = isinstance(reader, WholeRows)
         self._keep = keep
         self._deterministic = deterministic
-        self._needs_logits = needs_logits
+        self._predictive = predictive
         self._states = RolloutSessions(
             name,
             lambda prompt: ReadState(prompt.rollout, len(prompt.tokens)),
@@ -638,7 +641,7 @@ class IncrementalPrefill:
         return self._reader.memory()
 
     def _received(self, event: Prompt | Chunk | ToolTokens) -> ReadState:
-        support = event.support if self._needs_logits and isinstance(event, Chunk) else Support()
+        support = event.support if self._predictive and isinstance(event, Chunk) else Support()
         state = self._states.receive(event, support)
         state.support = Support.concatenate([(state.support, len(state.unread)), (support, len(event.tokens))])
         state.unread = np.concatenate((state.unread, event.tokens.astype(np.int64)))
@@ -648,10 +651,9 @@ class IncrementalPrefill:
         if self._whole and not final:
             return
         for batch in self._blocks(states, final=final) if self._deterministic else self._batches(states):
-            last = [span.predictive for span in batch] if self._needs_logits else None
+            last = [span.predictive for span in batch] if self._predictive else None
             rows, tokens = [span.state.rollout for span in batch], [span.tokens for span in batch]
-            for span, outputs in zip(batch, self._reader.extend(rows, tokens, last=last), strict=True):
-                self._keep(span, outputs)
+            self._keep(batch, self._reader.extend(rows, tokens, last=last))
 
     def _blocks(self, states: Sequence[ReadState], *, final: bool) -> Iterator[list[TokenSpan]]:
         for state in states:
@@ -662,12 +664,9 @@ class IncrementalPrefill:
         waiting, overhead = list(states), overhead_on(self._reader.device)
         while waiting := [state for state in waiting if len(state.unread)]:
             spans = [self._next_span(state, len(state.unread) if self._whole else TOKENS_PER_PASS) for state in waiting]
-            # A pass computes logits for each span as for the one that needs most: prompts have passes of their own.
-            for in_prompt in (True, False):
-                alike = [span for span in spans if (self._needs_logits and span.in_prompt) == in_prompt]
-                lengths = [len(span.tokens) for span in alike]
-                for group in cheapest_groups(lengths, range(len(alike)), overhead=overhead, budget=TOKENS_PER_PASS):
-                    yield [alike[at] for at in group]
+            lengths = [len(span.tokens) for span in spans]
+            for group in cheapest_groups(lengths, range(len(spans)), overhead=overhead, budget=TOKENS_PER_PASS):
+                yield [spans[at] for at in group]
 
     def _next_span(self, state: ReadState, limit: int) -> TokenSpan:
         tokens, state.unread = state.unread[:limit], state.unread[limit:]

@@ -26,11 +26,12 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelLost
 from oppo.events import BoolArray, Chunk, Finish, FloatArray, Prompt, Response, Support, ToolTokens
+from oppo.hf.head import OwnHead, separable_head
 from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
 from oppo.hf.kv.reader import IncrementalPrefill, Reader, ReadState, TokenSpan, reader_of
 from oppo.hf.recipe import Loadable, ModelRecipe, worker_maker
 from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
-from oppo.losses import SupportIndex, token_logprobs
+from oppo.losses import Input, SupportIndex, token_logprobs
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Make
 from oppo.returns import TokenRewards
@@ -98,25 +99,30 @@ class ScorerWorker(ABC, Generic[T]):
         model: whose weights are loaded.
         reader: reads with it, or with its backbone and score layer.
         deterministic: read each rollout alone, on the grid.
-        needs_logits: see :class:`~oppo.hf.kv.reader.IncrementalPrefill`.
+        predictive: see :class:`~oppo.hf.kv.reader.IncrementalPrefill`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, reader: Reader, *, deterministic: bool, needs_logits: bool = False
+        self, model: PreTrainedModel, reader: Reader, *, deterministic: bool, predictive: bool = False
     ) -> None:
         self._model = model
         self._deterministic = deterministic
-        self.reader = IncrementalPrefill(
+        self._predictive = predictive
+        self.reader = self._prefill(reader)
+
+    def _prefill(self, reader: Reader) -> IncrementalPrefill:
+        return IncrementalPrefill(
             reader,
-            name=type(model).__name__,
-            vocabulary=vocabulary(model),
-            keep=self._keep,
-            deterministic=deterministic,
-            needs_logits=needs_logits,
+            name=type(self._model).__name__,
+            vocabulary=vocabulary(self._model),
+            keep=self._keep_all,
+            deterministic=self._deterministic,
+            predictive=self._predictive,
         )
 
     def extend(self, inputs: ScorerInput) -> None:
         """Read more of some rollouts."""
+        self._prepare()
         self.reader.extend(inputs.events)
 
     def finish(self, lengths: Mapping[int, int]) -> list[T]:
@@ -135,10 +141,16 @@ class ScorerWorker(ABC, Generic[T]):
         """Compute with ``weights`` from now on, here and in every worker over the same memory."""
         adopt(self._model, weights)
 
-    @abstractmethod
+    def _prepare(self) -> None:
+        """Do what needs a forward pass before the first one over rollouts."""
+
+    def _keep_all(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
+        for span, output in zip(spans, outputs, strict=True):
+            self._keep(span, output)
+
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
         # ``outputs`` [k, D] are at the span's last k positions.
-        ...
+        raise NotImplementedError
 
     @abstractmethod
     def _result(self, state: ReadState) -> T: ...
@@ -149,7 +161,9 @@ class ReferenceWorker(ScorerWorker[FloatArray]):
 
     def __init__(self, model: PreTrainedModel, deterministic: bool, sampling: Sampling) -> None:
         self._sampling = sampling
-        super().__init__(model, reader_of(model), deterministic=deterministic, needs_logits=True)
+        self._head: OwnHead | None = None
+        self._prepared = False
+        super().__init__(model, reader_of(backbone(model)), deterministic=deterministic, predictive=True)
 
     def load(self, weights: Mapping[str, object]) -> None:
         """Compute with ``weights`` from now on; without any, go on with those there are."""
@@ -159,18 +173,42 @@ class ReferenceWorker(ScorerWorker[FloatArray]):
     def _result(self, state: ReadState) -> FloatArray:
         return _joined(state)
 
+    def _prepare(self) -> None:
+        if not self._prepared:
+            self._head, self._prepared = separable_head(self._model), True
+            if self._head is None:
+                self.reader = self._prefill(reader_of(self._model))
+
     @torch.inference_mode()
-    def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
-        session, first = span.state, max(span.state.prompt, span.start)
-        if not span.in_prompt:
-            # The logits at a position predict the next token: those for a span's first token precede the span.
-            before = outputs[:-1] if session.tail is None else torch.cat((session.tail, outputs[:-1]))
-            skipped = first - span.start
-            targets = span.tokens[skipped:]
-            support = SupportIndex.of(span.support.slice(skipped, len(span.tokens)), outputs.device)
-            before = before[len(before) - len(targets) :, self._sampling.ids]
-            session.kept.append(token_logprobs(before, targets, self._sampling.temperature, support))
-        session.tail = outputs[-1:].clone()  # a view would keep the whole chunk's logits alive
+    def _keep_all(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
+        # The output at a position predicts the next token: what predicts a span's first token is the last one before.
+        before, read = list[Tensor](), list[tuple[ReadState, Tensor, Support]]()
+        for span, output in zip(spans, outputs, strict=True):
+            if not span.in_prompt:
+                first = max(span.state.prompt - span.start, 0)
+                before += [output[:-1]] if span.state.tail is None or first else [span.state.tail, output[:-1]]
+                read.append((span.state, span.tokens[first:], span.support.slice(first, len(span.tokens))))
+        if read:
+            states, targets, supports = zip(*read, strict=True)
+            sizes = [len(tokens) for tokens in targets]
+            support = Support.concatenate(zip(supports, sizes, strict=True))
+            logprobs = self._logprobs(torch.cat(before), torch.cat(targets), support)
+            for state, each in zip(states, logprobs.split(sizes), strict=True):
+                state.kept.append(each)
+        tails = torch.stack([output[-1] for output in outputs])  # a view would keep the outputs alive
+        for span, tail in zip(spans, tails.split(1), strict=True):
+            span.state.tail = tail
+
+    def _logprobs(self, outputs: Tensor, targets: Tensor, support: Support) -> Tensor:
+        def measure(logits: Tensor, at: slice, again: bool) -> Mapping[Input, Tensor]:
+            del again
+            index = SupportIndex.of(support.slice(at.start, at.stop), logits.device)
+            logits = logits[:, self._sampling.ids]
+            return {"logprobs": token_logprobs(logits, targets[at], self._sampling.temperature, index)}
+
+        if self._head is None:  # outputs are logits
+            return measure(outputs, slice(0, len(outputs)), False)["logprobs"]
+        return self._head.measured(outputs, measure)["logprobs"]
 
 
 class RewardWorker(ScorerWorker[float]):
@@ -276,7 +314,7 @@ class ReferenceLogprobs(StreamedScorer[FloatArray]):
     It computes them as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
     (z / temperature)[t] - logsumexp(z / temperature), in float32; a temperature of 0 counts as 1. Where the policy's
     sampling left ids out, the logsumexp is over the others, so that the KL is between distributions over one support.
-    ``ToolTokens`` tokens get a log-prob too. Between chunks it keeps one row of logits for each open rollout.
+    ``ToolTokens`` tokens get a log-prob too. Between chunks it keeps one hidden state for each open rollout.
 
     Args:
         model: a causal LM that shares the policy's tokenizer; or its recipe, for a place on another machine.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -12,16 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from oppo.errors import ModelRefused
+from oppo.hf.head import Measure, OwnHead, require_own_head, separable_head, widen_head
 from oppo.hf.introspection import backbone, keeps_logits, score_head, takes
 from oppo.hf.recipe import ModelRecipe
 from oppo.hf.routers import contexts_of_recomputing, record_routers, replaying
 from oppo.hf.train.packing import MicroBatch
-
-AGREEMENT = 1e-4
-"""Largest difference between an actor's logits and those of :class:`OwnHead`, in units of the largest logit."""
+from oppo.losses import Input
 
 
 def value_model_on(actor: PreTrainedModel) -> PreTrainedModel:
@@ -33,8 +32,7 @@ def value_model_on(actor: PreTrainedModel) -> PreTrainedModel:
     """
     trunk, config = backbone(actor), copy.deepcopy(actor.config)
     config.num_labels = 1
-    if actor.device.type != "meta":  # without weights there are no logits to compare
-        require_own_head(actor)
+    require_own_head(actor)
     try:
         with torch.device("meta"):  # the trunk built here is dropped, so it takes no memory
             critic = cast("PreTrainedModel", AutoModelForSequenceClassification.from_config(config, dtype=actor.dtype))
@@ -62,69 +60,6 @@ def value_model_on(actor: PreTrainedModel) -> PreTrainedModel:
 def shares_trunk(actor: PreTrainedModel, critic: PreTrainedModel) -> bool:
     """Return whether actor and critic are heads on one trunk."""
     return actor.base_model is critic.base_model
-
-
-class OwnHead:
-    """The head of a causal language model: logits as a function of the trunk's hidden states.
-
-    It runs the model's own forward pass over a trunk that returns its input, so it includes what the architecture does
-    between hidden states and logits (scaling, softcapping). :func:`require_own_head` checks that a model allows this.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        shell = copy.copy(model)
-        shell._modules = {**model._modules, model.base_model_prefix: _Identity()}  # noqa: SLF001 - the model keeps its own
-        self._shell = shell
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the logits [n, q, V] of hidden states [n, q, D]."""
-        logits: Tensor = self._shell(inputs_embeds=hidden, use_cache=False).logits
-        return logits
-
-
-@torch.no_grad()
-def require_own_head(model: PreTrainedModel) -> None:
-    """Check on a few tokens that :class:`OwnHead` of ``model`` computes the model's logits.
-
-    Raises:
-        ModelRefused: it does not: the model uses its trunk in another way.
-    """
-    ids = torch.arange(4, device=model.device)[None]
-    mask = torch.ones_like(ids)
-    try:
-        apart = OwnHead(model)(backbone(model)(ids, attention_mask=mask, use_cache=False).last_hidden_state).float()
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise ModelRefused(
-            f"the head of {type(model).__name__} cannot run apart from its trunk, so no critic can share the trunk: "
-            f"set models.shared_trunk = false ({error!r})"
-        ) from error
-    expected = model(ids, attention_mask=mask, use_cache=False).logits.float()
-    difference = float((apart - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
-    if not difference <= AGREEMENT:
-        raise ModelRefused(
-            f"the head of {type(model).__name__}, run on the hidden states of its trunk, differs from the model's own "
-            f"logits by {difference:.1e} of the largest; at most {AGREEMENT:.0e} is allowed: set "
-            "models.shared_trunk = false"
-        )
-
-
-class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
-    """The output of any kind of trunk, with hidden states only."""
-
-    router_logits: None = None
-
-
-class _Identity(nn.Module):
-    """A trunk whose hidden states are its input embeddings."""
-
-    @property
-    def decoder(self) -> nn.Module:
-        """The trunk of OPT, one level below the model's base model."""
-        return self
-
-    def forward(self, *ids: object, inputs_embeds: Tensor, **options: object) -> _HiddenStates:
-        del ids, options
-        return _HiddenStates(last_hidden_state=inputs_embeds)
 
 
 def recompute(model: PreTrainedModel, every: int = 1) -> None:
@@ -162,16 +97,22 @@ class ActorCritic(nn.Module):
     A trunk that the two models share is read once. Pickled or copied, the models share what they shared before.
     """
 
-    def __init__(self, actor: PreTrainedModel, critic: PreTrainedModel | None = None) -> None:
+    def __init__(self, actor: PreTrainedModel, critic: PreTrainedModel | None = None, head_apart: bool = False) -> None:
         super().__init__()
         self.actor = actor
         self.critic = critic
         self._keeps = keeps_logits(actor)
         record_routers(actor)
-        self._own_head = OwnHead(actor) if critic is not None and shares_trunk(actor, critic) else None
+        widen_head(actor)
+        self._one_trunk = critic is not None and shares_trunk(actor, critic)
+        self._own_head = OwnHead(actor) if head_apart or self._one_trunk else None
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return type(self), (self.actor, self.critic)
+        return type(self), (self.actor, self.critic, self._own_head is not None)
+
+    def separate_head(self) -> None:
+        """Compute logits of response tokens only, in bounded memory, if the head can run apart from its trunk."""
+        self._own_head = self._own_head or separable_head(self.actor)
 
     def trained(self) -> list[list[nn.Parameter]]:
         """Return the parameters that are trained: the actor's, a shared trunk included, and the critic's.
@@ -202,12 +143,12 @@ class ActorCritic(nn.Module):
         return copy.deepcopy(self, held)
 
     def forward(
-        self, batch: MicroBatch, *, actor_learns: bool = True, heads: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return logits and values at the position before each response token: [T, V] and float32 [T].
+        self, batch: MicroBatch, measure: Measure | None, *, actor_learns: bool = True
+    ) -> tuple[Mapping[Input, Tensor], Tensor | None]:
+        """Return what ``measure`` says of the response tokens, and values at the positions before them: float32 [T].
 
-        Values are ``None`` without a critic. The actor's pass records no gradient unless ``actor_learns``. Without
-        ``heads`` only the actor's trunk is read, as its routers need, and its hidden states come in place of logits.
+        Values are ``None`` without a critic. The actor's pass records no gradient unless ``actor_learns``. Without a
+        ``measure`` only the actor's trunk is read, as its routers need.
         """
 
         def inputs(model: PreTrainedModel) -> dict[str, object]:
@@ -219,23 +160,26 @@ class ActorCritic(nn.Module):
             hidden: Tensor = trunk(batch.ids, **inputs(trunk)).last_hidden_state[:, batch.keep]
             return hidden
 
-        if not heads:
-            with replaying(batch.routed_experts):
-                return read(self.actor), None
+        def logits() -> Tensor:
+            kept = {"logits_to_keep": batch.keep} if self._keeps else {}
+            found: Tensor = self.actor(batch.ids, **kept, **inputs(self.actor)).logits
+            return found if self._keeps else found[:, batch.keep]
+
         with torch.set_grad_enabled(actor_learns), replaying(batch.routed_experts):
+            if measure is None:
+                read(self.actor)
+                return {}, None
             if self._own_head is None:
-                kept = {"logits_to_keep": batch.keep} if self._keeps else {}
-                logits: Tensor = self.actor(batch.ids, **kept, **inputs(self.actor)).logits
-                logits = logits if self._keeps else logits[:, batch.keep]
+                measured = measure(logits()[batch.row, batch.column], slice(0, len(batch.tokens)), False)
             else:
                 hidden = read(self.actor)
-                logits = self._own_head(hidden)
+                measured = self._own_head.measured(hidden[batch.row, batch.column], measure)
         if self.critic is None:
-            return logits[batch.row, batch.column], None
-        if self._own_head is None:
+            return measured, None
+        if not self._one_trunk:
             hidden = read(self.critic)
         values: Tensor = self.critic.get_submodule("score")(hidden).squeeze(-1)
-        return logits[batch.row, batch.column], values[batch.row, batch.column].float()
+        return measured, values[batch.row, batch.column].float()
 
 
 def _trained(model: PreTrainedModel, name: str, *, but: PreTrainedModel | None = None) -> list[nn.Parameter]:

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oppo.events import Batch, FloatArray
+from oppo.events import Batch, FloatArray, Support
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
-from oppo.losses import Input, SupportIndex, Unit
+from oppo.losses import Input, Unit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ class MicroBatch:
         versions: int64 [T].
         behaviour: float32 [T], behaviour log-probs.
         given: inputs of the loss that the batch holds: float32 [T], or [n] for those of rows.
-        support: where the ids lie from which the T tokens were sampled; ``None`` if that was the whole vocabulary.
+        support: the ids from which the T tokens were sampled.
         routed_experts: those that the routers of the actor take, int64 [layers, n * L, k], see
             :func:`oppo.hf.routers.replaying`; ``None``: they choose freely.
     """
@@ -51,7 +51,7 @@ class MicroBatch:
     versions: Tensor
     behaviour: Tensor
     given: Mapping[Input, Tensor]
-    support: SupportIndex | None
+    support: Support
     routed_experts: Tensor | None = None
 
     @property
@@ -147,5 +147,5 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device, inputs: Collec
             for name, column in held.items()
             if name in inputs and column is not None
         },
-        support=SupportIndex.of(batch.support(rows), device),
+        support=batch.support(rows),
     )

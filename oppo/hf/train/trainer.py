@@ -39,7 +39,18 @@ from oppo.hf.train.metrics import AUX, StalenessMetrics, Sums, UpdateMetrics
 from oppo.hf.train.optim import Optimisation, gather_training, read_training, write_training
 from oppo.hf.train.packing import MicroBatch, micro_batches, minibatches, pack, tokens_read, units
 from oppo.hf.train.ranks import SHARDS, Alone, Ranked, Replicas, Team, reset, whole
-from oppo.losses import Divided, Input, Inputs, Loss, LossValue, Whole, default_loss, entropies, token_logprobs
+from oppo.losses import (
+    Divided,
+    Input,
+    Inputs,
+    Loss,
+    LossValue,
+    SupportIndex,
+    Whole,
+    default_loss,
+    entropies,
+    token_logprobs,
+)
 from oppo.losses.base import evaluated, require_inputs, require_loss
 from oppo.models import Sampling, Trained, TrainerCapabilities, Weights
 from oppo.placement import Hosting
@@ -149,11 +160,14 @@ class HfTrainerCore:
         team = Ranked(rank, size, meeting, device)
         if rank:
             self.counts = self.counts.copy()
+        self._whole.separate_head()
         self._models, self._team = self._replicas.of(self._whole, team), team
 
     @cached_property
     def optimisation(self) -> Optimisation:
         """The optimizer; created at its first use, so that its memory is allocated where updates are made."""
+        if self._models is self._whole:  # no shard, whose head is known already
+            self._whole.separate_head()
         return Optimisation(self._models, self.settings)
 
     def weights(self) -> Weights:
@@ -352,7 +366,7 @@ class HfTrainerCore:
         total = torch.zeros(self._balancing.experts + 1, dtype=torch.int64, device=self._models.actor.device)
         for part in self._shared(batch, minibatch):
             with recorded_routes() as routes:
-                self.optimisation.models(part, heads=False)
+                self.optimisation.models(part, None)
             total += self._balancing.choices(routes, part.read)
         return self._team.sum(total)
 
@@ -374,7 +388,7 @@ class HfTrainerCore:
         # Passes without a gradient: those of other ranks need this one's shards.
         part = self._packed(batch, rows)
         if not torch.is_grad_enabled():
-            self.optimisation.models(part, heads=False)
+            self.optimisation.models(part, None)
             return
         outputs = self.outputs(part).values()
         self.optimisation.backward(torch.stack([output.sum() for output in outputs]).sum() * 0.0)
@@ -396,13 +410,19 @@ class HfTrainerCore:
 
     def outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
         """Return log-probs, values if there is a critic, and entropies if the loss has them as input: float32 [T]."""
-        logits, values = self.optimisation.models(part, actor_learns=self.counts.version >= self.settings.critic_warmup)
-        temperature, logits = self._sampling.temperature, logits[..., self._sampling.ids]
-        outputs: dict[Input, Tensor] = {"logprobs": token_logprobs(logits, part.tokens, temperature, part.support)}
-        if "entropies" in self._inputs:
-            source = logits if "entropies" in self.loss.reads else logits.detach()
-            outputs["entropies"] = entropies(source, temperature, part.support)
-        return outputs if values is None else {**outputs, "values": values}
+
+        def measure(logits: Tensor, at: slice, again: bool) -> dict[Input, Tensor]:
+            temperature, logits = self._sampling.temperature, logits[..., self._sampling.ids]
+            support = SupportIndex.of(part.support.slice(at.start, at.stop), logits.device)
+            found: dict[Input, Tensor] = {"logprobs": token_logprobs(logits, part.tokens[at], temperature, support)}
+            if "entropies" in (self.loss.reads if again else self._inputs):
+                source = logits if "entropies" in self.loss.reads else logits.detach()
+                found["entropies"] = entropies(source, temperature, support)
+            return found
+
+        learns = self.counts.version >= self.settings.critic_warmup
+        outputs, values = self.optimisation.models(part, measure, actor_learns=learns)
+        return {**outputs} if values is None else {**outputs, "values": values}
 
     @torch.no_grad()
     def _keep_whole(self) -> None:

@@ -175,12 +175,11 @@ async def test_a_long_chunk_is_read_in_several_passes(thread: Thread, monkeypatc
 
 async def test_responses_of_very_different_length_are_read_with_little_padding(thread: Thread) -> None:
     model, read = tiny.causal("llama"), list[int]()
-    model.register_forward_pre_hook(lambda *given: read.append(given[2]["input_ids"].numel()), with_kwargs=True)
     scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), place=thread)
     lengths = [4] * 12 + [20] * 6 + [60] * 3 + [300]
     tokens = [np.full(length, 5, np.int32) for length in lengths]
     await scorer.extend([Prompt(n, n, np.array([5, 6], np.int32)) for n in range(len(lengths))])
-    read.clear()
+    model.model.register_forward_pre_hook(lambda *given: read.append(given[2]["input_ids"].numel()), with_kwargs=True)
     await scorer.extend([chunk(n, 0, each) for n, each in enumerate(tokens)])
     assert sum(lengths) <= sum(read) < 1.5 * sum(lengths)
 
@@ -189,10 +188,11 @@ async def test_no_logits_are_computed_that_say_nothing_of_a_response(thread: Thr
     model, made = tiny.causal("llama"), list[int]()
     model.lm_head.register_forward_pre_hook(lambda _, given: made.append(given[0].shape[1]))
     scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), place=thread)
+    await scorer.extend([Prompt(0, 0, np.full(3, 5, np.int32))])
     prompt = np.full(30, 5, np.int32)
     made.clear()
-    await scorer.extend([Prompt(1, 1, prompt), chunk(1, 0, prompt[:4]), Prompt(2, 2, prompt)])
-    assert sorted(made) == [1, 5], "after a prompt alone, the last; else that before the response, and all in it"
+    await scorer.extend([Prompt(1, 1, prompt), chunk(1, 0, prompt[:6]), Prompt(2, 2, prompt)])
+    assert made == [6], "those at the position before each token of the response"
 
 
 async def test_new_weights_are_used_from_the_next_call_on(thread: Thread) -> None:

@@ -20,7 +20,7 @@ from oppo.hf.serve.scorers import ReferenceLogprobs
 from oppo.hf.train.packing import MicroBatch, micro_batches, pack, units
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
-from oppo.losses import PPOLoss, token_logprobs
+from oppo.losses import PPOLoss, SupportIndex, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.stages import GAE
@@ -69,7 +69,8 @@ async def rolled_out(model: PreTrainedModel, sampling: Sampling, thread: Thread,
 @tiny.apart
 @torch.no_grad()
 def current(trainer: HfTrainer, part: MicroBatch) -> Tensor:
-    logits: Tensor = trainer.core.optimisation.models(part)[0]
+    outputs, _ = trainer.core.optimisation.models(part, lambda logits, at, again: {"logprobs": logits})
+    logits: Tensor = outputs["logprobs"]
     return logits
 
 
@@ -87,7 +88,7 @@ async def test_before_the_first_step_the_ratio_of_every_token_is_one(
     for group in micro_batches(batch, units(batch, "row"), cpu, 100):
         part = pack(batch, group, cpu)
         logits = current(trainer, part)
-        ours = token_logprobs(logits, part.tokens, sampling.temperature, part.support)
+        ours = token_logprobs(logits, part.tokens, sampling.temperature, SupportIndex.of(part.support, cpu))
         assert ((ours - part.behaviour).exp() - 1).abs().max() <= 1e-5
         full = token_logprobs(logits, part.tokens, sampling.temperature)
         assert (full - part.behaviour).min() < -1e-3, "nothing was left out, so this shows nothing"

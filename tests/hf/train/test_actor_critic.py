@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -21,19 +23,23 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.admission.chunking import Fixed
 from oppo.errors import ModelRefused
+from oppo.events import Batch, Support
+from oppo.hf.head import OwnHead
 from oppo.hf.introspection import score_head
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
-from oppo.hf.train.actor_critic import ActorCritic, OwnHead, recompute, require_own_head, shares_trunk, value_model_on
+from oppo.hf.train.actor_critic import ActorCritic, recompute, shares_trunk, value_model_on
 from oppo.hf.train.packing import MicroBatch, pack
-from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.train.trainer import HfTrainer, HfTrainerCore
 from oppo.hf.weights import weights_digest
-from oppo.losses import PPOLoss, Whole, policy_loss, token_logprobs, value_loss
-from oppo.placement import Thread
+from oppo.losses import ClippedLoss, Input, PPOLoss, Whole, policy_loss, token_logprobs, value_loss
+from oppo.placement import Place, Process, Ranks, Thread
+from oppo.placement.trainer import TrainerCounts
 from oppo.testing import check_trainer
-from tests.hf import tiny
+from oppo.training import TrainerSettings
+from tests.hf import child, tiny
 from tests.hf.train.test_trainer import SAMPLING, Served, rollouts, trainer_of
 from tests.invariants import test_equivalence as equivalence
 
@@ -77,6 +83,12 @@ def packed(actor: PreTrainedModel, critic: PreTrainedModel) -> MicroBatch:
     return pack(batch, range(len(batch)), torch.device("cpu"), PPOLoss().reads)
 
 
+def whole_logits(logits: Tensor, at: slice, again: bool) -> dict[Input, Tensor]:
+    """Measure nothing: what a forward pass returns are then the logits."""
+    del at, again
+    return {"logprobs": logits}
+
+
 def two_passes(actor: PreTrainedModel, critic: PreTrainedModel, part: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return logits and values of a micro-batch from each model's own forward pass over it."""
     inputs = {"position_ids": part.positions, "use_cache": False}
@@ -96,22 +108,13 @@ def test_one_pass_says_what_two_passes_say(name: str, lora: bool) -> None:
 
     counted = actor.base_model.register_forward_pre_hook(count)
     with torch.no_grad():
-        logits, values = both(part)
+        measured, values = both(part, whole_logits)
         counted.remove()
         assert reads == 1
         want_logits, want_values = two_passes(actor, critic, part)
     assert values.abs().max() > 0
-    torch.testing.assert_close(logits, want_logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(measured["logprobs"], want_logits, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(values, want_values, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_the_head_alone_says_what_the_model_says(name: str) -> None:
-    model, ids = tiny.causal(name, seed=1).train(mode=False), torch.arange(3, 23).reshape(2, 10)
-    whole = torch.ones_like(ids)
-    with torch.no_grad():
-        hidden = model.base_model(ids, attention_mask=whole, use_cache=False).last_hidden_state
-        assert torch.equal(OwnHead(model)(hidden), model(ids, attention_mask=whole, use_cache=False).logits)
 
 
 class CohereValues(CoherePreTrainedModel):
@@ -129,9 +132,9 @@ def test_logits_that_a_model_scales_are_scaled() -> None:
     critic = CohereValues(actor)
     part = packed(actor, critic)
     with torch.no_grad():
-        logits, values = ActorCritic(actor, critic)(part)
+        measured, values = ActorCritic(actor, critic)(part, whole_logits)
         want_logits, want_values = two_passes(actor, critic, part)
-    torch.testing.assert_close(logits, want_logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(measured["logprobs"], want_logits, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(values, want_values, rtol=1e-6, atol=1e-6)
 
 
@@ -227,10 +230,20 @@ def equivalence_models(*, lora: bool) -> dict[str, PreTrainedModel]:
 
 
 @pytest.mark.parametrize(
-    "lora", [False, pytest.param(True, marks=[pytest.mark.deep, pytest.mark.adapters])], ids=["weights", "adapters"]
+    ("lora", "chunks"),
+    [
+        (False, False),
+        (False, True),
+        pytest.param(True, False, marks=[pytest.mark.deep, pytest.mark.adapters]),
+    ],
+    ids=["weights", "chunks", "adapters"],
 )
-def test_streamed_and_serial_runs_over_one_trunk_agree_bit_for_bit(lora: bool) -> None:
+def test_streamed_and_serial_runs_over_one_trunk_agree_bit_for_bit(
+    lora: bool, chunks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.set_num_threads(1)
+    if chunks:
+        monkeypatch.setattr("oppo.hf.head.LOGITS_BYTES", child.CHUNK)
     ours, theirs = equivalence_models(lora=lora), equivalence_models(lora=lora)
     reference = weights_digest(ours["reference"])
     serial = anyio.run(
@@ -269,7 +282,12 @@ def test_what_was_learned_loads_as_two_models(thread: Thread, tmp_path: Path, na
         assert values(ids).logits.abs().max() > 0
 
 
-def test_a_restored_trainer_goes_on_as_the_one_that_was_saved(thread: Thread, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunks", [False, True])
+def test_a_restored_trainer_goes_on_as_the_one_that_was_saved(
+    chunks: bool, thread: Thread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chunks:
+        monkeypatch.setattr("oppo.hf.head.LOGITS_BYTES", child.CHUNK)
     (actor, critic), again = one_trunk(), one_trunk()
     first, second = make(thread, actor, critic), make(thread, *again)
     batch = rollouts(actor, critic)
@@ -298,6 +316,90 @@ def test_an_architecture_without_a_value_model_is_refused(name: str) -> None:
         value_model_on(tiny.causal(name))
 
 
+def tied() -> PreTrainedModel:
+    config = tiny.CONFIGS["llama"]()
+    config.update({"tie_word_embeddings": True})
+    model = tiny.of(config, seed=1)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return model
+
+
+ACTORS: Mapping[str, Callable[[], PreTrainedModel]] = {
+    **{name: partial(tiny.causal, name, seed=1) for name in ("llama", "gemma2", "cohere", "granite")},
+    "tied": tied,
+}
+
+
+def truncated(batch: Batch) -> Batch:
+    """Return the batch with tokens below 90, sampled from three ids, from all but two, or from all."""
+    responses = []
+    for row, span in zip(batch.responses, batch.rows(), strict=True):
+        tokens, supports = np.minimum(batch.tokens[span], 89), []
+        for at, token in enumerate(tokens.tolist()):
+            others = np.array([(token + 1) % 90, (token + 50) % 90], np.int32)
+            ids, count = ((np.array([token, *others], np.int32), 3), (others, -2), (others[:0], 0))[at % 3]
+            supports.append((Support(ids, np.array([count], np.int32)), 1))
+        responses.append(replace(row, tokens=tokens, support=Support.concatenate(supports)))
+    return replace(batch, responses=tuple(responses), tokens=np.minimum(batch.tokens, 89))
+
+
+@pytest.mark.parametrize("entropy", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [*ACTORS, "trunk", pytest.param("lora", marks=pytest.mark.adapters)])
+def test_logits_in_chunks_say_and_teach_what_all_at_once_do(
+    kind: str, entropy: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = replace(SAMPLING, temperature=0.7, vocabulary=90)
+    batch = truncated(rollouts(tiny.causal(seed=1), tiny.scalar(seed=2), shift=0.1, given=True))
+
+    def learnt() -> tuple[dict[Input, Tensor], dict[str, Tensor]]:
+        actor, critic = one_trunk(lora=kind == "lora") if kind in {"trunk", "lora"} else (ACTORS[kind](), None)
+        loss = ClippedLoss(entropy_coefficient=entropy) if critic is None else PPOLoss(entropy_coefficient=entropy)
+        core = HfTrainerCore(ActorCritic(actor, critic), sampling, TrainerSettings(), loss, TrainerCounts.new())
+        part = pack(batch, range(len(batch)), torch.device("cpu"), loss.reads | loss.measures)
+        outputs = core.outputs(part)
+        core.backward(part, outputs, Whole(31.0, 1.0, 1.0, 1.0))
+        grads = {name: p.grad for name, p in core.optimisation.models.named_parameters() if p.grad is not None}
+        return {name: output.detach() for name, output in outputs.items()}, grads
+
+    (outputs, grads), chunks = tiny.apart(learnt)(), list[int]()
+    heads = OwnHead.__call__
+
+    def counting(head: OwnHead, hidden: Tensor) -> Tensor:
+        chunks.append(hidden.shape[:2].numel())
+        return heads(head, hidden)
+
+    monkeypatch.setattr("oppo.hf.head.LOGITS_BYTES", child.CHUNK)
+    monkeypatch.setattr(OwnHead, "__call__", counting)
+    in_chunks = tiny.apart(learnt)()
+    assert max(chunks) == 7
+    assert sum(chunks) >= 2 * len(batch.tokens), "forward, and again backward"
+    torch.testing.assert_close(in_chunks[0], outputs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(in_chunks[1], grads, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["alone", "trunk"])
+async def test_places_and_ranks_learn_the_same_in_chunks(
+    kind: str, thread: Thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oppo.hf.head.LOGITS_BYTES", child.CHUNK)
+
+    async def learnt(place: Place) -> tuple[str, Tensor]:
+        actor, critic = tiny.apart(one_trunk)()
+        trainer = trainer_of(actor, critic if kind == "trunk" else None, place, {"micro_batch_tokens": 60})
+        for _ in range(2):
+            await trainer.update(batch)
+        return weights_digest(actor), torch.cat([weight.detach().flatten() for weight in actor.parameters()])
+
+    actor, critic = tiny.apart(one_trunk)()
+    batch, begun = rollouts(actor, critic), torch.cat([weight.detach().flatten() for weight in actor.parameters()])
+    here, weights = await learnt(thread)
+    with Process("train", setup=child.in_chunks) as process:
+        assert (await learnt(process))[0] == here
+    with Ranks("train", 2, setup=child.in_chunks) as ranks:
+        _, together = await learnt(ranks)
+    assert (together - weights).norm() < 1e-2 * (weights - begun).norm()
+
+
 class Twisted(CoherePreTrainedModel):
     """A causal model whose logits depend on more than the hidden states of its trunk."""
 
@@ -312,10 +414,14 @@ class Twisted(CoherePreTrainedModel):
         return self.other(ids + 1, **options)
 
 
-def test_a_head_that_cannot_be_told_from_its_trunk_is_refused() -> None:
+def test_of_a_head_that_cannot_be_told_apart_all_logits_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oppo.hf.head.LOGITS_BYTES", child.CHUNK)
     twisted = Twisted(tiny.causal("cohere", seed=1).train(mode=False))
-    with pytest.raises(ModelRefused, match=r"the head of Twisted.*set models\.shared_trunk = false"):
-        require_own_head(twisted)
+    both = ActorCritic(twisted)
+    both.separate_head()
+    part = packed(tiny.causal("cohere", seed=1), tiny.scalar())
+    part = replace(part, ids=part.ids.clamp(max=tiny.VOCABULARY - 2))
+    assert len(both(part, whole_logits)[0]["logprobs"]) == len(part.tokens)
 
 
 IDS = torch.arange(3, 23).reshape(2, 10)

@@ -11,7 +11,7 @@ import torch
 
 from oppo.events import Batch, Prompt, Response, Support
 from oppo.hf.train.packing import micro_batches, minibatches, pack, units
-from oppo.losses import Input
+from oppo.losses import Input, SupportIndex
 
 LENGTHS = ((3, 5), (9, 1), (1, 4))
 """Tokens of each row's prompt and response."""
@@ -78,11 +78,12 @@ def test_nothing_stands_for_log_probs_that_a_batch_does_not_have() -> None:
 def test_what_tokens_were_sampled_from_travels_with_them() -> None:
     made = batch()
     plain = pack(made, [2, 0], torch.device("cpu"))
-    assert plain.support is None
+    assert plain.support.whole
     first = Support(np.array([103, 7, 104, 8, 9, 105, 107], np.int32), np.array([2, 3, 1, 0, 1], np.int32))
     second = Support(np.array([1, 2, 303], np.int32), np.array([0, -2, 1, 0], np.int32))
     rows = replace(made.responses[0], support=first), made.responses[1], replace(made.responses[2], support=second)
-    support = pack(replace(made, responses=rows), [2, 0, 1], torch.device("cpu")).support
+    cpu = torch.device("cpu")
+    support = SupportIndex.of(pack(replace(made, responses=rows), [2, 0, 1], cpu).support, cpu)
     assert support is not None
     assert support.narrow.tolist() == [2, 4, 5, 6, 8]
     assert support.kept.tolist() == [[0, 1, 1, 2, 2, 2, 3, 4], [0, 0, 1, 0, 1, 2, 0, 0], [303, *first.ids.tolist()]]

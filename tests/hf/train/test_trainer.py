@@ -33,7 +33,7 @@ from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, Input, LossValue, PPOLoss, Whole
 from oppo.models import Sampling, Weights
-from oppo.placement import Thread
+from oppo.placement import Place, Thread
 from oppo.returns import gae, kl_estimate, shaped_rewards, whiten
 from oppo.testing import check_trainer
 from oppo.training import TrainerSettings
@@ -126,7 +126,7 @@ def rollouts(actor: PreTrainedModel, critic: PreTrainedModel, *, shift: float = 
 
 
 def trainer_of(
-    actor: PreTrainedModel, critic: PreTrainedModel | None, thread: Thread, options: Mapping[str, object]
+    actor: PreTrainedModel, critic: PreTrainedModel | None, place: Place, options: Mapping[str, object]
 ) -> HfTrainer:
     """Return a trainer with some options of its settings and of PPO's loss."""
     kind = ClippedLoss if critic is None else PPOLoss
@@ -137,7 +137,7 @@ def trainer_of(
         actor,
         critic,
         sampling=SAMPLING,
-        place=thread,
+        place=place,
         settings=TrainerSettings(**{"learning_rate": 1e-3, "epochs": 1} | settings),  # type: ignore[arg-type] # by keyword
         loss=kind(**loss),  # type: ignore[arg-type] # by keyword
     )

@@ -1,0 +1,215 @@
+"""The head of a causal language model: float32 logits of hidden states, a chunk of tokens at a time.
+
+In 16 bits a logit of 20 is off by up to 0.06, and the log-probs of one token would differ by as much between decoder,
+reference and trainer, whose matrix products round differently. So hidden states and weights of 16 bits have logits in
+float32 on a GPU, in which a product is summed up anyway.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from oppo.errors import ModelRefused
+from oppo.hf.introspection import backbone
+from oppo.losses import Input
+
+AGREEMENT = 1e-4
+"""Largest difference between an actor's logits and those of :class:`OwnHead`, in units of the largest logit."""
+
+LOGITS_BYTES: Final = 256 << 20
+"""The most that logits take in float32; more are computed a chunk of tokens at a time."""
+
+CPU_LOGITS_BYTES: Final = 32 << 20
+"""The same on a CPU, where a chunk that stays in its caches is faster: an update takes 0.7 to 1.05 of the time."""
+
+Measure: TypeAlias = Callable[[Tensor, slice, bool], Mapping[Input, Tensor]]
+"""Numbers of tokens, float32 [t] each, from their logits [t, V], and which of the T tokens these are.
+
+With ``True`` they are for a backward pass: those without gradient may be left out.
+"""
+
+
+WIDE: Final = frozenset({"cuda"})
+"""Devices that multiply 16 bits to float32 as fast as to 16. A CPU takes up to 1.5 times as long for a decode step."""
+
+
+def widen_head(model: PreTrainedModel) -> None:
+    """Let a causal language model in 16 bits compute its logits in float32 on devices that can; others stay."""
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.weight.dtype.itemsize == 2 and not isinstance(head.forward, partial):
+        head.forward = partial(_wide, head)  # type: ignore[method-assign] # a partial: deep copies read their own weights
+
+
+def _wide(head: nn.Linear, /, hidden: Tensor) -> Tensor:
+    if head.weight.device.type not in WIDE:
+        return nn.functional.linear(hidden, head.weight, head.bias)
+    logits: Tensor = _Wide.apply(hidden, head.weight)  # type: ignore[no-untyped-call] # torch's
+    return logits if head.bias is None else logits + head.bias.float()
+
+
+class _Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return _product(hidden.flatten(0, -2), weight).view(*hidden.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        of_weight = grad.flatten(0, -2).t() @ hidden.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return grad @ weight if ctx.needs_input_grad[0] else None, of_weight
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    found: Tensor = torch.mm(rows, weight.t(), out_dtype=torch.float32)
+    return found
+
+
+class OwnHead:
+    """The head of a causal language model: logits as a function of the trunk's hidden states.
+
+    It runs the model's own forward pass over a trunk that returns its input, so it includes what the architecture does
+    between hidden states and logits (scaling, softcapping). :func:`require_own_head` checks that a model allows this.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        widen_head(model)
+        shell = copy.copy(model)
+        trunk = backbone(model)
+        shell._modules = {  # noqa: SLF001 - the model keeps its own
+            name: _Identity(trunk) if child is trunk else child for name, child in model.named_children()
+        }
+        self._shell = shell
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits [n, q, V] of hidden states [n, q, D]."""
+        logits: Tensor = self._shell(inputs_embeds=hidden, use_cache=False).logits
+        return logits
+
+    @property
+    def chunk(self) -> int:
+        """Return the number of tokens whose logits are computed at a time."""
+        most = min(LOGITS_BYTES, CPU_LOGITS_BYTES) if self._shell.device.type == "cpu" else LOGITS_BYTES
+        return max(1, most // (4 * int(self._shell.config.get_text_config().vocab_size)))
+
+    def measured(self, hidden: Tensor, measure: Measure) -> Mapping[Input, Tensor]:
+        """Return what ``measure`` says of each token, from hidden states [T, D]; float32 [T] each.
+
+        The logits of a chunk are gone before those of the next, and are computed again in the backward pass. Gradients
+        of weights are added up over chunks in float32.
+        """
+        chunks = [slice(at, min(at + self.chunk, len(hidden))) for at in range(0, len(hidden), self.chunk)]
+
+        def of_chunk(hidden: Tensor, at: slice, again: bool) -> Mapping[Input, Tensor]:
+            return measure(self(hidden[None])[0], at, again)
+
+        if len(chunks) == 1:
+            return of_chunk(hidden, chunks[0], False)
+        names, weights = list[Input](), [weight for weight in self._shell.parameters() if weight.requires_grad]
+        found = _InChunks.apply(of_chunk, chunks, names, hidden, *weights)  # type: ignore[no-untyped-call] # torch's
+        return dict(zip(names, found, strict=True))
+
+
+class _InChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, measured: Measure, chunks: Sequence[slice], names: list[Input], hidden: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        parts = [measured(hidden[at], at, False) for at in chunks]
+        names.extend(parts[0])
+        ctx.save_for_backward(hidden)
+        ctx.measured, ctx.chunks, ctx.names, ctx.weights = measured, chunks, names, weights
+        return tuple(torch.cat([part[name] for part in parts]) for name in names)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[object, ...]:
+        (hidden,) = ctx.saved_tensors
+        of, of_hidden = dict(zip(ctx.names, grads, strict=True)), torch.empty_like(hidden)
+        of_weights = [torch.zeros_like(weight, dtype=torch.float32) for weight in ctx.weights]
+        for at in ctx.chunks:
+            with torch.enable_grad():
+                part = hidden[at].detach().requires_grad_()
+                outputs = ctx.measured(part, at, True)
+            given = [of[name][at] for name in outputs]
+            of_part, *found = torch.autograd.grad(list(outputs.values()), (part, *ctx.weights), given)
+            of_hidden[at] = of_part
+            for sums, each in zip(of_weights, found, strict=True):
+                sums.add_(each)
+        return None, None, None, of_hidden, *of_weights  # autograd rounds them to the dtype of the weights
+
+
+def separable_head(model: PreTrainedModel) -> OwnHead | None:
+    """Return the head of ``model``; ``None`` if it cannot run apart from its trunk. The model reads four tokens."""
+    try:
+        require_own_head(model)
+    except ModelRefused:
+        return None
+    return OwnHead(model)
+
+
+@torch.no_grad()
+def require_own_head(model: PreTrainedModel) -> None:
+    """Check on a few tokens that :class:`OwnHead` of ``model`` computes the model's logits.
+
+    Raises:
+        ModelRefused: it does not: the model uses its trunk in another way.
+    """
+    if model.device.type == "meta":  # without weights there are no logits to compare
+        return
+    ids = torch.arange(4, device=model.device)[None]
+    mask = torch.ones_like(ids)
+    try:
+        apart = OwnHead(model)(backbone(model)(ids, attention_mask=mask, use_cache=False).last_hidden_state).float()
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelRefused(
+            f"the head of {type(model).__name__} cannot run apart from its trunk, so no critic can share the trunk: "
+            f"set models.shared_trunk = false ({error!r})"
+        ) from error
+    expected = model(ids, attention_mask=mask, use_cache=False).logits.float()
+    difference = float((apart - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    if not difference <= AGREEMENT:
+        raise ModelRefused(
+            f"the head of {type(model).__name__}, run on the hidden states of its trunk, differs from the model's own "
+            f"logits by {difference:.1e} of the largest; at most {AGREEMENT:.0e} is allowed: set "
+            "models.shared_trunk = false"
+        )
+
+
+class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
+    """The output of any kind of trunk, with hidden states only."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class _Identity(nn.Module):
+    """A trunk whose hidden states are its input embeddings; all else about it is as ``trunk`` has it."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self._trunk = (trunk,)  # no module of its own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_trunk"][0], name)
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The trunk of OPT, one level below the model's base model."""
+        return self
+
+    def forward(self, *ids: object, inputs_embeds: Tensor, **options: object) -> _HiddenStates:
+        del ids, options
+        return _HiddenStates(last_hidden_state=inputs_embeds)
