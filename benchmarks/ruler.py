@@ -113,7 +113,8 @@ TIMED_KEYS: Final = ("at", "seen")
 """Keys of a journal's record that depend on time."""
 
 TIMES: Final = (
-    "seconds", "timing_s/", "throughput/", "overlap/", "queue/", "bottleneck/", "loop/", "memory/", "admission/",
+    "seconds", "timing_s/", "throughput/", "overlap/", "queue/", "bottleneck/", "loop/", "memory/", "perf/",
+    "admission/",
 )  # fmt: skip
 """Prefixes of metrics that depend on time or the machine."""
 

@@ -7,15 +7,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import ClassVar, Literal, Self, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 
 from oppo.errors import OppoError, one_line, shown
 from oppo.events import Drop, IntArray, Response
 from oppo.turns import Answer, Environment, EnvironmentState, Turn
-from oppo.user_code import CONCURRENCY, CheckedFunction, UserCalls, UserFunction
+from oppo.user_code import CONCURRENCY, CallsFunction, CheckedFunction, UserCalls, UserFunction
 
 PROCESSES = 4
 """Processes of a sync function, unless another number of calls is given."""
@@ -87,7 +86,7 @@ class CalledEnvironment(CheckedFunction[TextTurn, str, Said]):
         return text, state
 
 
-class FunctionEnvironment:
+class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
     """A function that answers turns, as an :class:`oppo.turns.Environment`.
 
     Args:
@@ -187,19 +186,6 @@ class FunctionEnvironment:
         if not len(tokens):
             raise self._function.failure(f"returned {shown(text)}, which is no token", where)
         return tokens
-
-    async def __aenter__(self) -> Self:
-        await self._calls.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self._calls.__aexit__(kind, error, tb)
-
-    def close(self) -> None:
-        """Kill the function's processes, if it has some; idempotent."""
-        self._calls.close()
 
 
 async def first_answer(environment: Environment, response: Response) -> IntArray | None:

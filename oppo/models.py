@@ -15,6 +15,7 @@ from typing import Annotated, Final, Literal, Protocol, TypeAlias, TypeVar, runt
 
 import numpy as np
 from annotated_types import Gt, Le
+from numpy.typing import NDArray
 
 from oppo.declared import (
     Count,
@@ -460,6 +461,27 @@ class ResumableTrainer(Trainer, Protocol):
 
     async def restore(self, directory: Path) -> None:
         """Restore the state that ``directory`` holds; synced models get it with the next :meth:`sync_weights`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """The costs of passes, in seconds: for each token, and each pair of one and another before it (attention)."""
+
+    token: float = 0.0
+    pair: float = 0.0
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(token=self.token + other.token, pair=self.pair + other.pair)
+
+    def reading(self, start: float, stop: float) -> float:
+        """Return the seconds for positions ``start .. stop`` of a row."""
+        return (self.token + self.pair * (start + stop) / 2) * (stop - start)
+
+    def whole(self, rows: NDArray[np.float64], *, padded: bool = False) -> float:
+        """Return the seconds for whole rows, of which ``rows`` has the tokens, padded to the longest or not."""
+        if padded:
+            rows = np.full_like(rows, rows.max(initial=0))
+        return float((self.token * rows + self.pair * rows**2 / 2).sum())
 
 
 RewardFunction: TypeAlias = Callable[..., object]

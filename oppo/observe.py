@@ -135,16 +135,22 @@ class Reporter:
 
 
 class Observer(Protocol):
-    """Receives the events of a run, on its event loop; must not block and must not raise."""
+    """Receives the events of a run, on its event loop; must not block and must not raise.
+
+    One that derives from this class leaves out what it does not need.
+    """
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         """``stage`` sent ``item`` into its output, noted it, or returned it from ``observe``, at loop time ``at``."""
+        del step, stage, item, at
 
     def on_span(self, span: Span) -> None:
         """A stage's execution, a piece of its work, or a whole step ended: ``span.kind`` says which."""
+        del span
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         """A step ended; ``channels`` holds each channel's counters by ``source->target``."""
+        del step, result, channels
 
 
 class Expendable(Observer):

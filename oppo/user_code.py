@@ -394,5 +394,24 @@ class UserCalls(Generic[G, W, R]):
             process.close()
 
 
+class CallsFunction(Generic[G, W, R]):
+    """Something that calls a user function, which is open while it is."""
+
+    _calls: UserCalls[G, W, R]
+
+    async def __aenter__(self) -> Self:
+        await self._calls.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._calls.__aexit__(kind, error, tb)
+
+    def close(self) -> None:
+        """Kill the function's processes, if it has some; idempotent."""
+        self._calls.close()
+
+
 def _call(checked: CheckedFunction[G, W, R], given: G, where: W) -> R:
     return checked.call(given, where)

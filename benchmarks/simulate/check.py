@@ -27,9 +27,10 @@ from oppo.admission import Observation
 from oppo.admission.chunking import Fixed
 from oppo.errors import DataError
 from oppo.events import StepReport
+from oppo.models import Passes
 from oppo.observe import Observer, Span
 from oppo.simulate.calibrate import LAYOUTS, Contention, MeasuredStep, calibrated, measured_step
-from oppo.simulate.costs import Passes, Reader, ScorerName, System, Updater, Workload
+from oppo.simulate.costs import Reader, ScorerName, System, Updater, Workload
 from oppo.simulate.run import LAST, Schedule, SimulatedRun
 
 WITHIN: Final = 0.10

@@ -140,7 +140,7 @@ class TailBatched:
 
 
 @dataclass(frozen=True, slots=True)
-class Continuous:
+class Continuous(Overcommit):
     """Keeps ``overcommit`` units decoding: new ones join whenever some are completed.
 
     So a decode step has all its rows until the cut, and a batch has the units that are completed first, of whatever
@@ -161,15 +161,10 @@ class Continuous:
         2
     """
 
-    batch: int
-    overcommit: int
-    max_deferrals: int = 2
-
     def __post_init__(self) -> None:
-        require_declared(self, error=AdmissionError)
+        Overcommit.__post_init__(self)
         if self.overcommit < 1:
             raise AdmissionError(f"overcommit units are decoded at a time: expected at least 1, not {self.overcommit}")
-        Overcommit(self.batch, self.overcommit, self.max_deferrals)  # checks the rest
 
     def admit(self, view: AdmitView) -> int:
         """Begin with ``overcommit`` units that decode, the deferred ones included."""
@@ -179,13 +174,3 @@ class Continuous:
         """Keep ``overcommit`` units decoding, unless the batch and ``overcommit`` more belong to the step already."""
         room = self.batch + self.overcommit - view.placed - view.unplaced
         return max(0, min(self.overcommit - view.decoding, room))
-
-    def cut(self, view: CutView) -> bool:
-        """Stop once the batch is full and no overdue unit is decoding."""
-        return view.placed >= self.batch and not view.overdue
-
-    def observe(self, seen: Observation) -> None:
-        pass
-
-    def metrics(self) -> Mapping[str, float]:
-        return {"deferral/overcommit": float(self.overcommit)}

@@ -29,7 +29,7 @@ from oppo.events import Batch, Drop
 from oppo.hf.loading import load_scalar, load_tokenizer
 from oppo.hf.model_files import quiet
 from oppo.log import logger, routed
-from oppo.observe import Role, Span, busy, seconds
+from oppo.observe import Observer, Role, busy, seconds
 from oppo.report.charts import Excerpt
 from oppo.report.trace import TimedStep, Timekeeper
 from oppo.run.graph import roles_of
@@ -334,7 +334,7 @@ async def through_the_graph(session: PreparedRun) -> list[Batch]:
     return observer.batches
 
 
-class Batches:
+class Batches(Observer):
     """An observer that keeps every batch."""
 
     def __init__(self) -> None:
@@ -344,12 +344,6 @@ class Batches:
         del step, stage, at
         if isinstance(item, Batch):
             self.batches.append(item)
-
-    def on_span(self, span: Span) -> None:
-        pass
-
-    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        pass
 
 
 def tokens_digest(batches: Sequence[Batch]) -> str:

@@ -31,7 +31,7 @@ from oppo.events import (
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender, Step, where
 from oppo.models import Decode, Policy, Scorer
-from oppo.observe import Observer, Span, WorkContext, working_for
+from oppo.observe import Observer, WorkContext, working_for
 from oppo.stages import Generate, Score, ScoredRollout, ScoredRollouts
 from oppo.stages.metrics import Averaged
 from oppo.turns import Environment
@@ -219,12 +219,6 @@ class _Counting(Observer):
         if stage == "generate" and isinstance(item, Finish | Drop):
             self._done += 1
             self._progress(self._done, self._total)
-
-    def on_span(self, span: Span) -> None:
-        pass
-
-    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        pass
 
 
 PREFIX: Final = "eval/"

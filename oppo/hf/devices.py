@@ -9,20 +9,23 @@ for bit.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Concatenate, Final, Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
+from oppo import observe
 from oppo.errors import ConfigError, ModelError
 from oppo.log import logger
 from oppo.observe import SpanListener, silent
 from oppo.placement import Hosted, Hosting, Make, Place, Process, Ranks, Thread
 from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
+from oppo.simulate.costs import gpu_named
 
 
 def use_cores(count: int) -> None:
@@ -77,6 +80,38 @@ def device_of(name: str, *, deterministic: bool = False, gpus: int | None = None
         build = "" if torch.version.cuda else f"; torch {torch.__version__} was built without CUDA"
         raise ConfigError(f"there is no {name!r} here: torch finds {known}{build}")
     return torch.device("cuda", number)
+
+
+@cache
+def peak_of(device: torch.device, dtype: torch.dtype, cores: int) -> float:
+    """Return the FLOP/s that a device reaches at most; 0 for a GPU that ``oppo.simulate.costs`` does not know.
+
+    Of a GPU by its data sheet, in float32 with TF32; of so many cores of a CPU as measured, in a tenth of a second.
+    """
+    if device.type == "cuda":
+        gpu = gpu_named(torch.cuda.get_device_name(device))
+        return 0.0 if gpu is None else gpu.flops / (2 if dtype == torch.float32 else 1)
+    before, side, best, began = torch.get_num_threads(), 512 * math.isqrt(cores), math.inf, observe.now()
+    matrix = torch.ones(side, side, dtype=dtype)
+    use_cores(cores)
+    try:
+        while (start := observe.now()) < began + 0.1:
+            matrix @ matrix
+            best = min(best, observe.now() - start)
+    finally:
+        use_cores(before)
+    return 2 * side**3 / best
+
+
+def memory_gauges(devices: Iterable[torch.device]) -> Mapping[str, Callable[[], float]]:
+    """Return what measures ``memory/*``; nothing without a GPU."""
+    gpus = [device for device in devices if device.type == "cuda"]
+
+    def gauge(read: Callable[[torch.device], int]) -> Callable[[], float]:
+        return lambda: max(map(read, gpus)) / 2**30
+
+    reads = {"memory/allocated": torch.cuda.max_memory_allocated, "memory/reserved": torch.cuda.max_memory_reserved}
+    return {name: gauge(read) for name, read in reads.items()} if gpus else {}
 
 
 def numbered(device: torch.device) -> torch.device:
@@ -229,6 +264,19 @@ class Devices:
         """Return the devices of these models, by name."""
         return {model: getattr(self, model) for model in models}
 
+    def speed(self, model: str, dtype: torch.dtype, cores: int, gpus: int) -> float:
+        """Return the FLOP/s of the devices of a model, or of all scorers; 0 if a device is not known.
+
+        Models of a CPU share so many ``cores``; the policy is on so many ``gpus``.
+        """
+        scoring = {device: cores - cores // 2 for name, device in self.scoring().items() if name not in self.remote}
+        on = {
+            "policy": [(self.policy, acting_share(cores))] * gpus,
+            "trainer": [(device, max(1, cores // len(self.trainer))) for device in self.trainer],
+        }.get(model, [*scoring.items()])
+        peaks = [0.0 if model in self.remote else peak_of(device, dtype, share) for device, share in on]
+        return sum(peaks) if all(peaks) else 0.0
+
     def here(self, scored: Sequence[str]) -> dict[str, torch.device]:
         """Return the devices of what scores on this machine; the CPU for functions beside a model of another."""
         on = self.scoring(scored)
@@ -316,8 +364,7 @@ class DeviceLayout:
 
         def scoring(device: torch.device, name: str) -> Place:
             beside: Home = "process" if cores > 1 and device.type == "cpu" else "thread"
-            share = max(1, cores - cores // 2)
-            return place(name, beside if scorers == "auto" else scorers, share, device, restarts)
+            return place(name, beside if scorers == "auto" else scorers, cores - cores // 2, device, restarts)
 
         on = devices.here(scored)
         distinct = dict.fromkeys(on.values())

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from oppo.errors import ModelRefused
+from oppo.models import Passes
 
 UNLIMITED = 1 << 20
 """The longest sequence of a model whose config names no limit."""
@@ -122,10 +123,49 @@ def has_experts(model: PreTrainedModel) -> bool:
 
     Rounding decides between experts with nearly equal router logits, so outputs are discontinuous.
     """
+    return _of_experts(model, *_EXPERTS) > 1
+
+
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _of_experts(model: PreTrainedModel, *names: str) -> int:
     text = model.config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     sections = (text, getattr(text, "ffn_config", None))  # DBRX has them in the latter
-    return any((getattr(section, name, None) or 0) > 1 for section in sections for name in names)
+    return max(int(getattr(section, name, None) or 0) for section in sections for name in names)
+
+
+_PAIRED: Final = ("full_attention", "attention", "hybrid")
+"""The kinds of layers in which a token attends to all before it."""
+
+
+def passes_at(speed: float, model: PreTrainedModel, *, epochs: float = 0) -> Passes:
+    """Return the costs of a forward pass or, with ``epochs``, of so many forward and backward passes, at FLOP/s.
+
+    A matrix takes two FLOP for each of its numbers and each token, as many for the gradient of its input and, where it
+    is trained, for its own. Of experts those count that a token has. Tables, norms, attention within a window, and what
+    is computed again to save memory do not count.
+    """
+    text, tables = model.config.get_text_config(), (nn.Embedding, nn.EmbeddingBag)
+    experts = _of_experts(model, *_EXPERTS)
+    share = (_of_experts(model, "num_experts_per_tok", "moe_top_k") or experts) / max(1, experts)
+    towers = [part for part in model.modules() if getattr(part, "main_input_name", "") == "pixel_values"]
+    seen = {id(weight) for tower in towers if tower is not model for weight in tower.parameters()}
+    numbers = 0.0
+    for name, module in model.named_modules():
+        for weight in () if isinstance(module, tables) else module.parameters(recurse=False):
+            if weight.ndim > 1 and id(weight) not in seen:
+                seen.add(id(weight))
+                passes = epochs * (2 + weight.requires_grad) if epochs else 1
+                of_experts = "experts" in name.split(".") or (weight.ndim == 3 and len(weight) == experts)
+                numbers += passes * weight.numel() * (share if of_experts else 1)
+    heads = int(getattr(text, "num_attention_heads", None) or 0)
+    width = int(getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, heads))
+    widths = int(getattr(text, "qk_head_dim", None) or width) + int(getattr(text, "v_head_dim", None) or width)
+    windowed = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    kinds = getattr(text, "layer_types", None) or (0 if windowed else int(text.num_hidden_layers)) * _PAIRED[:1]
+    layers = sum(kind in _PAIRED for kind in kinds)
+    return Passes(token=2 * numbers / speed, pair=2 * (3 * epochs or 1) * layers * heads * widths / speed)
 
 
 def score_head(model: PreTrainedModel) -> nn.Module:

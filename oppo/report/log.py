@@ -28,7 +28,7 @@ from oppo.errors import behind, worded
 from oppo.evaluation import Evaluated
 from oppo.events import Batch, StepReport
 from oppo.liveness import Stall
-from oppo.observe import Observer, Span
+from oppo.observe import Observer
 from oppo.redact import excerpt, redacted, redacted_values
 
 ARRAYS = (
@@ -103,9 +103,6 @@ class RunLog(Observer):
         if isinstance(item, Evaluated):
             measured = {name.removeprefix("eval/"): round(value, 6) for name, value in item.metrics.items()}
             self._log.info("evaluated", step=item.step + 1, version=item.version, **measured)
-
-    def on_span(self, span: Span) -> None:
-        pass
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         del channels

@@ -263,6 +263,20 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
                "program's run that is `watched`; not in virtual time, which what measures it would keep from "
                "jumping."),
     ),
+    "Devices": (
+        Metric("perf/mfu/decode", SHARE,
+               "Model FLOPs utilisation: FLOP that the tokens needed, without padding and what was read twice, over "
+               "what the devices can do at most; absent where that is not known (`oppo.simulate.costs.GPUS`)."),
+        Metric("perf/mfu/score", SHARE,
+               "The same of the scorers that read the policy's tokens, while one of them was at work."),
+        Metric("perf/mfu/update", SHARE, "The same of the update, all its ranks together; verl's is without a critic.",
+               verl="perf/mfu/actor"),
+        Metric("memory/allocated", "GiB",
+               "The most that tensors of this process took so far, of the GPU on which that is most.",
+               verl="perf/max_memory_allocated_gb"),
+        Metric("memory/reserved", "GiB", "The same of what PyTorch took from the GPU for tensors.",
+               verl="perf/max_memory_reserved_gb"),
+    ),
     "Held-out prompts": (
         Metric("eval/score", SCORE, "Mean score of the most likely responses, one to each prompt."),
         Metric("eval/score_ci95", SCORE, "Half of its 95 % confidence interval, over prompts; absent with one prompt."),
@@ -304,6 +318,9 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
 })  # fmt: skip
 """Every metric, by section of the page."""
 
+
+MFU: Final = {kind: f"perf/mfu/{kind}" for kind in ("decode", "score", "update")}
+MEMORY: Final = {kind: f"memory/{kind}" for kind in ("allocated", "reserved")}
 
 Metrics: TypeAlias = dict[str, float | int | None]
 
@@ -444,9 +461,6 @@ class Tracker(Observer, ABC):
         del stage, at
         if isinstance(item, Evaluated) and item.step == BEFORE:
             self.write(step, item.metrics)
-
-    def on_span(self, span: Span) -> None:
-        pass
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
         del channels

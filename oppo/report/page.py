@@ -10,7 +10,7 @@ from typing import cast
 from oppo.admission.bottleneck import PARTS, PREFIX, Bottleneck, together
 from oppo.redact import printable
 from oppo.report.charts import lines, stacked
-from oppo.report.metrics import by_version, hidden_fraction, summary
+from oppo.report.metrics import MEMORY, MFU, by_version, hidden_fraction, summary
 from oppo.report.records import Record
 
 _STYLE = """
@@ -58,6 +58,10 @@ def page(
             stacked("Step time by bottleneck (share)", {part: _column(records, PREFIX + part) for part in PARTS}),
             *_deferred(records),
             *_hidden(records),
+            *(
+                lines(title, {label: _column(records, name) for label, name in names.items()}, within=(0,))
+                for title, names in (("Model FLOPs utilisation (share)", MFU), ("GPU memory (GiB)", MEMORY))
+            ),
         ]
     )
     charts = charts or "<p>No step was made.</p>"

@@ -28,6 +28,7 @@ from oppo.graph import Snapshot
 from oppo.liveness import Stall
 from oppo.observe import Observer, Span, now
 from oppo.redact import excerpt, harmless, on_one_line
+from oppo.report.metrics import MEMORY, MFU
 
 
 class Display:
@@ -237,7 +238,7 @@ class Panel(Observer):
         recent = together(self._bottlenecks)
         parts: list[RenderableType] = [Text(head)]
         parts += [Text(f"{recent.largest}-bound: {recent.message}")] if recent is not None else []
-        parts += [ProgressBar(total=self._steps, completed=self._done), self._pace()]
+        parts += [ProgressBar(total=self._steps, completed=self._done), self._pace(), *self._devices()]
         parts += [*self._held_out(), stages]
         parts += [Text(self._stall, style="yellow")] if self._stall is not None else []
         parts += [Text(notice, style="dim") for notice in list(self._notices)]
@@ -249,6 +250,13 @@ class Panel(Observer):
             return Text("nothing decoded yet")
         rate = decoding.tokens / max(self._clock() - decoding.began, 1e-9)
         return Text(f"{self._place(decoding.step)}: {decoding.tokens} tokens, {rate:.0f} tokens/s")
+
+    def _devices(self) -> Iterator[Text]:
+        found = {} if self._report is None else self._report.metrics
+        shown = [f"{kind} MFU {found[name]:.1%}" for kind, name in MFU.items() if name in found]
+        shown += [f"{found[name]:.1f} GiB {kind}" for kind, name in MEMORY.items() if name in found]
+        if shown:
+            yield Text("  ".join(shown))
 
     def _place(self, step: int) -> str:
         return f"step {step + 1}/{self._steps}"

@@ -31,7 +31,7 @@ from oppo.log import logger
 from oppo.models import RewardFunction, Scorer
 from oppo.returns import TokenRewards
 from oppo.scorers import ScorerCapabilities
-from oppo.user_code import CONCURRENCY, CheckedFunction, UserCalls, UserFunction
+from oppo.user_code import CONCURRENCY, CallsFunction, CheckedFunction, UserCalls, UserFunction
 
 K = TypeVar("K")
 
@@ -280,7 +280,7 @@ DOES_NOT_APPLY = "the reward does not apply"
 _Work: TypeAlias = Callable[[Sequence[Finish]], Awaitable[list[float | Drop]]]
 
 
-class FunctionReward(Scorer[float | Drop]):
+class FunctionReward(CallsFunction[Mapping[str, object], Sequence[int], list[ReturnedScore]], Scorer[float | Drop]):
     """A Python function as the reward; it reads whole responses only, so it has nothing to prefill.
 
     Any error of the function counts as its failure, ``sys.exit()`` and a ``CancelledError`` of its own included.
@@ -479,19 +479,6 @@ class FunctionReward(Scorer[float | Drop]):
                 f"the columns there are {', '.join(columns) or '(none)'}"
             )
         return columns
-
-    def close(self) -> None:
-        """Kill the function's processes, if it has some; idempotent."""
-        self._calls.close()
-
-    async def __aenter__(self) -> Self:
-        await self._calls.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self._calls.__aexit__(kind, error, tb)
 
     def __enter__(self) -> Self:
         return self

@@ -69,6 +69,12 @@ def compose(
     if settings.step.stream_updates:
         estimator = graph.stage("advantage", GroupRelative)
         graph = graph.replace(advantage=InParts(estimator, settings.algorithm.responses))
+    ideal = {id(getattr(assembly, role)): passes for role, passes in assembly.ideal.items()}
+    models = [
+        (name, id(getattr(node.stage, kind, None)))
+        for name, node in graph.nodes.items()
+        for kind in ("policy", "scorer", "trainer")
+    ]
     return graph.replace(
         generate=replace(
             generate,
@@ -81,6 +87,7 @@ def compose(
             after=awaited(settings.step, update.after),
             max_nonfinite=settings.run.max_nonfinite,
             dump=dump,
+            ideal={name: ideal[model] for name, model in models if model in ideal},
         ),
     )
 

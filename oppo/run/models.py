@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import cast
 
@@ -19,8 +21,9 @@ from oppo.durable import whole, writing
 from oppo.environments import FunctionEnvironment
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
-from oppo.hf.devices import DeviceLayout, Devices, ModelPlace
-from oppo.hf.introspection import end_ids, vocabulary
+from oppo.graph.stage import Gauge
+from oppo.hf.devices import DeviceLayout, Devices, ModelPlace, available_cores, memory_gauges
+from oppo.hf.introspection import end_ids, passes_at, vocabulary
 from oppo.hf.loading import load_tokenizer
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.model_files import ADAPTER, CONFIG, located, processor_files, quiet, read_object
@@ -30,7 +33,7 @@ from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.log import logger
-from oppo.models import Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
+from oppo.models import Passes, Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting, Thread
 from oppo.run.checkpoint import Checkpoints, State, write_state
@@ -57,6 +60,8 @@ class Assembly:
         positions: the longest sequence, in tokens, that every model can read.
         served_apart: a model is served from weights that were loaded apart from those that are trained, so it needs
             those before the first step: a head may be new.
+        ideal: the costs of what models read, by their names here, at the peak of their devices, where that is known.
+        gauges: of the devices' memory, by metric.
     """
 
     serving: Serving
@@ -72,6 +77,8 @@ class Assembly:
     positions: int
     places: DeviceLayout
     served_apart: bool = False
+    ideal: Mapping[str, Passes] = field(default_factory=dict)
+    gauges: Mapping[str, Gauge] = field(default_factory=dict)
 
     @property
     def policy(self) -> Policy:
@@ -182,7 +189,6 @@ def assemble(
 
         load = RoleLoader(settings.models, tokenizer, devices)
         assembly = _assembled(settings, tokenizer, places, code, devices=devices, load=load, serve=started)
-        places.wait_until_ready()
         stack.pop_all()
     return assembly
 
@@ -202,8 +208,13 @@ def _assembled(
     actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=seed)
     rewards = _reward_models(settings, tokenizer, places, load)
     critic = load_critic(settings, actor, [*rewards.values()], load, devices=devices)
-    read = [positions_of(model) for model in (actor, reference, critic.trained) if model is not None]
-    read += [each.positions for each in rewards.values() if each.positions is not None]
+    models: dict[str, list[Loadable | None]] = {
+        "policy": [actor],
+        "reference": [reference],
+        "reward": [each.model for each in rewards.values()],
+        "critic": [critic.trained],
+    }
+    read = [positions_of(model) for each in models.values() for model in each if model is not None]
     sampling = _sampling(settings.sampling, tokenizer, actor)
     if settings.step.most_overcommit and not sampling.varies:
         logger.warning(
@@ -224,6 +235,7 @@ def _assembled(
     value = None
     if critic.served is not None:
         value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
+    places.wait_until_ready()
     return Assembly(
         serving=serving,
         reference=None
@@ -242,7 +254,23 @@ def _assembled(
         positions=min(serving.positions, *read),
         places=places,
         served_apart=critic.is_apart or served is not actor,
+        ideal=_ideal(settings, devices, models, serving.gpus),
+        gauges=memory_gauges(devices.distinct()),
     )
+
+
+def _ideal(
+    settings: Settings, devices: Devices, models: Mapping[str, Sequence[Loadable | None]], gpus: int
+) -> dict[str, Passes]:
+    # Of models that are here and read the policy's tokens; a head on the actor's trunk takes hardly any time.
+    epochs, cores, known = settings.trainer.epochs, settings.run.cores or available_cores(), dict[str, Passes]()
+    trained = [*models["policy"], *([] if settings.models.shared_trunk else filter(None, models["critic"]))]
+    for role, each in {**models, "trainer": trained}.items():
+        here = [model for model in each if isinstance(model, PreTrainedModel)]
+        if here and len(here) == len(each) and (speed := devices.speed(role, here[0].dtype, cores, gpus)):
+            passes = [passes_at(speed, model, epochs=epochs if role == "trainer" else 0) for model in here]
+            known[role] = reduce(add, passes)
+    return known
 
 
 def _scoring(places: DeviceLayout, model: str, name: str = "") -> ModelPlace:

@@ -166,6 +166,7 @@ class Serving:
     Attributes:
         policy: the actor.
         positions: the longest sequence, in tokens, that the engine can read.
+        gpus: on which it decodes, or 1 for a CPU.
         workers: what tells of its work, besides the places of the run.
         abort: ends an engine whose calls may hang; safe to call from any thread.
         close: ends the engine; idempotent.
@@ -176,6 +177,7 @@ class Serving:
     workers: tuple[Worker, ...] = ()
     abort: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
+    gpus: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -270,7 +272,7 @@ def _on_transformers(request: ServeRequest) -> Serving:
 
 def _on_vllm(request: ServeRequest) -> Serving:
     from oppo.vllm import VllmEngine, VllmPolicy  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
-    from oppo.vllm.sync import placed  # noqa: PLC0415
+    from oppo.vllm.sync import placed, workers_of  # noqa: PLC0415
 
     settings, models, data = request.settings, request.settings.models, request.settings.data
     directory = located(models.policy, weights=True, allow_pickle=models.allow_pickle)
@@ -302,7 +304,7 @@ def _on_vllm(request: ServeRequest) -> Serving:
     except BaseException:
         engine.close()
         raise
-    return Serving(policy, engine.longest, (policy.reporter,), engine.abort, engine.close)
+    return Serving(policy, engine.longest, (policy.reporter,), engine.abort, engine.close, workers_of(settings.vllm))
 
 
 ENGINES: Final[Mapping[str, Serve]] = {"transformers": _on_transformers, "vllm": _on_vllm}

@@ -22,7 +22,7 @@ from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
 from oppo.hf.model_files import RewardKind
-from oppo.hf.recipe import ModelRecipe, positions_of
+from oppo.hf.recipe import Loadable, ModelRecipe
 from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.libraries import require
@@ -172,13 +172,13 @@ class ServedRewardModel:
 
     Attributes:
         source: its directory or hub name.
-        positions: the longest sequence of the policy's tokens that it reads; ``None`` if it reads text.
+        model: that reads the policy's tokens; ``None`` if it reads text.
         may_be_critic: whether the critic can start from it.
     """
 
     source: str
     scorer: Scorer[float | Drop]
-    positions: int | None = None
+    model: Loadable | None = None
     may_be_critic: bool = False
 
 
@@ -219,7 +219,7 @@ class RewardModels:
         model, difference = self.load.scalar_reward(named_reward(reward), source)
         if given in {"auto", "tokens"} and difference is None:
             scorer = RewardModel(model, place=place, deterministic=self.deterministic)
-            return ServedRewardModel(source, scorer, positions_of(model), may_be_critic=True)
+            return ServedRewardModel(source, scorer, model, may_be_critic=True)
         reader = self.load.tokenizer(source)
         form: Form = "chat" if reader.has_chat_template else "joined"
         refused = f"{key}.form cannot be {given!r}"
@@ -246,7 +246,7 @@ class RewardModels:
         words = f"rewards steps: it scores the last token of a response, and the {len(ends)} tokens that end one"
         self._say(key, reward, words)
         scorer = ProcessRewardModel(model, place=place, separators=ends, deterministic=self.deterministic)
-        return ServedRewardModel(reward.source, scorer, positions_of(model))
+        return ServedRewardModel(reward.source, scorer, model)
 
     def _classifier(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
         if reward.form == "tokens":

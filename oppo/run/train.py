@@ -262,7 +262,7 @@ async def run(
                 session.prompts,
                 observers=watch.observers,
                 lookahead=settings.step.lookahead,
-                gauges={GAP: heartbeat.take},
+                gauges={GAP: heartbeat.take, **assembly.gauges},
             ) as running,
         ):
             watch.look_at(running)

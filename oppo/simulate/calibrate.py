@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from oppo.admission import Observation, Scoring
 from oppo.errors import ConfigError, DataError, one_line
+from oppo.models import Passes
 from oppo.report.metrics import in_own_names
 from oppo.report.records import JOURNAL, METRICS, WORK, Record, Work, ended, observations, read
-from oppo.simulate.costs import Decoder, Observed, Passes, Reader, ScorerName, System, Updater
+from oppo.simulate.costs import STAGES, Decoder, Observed, Reader, ScorerName, System, Updater
 
 FloatArray64 = NDArray[np.float64]
 
@@ -101,11 +102,6 @@ def _choices(kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
     for size in range(len(kinds), 0, -1):
         yield from combinations(kinds, size)
 
-
-ROLES: Final[Mapping[str, ScorerName]] = MappingProxyType(
-    {"ref_logp": "reference", "reward": "reward", "value": "critic"}
-)
-"""The scorer of each stage."""
 
 WARM_UP: Final = 2
 """First steps that are left out of longer runs: nothing is warm in them."""
@@ -256,7 +252,7 @@ def _answering(step: MeasuredStep, times: Scoring) -> float:
 
 def _readers(steps: Sequence[MeasuredStep], contention: Contention) -> dict[ScorerName, Reader]:
     found: dict[ScorerName, Reader] = {}
-    for stage, role in ROLES.items():
+    for role, stage in STAGES.items():
         times = [(step, each) for step in steps for each in step.seen.scoring if each.stage == stage]
         if not times:
             continue

@@ -29,7 +29,7 @@ bound::
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -41,35 +41,15 @@ from numpy.typing import NDArray
 
 from oppo.declared import NonNegative, Positive, PositiveCount, require_declared, required, setting
 from oppo.errors import ConfigError
+from oppo.models import Passes
 from oppo.simulate.engine import Interference, time_shared
 
 ScorerName: TypeAlias = Literal["reward", "reference", "critic"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
-    """The costs of forward passes, or of forward and backward passes, in seconds.
-
-    Attributes:
-        token: for each token.
-        pair: for each pair of a token and one before it: attention.
-    """
-
-    token: float = 0.0
-    pair: float = 0.0
-
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(token=self.token + other.token, pair=self.pair + other.pair)
-
-    def reading(self, start: float, stop: float) -> float:
-        """Return the seconds for positions ``start .. stop`` of a row."""
-        return (self.token + self.pair * (start + stop) / 2) * (stop - start)
-
-    def whole(self, rows: NDArray[np.float64], *, padded: bool = False) -> float:
-        """Return the seconds for whole rows, of which ``rows`` has the tokens, padded to the longest or not."""
-        if padded:
-            rows = np.full_like(rows, rows.max(initial=0))
-        return float((self.token * rows + self.pair * rows**2 / 2).sum())
+STAGES: Final[Mapping[ScorerName, str]] = MappingProxyType(
+    {"reference": "ref_logp", "reward": "reward", "critic": "value"}
+)
+"""The stage of each scorer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +74,7 @@ class Decoder:
     row: float = 0.0
     context: float = 0.0
     ending: float = 0.0
-    prefill: Passes = Passes()
+    prefill: Passes = field(default_factory=Passes)
     recomputes: bool = True
     replicas: int = 1
     static: bool = False
@@ -122,7 +102,7 @@ class Reader:
         place: scorers of a place take turns.
     """
 
-    passes: Passes = Passes()
+    passes: Passes = field(default_factory=Passes)
     call: float = 0.0
     answer: float = 0.0
     streams: bool = True
@@ -143,7 +123,7 @@ class Updater:
         device: that it works on.
     """
 
-    passes: Passes = Passes()
+    passes: Passes = field(default_factory=Passes)
     fixed: float = 0.0
     padded: bool = False
     weight_sync: float = 0.0
@@ -205,13 +185,7 @@ TRAINED_PASSES: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU by its data sheet.
-
-    Attributes:
-        flops: dense FLOP/s in bfloat16.
-        bandwidth: of its memory, bytes/s.
-        memory: bytes.
-    """
+    """A GPU by its data sheet."""
 
     flops: Positive = required("dense FLOP/s in bfloat16")
     bandwidth: Positive = required("of its memory, bytes/s")
@@ -236,17 +210,25 @@ GPUS: Final[Mapping[str, Gpu]] = MappingProxyType(
 )
 """SXM versions where there are several; FLOP/s without sparsity."""
 
+_OTHERS: Final = frozenset({"d", "laptop", "mig", "nvl", "pcie"})
+"""Words in the names of GPUs that are slower than the one in the table, or a part of it."""
+
+
+def gpu_named(name: str) -> Gpu | None:
+    """Return the GPU that its driver calls so, as ``NVIDIA H100 80GB HBM3``; ``None`` for one that is not in the table.
+
+    Example:
+        >>> gpu_named("NVIDIA A100-SXM4-80GB") is GPUS["a100-80gb"], gpu_named("NVIDIA H100 PCIe")
+        (True, None)
+    """
+    words = set(name.lower().replace("-", " ").split())
+    found = (gpu for known, gpu in GPUS.items() if words >= set(known.split("-")))
+    return None if words & _OTHERS else next(found, None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """The size of a dense decoder.
-
-    Attributes:
-        parameters: N.
-        layers: L.
-        width: d, of the hidden states.
-        cached: w, the width of the keys, and of the values, of a layer: KV heads times their width.
-    """
+    """The size of a dense decoder."""
 
     parameters: Positive = required("their number")
     layers: PositiveCount = required("their number")
@@ -350,10 +332,6 @@ class Observed:
     groups: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> Observed:
-        return cls(tuple((length,) for length in lengths))
-
-    @classmethod
     def read(cls, path: Path, cap: int) -> Observed:
         """Return the law of the lengths in a file, cut off at ``cap``.
 
@@ -371,7 +349,7 @@ class Observed:
         found = [min(length, cap) for length in lengths if length is not None]
         if not found:
             raise ConfigError(f"{path} holds no lengths: expected a number of tokens on each line")
-        return cls.of(found)
+        return cls(tuple((length,) for length in found))
 
     def __call__(self, units: int, samples: int, seed: int) -> NDArray[np.int64]:
         """Return the lengths of the responses to ``units`` prompts, int64 [units, samples], in tokens.

@@ -143,16 +143,12 @@ class EngineSection(Reached):
         return replace(
             found,
             floor=self.floor_seconds,
-            step=_given(self.step_seconds, found.step),
-            row=_given(self.row_seconds, found.row),
-            context=_given(self.context_seconds, found.context),
+            step=found.step if self.step_seconds is None else self.step_seconds,
+            row=found.row if self.row_seconds is None else self.row_seconds,
+            context=found.context if self.context_seconds is None else self.context_seconds,
             prefill=model.passes(gpu.flops * self.forward),
             static=self.static,
         )
-
-
-def _given(seconds: float | None, otherwise: float) -> float:
-    return otherwise if seconds is None else seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,11 +202,6 @@ class Profile:
         """
         return _named(getattr(self.models, key), self.sizes, f"models.{key}", "model")
 
-    @property
-    def trained(self) -> tuple[Transformer, ...]:
-        """The sizes of the models that are trained."""
-        return (self.size("actor"), *([self.size("critic")] if self.models.critic else []))
-
     def work(self) -> Workload:
         """Return what is trained.
 
@@ -235,12 +226,13 @@ class Profile:
         layout, engine, actor = self.layout, self.engine, self.size("actor")
         training = (layout.train or layout.decode) * self.gpu.flops * engine.training
         times = TRAINED_PASSES * self.workload.epochs
+        trained = [actor, *([self.size("critic")] if self.models.critic else [])]
         recomputes = self.schedule.kv_on_sync == "recompute"
         return System(
             decoder=replace(engine.decoder(self.gpu, actor, layout.decode), recomputes=recomputes),
             readers=self._readers(),
             updater=Updater(
-                passes=reduce(add, [size.passes(training, times) for size in self.trained]),
+                passes=reduce(add, [size.passes(training, times) for size in trained]),
                 fixed=engine.fixed_seconds,
                 padded=engine.padded,
                 weight_sync=engine.weight_sync_seconds,

@@ -19,9 +19,9 @@ from oppo.algorithms.ppo import ppo
 from oppo.declared import require_declared
 from oppo.events import Batch, Finish, FloatArray, Prompt, StepReport
 from oppo.graph import Graph
-from oppo.models import Capabilities, Trained
-from oppo.observe import Observer, Span, SpanListener, silent
-from oppo.simulate.costs import Passes, Reader, ScorerName, System, Workload
+from oppo.models import Capabilities, Passes, Trained
+from oppo.observe import Observer, SpanListener, silent
+from oppo.simulate.costs import STAGES, Reader, ScorerName, System, Workload
 from oppo.simulate.engine import Device, run_virtual
 from oppo.simulate.models import FakeCritic, FakePlace, FakeScorer, FakeTrainer, PlacedScorer, placed
 from oppo.simulate.policy import FakePolicy
@@ -119,14 +119,8 @@ class ScheduleOutcome:
     ) -> ScheduleOutcome:
         """Return the statistics of a run.
 
-        Args:
-            reports: of all steps.
-            ends: loop time at the end of each.
-            batches: of each.
-            counted: the steps that count, from the second one at the earliest.
-            grain: tokens for each token of a batch.
-            idle, peak_tokens: as of the attributes.
-            restarts: whether rollouts may restart.
+        ``reports``, ``ends`` (loop time) and ``batches`` are of all steps, of which those ``counted`` leave out the
+        first at least. A token of a batch stands for ``grain``.
         """
         steps, trained = reports[counted], batches[counted]
         seconds = np.diff(ends)[counted.start - 1 : counted.stop - 1]
@@ -263,11 +257,6 @@ def ladder(
 
 T = TypeVar("T")
 
-STAGES: Final[Mapping[ScorerName, str]] = MappingProxyType(
-    {"reference": "ref_logp", "reward": "reward", "critic": "value"}
-)
-"""The stage of each scorer."""
-
 TRACKS: Final[Mapping[ScorerName, str]] = MappingProxyType(
     {"reference": "reference", "reward": "reward model", "critic": "critic"}
 )
@@ -289,12 +278,6 @@ class Longest(Observer):
         if isinstance(item, Finish):
             self.tokens = max(self.tokens if step == self._step else 0, len(item.response))
             self._step = step
-
-    def on_span(self, span: Span) -> None:
-        pass
-
-    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Ignore the end of a step."""
 
 
 @dataclass(eq=False)

@@ -233,7 +233,8 @@ def table(study: Study) -> Table:
     """Return the table of a study, a line for each schedule."""
     found = Table(show_edge=False, header_style="bold", pad_edge=False)
     found.add_column("schedule")
-    for name in ("seconds a step", "speed", "mean staleness", "largest", "idle", memory_of(study)):
+    in_flight = "GB in flight" if study.cache else "tokens in flight"
+    for name in ("seconds a step", "speed", "mean staleness", "largest", "idle", in_flight):
         found.add_column(name, justify="right")
     for name, each in study.standings.items():
         marked = f"{name} *" if name == study.baseline else name
@@ -256,11 +257,6 @@ def cells(study: Study, each: Standing) -> Iterator[str]:
     yield f"{each.longest_staleness}"
     yield f"{each.idle:.0%}".replace("%", " %")
     yield f"{each.peak_tokens * study.cache / 1e9:.1f}" if study.cache else f"{each.peak_tokens:,.0f}"
-
-
-def memory_of(study: Study) -> str:
-    """Return the name of the column of memory in flight."""
-    return "GB in flight" if study.cache else "tokens in flight"
 
 
 def ranged(spread: Spread) -> str:

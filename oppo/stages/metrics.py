@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, Final
+
+import numpy as np
 
 from oppo.admission import Observation, Scoring, Stretch
 from oppo.declared import require_metrics
 from oppo.errors import ProtocolError
 from oppo.events import Batch, StepReport
 from oppo.graph import Step
-from oppo.observe import Span, occupation
+from oppo.models import Passes
+from oppo.observe import Interval, Span, occupation, seconds, union
 from oppo.stages.ledger import InFlightRollout
 
 MOST: Final = 8
@@ -47,6 +50,12 @@ class Grown:
     def context(self) -> int:
         """Tokens that were read before it was decoded on."""
         return self.prompt + self.start
+
+    @property
+    def read(self) -> tuple[int, int]:
+        """The positions that the model had to read: not the last token, nor what was read before it was deferred."""
+        gain = self.stop - self.start
+        return (self.context - 1 if self.start else 0, self.context + gain - 1) if gain else (0, 0)
 
     def within(self, first: int, last: int) -> tuple[int, int]:
         """Return the tokens that it gained in the decode steps ``first .. last``, and the sum of its context there."""
@@ -115,9 +124,11 @@ class ScorerReading:
 
     Attributes:
         tokens: that it read.
+        pairs: of each of them and those before it in its rollout.
     """
 
     tokens: int
+    pairs: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +328,27 @@ def run_metrics(step: Step, seconds: float, tokens: float | None) -> Mapping[str
     for channel, counters in step.channels().items():
         metrics |= {f"queue/{channel}/{name}": counters[name] for name in ("peak", "merged")}
     return metrics | {name: gauge() for name, gauge in step.gauges.items()}
+
+
+def utilisation(step: Step, batch: Batch, ideal: Mapping[str, Passes]) -> Mapping[str, float]:
+    """Return ``perf/mfu/*``, in the step of the stage that trained: the seconds that tokens need over those they took.
+
+    They need those at the peak of the devices, by stage in ``ideal``, and none for padding or for being read again.
+    """
+    trained = zip(batch.responses, batch.sampled_rows(), strict=True)
+    rows = np.array([len(each.prompt.tokens) + len(each) - 1 for each, sampled in trained if len(sampled)], float)
+    least, busy = defaultdict[str, float](float), defaultdict[str, list[Interval]](list)
+    for stage, passes in ideal.items():
+        work = [span for name, span in step.recorded(Span) if name == stage and span.label != "weight_sync"]
+        kind = "update" if stage == step.stage else next((str(span.role) for span in work), "")
+        busy[kind] += [(span.start, span.end) for span in work]
+        decoded = [each.read for name, found in step.recorded(Decoded) if name == stage for each in found.grown]
+        read = [each for name, each in step.recorded(ScorerReading) if name == stage]
+        least[kind] += sum(passes.reading(*each) for each in decoded)
+        least[kind] += sum(passes.token * each.tokens + passes.pair * each.pairs for each in read)
+        least[kind] += passes.whole(rows) if stage == step.stage else 0.0
+    took = {kind: seconds(union(intervals)) for kind, intervals in busy.items()}
+    return {f"perf/mfu/{kind}": least[kind] / took[kind] for kind in took if took[kind] > 0}
 
 
 WINDOW = 16

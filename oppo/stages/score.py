@@ -299,12 +299,15 @@ class Score(Generic[T]):
         start = anyio.current_time()
         with _working(accepted, step, "extend"):
             await awaited(self._prioritised.extend(accepted, priority=priority))
-        step.record(ScorerReading(sum(len(event.tokens) for event in accepted)))
-        measured = (anyio.current_time() - start) / max(1, sum(len(event.tokens) for event in accepted))
+        tokens, pairs = sum(len(event.tokens) for event in accepted), 0.0
+        measured = (anyio.current_time() - start) / max(1, tokens)
         known = self._seconds_per_token
         self._seconds_per_token = min(measured, self._slice.rise * known) if known else measured
         for event in accepted:
-            self._sessions[event.rollout].received += len(event.tokens)
+            session = self._sessions[event.rollout]
+            before, session.received = session.received, session.received + len(event.tokens)
+            pairs += (session.received**2 - before**2) / 2
+        step.record(ScorerReading(tokens, pairs))
 
     def _accepts(self, event: Growth) -> bool:
         if isinstance(event, Prompt):

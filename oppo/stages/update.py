@@ -31,6 +31,7 @@ from oppo.events import Batch, BatchPart, Drop, StepReport, described
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import (
     Capabilities,
+    Passes,
     StreamingTrainer,
     SyncedModel,
     Trained,
@@ -40,7 +41,7 @@ from oppo.models import (
 )
 from oppo.stages.batch import NONFINITE
 from oppo.stages.generate import Ended, Generate
-from oppo.stages.metrics import ACCUMULATE, LengthBias, observation, run_metrics, step_metrics
+from oppo.stages.metrics import ACCUMULATE, LengthBias, observation, run_metrics, step_metrics, utilisation
 from oppo.stages.sync import WeightSync
 from oppo.weight_sync import name_of
 
@@ -68,6 +69,7 @@ class Update:
             synced when these have returned in the step before.
         max_nonfinite: number of consecutive updates with a number that is not finite that ends the run; 0: never.
         dump: writes the last batch of such a run.
+        ideal: the costs of what stages read, by their names, at the most that all devices of such a stage can do.
     """
 
     trainer: Trainer
@@ -76,6 +78,7 @@ class Update:
     held: Sequence[str] = ()
     max_nonfinite: int = 3
     dump: Dump | None = None
+    ideal: Mapping[str, Passes] = field(default_factory=dict)
     _parts: int = field(default=0, init=False, repr=False)
     _nonfinite: int = field(default=0, init=False, repr=False)
     _ended: float = field(default=-math.inf, init=False, repr=False)
@@ -167,6 +170,7 @@ class Update:
                     "timing_s/update": updated - begun,
                     "timing_s/weight_sync": syncing,
                     **self._sync.metrics,
+                    **utilisation(step, batch, self.ideal),
                 },
             )
             found = bottleneck(observation(report, step))

@@ -26,7 +26,8 @@ from benchmarks.controllers import (
     system,
 )
 from oppo.admission import Admission, Overcommit, TailAdaptive
-from oppo.simulate.costs import Decoder, Lognormal, Passes, Reader, System, Updater, Workload
+from oppo.models import Passes
+from oppo.simulate.costs import Decoder, Lognormal, Reader, System, Updater, Workload
 from oppo.simulate.run import Schedule, SimulatedRun
 
 IN_VAIN = {"capped", "train-bound", "score-bound"}

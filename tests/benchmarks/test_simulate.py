@@ -29,9 +29,10 @@ from benchmarks.simulate.check import (
 from oppo.admission import Observation
 from oppo.errors import DataError
 from oppo.events import StepReport
+from oppo.models import Passes
 from oppo.observe import Observer, Span
 from oppo.report.records import work_of
-from oppo.simulate.costs import Lognormal, Passes, System, Workload
+from oppo.simulate.costs import Lognormal, System, Workload
 from oppo.simulate.run import LAST, SimulatedRun
 from tests.simulate.systems import machine
 

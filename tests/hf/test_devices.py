@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ from oppo.hf.devices import (
     attributed,
     available_cores,
     device_of,
+    memory_gauges,
     numbered,
+    peak_of,
     ran_out,
     use_cores,
     use_stream,
@@ -250,3 +253,50 @@ def test_a_cause_counts_too() -> None:
     expected = pytest.raises(ModelError, match="the reward ran out of memory while it was loaded: take a smaller one")
     with expected, attributed("reward", "it was loaded", "take a smaller one"):
         raise outer
+
+
+def test_the_peak_of_a_cpu_is_measured_once_and_the_threads_stay_as_they_were() -> None:
+    before = torch.get_num_threads()
+    one = peak_of(CPU, torch.float32, 1)
+    assert 1e8 < one == peak_of(CPU, torch.float32, 1)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
+        ("NVIDIA H200", torch.float32, 989e12 / 2),
+        ("NVIDIA GeForce RTX 4090", torch.float16, 165e12),
+        ("NVIDIA L40S", torch.bfloat16, 362e12),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 0.0),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, 0.0),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, 0.0),
+        ("Tesla T4", torch.float16, 0.0),
+    ],
+)
+def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(
+    name: str, dtype: torch.dtype, peak: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_of.__wrapped__(torch.device("cuda", 0), dtype, 1) == peak
+
+
+def test_the_memory_of_the_gpu_that_has_most_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {first: 2**30, second: 3 * 2**29}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", {first: 2**33, second: 2**30}.__getitem__)
+    found = {name: gauge() for name, gauge in memory_gauges([CPU, first, second]).items()}
+    assert found == {"memory/allocated": 1.5, "memory/reserved": 8.0}
+    assert not memory_gauges([CPU])
+
+
+def test_the_speed_of_a_model_is_that_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = (torch.device("cuda", number) for number in range(3))
+    shares = {CPU: 1.0, first: 10.0, second: 100.0, third: 0.0}
+    monkeypatch.setattr("oppo.hf.devices.peak_of", lambda device, dtype, cores: shares[device] * cores)
+    found = Devices(first, first, (first, second), second, CPU, second)
+    speeds = {model: found.speed(model, torch.float32, 8, 2) for model in ("policy", "trainer", "reward", "critic")}
+    assert speeds == {"policy": 2 * 4 * 10, "trainer": 4 * 110, "reward": 4 * 111, "critic": 4 * 111}
+    unknown = replace(found, critic=third, remote=frozenset({"policy"}))
+    assert unknown.speed("reward", torch.float32, 8, 1) == unknown.speed("policy", torch.float32, 8, 1) == 0

@@ -37,7 +37,7 @@ VERL = {
     "actor/lr", "critic/score/mean", "critic/rewards/mean", "critic/advantages/mean", "response_length/mean",
     "response_length/max", "response_length/min", "response_length/clip_ratio", "prompt_length/mean",
     "prompt_length/max", "prompt_length/min", "timing_s/gen", "timing_s/update_actor", "timing_s/step",
-    "timing_s/update_weights", "perf/total_num_tokens",
+    "timing_s/update_weights", "perf/total_num_tokens", "perf/mfu/actor",
 }  # fmt: skip
 """Names of verl."""
 
@@ -75,11 +75,13 @@ def test_a_run_is_written_shown_and_read_under_the_names_that_are_chosen(
     assert expected <= shown.keys()
     read = metrics_of(run)
     assert all(metric(each) for line in read for each in line)
+    assert all(0 < line[f"perf/mfu/{kind}"] <= 1.2 for line in read for kind in ("decode", "score", "update"))  # type: ignore[operator] # numbers
     assert [line["objective/scores"] for line in read] == [line["score"] for line in written]
     assert len(RunRecord.read(run).steps) == 2, "a simulation is calibrated on it"
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "KL (nats a rollout)" in page
     assert "exposed scoring" in page
+    assert "Model FLOPs utilisation" in page
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert summary["kl_last"] == pytest.approx(sum(line["objective/kl"] or 0 for line in read) / 2)
 

@@ -69,6 +69,15 @@ def test_without_a_terminal_the_first_evaluation_has_a_line_and_the_others_are_i
     assert "  held-out 0.500  " in second
 
 
+def test_the_panel_shows_how_the_devices_are_used() -> None:
+    where, out = console(terminal=True)
+    panel = Panel(where, 2, live=True, decode=decode)
+    metrics = {"perf/mfu/decode": 0.021, "perf/mfu/update": 0.4, "memory/allocated": 61.25, "memory/reserved": 70.0}
+    panel.on_step(0, replace(report(0, (0,), 0.5), metrics=metrics), {})
+    where.print(panel.render())
+    assert "decode MFU 2.1%  update MFU 40.0%  61.2 GiB allocated  70.0 GiB reserved" in out.getvalue()
+
+
 def test_the_panel_says_what_each_stage_is_doing() -> None:
     where, out = console(terminal=True)
     at = 0.0

@@ -92,7 +92,16 @@ def same_as_whole(folder: Path, name: str, whole: str = "whole") -> None:
 
 def stable(told: list[dict[str, object]]) -> list[dict[str, object]]:
     """Return records without what depends on time."""
-    timed = ("timing_s/", "throughput/", "overlap/", "queue/", "loop/", "bottleneck/", "deferral/predicted_seconds")
+    timed = (
+        "timing_s/",
+        "throughput/",
+        "overlap/",
+        "queue/",
+        "loop/",
+        "perf/",
+        "bottleneck/",
+        "deferral/predicted_seconds",
+    )
     return [
         {k: v for k, v in record.items() if k not in {"at", "seconds"} and not k.startswith(timed)}
         for record in told

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from oppo.models import Passes
 from oppo.report import RunDirectory
 from oppo.simulate.calibrate import DEVICE, Contention
-from oppo.simulate.costs import Decoder, Lognormal, Passes, Reader, System, Updater, Workload
+from oppo.simulate.costs import Decoder, Lognormal, Reader, System, Updater, Workload
 from oppo.simulate.run import Schedule, SimulatedRun
 
 WORKLOAD = Workload(batch=16, lengths=Lognormal(median=(40, 40), sigma=0.9, cap=300), cap=300, prompt=20)

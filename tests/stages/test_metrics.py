@@ -20,7 +20,7 @@ from oppo.admission import AdmitView, CutView, Observation, Overcommit, Scoring,
 from oppo.admission.chunking import ChunkSize
 from oppo.events import Batch, Chunk, Defer, Finish, FinishReason, Prompt, Response, StepReport
 from oppo.graph import Step
-from oppo.models import Decode
+from oppo.models import Decode, Passes
 from oppo.observe import Span
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
@@ -35,6 +35,7 @@ from oppo.stages.metrics import (
     ScorerReading,
     observation,
     stretches,
+    utilisation,
 )
 from oppo.testing import (
     FakeCritic,
@@ -453,3 +454,57 @@ def test_work_that_fails_is_not_noted() -> None:
 
     run_virtual(main)
     assert [(span.track, span.label, span.start, span.end) for span in step.work] == [("update", "update", 0.0, 1.0)]
+
+
+def test_a_share_of_the_peak_is_what_tokens_needed_over_what_devices_can_do_while_their_stages_work() -> None:
+    step = Step(0, 1, 0.0).of("update")
+    for track, role, start, end in (
+        ("generate", "decode", 0.0, 4.0),
+        ("reward", "score", 1.0, 3.0),
+        ("ref_logp", "score", 2.0, 5.0),
+        ("value", "score", 0.0, 90.0),
+        ("update", "update", 5.0, 7.0),
+    ):
+        step.of(track).record(Span(track, role, start, end, role=role))  # type: ignore[arg-type] # a role
+    step.record(Span("update", "weight_sync", 7.0, 9.0, role="update"))
+    # A new response of 3 tokens to 4, one that goes on after 6 and gets 2, one that got none.
+    step.of("generate").record(Decoded(grown=(Grown(4, 0, 3, 4.0), Grown(4, 2, 4, 4.0), Grown(4, 1, 1, 4.0))))
+    step.of("reward").record(ScorerReading(10, pairs=50.0))
+    step.of("ref_logp").record(ScorerReading(6, pairs=8.0))
+    trained = batch({0: 5, 1: 2})
+    found = utilisation(
+        step,
+        trained,
+        {
+            "generate": Passes(token=0.10, pair=0.01),
+            "reward": Passes(token=0.02, pair=0.01),
+            "ref_logp": Passes(token=0.05),
+            "update": Passes(token=0.30, pair=0.02),
+            "proximal": Passes(token=9.0),
+        },
+    )
+    decoded = 6 * 0.10 + 0.01 * 6**2 / 2 + 2 * 0.10 + 0.01 * (7**2 - 5**2) / 2
+    rows = (3 + 5 - 1, 3 + 2 - 1)
+    assert found == pytest.approx(
+        {
+            "perf/mfu/decode": decoded / 4,
+            "perf/mfu/score": (10 * 0.02 + 50 * 0.01 + 6 * 0.05) / 4,
+            "perf/mfu/update": sum(0.30 * row + 0.02 * row**2 / 2 for row in rows) / 2,
+        }
+    )
+    assert utilisation(step, trained, {}) == {}
+
+
+def test_a_call_of_a_scorer_has_read_each_token_with_those_before_it() -> None:
+    passes = Passes(token=1.0, pair=1.0)
+    pipeline = Pipeline(Setting(steps=3, extra=0, reward=0.01, reference=0.02, critic=0.03, update=0.5))
+    graph = pipeline.graph()
+    ideal = dict.fromkeys(graph.nodes, passes)
+    pipeline.graph = lambda: graph.replace(update=replace(graph.stage("update", oppo.Update), ideal=ideal))  # type: ignore[method-assign] # the same, but for one stage
+    run_virtual(pipeline.run)
+    for report, trained in zip(pipeline.reports, pipeline.batches, strict=True):
+        update = report.metrics["perf/mfu/update"] * report.metrics["timing_s/update"]
+        rows = np.array([len(each.prompt.tokens) + len(each) for each in trained.responses], float)
+        assert update == pytest.approx(passes.whole(rows - 1))
+        scored = report.metrics["perf/mfu/score"] * report.metrics["timing_s/score"]
+        assert scored == pytest.approx(3 * passes.whole(rows))
