@@ -450,7 +450,7 @@ def _training(
 ) -> Bytes:
     rows = min(load.rollouts, max(1, settings.micro_batch_tokens // (load.sequence - 1)))
     models = _bare(make)
-    models.separate_head()  # here, where there are no logits to compare
+    models.prepare()  # here, where there is nothing to compare
     with without_data() as live:
         core = HfTrainerCore(strip(models), sampling, settings, loss, TrainerCounts.new())
         batch = longest_batch(rows, load, critic=core.critic is not None)

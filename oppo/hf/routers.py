@@ -6,7 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
@@ -164,9 +164,9 @@ def replaying(experts: Tensor | None) -> Iterator[None]:
         _replayed.reset(token)
 
 
-def contexts_of_recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a pass and of its second time, which the backward pass makes in any thread."""
-    return nullcontext(), replaying(_replayed.get())
+def replayed() -> Tensor | None:
+    """Return the experts that routers take in the pass in progress; ``None``: they choose freely."""
+    return _replayed.get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +222,10 @@ class RouterReplay:
         depth = int(model.config.get_text_config().num_hidden_layers)
         return cls(tuple(layers), depth, free[0].logits.shape[-1], other[0].shape[-1])
 
-    def chosen(self, batch: Batch, rows: Sequence[int], width: int) -> Tensor:
-        """Return the experts of a pass over prompts and responses, padded to ``width``: int64 [layers, n * width, k].
+    def chosen(self, batch: Batch, rows: Sequence[int], lengths: Sequence[int], *, packed: bool = False) -> Tensor:
+        """Return the experts of a pass over prompts and responses of these lengths: int64 [layers, ids, k].
 
-        -1 where a token has none, and where there is padding.
+        Rows are padded to the longest, or packed. -1 where a token has none, and where there is padding.
 
         Raises:
             ConfigError: no response of the batch has any.
@@ -237,7 +237,7 @@ class RouterReplay:
                 "has any: the policy must give them (HfPolicy and VllmPolicy do with routed_experts=True), or set "
                 "trainer.router_replay = false"
             )
-        found = np.full((len(rows), width, len(self.layers), self.k), -1, np.int64)
+        found = np.full((len(rows), max(lengths), len(self.layers), self.k), -1, np.int64)
         for row, response in enumerate(batch.responses[each] for each in rows):
             routed, positions = response.routed_experts, response.routed_experts.positions()
             if routed.empty:
@@ -253,7 +253,8 @@ class RouterReplay:
                     "another model than the actor that is trained?"
                 )
             found[row, start + positions] = ids
-        return torch.from_numpy(found.reshape(-1, *found.shape[2:])).transpose(0, 1)
+        real = np.arange(max(lengths)) < (np.array(lengths)[:, None] if packed else max(lengths))
+        return torch.from_numpy(found[np.broadcast_to(real, found.shape[:2])]).transpose(0, 1)
 
 
 @torch.no_grad()

@@ -37,11 +37,13 @@ def deadly(folder: Path, call: int) -> None:
     torch.set_num_threads(1)
     calls: list[int] = []
 
-    def dying(batch: Batch, rows: Sequence[int], device: torch.device, asked: Collection[Input]) -> MicroBatch:
+    def dying(
+        batch: Batch, rows: Sequence[int], device: torch.device, asked: Collection[Input], *, packed: bool
+    ) -> MicroBatch:
         calls.append(1)
         if len(calls) == call:
             (folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return pack(batch, rows, device, asked)
+        return pack(batch, rows, device, asked, packed=packed)
 
     pytest.MonkeyPatch().setattr(oppo.hf.train.trainer, "pack", dying)

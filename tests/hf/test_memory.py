@@ -168,7 +168,7 @@ def test_no_tensor_of_an_update_has_a_number_for_each_token_and_id(kind: str) ->
     with torch.device("meta"):
         models = made()
     settings = TrainerSettings(epochs=1, micro_batch_tokens=4096)
-    models.separate_head()
+    models.prepare()
     with without_data(), Largest() as live:
         core = HfTrainerCore(strip(models), sampling, settings, loss, TrainerCounts.new())
         core.update(longest_batch(4, Load(4, 20, 1000, 16), critic=core.critic is not None))

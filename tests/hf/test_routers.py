@@ -228,12 +228,14 @@ async def test_other_routers_are_trained_with_the_experts_that_were_chosen(
     wanted = by_hand(disturbed(name), name, batch)
     taken = list[Tensor]()
     for module in (each for key, each in model.named_modules() if key.endswith("mlp.experts")):
-        module.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[1]) if len(inputs[1]) > 4 else None)
+        module.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[1]) if len(inputs[1]) > 8 else None)
     found, metrics = await learned(
         thread, model, None, batch, router_replay=True, gradient_checkpointing=checkpointing, micro_batch_tokens=10_000
     )
     longest_first = sorted(range(len(batch)), key=lambda row: -_read(batch, row))
-    chosen = RouterReplay.of(mixture(name)).chosen(batch, longest_first, _read(batch, longest_first[0]))
+    lengths = [_read(batch, row) for row in longest_first]
+    packed = len(taken[0]) == sum(lengths)
+    chosen = RouterReplay.of(mixture(name)).chosen(batch, longest_first, lengths, packed=packed)
     passes = int(metrics["train/micro_batches"]) * (1 + checkpointing)
     layers = len(routers(model))
     assert (passes, len(taken)) == (1 + checkpointing, passes * layers)
@@ -385,11 +387,11 @@ def test_positions_without_experts_are_left_to_the_router() -> None:
     floats, ints = np.zeros(4, np.float32), np.zeros(4, np.int32)
     some = RoutedExperts(np.array([[[1], [2]], [[3], [0]]], np.uint8), np.array([1, 0, 0, 1], np.int32))
     response = Response(prompt, ints, floats, ints, np.array([True, True, False, True]), routed_experts=some)
-    chosen = replay.chosen(batch_of([response]), [0], 8)
+    chosen = replay.chosen(batch_of([response]), [0], [8])
     assert chosen.shape == (2, 8, 1)
     assert chosen[..., 0].tolist() == [[-1, -1, 1, -1, -1, 3, -1, -1], [-1, -1, 2, -1, -1, 0, -1, -1]]
     of_all = RoutedExperts(np.array([[[1], [9], [2]], [[3], [9], [0]]], np.uint8) % 4, some.counts)
-    assert torch.equal(replay.chosen(batch_of([replace(response, routed_experts=of_all)]), [0], 8), chosen)
+    assert torch.equal(replay.chosen(batch_of([replace(response, routed_experts=of_all)]), [0], [8]), chosen)
 
 
 @pytest.mark.parametrize(
@@ -407,4 +409,4 @@ def test_experts_of_another_model_are_refused(ids: RoutedIds, counts: list[int],
     routed = RoutedExperts(ids, np.array(counts, np.int32))
     response = Response(prompt, ints, np.zeros(2, np.float32), ints, np.ones(2, np.bool_), routed_experts=routed)
     with pytest.raises(ModelError, match=rf"rollout 7 .*{message}"):
-        RouterReplay((0, 2), 3, 4, 1).chosen(batch_of([response]), [0], 8)
+        RouterReplay((0, 2), 3, 4, 1).chosen(batch_of([response]), [0], [8])

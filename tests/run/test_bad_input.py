@@ -211,7 +211,8 @@ def test_a_disk_that_is_full_when_a_checkpoint_is_written_is_an_error(workplace:
 def test_running_out_of_memory_names_the_model_and_the_setting_that_helps(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def too_much(*_: object) -> MicroBatch:
+    def too_much(*_: object, packed: bool) -> MicroBatch:
+        del packed
         torch.empty(1 << 50, dtype=torch.uint8)
         raise AssertionError("there is no machine with a pebibyte")
 
@@ -353,7 +354,7 @@ def test_a_model_that_never_returns_ends_the_process_with_a_report(workplace: Pa
     hang = (
         "import functools, threading\n"
         "import oppo.hf.train.trainer, oppo.run.observers\n"
-        "oppo.hf.train.trainer.pack = lambda *_: threading.Event().wait()\n"
+        "oppo.hf.train.trainer.pack = lambda *_, **__: threading.Event().wait()\n"
         "oppo.run.observers.StallLimits = functools.partial(oppo.run.observers.StallLimits, grace=1)\n"
     )
     code, _, said = run(workplace, "run.name=model-stuck", "run.watchdog_seconds=4", "run.call_timeout=4", before=hang)

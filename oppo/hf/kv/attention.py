@@ -26,7 +26,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
@@ -281,6 +283,66 @@ def overhead_of(bytes_per_token: float, device: torch.device) -> int:
     return math.ceil((SEGMENT_BYTES if device.type == "cpu" else LAUNCHED_SEGMENT_BYTES) / bytes_per_token)
 
 
+class Packed:
+    """Rows that lie end to end in a pass over one row [1, T].
+
+    Args:
+        lengths: of the rows, in tokens.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+        self._starts: Tensor | None = None
+
+    def starts(self, device: torch.device) -> Tensor:
+        """Return where rows begin, and where the last one ends: int32 [n + 1]; sent to the device once."""
+        if self._starts is None:
+            self._starts = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+        return self._starts
+
+
+@contextmanager
+def rows_apart(packed: Packed | None) -> Iterator[None]:
+    """Let the tokens of a pass attend to those of their own row only; the pass takes :func:`packed_mask` for its mask.
+
+    ``None``: rows are not packed.
+    """
+    token = _packed.set(packed)
+    try:
+        yield
+    finally:
+        _packed.reset(token)
+
+
+def packed_rows() -> Packed | None:
+    """Return the rows that are packed in the pass in progress."""
+    return _packed.get()
+
+
+def packs(model: PreTrainedModel, longest: int) -> bool:
+    """Return whether attention alone can tell packed rows apart, which have at most ``longest`` tokens.
+
+    On a CPU each row attends in a call of its own; on a GPU a kernel for rows of any length takes 16 bits.
+    """
+    text, device = model.config.get_text_config(), model.device.type
+    limits = (window_of(model.config), getattr(text, "attention_chunk_size", None))
+    return (
+        _implementation(model) == NAME
+        and {FULL, SLIDING, CHUNKED}.issuperset(layer_kinds(model.config))
+        and all(limit is None or longest <= limit for limit in limits)
+        and (device in {"cpu", "meta"} or (device == "cuda" and model.dtype.itemsize == 2))
+    )
+
+
+def packed_mask(model: PreTrainedModel) -> Tensor | dict[str, Tensor]:
+    """Return a mask that transformers passes on as it is, and attention does not read."""
+    mask, kinds = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device), layer_kinds(model.config)
+    return mask if len(kinds) == 1 else dict.fromkeys(kinds, mask)
+
+
+_packed: ContextVar[Packed | None] = ContextVar("packed", default=None)
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -289,6 +351,11 @@ def _attention(
     attention_mask: Tensor | None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
+    if (packed := _packed.get()) is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
+        if query.device.type == "cuda":
+            return _packed_attention(packed, query, key, value, cast("float | None", kwargs.get("scaling"))), None
+        rows = zip(*(each.split_with_sizes(packed.lengths, dim=2) for each in (query, key, value)), strict=True)
+        return torch.cat([_sdpa(module, *row, None, **kwargs)[0] for row in rows], dim=1), None
     if not (isinstance(key, Segments) and isinstance(value, Segments) and attention_mask is not None):
         return _attend(module, query, cast("Tensor", key), cast("Tensor", value), attention_mask, **kwargs), None
     sizes = [len(keys) for keys in key.tensors]
@@ -300,6 +367,17 @@ def _attention(
         for queries, keys, values, mask in segments
     ]
     return torch.cat(outputs), None
+
+
+def _packed_attention(packed: Packed, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - not in every torch that serves
+
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (each[0].transpose(0, 1).repeat_interleave(groups, dim=1) for each in (key, value))
+    starts, longest = packed.starts(query.device), max(packed.lengths)
+    queries, causal = query[0].transpose(0, 1), (-1, 0)
+    output = varlen_attn(queries, keys, values, starts, starts, longest, longest, window_size=causal, scale=scale)
+    return cast("Tensor", output)[None]
 
 
 def _attend(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,16 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.errors import ModelRefused
-from oppo.hf.head import Measure, OwnHead, require_own_head, separable_head, widen_head
-from oppo.hf.introspection import backbone, keeps_logits, score_head, takes
+from oppo.hf.head import AGREEMENT, Measure, OwnHead, require_own_head, separable_head, widen_head
+from oppo.hf.introspection import FAILURES, backbone, keeps_logits, score_head, takes
+from oppo.hf.kv.attention import Packed, attend_in_segments, packed_mask, packed_rows, packs, rows_apart
 from oppo.hf.recipe import ModelRecipe
-from oppo.hf.routers import contexts_of_recomputing, record_routers, replaying
+from oppo.hf.routers import record_routers, replayed, replaying
 from oppo.hf.train.packing import MicroBatch
 from oppo.losses import Input
+
+PACKED_TRIAL: Final = (3, 5)
+"""Lengths of the rows, in tokens, on which a model shows that it can read packed rows."""
 
 
 def value_model_on(actor: PreTrainedModel) -> PreTrainedModel:
@@ -87,8 +92,18 @@ def _recomputed(layer: nn.Module, /, *args: object, **kwargs: object) -> object:
     forward = partial(type(layer).forward, layer, **kwargs)
     if not torch.is_grad_enabled():
         return forward(*args)
-    contexts = contexts_of_recomputing
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    # Of a pass and of its second time, which the backward pass makes in any thread.
+    return nullcontext(), _reading(packed_rows(), replayed())
+
+
+@contextmanager
+def _reading(packed: Packed | None, experts: Tensor | None) -> Iterator[None]:
+    with rows_apart(packed), replaying(experts):
+        yield
 
 
 class ActorCritic(nn.Module):
@@ -97,7 +112,14 @@ class ActorCritic(nn.Module):
     A trunk that the two models share is read once. Pickled or copied, the models share what they shared before.
     """
 
-    def __init__(self, actor: PreTrainedModel, critic: PreTrainedModel | None = None, head_apart: bool = False) -> None:
+    def __init__(
+        self,
+        actor: PreTrainedModel,
+        critic: PreTrainedModel | None = None,
+        *,
+        head_apart: bool = False,
+        packs: bool = False,
+    ) -> None:
         super().__init__()
         self.actor = actor
         self.critic = critic
@@ -106,13 +128,26 @@ class ActorCritic(nn.Module):
         widen_head(actor)
         self._one_trunk = critic is not None and shares_trunk(actor, critic)
         self._own_head = OwnHead(actor) if head_apart or self._one_trunk else None
+        self._packs = packs
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return type(self), (self.actor, self.critic, self._own_head is not None)
+        made = partial(type(self), head_apart=self._own_head is not None, packs=self._packs)
+        return made, (self.actor, self.critic)
 
-    def separate_head(self) -> None:
-        """Compute logits of response tokens only, in bounded memory, if the head can run apart from its trunk."""
+    def prepare(self) -> None:
+        """Compute logits of response tokens only, in bounded memory, if the head can run apart from its trunk.
+
+        From now on :meth:`packs` says whether rows can be packed. The models read a few tokens.
+        """
         self._own_head = self._own_head or separable_head(self.actor)
+        self._packs = self._own_head is not None and all(map(_reads_packed, self._models()))
+
+    def packs(self, longest: int) -> bool:
+        """Return whether the models can read packed rows of at most ``longest`` tokens each."""
+        return self._packs and all(packs(model, longest) for model in self._models())
+
+    def _models(self) -> list[PreTrainedModel]:
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     def trained(self) -> list[list[nn.Parameter]]:
         """Return the parameters that are trained: the actor's, a shared trunk included, and the critic's.
@@ -153,33 +188,56 @@ class ActorCritic(nn.Module):
 
         def inputs(model: PreTrainedModel) -> dict[str, object]:
             placed = {"position_ids": batch.positions} if takes(model, "position_ids") else {}
-            return {"use_cache": False, **placed}  # no mask: see MicroBatch
+            masked = {"attention_mask": packed_mask(model)} if batch.packed else {}  # else none: see MicroBatch
+            return {"use_cache": False, **placed, **masked}
 
         def read(model: PreTrainedModel) -> Tensor:
             trunk = backbone(model)
             hidden: Tensor = trunk(batch.ids, **inputs(trunk)).last_hidden_state[:, batch.keep]
-            return hidden
+            return hidden.flatten(0, 1)[batch.at]
 
         def logits() -> Tensor:
             kept = {"logits_to_keep": batch.keep} if self._keeps else {}
             found: Tensor = self.actor(batch.ids, **kept, **inputs(self.actor)).logits
-            return found if self._keeps else found[:, batch.keep]
+            return (found if self._keeps else found[:, batch.keep]).flatten(0, 1)[batch.at]
 
-        with torch.set_grad_enabled(actor_learns), replaying(batch.routed_experts):
+        packed = Packed(batch.lengths) if batch.packed else None
+        with torch.set_grad_enabled(actor_learns), _reading(packed, batch.routed_experts):
             if measure is None:
                 read(self.actor)
                 return {}, None
             if self._own_head is None:
-                measured = measure(logits()[batch.row, batch.column], slice(0, len(batch.tokens)), False)
+                measured = measure(logits(), slice(0, len(batch.tokens)), False)
             else:
                 hidden = read(self.actor)
-                measured = self._own_head.measured(hidden[batch.row, batch.column], measure)
+                measured = self._own_head.measured(hidden, measure)
         if self.critic is None:
             return measured, None
         if not self._one_trunk:
-            hidden = read(self.critic)
+            with _reading(packed, None):
+                hidden = read(self.critic)
         values: Tensor = self.critic.get_submodule("score")(hidden).squeeze(-1)
-        return measured, values[batch.row, batch.column].float()
+        return measured, values.float()
+
+
+@torch.no_grad()
+def _reads_packed(model: PreTrainedModel) -> bool:
+    if not (takes(backbone(model), "position_ids") and attend_in_segments(model) and packs(model, PACKED_TRIAL[-1])):
+        return False
+    if model.device.type == "meta":  # without weights there is nothing to compare
+        return True
+    trunk, device = backbone(model), model.device
+    ids = torch.arange(2, 2 + sum(PACKED_TRIAL), device=device)[None]
+    positions = torch.cat([torch.arange(length, device=device) for length in PACKED_TRIAL])[None]
+    try:
+        alone = [trunk(each, use_cache=False).last_hidden_state for each in ids.split(PACKED_TRIAL, dim=1)]
+        with rows_apart(Packed(PACKED_TRIAL)):
+            read = trunk(ids, attention_mask=packed_mask(trunk), position_ids=positions, use_cache=False)
+        apart = (read.last_hidden_state - torch.cat(alone, dim=1)).float().abs().max()
+    except FAILURES:
+        return False
+    largest = max(float(each.float().abs().max()) for each in alone)
+    return float(apart) <= max(AGREEMENT, 8 * torch.finfo(model.dtype).eps) * largest
 
 
 def _trained(model: PreTrainedModel, name: str, *, but: PreTrainedModel | None = None) -> list[nn.Parameter]:

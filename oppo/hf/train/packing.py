@@ -1,10 +1,11 @@
-"""Packing: a ragged batch as padded forward passes of bounded size, and the way back to flat tokens."""
+"""Packing: a ragged batch as forward passes of bounded size, and the way back to flat tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,19 +16,22 @@ from oppo.events import Batch, FloatArray, Support
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.losses import Input, Unit
 
+Name = TypeVar("Name", bound=str)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Rows of a batch as one forward pass: n rows, padded on the right to L tokens, with T response tokens in all.
+    """Rows of a batch as one forward pass: n rows, with T response tokens in all.
 
-    The last token of each row is not read, since it predicts none. Padding needs no mask: no token before it attends to
-    it, and it predicts none.
+    They are padded on the right to L tokens, or packed, end to end. The last token of each row is not read, since it
+    predicts none. Padding needs no mask: no token before it attends to it, and it predicts none.
 
     Attributes:
-        ids, positions: int64 [n, L].
+        ids, positions: int64 [n, L]; packed, [1, L].
         lengths: the ids of each row that are not padding.
-        keep: int64 [K], the positions that predict a response token of some row.
-        row, column: int64 [T], where each response token is predicted in an [n, K, ...] output.
+        keep: int64 [K], the columns that predict a response token of some row.
+        at: int64 [T], where each response token is predicted in an [n, K, ...] output, as an index of [n * K, ...].
+        row: int64 [T], the row of each response token.
         tokens: int64 [T].
         mask: bool [T], true for the tokens that are trained.
         groups: int64 [n], the group of each row.
@@ -35,7 +39,7 @@ class MicroBatch:
         behaviour: float32 [T], behaviour log-probs.
         given: inputs of the loss that the batch holds: float32 [T], or [n] for those of rows.
         support: the ids from which the T tokens were sampled.
-        routed_experts: those that the routers of the actor take, int64 [layers, n * L, k], see
+        routed_experts: those that the routers of the actor take at each id, int64 [layers, ids, k], see
             :func:`oppo.hf.routers.replaying`; ``None``: they choose freely.
     """
 
@@ -43,8 +47,8 @@ class MicroBatch:
     positions: Tensor
     lengths: Sequence[int]
     keep: Tensor
+    at: Tensor
     row: Tensor
-    column: Tensor
     tokens: Tensor
     mask: Tensor
     groups: Tensor
@@ -60,8 +64,15 @@ class MicroBatch:
         return self.ids.numel() - sum(self.lengths)
 
     @property
+    def packed(self) -> bool:
+        """Whether rows lie end to end."""
+        return len(self.ids) < len(self.lengths)
+
+    @property
     def read(self) -> Tensor:
-        """Whether each id is no padding, bool [n, L]: made, and sent to the device, at each access."""
+        """Whether each id is no padding, bool like ``ids``: made, and sent to the device, at each access."""
+        if self.packed:
+            return torch.ones_like(self.ids, dtype=torch.bool)
         lengths = torch.tensor(self.lengths, device=self.ids.device)
         return torch.arange(self.ids.shape[1], device=self.ids.device) < lengths[:, None]
 
@@ -81,21 +92,44 @@ def minibatches(units: Sequence[list[int]], count: int, key: Sequence[int]) -> I
     yield from ([units[each] for each in part] for part in np.array_split(shuffled, count) if len(part))
 
 
-def tokens_read(batch: Batch, rows: Sequence[int]) -> int:
+def tokens_read(batch: Batch, rows: Sequence[int], *, packed: bool = False) -> int:
     """Return the tokens of a forward pass over rows, padding included."""
-    return len(rows) * max(_read(batch, row) for row in rows)
+    read = [_read(batch, row) for row in rows]
+    return sum(read) if packed else len(rows) * max(read)
 
 
-def micro_batches(batch: Batch, units: Sequence[list[int]], device: torch.device, budget: int) -> Iterator[list[int]]:
+def longest_read(batch: Batch) -> int:
+    """Return the tokens of the longest row that a forward pass reads."""
+    return max(_read(batch, row) for row in range(len(batch)))
+
+
+def micro_batches(
+    batch: Batch, units: Sequence[list[int]], device: torch.device, budget: int, *, packed: bool = False
+) -> Iterator[list[int]]:
     """Yield the rows of ``units`` in groups, each of them one forward pass on ``device``, the longest first.
 
     A pass has at most ``budget`` tokens, padding included; a longer unit gets a pass of its own.
     """
     units = sorted(units)  # of units of one length the earlier comes first
+    if packed:
+        yield from _filled(batch, units, budget)
+        return
     longest, counts = [max(_read(batch, row) for row in unit) for unit in units], [len(unit) for unit in units]
     overhead = overhead_on(device)
     for group in cheapest_groups(longest, range(len(units)), overhead=overhead, budget=budget, counts=counts):
         yield list(chain.from_iterable(units[each] for each in group))
+
+
+def _filled(batch: Batch, units: Sequence[list[int]], budget: int) -> Iterator[list[int]]:
+    sizes = [sum(_read(batch, row) for row in unit) for unit in units]
+    group, size = list[int](), 0
+    for at in sorted(range(len(units)), key=lambda each: -sizes[each]):
+        if group and size + sizes[at] > budget:
+            yield group
+            group, size = [], 0
+        group, size = [*group, *units[at]], size + sizes[at]
+    if group:
+        yield group
 
 
 def _read(batch: Batch, row: int) -> int:
@@ -103,24 +137,32 @@ def _read(batch: Batch, row: int) -> int:
     return len(response.prompt.tokens) + len(response) - 1
 
 
-def pack(batch: Batch, rows: Sequence[int], device: torch.device, inputs: Collection[Input] = ()) -> MicroBatch:
+def pack(
+    batch: Batch, rows: Sequence[int], device: torch.device, inputs: Collection[Input] = (), *, packed: bool = False
+) -> MicroBatch:
     """Return rows of the batch as one forward pass on ``device``, with those of the ``inputs`` that the batch holds."""
     prompts = [batch.responses[row].prompt.tokens for row in rows]
     tokens = batch.rows()
     spans = [tokens[row] for row in rows]
     lengths = [span.stop - span.start for span in spans]
     read = [len(prompt) + length - 1 for prompt, length in zip(prompts, lengths, strict=True)]
-    width = max(read)
-    first = min(len(prompt) for prompt in prompts) - 1
+    width, row = max(read), np.repeat(np.arange(len(rows)), lengths)
     ids = np.zeros((len(rows), width), np.int64)
-    for row, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
-        ids[row, : read[row]] = np.concatenate((prompt, batch.tokens[span]))[:-1]
+    for each, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
+        ids[each, : read[each]] = np.concatenate((prompt, batch.tokens[span]))[:-1]
     taken = np.concatenate([np.arange(span.start, span.stop) for span in spans])
-    columns = [np.arange(length) + len(prompt) - 1 - first for prompt, length in zip(prompts, lengths, strict=True)]
-
-    def tensor(array: NDArray[np.generic]) -> Tensor:
-        return torch.tensor(array, device=device)
-
+    columns = np.concatenate(
+        [np.arange(length) + len(prompt) - 1 for prompt, length in zip(prompts, lengths, strict=True)]
+    )
+    positions = np.broadcast_to(np.arange(width), ids.shape)
+    if packed:
+        real = positions < np.array(read)[:, None]
+        ids, positions = ids[real][None], positions[real][None]
+        keep = columns + (np.cumsum(read) - read)[row]
+        at = np.arange(len(keep))
+    else:
+        keep = np.arange(min(len(prompt) for prompt in prompts) - 1, width)
+        at = row * len(keep) + columns - keep[0]
     held: dict[Input, FloatArray | None] = {
         "behaviour": batch.logprobs,
         "advantages": batch.advantages,
@@ -130,22 +172,39 @@ def pack(batch: Batch, rows: Sequence[int], device: torch.device, inputs: Collec
         "proximal": batch.proximal,
         "reference": batch.reference,
     }
-    return MicroBatch(
-        ids=tensor(ids),
-        positions=torch.arange(width, device=device).expand(len(rows), width),
-        lengths=read,
-        keep=torch.arange(first, width, device=device),
-        row=tensor(np.repeat(np.arange(len(rows)), lengths)),
-        column=tensor(np.concatenate(columns)),
-        tokens=tensor(batch.tokens[taken].astype(np.int64)),
-        mask=tensor(batch.sampled[taken]),
-        groups=tensor(np.array([batch.responses[row].prompt.group for row in rows], np.int64)),
-        versions=tensor(batch.versions[taken].astype(np.int64)),
-        behaviour=tensor(batch.logprobs[taken]),
-        given={
-            name: tensor(column[list(rows) if name == "scores" else taken])
-            for name, column in held.items()
-            if name in inputs and column is not None
+    whole = _uploaded(
+        {
+            "ids": ids,
+            "positions": positions,
+            "keep": keep,
+            "at": at,
+            "row": row,
+            "tokens": batch.tokens[taken],
+            "groups": np.array([batch.responses[row].prompt.group for row in rows]),
+            "versions": batch.versions[taken],
+            "mask": batch.sampled[taken],
         },
-        support=batch.support(rows),
+        np.int64,
+        device,
     )
+    given = {
+        name: column[list(rows) if name == "scores" else taken]
+        for name, column in held.items()
+        if column is not None and (name in inputs or name == "behaviour")
+    }
+    floats = _uploaded(given, np.float32, device)
+    return MicroBatch(
+        lengths=read,
+        mask=whole.pop("mask").bool(),
+        behaviour=floats["behaviour"],
+        given={name: floats[name] for name in given if name in inputs},
+        support=batch.support(rows),
+        **whole,
+    )
+
+
+def _uploaded(arrays: Mapping[Name, NDArray[Any]], dtype: type[np.generic], device: torch.device) -> dict[Name, Tensor]:
+    # In one transfer, since each waits for the device.
+    flat = torch.from_numpy(np.concatenate([each.ravel() for each in arrays.values()], dtype=dtype)).to(device)
+    parts = flat.split([each.size for each in arrays.values()])
+    return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}

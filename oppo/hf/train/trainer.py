@@ -37,7 +37,7 @@ from oppo.hf.shared_memory import SharedModel, Source
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, recompute
 from oppo.hf.train.metrics import AUX, StalenessMetrics, Sums, UpdateMetrics
 from oppo.hf.train.optim import Optimisation, gather_training, read_training, write_training
-from oppo.hf.train.packing import MicroBatch, micro_batches, minibatches, pack, tokens_read, units
+from oppo.hf.train.packing import MicroBatch, longest_read, micro_batches, minibatches, pack, tokens_read, units
 from oppo.hf.train.ranks import SHARDS, Alone, Ranked, Replicas, Team, reset, whole
 from oppo.losses import (
     Divided,
@@ -160,14 +160,14 @@ class HfTrainerCore:
         team = Ranked(rank, size, meeting, device)
         if rank:
             self.counts = self.counts.copy()
-        self._whole.separate_head()
+        self._whole.prepare()
         self._models, self._team = self._replicas.of(self._whole, team), team
 
     @cached_property
     def optimisation(self) -> Optimisation:
         """The optimizer; created at its first use, so that its memory is allocated where updates are made."""
         if self._models is self._whole:  # no shard, whose head is known already
-            self._whole.separate_head()
+            self._whole.prepare()
         return Optimisation(self._models, self.settings)
 
     def weights(self) -> Weights:
@@ -371,18 +371,23 @@ class HfTrainerCore:
         return self._team.sum(total)
 
     def _shared(self, batch: Batch, minibatch: list[list[int]]) -> Iterator[MicroBatch]:
-        groups = list(micro_batches(batch, minibatch, self._models.actor.device, self.settings.micro_batch_tokens))
-        for mine in self._team.share([tokens_read(batch, group) for group in groups]):
+        device, budget, packed = self._models.actor.device, self.settings.micro_batch_tokens, self._packs(batch)
+        groups = list(micro_batches(batch, minibatch, device, budget, packed=packed))
+        for mine in self._team.share([tokens_read(batch, group, packed=packed) for group in groups]):
             if mine is None:
                 self._idle(batch, groups[-1][:1])
             else:
                 yield self._packed(batch, groups[mine])
 
     def _packed(self, batch: Batch, rows: Sequence[int]) -> MicroBatch:
-        part = pack(batch, rows, self._models.actor.device, self._inputs)
+        part = pack(batch, rows, self._models.actor.device, self._inputs, packed=self._packs(batch))
         if self._replay is None:
             return part
-        return replace(part, routed_experts=self._replay.chosen(batch, rows, part.ids.shape[1]).to(part.ids.device))
+        experts = self._replay.chosen(batch, rows, part.lengths, packed=part.packed)
+        return replace(part, routed_experts=experts.to(part.ids.device))
+
+    def _packs(self, batch: Batch) -> bool:
+        return self._models.packs(longest_read(batch))
 
     def _idle(self, batch: Batch, rows: list[int]) -> None:
         # Passes without a gradient: those of other ranks need this one's shards.

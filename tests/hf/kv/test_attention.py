@@ -6,10 +6,13 @@ import copy
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -151,3 +154,29 @@ def test_a_rows_place_among_segments_does_not_show() -> None:
             with torch.no_grad():
                 want = backbone(model)(tokens[row][None]).last_hidden_state[0, -1]
             assert ((out - want).abs() / (1 + want.abs())).max() < 1e-5
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_the_kernel_for_rows_of_any_length_is_asked_for_what_rows_one_by_one_say(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernel(*given: Any, window_size: tuple[int, int], scale: float) -> Tensor:
+        query, key, value, starts, ends, longest, most = given
+        assert (window_size, scale, longest, most) == ((-1, 0), 0.3, 6, 6)
+        assert starts is ends
+        assert starts.dtype == torch.int32
+        parts = []
+        for first, last in pairwise(starts.tolist()):
+            queries, keys, values = (each[first:last].transpose(0, 1) for each in (query, key, value))
+            parts.append(scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=0.3).transpose(0, 1))
+        return torch.cat(parts)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    generator, packed = torch.Generator().manual_seed(0), attention.Packed([4, 1, 6])
+    query, key, value = (torch.randn(1, each, 11, 8, generator=generator) for each in (4, heads, heads))
+    module = torch.nn.Module()
+    setattr(module, "num_key_value_groups", 4 // heads)  # noqa: B010 - a number, where torch declares modules
+    module.train(mode=False)
+    with attention.rows_apart(packed):
+        expected, _ = ALL_ATTENTION_FUNCTIONS[NAME](module, query, key, value, None, scaling=0.3)
+    torch.testing.assert_close(attention._packed_attention(packed, query, key, value, 0.3), expected)

@@ -26,12 +26,13 @@ from oppo.errors import ModelRefused
 from oppo.events import Batch, Support
 from oppo.hf.head import OwnHead
 from oppo.hf.introspection import score_head
+from oppo.hf.kv.attention import window_of
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
 from oppo.hf.train.actor_critic import ActorCritic, recompute, shares_trunk, value_model_on
-from oppo.hf.train.packing import MicroBatch, pack
+from oppo.hf.train.packing import MicroBatch, longest_read, pack
 from oppo.hf.train.trainer import HfTrainer, HfTrainerCore
 from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, Input, PPOLoss, Whole, policy_loss, token_logprobs, value_loss
@@ -94,7 +95,7 @@ def two_passes(actor: PreTrainedModel, critic: PreTrainedModel, part: MicroBatch
     inputs = {"position_ids": part.positions, "use_cache": False}
     logits = actor(part.ids, **inputs).logits[:, part.keep]
     values = score_head(critic)(critic.base_model(part.ids, **inputs).last_hidden_state[:, part.keep])
-    return logits[part.row, part.column], values.squeeze(-1)[part.row, part.column]
+    return logits.flatten(0, 1)[part.at], values.flatten()[part.at]
 
 
 @pytest.mark.parametrize(("name", "lora"), [*((name, False) for name in SCALAR), *ADAPTED])
@@ -418,10 +419,65 @@ def test_of_a_head_that_cannot_be_told_apart_all_logits_are_computed_at_once(mon
     monkeypatch.setattr("oppo.hf.head.LOGITS_BYTES", child.CHUNK)
     twisted = Twisted(tiny.causal("cohere", seed=1).train(mode=False))
     both = ActorCritic(twisted)
-    both.separate_head()
+    both.prepare()
     part = packed(tiny.causal("cohere", seed=1), tiny.scalar())
     part = replace(part, ids=part.ids.clamp(max=tiny.VOCABULARY - 2))
     assert len(both(part, whole_logits)[0]["logprobs"]) == len(part.tokens)
+
+
+def learnt_from(part: MicroBatch, both: ActorCritic) -> tuple[Mapping[Input, Tensor], Tensor, dict[str, Tensor]]:
+    """Return log-probs, values, and the gradient of a function of both."""
+    both.zero_grad()
+
+    def measure(logits: Tensor, at: slice, again: bool) -> dict[Input, Tensor]:
+        del again
+        return {"logprobs": token_logprobs(logits, part.tokens[at])}
+
+    measured, values = both(part, measure)
+    assert values is not None
+    (measured["logprobs"].square().sum() + values.square().sum()).backward()
+    return measured, values, {name: p.grad.clone() for name, p in both.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("trunk", [False, True], ids=["two trunks", "one trunk"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi", "gpt2", "neox", "olmo2"])
+def test_packed_rows_say_and_teach_what_padded_ones_do(name: str, trunk: bool, recomputed: bool) -> None:
+    actor = tiny.causal(name, seed=1).train(mode=False)
+    critic = over(actor) if trunk else tiny.scalar(name, seed=2).train(mode=False)
+    batch = rollouts(actor, critic, shift=0.1, given=True)
+    both = ActorCritic(actor, critic).double()
+    both.prepare()
+    assert both.packs(longest_read(batch))
+    if recomputed:
+        for model in (actor, critic):
+            recompute(model)
+    padded, packed = (pack(batch, range(len(batch)), torch.device("cpu"), packed=each) for each in (False, True))
+    assert packed.padding == 0 < padded.padding
+    torch.testing.assert_close(learnt_from(packed, both), learnt_from(padded, both), rtol=1e-6, atol=1e-6)
+
+
+def test_rows_that_a_window_or_a_state_would_mix_are_padded() -> None:
+    window = ActorCritic(tiny.causal("qwen2-sliding", seed=1))
+    window.prepare()
+    reach = window_of(window.actor.config)
+    assert reach is not None
+    assert window.packs(reach)
+    assert not window.packs(reach + 1)
+    for model in (tiny.of(tiny.STATEFUL["falcon-h1"]()), tiny.causal("gemma2", seed=1)):
+        other = ActorCritic(model)
+        other.prepare()
+        assert not other.packs(2)
+
+
+def test_a_model_that_mixes_tokens_beside_its_attention_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.causal("llama", seed=1)
+    mlp = model.get_submodule("model.layers.0.mlp")
+    forward = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda hidden: forward(hidden + hidden.roll(1, dims=1)))
+    both = ActorCritic(model)
+    both.prepare()
+    assert not both.packs(2)
 
 
 IDS = torch.arange(3, 23).reshape(2, 10)

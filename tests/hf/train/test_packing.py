@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from oppo.events import Batch, Prompt, Response, Support
-from oppo.hf.train.packing import micro_batches, minibatches, pack, units
+from oppo.hf.train.packing import micro_batches, minibatches, pack, tokens_read, units
 from oppo.losses import Input, SupportIndex
 
 LENGTHS = ((3, 5), (9, 1), (1, 4))
@@ -48,7 +48,7 @@ def batch() -> Batch:
 
 def test_every_response_token_is_predicted_from_the_token_before_it() -> None:
     packed = pack(batch(), [2, 0, 1], torch.device("cpu"))
-    read = packed.ids[:, packed.keep][packed.row, packed.column]
+    read = packed.ids[:, packed.keep].flatten()[packed.at]
     assert torch.equal(read + 1, packed.tokens)
     assert packed.tokens.tolist() == [301, 302, 303, 304, 103, 104, 105, 106, 107, 209]
 
@@ -124,3 +124,29 @@ def test_micro_batches_never_part_a_unit_and_keep_its_order(budget: int) -> None
     whole = [[0, 2], [1]]
     parts = list(micro_batches(batch(), whole, torch.device("cpu"), budget))
     assert parts == ([[1, 0, 2]] if budget == 10_000 else [[1], [0, 2]])
+
+
+@pytest.mark.parametrize("budget", [1, 20, 10_000])
+def test_packed_micro_batches_fill_the_budget_and_never_part_a_unit(budget: int) -> None:
+    whole = [[0, 2], [1]]
+    parts = list(micro_batches(batch(), whole, torch.device("cpu"), budget, packed=True))
+    sizes = [tokens_read(batch(), part, packed=True) for part in parts]
+    assert sorted(chain.from_iterable(parts)) == [0, 1, 2]
+    assert all((0 in part) == (2 in part) for part in parts)
+    assert len(parts) == 1 or all(sum(pair) > budget for pair in pairwise(sizes))
+
+
+def test_packed_rows_lie_end_to_end_and_each_begins_at_its_first_position() -> None:
+    made, rows, cpu = batch(), [2, 0, 1], torch.device("cpu")
+    padded, packed = (pack(made, rows, cpu, {"advantages"}, packed=each) for each in (False, True))
+    assert packed.packed
+    assert not padded.packed
+    assert torch.equal(packed.ids[0], padded.ids[padded.read])
+    assert packed.positions[0].tolist() == [at for length in packed.lengths for at in range(length)]
+    assert (packed.padding, packed.lengths) == (0, padded.lengths)
+    for each in (padded, packed):
+        followed = each.ids[:, each.keep].flatten()[each.at]
+        assert torch.equal(followed[1:][each.row.diff() == 0], each.tokens[:-1][each.row.diff() == 0])
+    for name in ("row", "tokens", "mask", "groups", "versions", "behaviour"):
+        assert torch.equal(getattr(packed, name), getattr(padded, name))
+    assert torch.equal(packed.given["advantages"], padded.given["advantages"])
