@@ -522,9 +522,9 @@ class ModelsSection:
         "what decodes the policy's responses; `vllm`: vLLM, in processes of its own, with the arguments of `[vllm]`; "
         "the trainer syncs its weights to it, and everything else stays on transformers",
     )
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = setting(
-        "float32",
-        "type of the weights; what is trained in 16 bits has float32 copies; no float16 on a CPU",
+    dtype: Literal["by-device", "float32", "bfloat16", "float16", "auto"] = setting(
+        "by-device",
+        "type of the weights, by-device: bfloat16 on a GPU that has it, else float32; in 16 bits, float32 copies train",
     )
     device: DeviceName = setting(
         "auto",

@@ -416,7 +416,7 @@ def _require_exactness(settings: Settings) -> None:
             "run.deterministic makes every bit independent of timing, and step.weight_sync = 'in-flight' syncs "
             "weights when they are ready: leave one of the two out"
         )
-    if models.dtype != "float32":
+    if models.dtype not in {"float32", "by-device"}:
         raise ValueError(f"run.deterministic needs models.dtype = 'float32', got {models.dtype!r}")
     for model, devices in settings.devices.items():
         for device in devices:

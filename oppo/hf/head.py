@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from oppo.errors import ModelRefused
+from oppo.hf.devices import full_precision
 from oppo.hf.introspection import backbone
 from oppo.losses import Input
 
@@ -160,6 +161,7 @@ def separable_head(model: PreTrainedModel) -> OwnHead | None:
 
 
 @torch.no_grad()
+@full_precision()
 def require_own_head(model: PreTrainedModel) -> None:
     """Check on a few tokens that :class:`OwnHead` of ``model`` computes the model's logits.
 

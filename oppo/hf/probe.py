@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
+from oppo.hf.devices import full_precision
 from oppo.hf.introspection import (
     FAILURES,
     backbone,
@@ -92,6 +93,7 @@ Way: TypeAlias = AttentionKind | Literal["whole"]
 """How a model is served: in pieces, by a kind of attention, or each sequence whole."""
 
 
+@full_precision()
 def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: Choice = "auto") -> Way:
     """Return how ``model`` agrees with its own one-shot forward pass; it is served so from now on.
 

@@ -6,7 +6,7 @@ A place makes its calls one at a time, in the order of their priorities (:mod:`o
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -111,7 +111,21 @@ class Hosting(Protocol):
         """
 
 
-class Place(Hosting):
+class Closing(ABC):
+    """A context manager that is closed when its context ends."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End; idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class Place(Closing, Hosting):
     """A home for instances with an owner: it has a name, reports its calls, and is closed in the end.
 
     Args:
@@ -153,12 +167,6 @@ class Place(Hosting):
     def close(self) -> None:
         """End the place after the call in progress and refuse further calls; idempotent."""
         self._open = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def _require_open(self, what: str, label: str) -> None:
         if not self._open:

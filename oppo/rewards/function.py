@@ -17,8 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import index
-from types import TracebackType
-from typing import ClassVar, Final, Literal, Self, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
+from typing import ClassVar, Final, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
 
 import anyio
 import numpy as np
@@ -29,6 +28,7 @@ from oppo.errors import RewardError, as_itself, one_line, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
 from oppo.log import logger
 from oppo.models import RewardFunction, Scorer
+from oppo.placement.place import Closing
 from oppo.returns import TokenRewards
 from oppo.scorers import ScorerCapabilities
 from oppo.user_code import CONCURRENCY, CallsFunction, CheckedFunction, UserCalls, UserFunction
@@ -280,7 +280,9 @@ DOES_NOT_APPLY = "the reward does not apply"
 _Work: TypeAlias = Callable[[Sequence[Finish]], Awaitable[list[float | Drop]]]
 
 
-class FunctionReward(CallsFunction[Mapping[str, object], Sequence[int], list[ReturnedScore]], Scorer[float | Drop]):
+class FunctionReward(
+    CallsFunction[Mapping[str, object], Sequence[int], list[ReturnedScore]], Closing, Scorer[float | Drop]
+):
     """A Python function as the reward; it reads whole responses only, so it has nothing to prefill.
 
     Any error of the function counts as its failure, ``sys.exit()`` and a ``CancelledError`` of its own included.
@@ -479,9 +481,3 @@ class FunctionReward(CallsFunction[Mapping[str, object], Sequence[int], list[Ret
                 f"the columns there are {', '.join(columns) or '(none)'}"
             )
         return columns
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()

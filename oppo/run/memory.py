@@ -39,7 +39,7 @@ from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
 from oppo.run.loading import critic_source
-from oppo.run.places import scored, served_dtype
+from oppo.run.places import scored, served_dtype, with_dtype
 from oppo.run.rewards import kind_of, named_reward
 from oppo.vllm.arguments import GIB
 from oppo.vllm.sync import gpus_of, placed, workers_of
@@ -187,6 +187,7 @@ def expected(
         ConfigError: there is no such model.
         ModelRefused: one cannot be used.
     """
+    settings = with_dtype(settings, devices, assumed)
     made = Outlines(settings)
     own_engine = settings.models.engine != "transformers"
     needs, uncounted = list[Expected](), own_engine and not settings.shares_weights

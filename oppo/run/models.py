@@ -39,7 +39,7 @@ from oppo.placement import Hosting, Thread
 from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.loading import RoleLoader, critic_source
 from oppo.run.memory import require_memory, share_beside
-from oppo.run.places import SERVING, Serve, ServeRequest, Serving, devices_of, layout_of, serve
+from oppo.run.places import SERVING, Serve, ServeRequest, Serving, devices_of, layout_of, serve, with_dtype
 from oppo.run.rewards import RewardModels, ServedRewardModel, UserCode
 from oppo.scorers import capabilities_of
 from oppo.turns import Environment
@@ -173,6 +173,7 @@ def assemble(
         ModelRefused: a model cannot be served exactly.
     """
     devices = devices_of(settings)
+    settings = with_dtype(settings, devices)
     require_memory(settings, devices)
     share = share_beside(settings, devices)
     places = layout_of(settings, devices)

@@ -52,6 +52,15 @@ def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
     )
 
 
+def with_dtype(settings: Settings, devices: Devices, assumed: Hardware | None = None) -> Settings:
+    """Return settings that name the type of the weights, where that is by the device."""
+    if settings.models.dtype != "by-device":
+        return settings
+    capable = assumed is not None or torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = "bfloat16" if devices.actor.type == "cuda" and capable else "float32"
+    return settings.changed({"models": {"dtype": dtype}})
+
+
 def scored(settings: Settings) -> list[str]:
     """Return the models of a run that score."""
     exist = {

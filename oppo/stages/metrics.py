@@ -236,10 +236,7 @@ class DecodeMeter:
 def observation(report: StepReport, step: Step) -> Observation:
     """Return the observation of a finished step.
 
-    Args:
-        report: of the step.
-        step: with the work and the records of the stages that decoded and scored. A scorer's calls after its last
-            answer do not count, since the step does not wait for them.
+    A scorer's calls after its last answer do not count, since the step does not wait for them.
     """
     work = [span for _, span in step.recorded(Span)]
     decoding = [span for span in work if span.role == "decode"]
@@ -305,12 +302,8 @@ def _scoring(stage: str, step: Step, cut: float, last: float) -> Scoring:
 def run_metrics(step: Step, seconds: float, tokens: float | None) -> Mapping[str, float]:
     """Return the metrics of a step by the time of its report.
 
-    Scoring of this step is hidden by decoding and training of any step that is alive beside it.
-
-    Args:
-        step: with the work that its stages recorded (:meth:`oppo.Step.working`).
-        seconds: of the step.
-        tokens: of the trained responses; ``None`` without any.
+    Scoring of this step is hidden by decoding and training of any step that is alive beside it. The ``seconds`` are of
+    the step, the ``tokens`` of the trained responses.
     """
     metrics: dict[str, float] = {"timing_s/step": seconds}
     if tokens is not None and seconds > 0:

@@ -261,11 +261,7 @@ def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:
 
 
 def composition(batch: Batch, version: int) -> Mapping[str, float]:
-    """Return metrics of the batch's deferrals, lengths, estimates and staleness.
-
-    Args:
-        version: of the weights that are about to be updated; a token's staleness is this minus its own version.
-    """
+    """Return metrics of the batch's deferrals, lengths, estimates and staleness, before an update of ``version``."""
     metrics = {
         "deferral/deferred": float(len(batch.deferred)),
         "deferral/oldest_age": float(max((event.age for event in batch.deferred), default=0)),

@@ -8,7 +8,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from oppo.errors import ConfigError, ModelRefused, OppoError, ProtocolError, one_line, running_loop
 from oppo.log import logger, with_route
 from oppo.observe import now
+from oppo.placement.place import Closing
 from oppo.signals import SIGNALS
 from oppo.vllm.arguments import computes_on_cpu, engine_arguments, require_arguments
 from oppo.vllm.plugin import register, transfer_of
@@ -33,7 +34,7 @@ PATIENCE: Final = 10.0
 """Seconds that an engine's processes have to end."""
 
 
-class VllmEngine:
+class VllmEngine(Closing):
     """vLLM's ``AsyncLLM`` and its processes; a context manager that ends them.
 
     The processes take no signal from the terminal, write to a log, and end with this process however that ends.
@@ -188,12 +189,6 @@ class VllmEngine:
                 self._log.keep()
             self.llm.shutdown(timeout=PATIENCE)
             self.llm.shutdown = _nothing  # called again when it is collected, maybe while the interpreter ends
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def _nothing(timeout: float | None = None) -> None:

@@ -21,6 +21,7 @@ from oppo.hf.devices import (
     attributed,
     available_cores,
     device_of,
+    full_precision,
     memory_gauges,
     numbered,
     peak_of,
@@ -48,6 +49,7 @@ class Cuda:
         patch.setattr(torch.cuda, "set_stream", lambda stream: self.note("stream"))
         patch.setattr(torch.cuda, "current_stream", lambda: self)
         patch.setattr(torch.cuda, "synchronize", lambda device: self.note(f"waited for {device}"))
+        patch.setattr(torch.cuda, "empty_cache", lambda: self.note("gave back"))
 
     def note(self, what: str) -> None:
         self.done.append(what)
@@ -300,3 +302,21 @@ def test_the_speed_of_a_model_is_that_of_its_devices(monkeypatch: pytest.MonkeyP
     assert speeds == {"policy": 2 * 4 * 10, "trainer": 4 * 110, "reward": 4 * 111, "critic": 4 * 111}
     unknown = replace(found, critic=third, remote=frozenset({"policy"}))
     assert unknown.speed("reward", torch.float32, 8, 1) == unknown.speed("policy", torch.float32, 8, 1) == 0
+
+
+async def test_a_trainer_gives_back_memory_after_a_call_where_others_are_on_its_device(cuda: Cuda) -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    for trainer, given_back in ((first, ["gave back"]), (second, [])):
+        places = DeviceLayout.of(2, Devices(first, first, (trainer,), first, first, first), "auto")
+        for place in (places.training, places.acting):
+            await place.host(Model).call("work", Model.number, "7")
+        places.close()
+        assert [what for what in cuda.done if what == "gave back"] == given_back
+        cuda.done.clear()
+
+
+def test_float32_is_computed_in_tf32_but_where_models_are_compared() -> None:
+    assert torch.backends.cuda.matmul.allow_tf32
+    with full_precision():
+        assert not torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cuda.matmul.allow_tf32

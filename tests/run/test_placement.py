@@ -14,9 +14,10 @@ from safetensors.numpy import load_file
 from oppo.cli import DONE, FAILED, UNUSABLE
 from oppo.config.load import load
 from oppo.hf.devices import DeviceThread
+from oppo.hf.memory import Hardware
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.placement import Place, Process, Ranks, Thread
-from oppo.run.places import devices_of, layout_of
+from oppo.run.places import devices_of, layout_of, with_dtype
 from oppo.run.train import FINAL
 from tests.hf import tiny
 from tests.placement.instances import gone
@@ -166,3 +167,26 @@ def test_what_cannot_be_placed_is_refused_by_name(
     assert message in said
     assert "loading" not in said
     assert not (folder / "runs" / "refused").exists()
+
+
+@pytest.mark.usefixtures("three_gpus")
+@pytest.mark.parametrize(
+    ("chosen", "capable", "dtype"),
+    [
+        ("models.device=cuda", True, "bfloat16"),
+        ("models.device=cuda", False, "float32"),
+        ("models.dtype=float32", True, "float32"),
+        ("models.device=cpu", True, "float32"),
+    ],
+)
+def test_the_type_of_the_weights_is_by_the_device_unless_it_is_chosen(
+    folder: Path, chosen: str, capable: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capable)
+    settings = load(folder / "config.toml", [chosen])
+    assert with_dtype(settings, devices_of(settings)).models.dtype == dtype
+
+
+def test_the_type_of_the_weights_is_bfloat16_on_gpus_that_are_assumed(folder: Path) -> None:
+    settings, assumed = load(folder / "config.toml"), Hardware.assumed("2xH100-80GB")
+    assert with_dtype(settings, devices_of(settings, assumed), assumed).models.dtype == "bfloat16"

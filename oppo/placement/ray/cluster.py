@@ -9,14 +9,14 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.exceptions import RayError
 
 from oppo.errors import ConfigError, ModelLost, one_line
+from oppo.placement.place import Closing
 
 REACH: Final = 10.0
 """Seconds in which a cluster's head must accept a connection; Ray itself tries for a quarter of an hour."""
@@ -48,7 +48,7 @@ class Room:
 ONE_CORE: Final = Room()
 
 
-class Cluster:
+class Cluster(Closing):
     """A connection to a running Ray cluster; it may be used until it is closed.
 
     A process has one at most: where it is connected already, that connection is used, and left open. Ray's handlers of
@@ -104,12 +104,6 @@ class Cluster:
         ours, self._ours = self._ours, False
         if ours:
             ray.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def _reached(address: str) -> str:
