@@ -280,7 +280,7 @@ class RouteRecords:
         self._rows: dict[int, list[NDArray[Any]]] = {}
 
     @contextmanager
-    def of(self, rows: Sequence[int], pads: Tensor | None) -> Iterator[None]:
+    def of(self, rows: Sequence[int], pads: NDArray[np.int64] | None) -> Iterator[None]:
         """Record a pass over these rows; ``pads``: padding tokens before each row, int64 [n]; ``None``: none.
 
         Raises:

@@ -86,9 +86,9 @@ def _segments(core: PolicyCore) -> int:
 def truncated() -> Counts:
     """Drawing where ids are left out: by ``top_k``, ``top_p`` and ends that come too early."""
     with watched() as watch:
-        logits, short = torch.zeros(4, 96, device="gpu:0"), torch.ones(4, dtype=torch.bool, device="gpu:0")
+        logits = torch.zeros(4, 96, device="gpu:0")
         for sampling in (Sampling(top_k=8), Sampling(top_p=0.9), Sampling(top_k=8, top_p=0.5), Sampling(stop=(STOP,))):
-            draw(logits, logits, sampling, short if sampling.stop else None)
+            draw(logits, logits, sampling, range(4) if sampling.stop else ()).read_back()
         return {"all": watch.taken()}
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.events import Prompt, StepReport, Support
+from oppo.events import Prompt, StepReport
 from oppo.hf import DeviceThread, HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel, probe
 from oppo.hf.head import widen_head
 from oppo.hf.kv.reader import Incremental
@@ -84,12 +84,11 @@ def test_what_truncated_sampling_keeps_is_what_the_trainer_normalises_over(sampl
     logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(0)).cuda() * 3
     places = torch.arange(64, device="cuda")
     noise = gumbel(0, places, places, places, 5000)
-    tokens, logprobs, kept = draw(logits, noise, sampling, places % 2 == 0)
-    assert kept is not None
-    support = Support(kept.ids.cpu().numpy(), kept.counts.cpu().numpy())
-    assert support.holds(tokens.int().cpu().numpy()).all()
-    again = token_logprobs(logits, tokens, support=SupportIndex.of(support, logits.device))
-    torch.testing.assert_close(again, logprobs, rtol=0, atol=1e-5)
+    drawn = draw(logits, noise, sampling, range(0, 64, 2))
+    tokens, _, support = drawn.read_back()
+    assert support.holds(tokens).all()
+    again = token_logprobs(logits, drawn.tokens, support=SupportIndex.of(support, logits.device))
+    torch.testing.assert_close(again, drawn.logprobs, rtol=0, atol=1e-5)
 
 
 async def train(kind: Callable[[str], Thread]) -> tuple[list[StepReport], bool]:

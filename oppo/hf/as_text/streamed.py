@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ModelLost
-from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
+from oppo.events import Chunk, Drop, Finish, FloatArray, Prompt, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import longest, vocabulary
-from oppo.hf.kv.reader import IncrementalPrefill, ReadState, TokenSpan
+from oppo.hf.kv.reader import IncrementalPrefill, TokenSpan
 from oppo.hf.recipe import worker_maker
-from oppo.hf.serve.scorers import ScorerInput, score_reader
+from oppo.hf.serve.scorers import ScorerInput, read_back, score_reader
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority
@@ -287,7 +287,8 @@ class BridgeWorker:
         complete = {rollout: edit for rollout, edit in edits.items() if isinstance(edit, Edit)}
         self._read(complete)
         read = {rollout: sent for rollout in complete if (sent := len(self._sent(rollout)))}
-        scores = {state.rollout: self._score(state) for state in self._prefill.finish(read)}
+        states = self._prefill.finish(read)
+        scores = {each: self._score(each, kept) for each, kept in zip(read, read_back(states), strict=True)}
         found = []
         for rollout, edit in edits.items():
             refusal = edit if isinstance(edit, str) else "" if rollout in scores else EMPTY
@@ -333,10 +334,10 @@ class BridgeWorker:
                 chunks.append(ToolTokens(rollout, kept, tokens))
         self._prefill.extend(chunks)
 
-    def _score(self, state: ReadState) -> float:
-        ids = self._sent(state.rollout)
+    def _score(self, rollout: int, kept: FloatArray) -> float:
+        ids = self._sent(rollout)
         last = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] != self._padding), 0)
-        return float(torch.cat(state.kept)[last])
+        return float(kept[last])
 
 
 @torch.inference_mode()

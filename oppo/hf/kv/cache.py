@@ -13,12 +13,14 @@ Capacity and columns follow the sequences held. Three invariants make a slice of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -35,6 +37,9 @@ HEADROOM = 5
 
 SPARE = 1.125
 """A slab larger than its rows need by this factor gives memory back when a row leaves."""
+
+LAUNCHED_SPARE = 2.0
+"""The same on a device to which each copy of a tensor is launched, so that few rows that leave cost a copy of all."""
 
 
 @dataclass(slots=True)
@@ -110,8 +115,8 @@ class Slots(ABC):
         holes = sorted(slot for slot in gone if slot < live)
         movers = [slot for slot in range(live, before) if slot not in gone]
         self._copy(holes, movers)
-        for store in self._tensors():
-            store[live:before].zero_()
+        if freed := [store[live:before] for store in self._tensors()]:
+            torch._foreach_zero_(freed)
         for hole, mover in zip(holes, movers, strict=True):
             self.rows[hole] = self.rows[mover]
             self._slots[self.rows[hole]] = hole
@@ -125,8 +130,6 @@ class Slots(ABC):
         front = list(rows) if ordered else [row if row in wanted else next(entering) for row in self.rows[:count]]
         target = front + [next(displaced) if row in wanted else row for row in self.rows[count:]]
         moved = [slot for slot, row in enumerate(target) if self.rows[slot] != row]
-        if not moved:
-            return
         self._copy(moved, [self._slots[target[slot]] for slot in moved])
         self.rows = target
         self._slots = {row: slot for slot, row in enumerate(target)}
@@ -136,12 +139,19 @@ class Slots(ABC):
         return sum(store.nbytes for store in self._tensors())
 
     def _copy(self, to: Sequence[int], of: Sequence[int]) -> None:
-        stores = list(self._tensors())
-        if not to or not stores:
+        pairs = list(runs(to, of))
+        sources = [store[slots] for store in self._tensors() for _, slots in pairs]
+        if not sources:
             return
-        to_slots, of_slots = index(to, stores[0].device), index(of, stores[0].device)
-        for store in stores:
-            store[to_slots] = store[of_slots]
+        # Each of these operations is one launch for all layers, where a copy through indices is two for each.
+        if not set(to).isdisjoint(of):
+            held = list(map(torch.empty_like, sources))
+            torch._foreach_copy_(held, sources)
+            sources = held
+        torch._foreach_copy_([store[slots] for store in self._tensors() for slots, _ in pairs], sources)
+
+    def _spare(self) -> float:
+        return SPARE if all(store.device.type == "cpu" for store in self._tensors()) else LAUNCHED_SPARE
 
     @abstractmethod
     def _tensors(self) -> Iterable[Tensor]:
@@ -192,9 +202,9 @@ class Slab(Slots):
             self._resize(capacity, self.columns if columns <= self.columns else self._with_headroom(columns))
 
     def trim(self, columns: int) -> None:
-        """Give memory back if the slab is :data:`SPARE` times too large; the longest row has ``columns`` tokens."""
+        """Give memory back if the slab is far too large (:data:`SPARE`); the longest row has ``columns`` tokens."""
         rows, needed = len(self.rows), self._with_headroom(columns)
-        if self._capacity * self.columns > SPARE * rows * needed:
+        if self._capacity * self.columns > self._spare() * rows * needed:
             self._resize(rows, needed)
 
     def adopt(self, rows: Mapping[int, int], source: Slab) -> None:
@@ -206,12 +216,14 @@ class Slab(Slots):
             self._inherit(source)
             return
         self.add(rows)
+        pairs = list(runs([self._slots[row] for row in rows], [source._slots[row] for row in rows]))
+        longest = max(rows.values())
         for layer, old_stores in source._layers.items():
             if layer not in self._layers:
                 self._layers[layer] = tuple(map(self._empty, old_stores))
             for store, old in zip(self._layers[layer], old_stores, strict=True):
-                for row, length in rows.items():
-                    store[self._slots[row], :, :length] = old[source._slots[row], :, :length]
+                for to, of in pairs:
+                    store[to, :, :longest] = old[of, :, :longest]
         source.remove(rows)
 
     def bytes_per_token(self) -> int:
@@ -259,9 +271,27 @@ def as_slice(slots: Sequence[int]) -> slice | None:
     return slice(run.start, run.stop) if list(slots) == list(run) else None
 
 
-def index(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return int64 [len(values)] on ``device``."""
-    return torch.tensor(values, dtype=torch.int64, device=device)
+def runs(*indices: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """Yield slices, one of each of the equally long ``indices``, that cover them: in each run all ascend by one."""
+    start, count = 0, len(indices[0])
+    for end in range(1, count + 1):
+        if end == count or any(each[end] != each[end - 1] + 1 for each in indices):
+            yield tuple(slice(each[start], each[end - 1] + 1) for each in indices)
+            start = end
+
+
+def take(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return ``tensor[rows]``, for which no index crosses to the device; a view if the rows are adjacent."""
+    pieces = [tensor[run] for (run,) in runs(rows)]
+    return pieces[0] if len(pieces) == 1 else torch.cat([tensor[:0], *pieces])
+
+
+def sent(device: torch.device, *values: Sequence[int] | NDArray[np.int64] | Tensor) -> list[Tensor]:
+    """Return int64 arrays on ``device``. They cross as one block, since the host waits for each that does."""
+    arrays = [torch.as_tensor(each, dtype=torch.int64) for each in values]
+    block = torch.cat([each.flatten() for each in arrays]).to(device)
+    parts = block.split_with_sizes([each.numel() for each in arrays])
+    return [part.view(each.shape) for part, each in zip(parts, arrays, strict=True)]
 
 
 class KVView(NamedTuple):

@@ -39,7 +39,7 @@ from oppo.events import Chunk, Prompt, Support, ToolTokens
 from oppo.hf.head import widen_head
 from oppo.hf.introspection import cache_argument, keeps_logits, longest, only_whole, require_pieces, takes
 from oppo.hf.kv.attention import Masks, attend_in_segments, expand_in_segments, overhead_of, segmented
-from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Slab, as_slice, index
+from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Slab, as_slice, sent
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.states import Gates, RowCache, StateSlots
 from oppo.hf.routers import RouteRecords
@@ -325,49 +325,46 @@ class Incremental:
         return lengths
 
     def _read(self, by_slab: Mapping[Slab, Sequence[int]], ragged: Sequence[Tensor], *, keep: int) -> Tensor:
-        device = self._model.device
-        sizes = [len(piece) for piece in ragged]
-        width, starts = max(sizes), [self.length(row) for rows in by_slab.values() for row in rows]
-        pads = index([width - size for size in sizes], device)[:, None]
-        columns = torch.arange(width, device=device)
-        real = columns >= pads
-        # Padding gets position 0: it then attends to a key that every row has, and its output is dropped.
-        positions = (index(starts, device)[:, None] + columns - pads).where(real, 0)
-        ids = positions.new_zeros(positions.shape)
-        ids[real] = torch.cat([piece.to(device) for piece in ragged])
-        views, first = list[KVView](), 0
-        for slab, rows in by_slab.items():
-            segment = slice(first, first + len(rows))
-            slots = [slab.slot(row) for row in rows]
-            where = index(slots, device)[:, None].expand(-1, width)
-            region = KVRegion(
-                slots=as_slice(slots) or index(slots, device),
-                end=max(start + size for start, size in zip(starts[segment], sizes[segment], strict=True)),
-                to_slots=where[real[segment]],
-                to_columns=positions[segment][real[segment]],
-                unpadded=None if min(sizes[segment]) == width else real[segment].flatten().nonzero()[:, 0],
-            )
-            views.append(KVView(slab, region))
-            first = segment.stop
-        members = [row for rows in by_slab.values() for row in rows]
-        return self._forward(views, members, ids, positions, keep=keep, real=real if min(sizes) < width else None)
+        ids = pad_sequence([piece.cpu() for piece in ragged], batch_first=True, padding_side="left")
+        sizes = np.array([len(piece) for piece in ragged])
+        views, positions, ids = self._views(by_slab, sizes, ids)
+        members, pads = [row for rows in by_slab.values() for row in rows], sizes.max() - sizes
+        return self._forward(views, members, ids, positions, keep=keep, pads=pads if pads.any() else None)
 
     def _batched(self, rows: Sequence[int], overhead: int | None = None) -> DecodeBatch:
-        device, views, batch = self._model.device, list[KVView](), list[int]()
-        for slab, members in self._placed_by_segment(rows, overhead).items():
+        by_slab = self._placed_by_segment(rows, overhead)
+        for slab, members in by_slab.items():
             slab.bring_forward(members, ordered=self._ordered)
-            front = slab.rows[: len(members)]
-            lengths = [self.length(row) for row in front]
-            slots = torch.arange(len(front), device=device)
-            region = KVRegion(slice(0, len(front)), max(lengths) + 1, slots, index(lengths, device), None)
-            views.append(KVView(slab, region))
-            batch += front
+            by_slab[slab] = slab.rows[: len(members)]
+        batch = [row for members in by_slab.values() for row in members]
         if self._states is not None:
             self._states.admit(batch)
             self._states.bring_forward(batch, ordered=True)
         position_of = {row: at for at, row in enumerate(rows)}
-        picks = index([position_of[row] for row in batch], device) if batch != list(rows) else None
-        return DecodeBatch(list(rows), batch, views, index([self.length(row) for row in batch], device), picks)
+        picks = torch.tensor([position_of[row] for row in batch])
+        views, positions, picks = self._views(by_slab, np.ones(len(batch), np.int64), picks)
+        return DecodeBatch(list(rows), batch, views, positions[:, 0], picks if batch != list(rows) else None)
+
+    def _views(
+        self, by_slab: Mapping[Slab, Sequence[int]], sizes: NDArray[np.int64], others: Tensor
+    ) -> tuple[list[KVView], Tensor, Tensor]:
+        # Of the next tokens of each row, with their positions [n, q]; ``others`` cross to the device beside these.
+        starts = np.array([self.length(row) for rows in by_slab.values() for row in rows])
+        places = np.arange(sizes.max()) - (sizes.max() - sizes)[:, None]
+        # Padding gets position 0: it then attends to a key that every row has, and its output is dropped.
+        real, positions = places >= 0, np.where(places >= 0, starts[:, None] + places, 0)
+        found, arrays, first = list[tuple[Slab, slice | None, int, bool]](), list[NDArray[np.int64]](), 0
+        for slab, members in by_slab.items():
+            rows = slice(first, first := first + len(members))
+            slots, new = np.array(list(map(slab.slot, members))), real[rows]
+            found.append((slab, as_slice(slots.tolist()), int((starts + sizes)[rows].max()), bool(new.all())))
+            arrays += [slots, slots.repeat(sizes[rows]), positions[rows][new], np.flatnonzero(new)]
+        others, at, *indices = sent(self.device, others, positions, *arrays)
+        views = list[KVView]()
+        for number, (slab, adjacent, end, full) in enumerate(found):
+            read, to_slots, to_columns, kept = indices[4 * number : 4 * number + 4]
+            views.append(KVView(slab, KVRegion(adjacent or read, end, to_slots, to_columns, None if full else kept)))
+        return views, at, others
 
     def _make_states(self, states: StateSlots) -> None:
         """Read a token of no row, so that the states of every row exist, and are zero, before its first token."""
@@ -400,15 +397,18 @@ class Incremental:
         positions: Tensor,
         *,
         keep: int,
-        real: Tensor | None = None,
+        pads: NDArray[np.int64] | None = None,
     ) -> Tensor:
         options: dict[str, object] = {self._cache_argument: self._cache}
         if self._keeps_logits:
             options["logits_to_keep"] = keep
-        pads = None if real is None else (~real).sum(1)
+        padding = real = None
+        if pads is not None and self._states is not None:
+            (padding,) = sent(self.device, pads)
+            real = torch.arange(ids.shape[1], device=self.device) >= padding[:, None]
         with self._losing(rows):
             recorded = nullcontext() if self.routes is None else self.routes.of(rows, pads)
-            with self._cache.reading(views, rows, pads), self._gates.neutral(real), recorded:
+            with self._cache.reading(views, rows, padding), self._gates.neutral(real), recorded:
                 output = self._model(
                     input_ids=ids,
                     attention_mask=self._masks(positions, max(region.end for _, region in views)),
@@ -516,6 +516,7 @@ class ReadState(RolloutSession):
         unread: int64 [received - read].
         support: of the unread tokens, if outputs predict tokens: the ids that each was sampled from.
         kept: what the scorer kept of each span.
+        steps: which of the tokens that were kept end a step, bool [n] on the CPU, for scorers of steps.
         tail: [1, D], the output at the last position read, for scorers that need it with the next token.
     """
 
@@ -523,12 +524,13 @@ class ReadState(RolloutSession):
     unread: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     support: Support = field(default_factory=Support)
     kept: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
     tail: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSpan:
-    """Tokens ``start .. end`` of one rollout's sequence, int64 on the model's device, and their support."""
+    """Tokens ``start .. end`` of one rollout's sequence, int64 on the CPU, and their support."""
 
     state: ReadState
     start: int
@@ -672,6 +674,6 @@ class IncrementalPrefill:
         tokens, state.unread = state.unread[:limit], state.unread[limit:]
         support = state.support.slice(0, limit)
         state.support = state.support.slice(limit, len(state.support.counts))
-        span = TokenSpan(state, state.read, torch.from_numpy(tokens).to(self._reader.device), support)
+        span = TokenSpan(state, state.read, torch.from_numpy(tokens), support)
         state.read += len(tokens)
         return span

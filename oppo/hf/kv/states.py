@@ -33,7 +33,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from oppo.errors import ModelRefused
-from oppo.hf.kv.cache import SLACK, SPARE, KVView, SlabLayer, Slots, as_slice, index
+from oppo.hf.kv.cache import SLACK, KVView, SlabLayer, Slots, as_slice, sent
 
 NEUTRAL: Final = -1e4
 """What gates get at padding: its softplus and sigmoid are exactly 0 in every dtype; infinity times 0 would be NaN."""
@@ -80,7 +80,7 @@ class StateSlots(Slots):
     def dismiss(self, rows: Iterable[int]) -> None:
         """Free the slots of rows, and memory; rows without one are fine."""
         self.remove([row for row in rows if row in self._slots])
-        if self._capacity > SPARE * len(self.rows) + SLACK:
+        if self._capacity > self._spare() * len(self.rows) + SLACK:
             self._resize(len(self.rows))
 
     @contextmanager
@@ -88,7 +88,7 @@ class StateSlots(Slots):
         """Let the cache layers read and write the states of ``rows``, in this order, in the body."""
         slots = [self.slot(row) for row in rows]
         adjacent, self.pads = as_slice(slots), pads
-        self._read = adjacent or index(slots, self._device())
+        self._read = adjacent or sent(self._device(), slots)[0]
         try:
             yield
             if adjacent is None:  # a copy: a decode step has changed it in place

@@ -27,7 +27,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError
-from oppo.events import FinishReason, Prompt, RoutedExperts, Support
+from oppo.events import FinishReason, Prompt, RoutedExperts
+from oppo.hf.kv.cache import take
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.reader import EXACT_BLOCK, Incremental
 from oppo.hf.recipe import Loadable, source_of
@@ -181,25 +182,24 @@ class Decoder:
         outputs += [last for _, last in joining]
         together = [*live, *(row for row, _ in joining)]
         order = sorted(range(len(together)), key=lambda at: together[at].order)
-        return [together[at] for at in order], torch.cat(outputs)[order]
+        return [together[at] for at in order], take(torch.cat(outputs), order)
 
     def _draw(self, live: Sequence[DecodeRow], logits: Tensor) -> tuple[DecodeStep, Tensor]:
         lengths, logits = [len(row.tokens) for row in live], logits[:, self._sampling.ids]
         noise = None
         if self._sampling.temperature > 0:
             noise = self._noise([row.order for row in live], lengths, logits.shape[-1], logits.device)
-        short = [length < self._sampling.min_new_tokens for length in lengths]
-        too_short = torch.tensor(short, device=logits.device) if any(short) else None
-        tokens, logprobs, support = draw(logits, noise, self._sampling, too_short)
-        host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()  # both exact in float64: one transfer
-        finite = np.isfinite(host[1])
+        too_short = [at for at, length in enumerate(lengths) if length < self._sampling.min_new_tokens]
+        drawn = draw(logits, noise, self._sampling, too_short)
+        ids, logprobs, support = drawn.read_back()
+        finite = np.isfinite(logprobs)
         if not finite.all():
             broken = [row.prompt.rollout for row, fine in zip(live, finite, strict=True) if not fine]
             raise ModelError(
                 f"the policy's logits at version {self.counters.version} are not finite for rollouts {broken}: "
                 "the weights have diverged or overflow their dtype"
             )
-        ids, routed = host[0].astype(np.int32), self._routed(live)
+        routed = self._routed(live)
         for row, token in zip(live, ids.tolist(), strict=True):
             row.tokens.append(token)
             row.reason = self._stopping.reason(row.tokens, row.limit)
@@ -208,13 +208,13 @@ class Decoder:
         step = DecodeStep(
             tuple(row.key for row in live),
             ids,
-            host[1].astype(np.float32),
+            logprobs,
             self.counters.version,
             tuple(row.reason for row in live),
-            Support() if support is None else Support(*(tensor.cpu().numpy() for tensor in support)),
+            support,
             routed,
         )
-        return step, tokens
+        return step, drawn.tokens
 
     def _routed(self, live: Sequence[DecodeRow]) -> RoutedExperts:
         # A position that is read again, under newer weights for example, keeps the experts of the first time.
@@ -234,8 +234,8 @@ class Decoder:
         self.reader.forget(
             [row.key for row, stay in zip(live, stays, strict=True) if not stay and (row.closed or not row.waits)]
         )
-        kept = torch.tensor([at for at, stay in enumerate(stays) if stay], dtype=torch.int64, device=tokens.device)
-        return [row for row, stay in zip(live, stays, strict=True) if stay], tokens[kept]
+        kept = [at for at, stay in enumerate(stays) if stay]
+        return [live[at] for at in kept], take(tokens, kept)
 
 
 class ChunkedPrefill:

@@ -12,53 +12,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from oppo.events import Support
+from oppo.hf.kv.cache import runs, take
 from oppo.models import Sampling
 
 _NUCLEUS = 1024
 """Tokens among which the nucleus of ``top_p`` is searched first: sorting a whole vocabulary is slow."""
 
 
-class DeviceSupport(NamedTuple):
-    """An :class:`oppo.events.Support` on the device of the logits.
+class Drawn(NamedTuple):
+    """What :func:`draw` drew, on the device of the logits.
 
     Attributes:
-        ids: int32 [S].
-        counts: int32 [n]; above 0, the token was one of so many ids; below 0, any but so many; 0: any id.
+        tokens, logprobs: int64 [n] and float32 [n].
+        kept: int64 [n, k], the ids that ``top_k`` and ``top_p`` kept of each row, and -1; ``None`` without truncation.
+        barred: the support of the tokens if only ends that come too early were left out.
     """
-
-    ids: Tensor
-    counts: Tensor
-
-
-class Drawn(NamedTuple):
-    """Tokens, int64 [n], their log-probs, float32 [n], and their support: ``None`` if no id was left out."""
 
     tokens: Tensor
     logprobs: Tensor
-    support: DeviceSupport | None
+    kept: Tensor | None
+    barred: Support
+
+    def read_back(self) -> tuple[NDArray[np.int32], NDArray[np.float32], Support]:
+        """Return tokens, log-probs and the support of the tokens, for which the host waits once."""
+        columns = [self.tokens[:, None], self.logprobs[:, None], *([] if self.kept is None else [self.kept])]
+        host = torch.cat([column.double() for column in columns], 1).cpu().numpy()  # in float64 all are exact
+        ids, support = host[:, 2:].astype(np.int32), self.barred
+        if self.kept is not None:
+            support = Support(ids[ids >= 0], (ids >= 0).sum(1, dtype=np.int32))
+        return host[:, 0].astype(np.int32), host[:, 1].astype(np.float32), support
 
 
-class _Kept(NamedTuple):
-    """The largest logits of each row, descending, float32 [n, k]; minus infinity outside of what truncation keeps.
-
-    Attributes:
-        ids: int64 [n, k].
-        normaliser: float32 [n, 1], the logsumexp of the logits kept.
-    """
-
-    logits: Tensor
-    ids: Tensor
-    normaliser: Tensor
-
-    def support(self) -> DeviceSupport:
-        kept = self.logits > -torch.inf
-        return DeviceSupport(self.ids[kept].int(), kept.sum(-1, dtype=torch.int32))
-
-
-def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Tensor | None = None) -> Drawn:
+def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Sequence[int] = ()) -> Drawn:
     """Return the tokens sampled from ``logits`` with ``noise``, their log-probs and their support.
 
     A log-prob is of the distribution that the token was sampled from: at the sampling temperature (1 when greedy),
@@ -68,8 +59,7 @@ def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Te
         logits: [n, V], of any floating type; the arithmetic is float32.
         noise: float32 [n, V], standard Gumbel; ``None`` only when the temperature is 0.
         sampling: temperature, then ``top_k``, then ``top_p``, as in transformers' ``generate``.
-        too_short: bool [n], the rows that must not end yet: they get no token of ``sampling.stop``; ``None``:
-            no row.
+        too_short: indices of the rows that must not end yet: they get no token of ``sampling.stop``.
 
     Raises:
         ValueError: the temperature is above 0 and ``noise`` is ``None``.
@@ -81,30 +71,31 @@ def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Te
         raise ValueError(f"sampling at temperature {sampling.temperature} needs noise; only greedy decoding has none")
     else:
         logits = logits / sampling.temperature
-    support = None
-    if too_short is not None:
-        logits, support = _without_stop(logits, too_short, sampling.stop)
-    kept = _kept(logits, sampling)
+    logits, barred = _without_stop(logits, too_short, sampling.stop) if too_short else (logits, Support())
+    kept, ids = _kept(logits, sampling), None
     if noise is None or kept is None:
         tokens = (logits if noise is None else logits + noise).argmax(-1, keepdim=True)
         normaliser = logits.logsumexp(-1, keepdim=True)
     else:
-        choice = (kept.logits + noise.gather(1, kept.ids)).argmax(-1, keepdim=True)
-        tokens, normaliser, support = kept.ids.gather(1, choice), kept.normaliser, kept.support()
+        best, ids, normaliser = kept
+        tokens = ids.gather(1, (best + noise.gather(1, ids)).argmax(-1, keepdim=True))
+        ids = ids.where(best > -torch.inf, -1)
     logprobs = (logits.gather(1, tokens) - normaliser).clamp_(max=0)  # rounding can leave it above 0
-    return Drawn(tokens.squeeze(1), logprobs.squeeze(1), support)
+    return Drawn(tokens.squeeze(1), logprobs.squeeze(1), ids, barred)
 
 
-def _without_stop(logits: Tensor, too_short: Tensor, stop: Sequence[int]) -> tuple[Tensor, DeviceSupport]:
-    within = sorted({token for token in stop if token < logits.shape[-1]})
-    ends = torch.tensor(within, dtype=torch.int32, device=logits.device)
-    barred = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-    barred[ends.long()] = True
-    allowed = logits.masked_fill(too_short.unsqueeze(1) & barred, -torch.inf)
-    return allowed, DeviceSupport(ends.repeat(int(too_short.sum())), too_short.int().mul_(-len(ends)))
+def _without_stop(logits: Tensor, too_short: Sequence[int], stop: Sequence[int]) -> tuple[Tensor, Support]:
+    ends, allowed = sorted({token for token in stop if token < logits.shape[-1]}), logits.clone()
+    for (rows,) in runs(too_short):
+        for (tokens,) in runs(ends):
+            allowed[rows, tokens].fill_(-torch.inf)
+    counts = np.zeros(len(logits), np.int32)
+    counts[list(too_short)] = -len(ends)
+    return allowed, Support(np.tile(np.array(ends, np.int32), len(too_short)), counts)
 
 
-def _kept(logits: Tensor, sampling: Sampling) -> _Kept | None:
+def _kept(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor] | None:
+    # The largest logits of each row, minus infinity where truncation drops them; their ids; the logsumexp of the kept.
     if sampling.temperature == 0 or (not 0 < sampling.top_k < logits.shape[-1] and sampling.top_p == 1):
         return None
     if not sampling.top_k:
@@ -112,10 +103,10 @@ def _kept(logits: Tensor, sampling: Sampling) -> _Kept | None:
     best, ids = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1)
     if sampling.top_p < 1:
         best = _until(best, best.softmax(-1), sampling.top_p)[0]
-    return _Kept(best, ids, best.logsumexp(-1, keepdim=True))
+    return best, ids, best.logsumexp(-1, keepdim=True)
 
 
-def _nucleus(logits: Tensor, top_p: float) -> _Kept:
+def _nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor, Tensor]:
     vocabulary, total = logits.shape[-1], logits.logsumexp(-1, keepdim=True)
     width = min(_NUCLEUS, vocabulary)
     best, ids = logits.topk(width, dim=-1)
@@ -123,7 +114,7 @@ def _nucleus(logits: Tensor, top_p: float) -> _Kept:
         best, ids = logits.sort(-1, descending=True)
     best, mass = _until(best, (best - total).exp(), top_p)
     # No logsumexp of the best: its last bit would depend on their number, and so on the other rows.
-    return _Kept(best, ids, total + mass.log())
+    return best, ids, total + mass.log()
 
 
 def _until(best: Tensor, probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
@@ -186,6 +177,7 @@ class Noise:
         self._seed = seed
         self._columns: dict[tuple[int, int], int] = {}  # where each row is in the block
         self._starts: list[int] = []  # the position of each row at which the block begins
+        self._places = torch.empty(0, 3)  # [rows, 3]: admission number, sample and that position
         self._block = torch.empty(0, 0, 0)  # [positions, rows, V]
 
     def __call__(
@@ -198,33 +190,23 @@ class Noise:
             positions: of the token that each row is about to draw.
             vocabulary: entries per row.
         """
-        offset = self._offset(rows, positions)
-        if offset is None or self._block.shape[2] != vocabulary or self._block.device != device:
-            self._make(rows, positions, vocabulary, device)
-            offset = 0
-        noise = self._block[offset]
-        if len(rows) == len(self._columns) and list(self._columns) == list(rows):
-            return noise
-        return noise[[self._columns[row] for row in rows]]
-
-    def _offset(self, rows: Sequence[tuple[int, int]], positions: Sequence[int]) -> int | None:
         columns = [self._columns.get(row, -1) for row in rows]
-        if -1 in columns:
-            return None
-        offsets = {position - self._starts[column] for position, column in zip(positions, columns, strict=True)}
-        (offset, *others) = offsets
-        return None if others or not 0 <= offset < len(self._block) else offset
-
-    def _make(
-        self, rows: Sequence[tuple[int, int]], positions: Sequence[int], vocabulary: int, device: torch.device
-    ) -> None:
+        offsets = {at - self._starts[column] for at, column in zip(positions, columns, strict=True) if column >= 0}
+        if -1 in columns or len(offsets) > 1 or self._places.device != device:
+            self._places = torch.tensor([(*row, at) for row, at in zip(rows, positions, strict=True)], device=device)
+        else:
+            (offset,) = offsets
+            if 0 <= offset < len(self._block) and self._block.shape[2] == vocabulary:
+                return take(self._block[offset], columns)
+            self._places = take(self._places, columns).clone()  # nothing crosses to the device
+            self._places[:, 2] += offset
         count = max(1, min(AHEAD, ENTRIES // (len(rows) * vocabulary)))
-        places = torch.tensor([(*row, at) for row, at in zip(rows, positions, strict=True)], device=device)
-        admission, sample, start = places.repeat(count, 1).unbind(1)
+        admission, sample, start = self._places.repeat(count, 1).unbind(1)
         ahead = torch.arange(count, device=device).repeat_interleave(len(rows))
         noise = gumbel(self._seed, admission, sample, start + ahead, vocabulary)
         self._block = noise.view(count, len(rows), vocabulary)
         self._columns, self._starts = {row: at for at, row in enumerate(rows)}, list(positions)
+        return self._block[0]
 
 
 def _shifted(word: Tensor, by: int, bits: int) -> Tensor:

@@ -127,7 +127,7 @@ class ScorerWorker(ABC, Generic[T]):
 
     def finish(self, lengths: Mapping[int, int]) -> list[T]:
         """Return each rollout's result, and forget it; ``lengths`` are the tokens of the responses, by rollout."""
-        return [self._result(state) for state in self.reader.finish(lengths)]
+        return self._results(self.reader.finish(lengths))
 
     def forget(self, rollouts: Iterable[int]) -> None:
         """Drop sessions; unknown rollouts are ignored."""
@@ -153,7 +153,7 @@ class ScorerWorker(ABC, Generic[T]):
         raise NotImplementedError
 
     @abstractmethod
-    def _result(self, state: ReadState) -> T: ...
+    def _results(self, states: Sequence[ReadState]) -> list[T]: ...
 
 
 class ReferenceWorker(ScorerWorker[FloatArray]):
@@ -170,8 +170,8 @@ class ReferenceWorker(ScorerWorker[FloatArray]):
         if weights:
             super().load(weights)
 
-    def _result(self, state: ReadState) -> FloatArray:
-        return _joined(state)
+    def _results(self, states: Sequence[ReadState]) -> list[FloatArray]:
+        return read_back(states)
 
     def _prepare(self) -> None:
         if not self._prepared:
@@ -192,7 +192,7 @@ class ReferenceWorker(ScorerWorker[FloatArray]):
             states, targets, supports = zip(*read, strict=True)
             sizes = [len(tokens) for tokens in targets]
             support = Support.concatenate(zip(supports, sizes, strict=True))
-            logprobs = self._logprobs(torch.cat(before), torch.cat(targets), support)
+            logprobs = self._logprobs(torch.cat(before), torch.cat(targets).to(before[0].device), support)
             for state, each in zip(states, logprobs.split(sizes), strict=True):
                 state.kept.append(each)
         tails = torch.stack([output[-1] for output in outputs])  # a view would keep the outputs alive
@@ -218,8 +218,8 @@ class RewardWorker(ScorerWorker[float]):
         self._padding = model.config.get_text_config().pad_token_id
         super().__init__(model, score_reader(model), deterministic=deterministic)
 
-    def _result(self, state: ReadState) -> float:
-        return float(state.kept[0])
+    def _results(self, states: Sequence[ReadState]) -> list[float]:
+        return [float(kept[-1]) for kept in read_back(states)]
 
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
         if self._padding is None:
@@ -238,13 +238,13 @@ class ValueWorker(ScorerWorker[FloatArray]):
     def __init__(self, model: PreTrainedModel, deterministic: bool) -> None:
         super().__init__(model, score_reader(model), deterministic=deterministic)
 
-    def _result(self, state: ReadState) -> FloatArray:
-        return _joined(state)
+    def _results(self, states: Sequence[ReadState]) -> list[FloatArray]:
+        return read_back(states)
 
     @torch.inference_mode()
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
         skipped = max(span.state.prompt - 1 - span.start, 0)
-        span.state.kept.append(outputs[skipped:, 0].float())
+        span.state.kept.append(outputs[skipped:, 0])
 
 
 def score_reader(model: PreTrainedModel) -> Reader:
@@ -254,11 +254,11 @@ def score_reader(model: PreTrainedModel) -> Reader:
     return reader_of(backbone(model), head=head)
 
 
-def _joined(state: ReadState) -> FloatArray:
-    if not state.kept:
-        return np.zeros(0, np.float32)
-    joined: FloatArray = torch.cat(state.kept).cpu().numpy()
-    return joined
+def read_back(states: Sequence[ReadState]) -> list[FloatArray]:
+    """Return what was kept of each rollout, float32 [n]; the host waits once for all of them."""
+    pieces = [piece for state in states for piece in state.kept]
+    kept = torch.cat(pieces).float().cpu().numpy() if pieces else np.zeros(0, np.float32)
+    return np.split(kept, np.cumsum([sum(map(len, state.kept)) for state in states])[:-1])[: len(states)]
 
 
 class StreamedScorer(Generic[T]):
@@ -406,28 +406,29 @@ class ProcessRewardWorker(ScorerWorker[TokenRewards]):
         labels = int(model.config.num_labels or 0)
         if not -labels <= label < labels:
             raise ConfigError(f"{type(model).__name__} has {labels} labels, and none with the index {label}")
-        self._separators = tuple(separators)
         self._label = label
         self._baseline = baseline
         head = token_head(model)
         super().__init__(model, reader_of(backbone(model), head=head), deterministic=deterministic)
-        self._ids = torch.tensor(self._separators, dtype=torch.int64, device=model.device)
+        self._separators = torch.tensor(separators, dtype=torch.int64)
 
     @torch.inference_mode()
     def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
         if span.in_prompt:
             return
         own = slice(max(span.state.prompt - span.start, 0), None)
-        tokens, logits = span.tokens[own], outputs[own].float()
+        logits = outputs[own].float()
         rewards = logits[:, 0] if logits.shape[-1] == 1 else logits.softmax(-1)[:, self._label]
-        rewards = rewards - self._baseline
-        span.state.kept.append(rewards.where(torch.isin(tokens, self._ids), 0))
-        span.state.tail = rewards[-1:]
+        span.state.kept.append(rewards - self._baseline)
+        span.state.steps.append(torch.isin(span.tokens[own], self._separators))
 
-    def _result(self, state: ReadState) -> TokenRewards:
-        if state.tail is None:
-            return TokenRewards(np.zeros(0, np.float32))
-        return TokenRewards(torch.cat((*state.kept[:-1], state.kept[-1][:-1], state.tail)).cpu().numpy())
+    def _results(self, states: Sequence[ReadState]) -> list[TokenRewards]:
+        found = []
+        for state, kept in zip(states, read_back(states), strict=True):
+            steps = np.concatenate([[], *(each.numpy() for each in state.steps)]).astype(np.bool_)
+            steps[-1:] = True
+            found.append(TokenRewards(np.where(steps, kept, np.float32(0))))
+        return found
 
 
 class ProcessRewardModel(StreamedScorer[TokenRewards]):

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from oppo.errors import ModelError, ModelRefused, ProtocolError
 from oppo.hf.introspection import backbone, score_head
 from oppo.hf.kv.attention import attend, kinds_of
-from oppo.hf.kv.cache import KVRegion, KVView, Slab, SlabLayer, index
+from oppo.hf.kv.cache import KVRegion, KVView, Slab, SlabLayer
 from oppo.hf.kv.reader import Incremental
 from tests.hf import tiny
 
@@ -303,11 +303,7 @@ def slab_with(rows: list[int]) -> Slab:
     slab.reserve(len(rows) + 3, 1)
     slab.add(rows)
     everywhere = KVRegion(
-        slice(0, len(rows)),
-        1,
-        index(range(len(rows)), torch.device("cpu")),
-        index([0] * len(rows), torch.device("cpu")),
-        None,
+        slice(0, len(rows)), 1, torch.arange(len(rows)), torch.zeros(len(rows), dtype=torch.int64), None
     )
     new = torch.tensor(rows, dtype=torch.float32)[:, None, None, None]
     slab.store(0, everywhere, new, -new)
@@ -315,16 +311,15 @@ def slab_with(rows: list[int]) -> Slab:
 
 
 def first_keys(slab: Slab) -> list[float]:
-    region = KVRegion(slice(0, 0), 1, index([], torch.device("cpu")), index([], torch.device("cpu")), None)
-    nothing = torch.zeros(0, 1, 0, 1)
-    first = KVRegion(slice(0, len(slab)), 1, region.to_slots, region.to_columns, None)
+    nothing, nowhere = torch.zeros(0, 1, 0, 1), torch.zeros(0, dtype=torch.int64)
+    first = KVRegion(slice(0, len(slab)), 1, nowhere, nowhere, None)
     keys, _ = slab.store(0, first, nothing, nothing)
     return keys[:, 0, 0, 0].tolist()
 
 
 @pytest.mark.parametrize("name", ["get_max_length", "get_max_cache_shape"])
 def test_a_layer_tells_what_it_can_hold_under_either_name_that_transformers_has_for_it(name: str) -> None:
-    nothing = index([], torch.device("cpu"))
+    nothing = torch.zeros(0, dtype=torch.int64)
     everywhere = KVRegion(slice(0, 0), 0, nothing, nothing, None)
     layer = SlabLayer(0)
     layer.views = [KVView(slab, everywhere) for slab in (Slab(16), Slab(64))]

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from oppo.events import Support
 from oppo.hf.serve.sampling import AHEAD, Noise, draw, gumbel
 from oppo.models import Sampling
 from tests.hf.stories import allowed
@@ -163,25 +162,24 @@ def test_top_p_of_a_large_vocabulary_needs_no_sorted_vocabulary(peak: float) -> 
 def test_log_probs_are_those_of_the_ids_that_were_kept(temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.randn(6, 20, generator=torch.Generator().manual_seed(0))
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, stop=(3, 99))
-    noise, young = noise_at(torch.arange(6), vocabulary=20), torch.arange(6) % 2 == 0
-    for tokens, logprobs, support in (draw(logits, noise, sampling), draw(logits, noise, sampling, young)):
-        kept = Support() if support is None else Support(support.ids.numpy(), support.counts.numpy())
-        inside = allowed(kept, 6, 20)
+    noise = noise_at(torch.arange(6), vocabulary=20)
+    for drawn in (draw(logits, noise, sampling), draw(logits, noise, sampling, range(0, 6, 2))):
+        inside = allowed(drawn.read_back()[2], 6, 20)
         expected = (logits.double() / temperature).masked_fill(~inside, -torch.inf).log_softmax(-1)
-        torch.testing.assert_close(logprobs.double(), expected.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+        expected = expected.gather(1, drawn.tokens[:, None])[:, 0]
+        torch.testing.assert_close(drawn.logprobs.double(), expected, atol=1e-5, rtol=1e-5)
         assert inside.sum(-1).max() <= (top_k or 20)
 
 
 def test_where_nothing_is_left_out_no_support_is_kept() -> None:
     noise = noise_at(torch.arange(6), vocabulary=20)
     for sampling in (Sampling(), Sampling(top_k=20), Sampling(temperature=0.5, stop=(3,))):
-        assert draw(torch.zeros(6, 20), noise, sampling).support is None
+        assert draw(torch.zeros(6, 20), noise, sampling).read_back()[2].whole
 
 
 def test_of_a_response_that_may_not_end_yet_only_the_ends_are_listed() -> None:
-    noise, young = noise_at(torch.arange(3), vocabulary=50_000), torch.tensor([True, False, True])
-    support = draw(torch.zeros(3, 50_000), noise, Sampling(stop=(7, 3, 7, 60_000)), young).support
-    assert support is not None
+    noise = noise_at(torch.arange(3), vocabulary=50_000)
+    _, _, support = draw(torch.zeros(3, 50_000), noise, Sampling(stop=(7, 3, 7, 60_000)), [0, 2]).read_back()
     assert support.ids.tolist() == [3, 7, 3, 7]
     assert support.counts.tolist() == [-2, 0, -2]
 
@@ -190,12 +188,11 @@ def test_of_a_response_that_may_not_end_yet_only_the_ends_are_listed() -> None:
 def test_a_log_prob_does_not_depend_on_the_other_rows_to_the_bit(sampling: Sampling) -> None:
     logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(2)) * torch.linspace(0.01, 9, 40)[:, None]
     noise = noise_at(torch.arange(40), vocabulary=3000)
-    together = draw(logits, noise, sampling)
-    assert together.support is not None
-    alone = [draw(logits[n : n + 1], noise[n : n + 1], sampling) for n in range(40)]
-    assert torch.equal(together.tokens, torch.cat([drawn.tokens for drawn in alone]))
-    assert torch.equal(together.logprobs, torch.cat([drawn.logprobs for drawn in alone]))
-    assert torch.equal(together.support.ids, torch.cat([drawn.support.ids for drawn in alone if drawn.support]))
+    tokens, logprobs, support = draw(logits, noise, sampling).read_back()
+    alone = [draw(logits[n : n + 1], noise[n : n + 1], sampling).read_back() for n in range(40)]
+    assert np.array_equal(tokens, np.concatenate([drawn for drawn, _, _ in alone]))
+    assert np.array_equal(logprobs, np.concatenate([drawn for _, drawn, _ in alone]))
+    assert np.array_equal(support.ids, np.concatenate([drawn.ids for _, _, drawn in alone]))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=3), Sampling(top_k=3, top_p=0.9)])
@@ -208,8 +205,9 @@ def test_logits_that_are_no_numbers_have_a_log_prob_that_is_none(sampling: Sampl
 
 def test_greedy_takes_the_best_token_and_its_log_prob_at_temperature_one() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]], dtype=torch.bfloat16)
-    tokens, logprobs, support = draw(logits, None, Sampling(temperature=0, top_k=1, top_p=0.1))
-    assert support is None
+    tokens, logprobs, kept, barred = draw(logits, None, Sampling(temperature=0, top_k=1, top_p=0.1))
+    assert kept is None
+    assert barred.whole
     assert tokens.tolist() == [1]
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, logits.float().log_softmax(-1)[:, 1])

@@ -137,13 +137,14 @@ def test_rows_that_must_not_end_yet_draw_no_stop_token_and_others_are_unchanged(
     places = torch.arange(64)
     noise = gumbel(0, places, places, places, 12)
     short = places % 2 == 0
-    plain, plain_logprobs, _ = draw(logits, noise, sampling)
-    tokens, logprobs, support = draw(logits, noise, sampling, short)
+    plain, plain_logprobs, _, _ = draw(logits, noise, sampling)
+    drawn = draw(logits, noise, sampling, range(0, 64, 2))
+    tokens, logprobs = drawn.tokens, drawn.logprobs
     assert not set(tokens[short].tolist()) & {4, 5}
     assert 4 in plain[short].tolist()
     assert torch.equal(tokens[~short], plain[~short])
     assert torch.equal(logprobs[~short], plain_logprobs[~short])
-    assert support is not None
+    assert not drawn.read_back()[2].whole
     if not (top_k and temperature):
         logits[short, 4:6] = -torch.inf
         expected = (logits / (temperature or 1)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
