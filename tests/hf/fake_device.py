@@ -33,6 +33,12 @@ JOINS = frozenset({"cat", "stack"})
 
 COPIES = frozenset({"_to_copy", "copy_"})
 
+NO_KERNEL = frozenset({"device", "detach_", "empty", "empty_like", "new_empty"})
+"""Operations that launch nothing, beside views."""
+
+TENSORS_A_LAUNCH = 64
+"""Tensors that one launch copies, of a list of dense ones."""
+
 INDEXING = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default})
 """Operations that take indices from the CPU, and send them to the device."""
 
@@ -71,12 +77,12 @@ class Watch(WithoutData):
     Attributes:
         waits: results that were read back: each waits until the device has done all its work.
         uploads: tensors that were sent to a device.
-        kernels: operations on a device, most of which are a kernel.
+        kernels: operations on a device that are a kernel at least.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.waits, self.uploads, self.kernels = Counter[str](), Counter[str](), 0
+        self.waits, self.uploads, self.kernels = Counter[str](), Counter[str](), Counter[str]()
 
     def __torch_dispatch__(
         self,
@@ -101,7 +107,8 @@ class Watch(WithoutData):
             self._transferred(name, args, outputs)
         elif func in INDEXING and len(inputs) > 1:
             self.uploads[_place()] += 1
-        self.kernels += _on_device(inputs | outputs)
+        if _on_device(inputs | outputs) and (launches := _launches(func, name, args)):
+            self.kernels[_place()] += launches
         return result
 
     def _transferred(self, name: str, args: Sequence[Any], outputs: set[torch.device]) -> None:
@@ -114,9 +121,18 @@ class Watch(WithoutData):
 
     def taken(self) -> dict[str, object]:
         """Return the counts as JSON values, and begin anew."""
-        found = {"waits": dict(self.waits), "uploads": dict(self.uploads), "kernels": self.kernels}
-        self.waits, self.uploads, self.kernels = Counter[str](), Counter[str](), 0
-        return found
+        found = {"waits": dict(self.waits), "uploads": dict(self.uploads), "kernels": dict(self.kernels)}
+        self.waits, self.uploads, self.kernels = Counter[str](), Counter[str](), Counter[str]()
+        return dict[str, object](found)
+
+
+def _launches(func: Any, name: str, args: Sequence[Any]) -> int:
+    if func.is_view or name in NO_KERNEL:
+        return 0
+    if not name.startswith("_foreach"):
+        return 1
+    together = all(each.is_contiguous() for each in tree_leaves(args) if isinstance(each, Tensor))
+    return -(-len(args[0]) // TENSORS_A_LAUNCH) if together else len(args[0])
 
 
 def _devices(values: object) -> set[torch.device]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2Config
 
 from oppo.events import Batch, Chunk, Prompt, Support
 from oppo.hf.lora import add_lora, merged
@@ -92,20 +92,20 @@ def truncated() -> Counts:
         return {"all": watch.taken()}
 
 
-def scored(make: Make, worker_of: Callable[[PreTrainedModel], ScorerWorker[Any]]) -> Counts:
-    """Four rollouts that grow, two of which come to an end."""
+def scored(make: Make, worker_of: Callable[[PreTrainedModel], ScorerWorker[Any]], rows: int = 4) -> Counts:
+    """Rollouts that grow, half of which come to an end."""
     model, found = bare(make), Counts()
     with watched() as watch:
         worker = worker_of(moved(model))
         worker._prepare()
         watch.taken()
-        worker.extend(ScorerInput([Prompt(r, r, np.ones(5 + r, np.int32)) for r in range(4)]))
+        worker.extend(ScorerInput([Prompt(r, r, np.ones(5 + r, np.int32)) for r in range(rows)]))
         found["prompts"] = watch.taken()
-        worker.extend(ScorerInput([_chunk(r, 0, 8) for r in range(4)], supports=True))
+        worker.extend(ScorerInput([_chunk(r, 0, 8) for r in range(rows)], supports=True))
         found["chunks"] = watch.taken()
-        worker.extend(ScorerInput([_chunk(r, 8, 3) for r in (1, 2)], supports=True))
+        worker.extend(ScorerInput([_chunk(r, 8, 3) for r in range(rows // 2)], supports=True))
         watch.taken()
-        worker.finish({1: 11, 2: 11})
+        worker.finish(dict.fromkeys(range(rows // 2), 11))
         found["finish"] = watch.taken()
     return found
 
@@ -238,18 +238,29 @@ def refused() -> Counts:
     return found
 
 
-gemma = partial(tiny.causal, "gemma2", dtype=torch.bfloat16)
-WORKS: Mapping[str, Callable[[], Counts]] = {
-    "decode": decode,
-    "decode, greedy": partial(decode, temperature=0.0),
-    "decode, gpt2": partial(decode, partial(tiny.causal, "gpt2")),
-    "truncated sampling": truncated,
+def sized(**sizes: int) -> PreTrainedModel:
+    return tiny.of(tiny.build(Qwen2Config, tiny.GROUPED, **sizes), dtype=torch.bfloat16)
+
+
+SCORED: Mapping[str, Callable[..., Counts]] = {
     "reference": partial(scored, causal, lambda model: ReferenceWorker(model, False, Sampling())),
     "reward": partial(scored, scalar, lambda model: RewardWorker(model, False)),
     "process reward": partial(
         scored, partial(tiny.steps, "qwen2"), lambda model: ProcessRewardWorker(model, False, (STOP,), 1, 0.0)
     ),
     "critic": partial(scored, scalar, lambda model: ValueWorker(model, False)),
+}
+
+gemma = partial(tiny.causal, "gemma2", dtype=torch.bfloat16)
+WORKS: Mapping[str, Callable[[], Counts]] = {
+    "decode": decode,
+    "decode, greedy": partial(decode, temperature=0.0),
+    "decode, gpt2": partial(decode, partial(tiny.causal, "gpt2")),
+    "decode, six layers": partial(decode, partial(sized, num_hidden_layers=6)),
+    "decode, large vocabulary": partial(decode, partial(sized, vocab_size=2**17)),
+    "truncated sampling": truncated,
+    **SCORED,
+    **{f"{name}, 16 rows": partial(work, rows=16) for name, work in SCORED.items()},
     "PPO": partial(update, with_critic),
     "PPO, shared trunk": partial(update, with_trunk),
     "GRPO": partial(update, without_critic),

@@ -287,8 +287,7 @@ class BridgeWorker:
         complete = {rollout: edit for rollout, edit in edits.items() if isinstance(edit, Edit)}
         self._read(complete)
         read = {rollout: sent for rollout in complete if (sent := len(self._sent(rollout)))}
-        states = self._prefill.finish(read)
-        scores = {each: self._score(each, kept) for each, kept in zip(read, read_back(states), strict=True)}
+        scores = dict(zip(read, map(self._score, read, read_back(self._prefill.finish(read))), strict=True))
         found = []
         for rollout, edit in edits.items():
             refusal = edit if isinstance(edit, str) else "" if rollout in scores else EMPTY

@@ -38,9 +38,6 @@ HEADROOM = 5
 SPARE = 1.125
 """A slab larger than its rows need by this factor gives memory back when a row leaves."""
 
-LAUNCHED_SPARE = 2.0
-"""The same on a device to which each copy of a tensor is launched, so that few rows that leave cost a copy of all."""
-
 
 @dataclass(slots=True)
 class KVRegion:
@@ -140,8 +137,7 @@ class Slots(ABC):
 
     def _copy(self, to: Sequence[int], of: Sequence[int]) -> None:
         pairs = list(runs(to, of))
-        sources = [store[slots] for store in self._tensors() for _, slots in pairs]
-        if not sources:
+        if not (sources := [store[slots] for store in self._tensors() for _, slots in pairs]):
             return
         # Each of these operations is one launch for all layers, where a copy through indices is two for each.
         if not set(to).isdisjoint(of):
@@ -151,7 +147,8 @@ class Slots(ABC):
         torch._foreach_copy_([store[slots] for store in self._tensors() for slots, _ in pairs], sources)
 
     def _spare(self) -> float:
-        return SPARE if all(store.device.type == "cpu" for store in self._tensors()) else LAUNCHED_SPARE
+        # On other devices a copy is two launches for each store: half of the memory must be free to be worth them.
+        return SPARE if all(store.device.type == "cpu" for store in self._tensors()) else 2.0
 
     @abstractmethod
     def _tensors(self) -> Iterable[Tensor]:
@@ -216,8 +213,7 @@ class Slab(Slots):
             self._inherit(source)
             return
         self.add(rows)
-        pairs = list(runs([self._slots[row] for row in rows], [source._slots[row] for row in rows]))
-        longest = max(rows.values())
+        pairs, longest = list(runs([*map(self.slot, rows)], [*map(source.slot, rows)])), max(rows.values())
         for layer, old_stores in source._layers.items():
             if layer not in self._layers:
                 self._layers[layer] = tuple(map(self._empty, old_stores))
@@ -267,8 +263,7 @@ def _aligned(columns: int) -> int:
 
 def as_slice(slots: Sequence[int]) -> slice | None:
     """Return ``slots`` as a slice if they are adjacent and ascending, else ``None``."""
-    run = range(slots[0], slots[0] + len(slots))
-    return slice(run.start, run.stop) if list(slots) == list(run) else None
+    return None if len(found := list(runs(slots))) > 1 else found[0][0]
 
 
 def runs(*indices: Sequence[int]) -> Iterator[tuple[slice, ...]]:

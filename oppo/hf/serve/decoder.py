@@ -205,16 +205,8 @@ class Decoder:
             row.reason = self._stopping.reason(row.tokens, row.limit)
         self.counters.decode_steps += 1
         self.counters.tokens += len(live)
-        step = DecodeStep(
-            tuple(row.key for row in live),
-            ids,
-            logprobs,
-            self.counters.version,
-            tuple(row.reason for row in live),
-            support,
-            routed,
-        )
-        return step, drawn.tokens
+        keys, reasons = tuple(row.key for row in live), tuple(row.reason for row in live)
+        return DecodeStep(keys, ids, logprobs, self.counters.version, reasons, support, routed), drawn.tokens
 
     def _routed(self, live: Sequence[DecodeRow]) -> RoutedExperts:
         # A position that is read again, under newer weights for example, keeps the experts of the first time.

@@ -203,8 +203,7 @@ class Noise:
         count = max(1, min(AHEAD, ENTRIES // (len(rows) * vocabulary)))
         admission, sample, start = self._places.repeat(count, 1).unbind(1)
         ahead = torch.arange(count, device=device).repeat_interleave(len(rows))
-        noise = gumbel(self._seed, admission, sample, start + ahead, vocabulary)
-        self._block = noise.view(count, len(rows), vocabulary)
+        self._block = gumbel(self._seed, admission, sample, start + ahead, vocabulary).view(count, -1, vocabulary)
         self._columns, self._starts = {row: at for at, row in enumerate(rows)}, list(positions)
         return self._block[0]
 

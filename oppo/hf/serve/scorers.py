@@ -408,8 +408,7 @@ class ProcessRewardWorker(ScorerWorker[TokenRewards]):
             raise ConfigError(f"{type(model).__name__} has {labels} labels, and none with the index {label}")
         self._label = label
         self._baseline = baseline
-        head = token_head(model)
-        super().__init__(model, reader_of(backbone(model), head=head), deterministic=deterministic)
+        super().__init__(model, reader_of(backbone(model), head=token_head(model)), deterministic=deterministic)
         self._separators = torch.tensor(separators, dtype=torch.int64)
 
     @torch.inference_mode()
