@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
@@ -53,12 +53,12 @@ def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
 
 
 def with_dtype(settings: Settings, devices: Devices, assumed: Hardware | None = None) -> Settings:
-    """Return settings that name the type of the weights, where that is by the device."""
+    """Return settings that name the type of the weights, where that is by the device; all else stays."""
     if settings.models.dtype != "by-device":
         return settings
     capable = assumed is not None or torch.cuda.is_bf16_supported(including_emulation=False)
-    dtype = "bfloat16" if devices.actor.type == "cuda" and capable else "float32"
-    return settings.changed({"models": {"dtype": dtype}})
+    dtype: Final = "bfloat16" if devices.actor.type == "cuda" and capable else "float32"
+    return settings.model_copy(update={"models": replace(settings.models, dtype=dtype)})
 
 
 def scored(settings: Settings) -> list[str]:

@@ -14,7 +14,7 @@ from docs.make_metrics import PAGE, page
 from oppo.admission.bottleneck import LIMITS, NUMBERS, PARTS, PREFIX
 from oppo.cli import DONE
 from oppo.evaluation.evaluate import PREFIX as HELD_OUT
-from oppo.report.metrics import METRICS, in_own_names, metric, renamed
+from oppo.report.metrics import METRICS, MFU, in_own_names, metric, renamed
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting
 from tests.workplace import furnish, oppo, records
@@ -94,7 +94,7 @@ def test_what_the_code_names_is_declared_and_what_is_declared_the_code_names() -
     spelt = {name for name in named() if NAME.fullmatch(name) and name.split("/")[0] in FOLDERS and name[-1] != "_"}
     spelt |= {*(PREFIX + name for name in (*PARTS, *NUMBERS)), *LIMITS.values()}
     spelt |= {HELD_OUT + name for name in spelt if name.startswith(("rewards/", "turns/"))}
-    filled = {"queue/{}/{}": ["queue/a/peak", "queue/a/merged"]}
+    filled = {"queue/{}/{}": ["queue/a/peak", "queue/a/merged"], "perf/mfu/{}": [*MFU.values()]}
     every = [each for name in spelt for each in filled.get(name, [name])]
     assert len(every) > 60
     assert [name for name in every if metric(name) is None] == []
