@@ -115,7 +115,7 @@ class ScorerWorker(ABC, Generic[T]):
             reader,
             name=type(self._model).__name__,
             vocabulary=vocabulary(self._model),
-            keep=self._keep_all,
+            keep=self._keep,
             deterministic=self._deterministic,
             predictive=self._predictive,
         )
@@ -144,13 +144,10 @@ class ScorerWorker(ABC, Generic[T]):
     def _prepare(self) -> None:
         """Do what needs a forward pass before the first one over rollouts."""
 
-    def _keep_all(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
-        for span, output in zip(spans, outputs, strict=True):
-            self._keep(span, output)
-
-    def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
-        # ``outputs`` [k, D] are at the span's last k positions.
-        raise NotImplementedError
+    @abstractmethod
+    def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
+        # Each of ``outputs`` [k, D] is at the last k positions of its span.
+        ...
 
     @abstractmethod
     def _results(self, states: Sequence[ReadState]) -> list[T]: ...
@@ -180,7 +177,7 @@ class ReferenceWorker(ScorerWorker[FloatArray]):
                 self.reader = self._prefill(reader_of(self._model))
 
     @torch.inference_mode()
-    def _keep_all(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
+    def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
         # The output at a position predicts the next token: what predicts a span's first token is the last one before.
         before, read = list[Tensor](), list[tuple[ReadState, Tensor, Support]]()
         for span, output in zip(spans, outputs, strict=True):
@@ -221,15 +218,13 @@ class RewardWorker(ScorerWorker[float]):
     def _results(self, states: Sequence[ReadState]) -> list[float]:
         return [float(kept[-1]) for kept in read_back(states)]
 
-    def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
-        if self._padding is None:
-            span.state.kept = [outputs[-1]]
-            return
-        real = (span.tokens != self._padding).nonzero()
-        if len(real):
-            span.state.kept = [outputs[int(real[-1])]]
-        elif span.start == 0:
-            span.state.kept = [outputs[0]]  # the library's choice when there is nothing but padding
+    def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
+        for span, output in zip(spans, outputs, strict=True):
+            real = [len(span.tokens) - 1] if self._padding is None else (span.tokens != self._padding).nonzero()
+            if len(real):
+                span.state.kept = [output[int(real[-1])]]
+            elif span.start == 0:
+                span.state.kept = [output[0]]  # the library's choice when there is nothing but padding
 
 
 class ValueWorker(ScorerWorker[FloatArray]):
@@ -242,9 +237,9 @@ class ValueWorker(ScorerWorker[FloatArray]):
         return read_back(states)
 
     @torch.inference_mode()
-    def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
-        skipped = max(span.state.prompt - 1 - span.start, 0)
-        span.state.kept.append(outputs[skipped:, 0])
+    def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
+        for span, output in zip(spans, outputs, strict=True):
+            span.state.kept.append(output[max(span.state.prompt - 1 - span.start, 0) :, 0])
 
 
 def score_reader(model: PreTrainedModel) -> Reader:
@@ -412,14 +407,14 @@ class ProcessRewardWorker(ScorerWorker[TokenRewards]):
         self._separators = torch.tensor(separators, dtype=torch.int64)
 
     @torch.inference_mode()
-    def _keep(self, span: TokenSpan, outputs: Tensor) -> None:
-        if span.in_prompt:
-            return
-        own = slice(max(span.state.prompt - span.start, 0), None)
-        logits = outputs[own].float()
-        rewards = logits[:, 0] if logits.shape[-1] == 1 else logits.softmax(-1)[:, self._label]
-        span.state.kept.append(rewards - self._baseline)
-        span.state.steps.append(torch.isin(span.tokens[own], self._separators))
+    def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
+        for span, output in zip(spans, outputs, strict=True):
+            if not span.in_prompt:
+                own = slice(max(span.state.prompt - span.start, 0), None)
+                logits = output[own].float()
+                rewards = logits[:, 0] if logits.shape[-1] == 1 else logits.softmax(-1)[:, self._label]
+                span.state.kept.append(rewards - self._baseline)
+                span.state.steps.append(torch.isin(span.tokens[own], self._separators))
 
     def _results(self, states: Sequence[ReadState]) -> list[TokenRewards]:
         found = []
