@@ -115,7 +115,8 @@ def test_streamed_scoring_counts_where_it_is_not_hidden(slow: Slow, reading: flo
         assert costs.period(lookahead) == max(1.0, costs.score, update, chain)
 
 
-seconds = st.integers(1, 32).map(lambda parts: parts / 16)
+# Devices that differ by less need more steps until what the first steps gained is used up, and the period is reached.
+seconds = st.integers(1, 8).map(lambda parts: parts / 4)
 
 
 @given(
