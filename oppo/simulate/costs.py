@@ -59,6 +59,7 @@ class Decoder:
     Attributes:
         floor: of any decode step.
         step: for itself, as for reading the weights.
+        launching: the part of ``step`` in which it starts kernels; ``None``: unknown, as of measured steps.
         row: for each live row.
         context: for each token in the context of the live rows, prompts included.
         ending: for each rollout that ends: what is left of its rows is put together anew.
@@ -71,6 +72,7 @@ class Decoder:
 
     floor: float = 0.0
     step: float = 0.0
+    launching: float | None = None
     row: float = 0.0
     context: float = 0.0
     ending: float = 0.0
@@ -86,6 +88,19 @@ class Decoder:
     def seconds(self, rows: float, context: float) -> float:
         """Return the seconds of a decode step of one replica."""
         return max(self.floor, self.step + self.row * rows + self.context * context)
+
+    def parts(self, seconds: float, steps: float, rows: float, pauses: float) -> Mapping[str, float]:
+        """Return what so many seconds of decoding went to, in seconds.
+
+        Args:
+            steps, rows: decode steps in these seconds, and the live rows in each, added up.
+            pauses: seconds of reading contexts, and of what follows the end of a rollout.
+        """
+        known = {"decode steps": steps * self.step}
+        if self.launching is not None:
+            known = {"launching kernels": steps * self.launching, "weights": steps * (self.step - self.launching)}
+        known |= {"rows": rows * self.row, "prefill and ends": pauses}
+        return {**known, "KV cache": max(0.0, seconds - sum(known.values()))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,8 +300,10 @@ class Reached:
 
     def decoder(self, gpu: Gpu, model: Transformer, replicas: int) -> Decoder:
         """Return the costs of decode steps of as many replicas, a GPU each."""
+        launching = self.layer * model.layers
         return Decoder(
-            step=2 * model.parameters / (gpu.bandwidth * self.reading) + self.layer * model.layers,
+            step=2 * model.parameters / (gpu.bandwidth * self.reading) + launching,
+            launching=launching,
             row=2 * model.parameters / (gpu.flops * self.computing) + self.row,
             context=model.cache / (gpu.bandwidth * self.attention),
             replicas=replicas,

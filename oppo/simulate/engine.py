@@ -31,7 +31,7 @@ import heapq
 import math
 import selectors
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
 from contextvars import Context
@@ -195,6 +195,14 @@ class Device:
     def __init__(self, interference: Interference = time_shared) -> None:
         self._interference = interference
         self._jobs: dict[Job, None] = {}  # an ordered set
+        self._done: dict[str, float] = {}
+
+    def done(self) -> Mapping[str, float]:
+        """Return the seconds of work done by now, by kind."""
+        done = dict(self._done)
+        for job in self._jobs:
+            done[job.kind] = done.get(job.kind, 0.0) + job.done
+        return done
 
     async def work(self, kind: str, seconds: float) -> None:
         """Do so many seconds of work."""
@@ -210,6 +218,7 @@ class Device:
         try:
             yield job
         finally:
+            self._done[kind] = self._done.get(kind, 0.0) + job.done
             del self._jobs[job]
             self._changed()
 
@@ -233,6 +242,12 @@ class Job:
         self._since = self._at = 0.0  # a time and the position then, while something does
         self._wake = anyio.Event()
         self._interrupted = False
+        self._first = self.position
+
+    @property
+    def done(self) -> float:
+        """Seconds of work done since it began."""
+        return self.position - self._first
 
     @property
     def position(self) -> float:
@@ -327,6 +342,8 @@ class Lane(Generic[RowT]):
     Attributes:
         homes: rows that have begun here, and not ended.
         peak_rows, peak_tokens: most rows that it had at once, and most tokens in their responses.
+        steps, places: decode steps made, and places of rows in these.
+        pauses: seconds of all pauses.
     """
 
     def __init__(
@@ -348,7 +365,7 @@ class Lane(Generic[RowT]):
         self._seats: dict[RowT, Seat] = {}
         self._agenda: list[tuple[int, int, RowT]] = []  # by decode step, then by order
         self._joined = 0
-        self._steps = 0
+        self.steps = 0
         self._context = 0  # tokens of all rows after these steps
         self._longest = 0  # most tokens of any row less the steps made; counts for a static lane only
         self._places = 0  # rows that had a place since decoding began
@@ -361,7 +378,8 @@ class Lane(Generic[RowT]):
         self._worked = 0.0  # seconds at work, before the present work
         self._begun = 0.0
         self.homes = 0
-        self.peak_rows = self.peak_tokens = 0
+        self.peak_rows = self.peak_tokens = self.places = 0
+        self.pauses = 0.0
 
     def __contains__(self, row: object) -> bool:
         return row in self._seats
@@ -383,7 +401,7 @@ class Lane(Generic[RowT]):
 
     def join(self, row: RowT) -> None:
         self.settle()
-        seat = Seat(row.paused, self._steps + bool(self._ends), self._joined)
+        seat = Seat(row.paused, self.steps + bool(self._ends), self._joined)
         self._joined += 1
         self._seats[row] = seat
         self._context += seat.made
@@ -399,7 +417,7 @@ class Lane(Generic[RowT]):
         seat = self._seats.pop(row)
         row.paused = self._made(seat)
         self._context -= row.paused
-        self._active -= seat.since <= self._steps
+        self._active -= seat.since <= self.steps
         self._replan()
 
     def expect(self, row: RowT) -> None:
@@ -413,6 +431,7 @@ class Lane(Generic[RowT]):
         """Let the next decode step begin so much later, for something else that the engine does first."""
         self.settle()
         self._paused += seconds
+        self.pauses += seconds
         self._replan()
 
     def between_steps(self, change: Callable[[], None]) -> None:
@@ -447,12 +466,12 @@ class Lane(Generic[RowT]):
         while self._agenda[0][-1] not in self._seats:
             heappop(self._agenda)
         self.settle()
-        self._planned = self._steps + 1 if self._changes else self._agenda[0][0]
+        self._planned = self.steps + 1 if self._changes else self._agenda[0][0]
         if not await job.reach(self._end(self._planned, job)):
             return
-        self._count(self._planned - self._steps)
+        self._count(self._planned - self.steps)
         due: dict[RowT, None] = {}
-        while self._agenda and self._agenda[0][0] <= self._steps:
+        while self._agenda and self._agenda[0][0] <= self.steps:
             row = heappop(self._agenda)[-1]
             if row in self._seats:
                 due[row] = None
@@ -474,28 +493,28 @@ class Lane(Generic[RowT]):
         return step
 
     def _made(self, seat: Seat) -> int:
-        return seat.made + max(0, self._steps - seat.since)
+        return seat.made + max(0, self.steps - seat.since)
 
     def _end(self, step: int, job: Job) -> float:
         if not self._ends:
             self._active = len(self._seats)
-        while len(self._ends) < step - self._steps:
+        while len(self._ends) < step - self.steps:
             ahead = len(self._ends)
             rows, context = len(self._seats), self._context
             if ahead:
                 context += self._active + (ahead - 1) * rows
             if self._static:
-                rows, context = self._places, self._places * (self._longest + self._steps + ahead)
+                rows, context = self._places, self._places * (self._longest + self.steps + ahead)
             begun = self._ends[-1] if ahead else job.position
             self._ends.append(begun + self._paused + self._seconds(rows, context))
             self._paused = 0.0
-        return self._ends[step - self._steps - 1]
+        return self._ends[step - self.steps - 1]
 
     def settle(self) -> None:
         if self._job is None or not self._ends:
             return
         now, steps = self._job.position, 0
-        while steps < len(self._ends) and self._ends[steps] < now and self._steps + steps + 1 < self._planned:
+        while steps < len(self._ends) and self._ends[steps] < now and self.steps + steps + 1 < self._planned:
             steps += 1
         self._count(steps)
 
@@ -504,9 +523,10 @@ class Lane(Generic[RowT]):
             return
         tokens = self._active + (steps - 1) * len(self._seats)
         del self._ends[:steps]
-        self._steps += steps
+        self.steps += steps
         self._context += tokens
         self.peak_tokens = max(self.peak_tokens, self._context)
+        self.places += steps * self._places if self._static else tokens
         self._on_tokens(tokens)
         self._active = len(self._seats)
 

@@ -144,6 +144,7 @@ class EngineSection(Reached):
             found,
             floor=self.floor_seconds,
             step=found.step if self.step_seconds is None else self.step_seconds,
+            launching=found.launching if self.step_seconds is None else None,
             row=found.row if self.row_seconds is None else self.row_seconds,
             context=found.context if self.context_seconds is None else self.context_seconds,
             prefill=model.passes(gpu.flops * self.forward),

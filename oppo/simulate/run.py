@@ -83,6 +83,8 @@ class ScheduleOutcome:
         extras: the choices, step by step.
         idle: share of the time in which a replica of the actor decodes nothing, mean over replicas.
         peak_tokens: most tokens of rollouts that were decoded at once, prompts included.
+        parts: of a step's time, what the busiest device did in it: the parts of a decode step, ``scoring``,
+            ``training``; shares, the largest first.
         restarts: of a controller that restarts rollouts; ``None`` for the others.
     """
 
@@ -97,6 +99,7 @@ class ScheduleOutcome:
     extras: tuple[int, ...]
     idle: float
     peak_tokens: float
+    parts: Mapping[str, float] = field(default_factory=dict)
     restarts: Restarts | None = None
 
     @property
@@ -115,6 +118,7 @@ class ScheduleOutcome:
         grain: int = 1,
         idle: float = 0.0,
         peak_tokens: float = 0.0,
+        parts: Mapping[str, float] | None = None,
         restarts: bool = False,
     ) -> ScheduleOutcome:
         """Return the statistics of a run.
@@ -146,6 +150,7 @@ class ScheduleOutcome:
             extras=extras,
             idle=idle,
             peak_tokens=peak_tokens,
+            parts=parts or {},
             restarts=cost,
         )
 
@@ -359,6 +364,7 @@ class SimulatedRun:
         reports: list[StepReport] = []
         ends: list[float] = []
         busy: list[float] = []
+        done: list[Mapping[str, Mapping[str, float]]] = []
         prompt = np.zeros(max(1, self.workload.prompt // self.grain), np.int32)
         prompts = [Prompt(n, n, prompt, group=n) for n in range(len(self._lengths))]
         ahead = self.schedule.lookahead
@@ -367,20 +373,38 @@ class SimulatedRun:
                 reports.append(report)
                 ends.append(anyio.current_time())
                 busy.append(sum(lane.busy for lane in self.policy.lanes))
+                done.append({name: self._done(device) for name, device in self._devices.items()})
         first, last = self.skipped, self.steps - LAST - ahead
         working = (busy[last - 1] - busy[first - 1]) / len(self.policy.lanes)
+        elapsed = ends[last - 1] - ends[first - 1]
         return ScheduleOutcome.of(
             reports,
             ends,
             self.trainer.facts,
             counted=slice(first, last),
             grain=self.grain,
-            idle=max(0.0, 1 - working / (ends[last - 1] - ends[first - 1])),  # a decode step may end after the step
+            idle=max(0.0, 1 - working / elapsed),  # a decode step may end after the step
             peak_tokens=sum(
                 self.grain * lane.peak_tokens + self.workload.prompt * lane.peak_rows for lane in self.policy.lanes
             ),
+            parts=_busiest(done[first - 1], done[last - 1], elapsed),
             restarts=isinstance(self.admission, Restarting),
         )
+
+    def _done(self, device: Device) -> Mapping[str, float]:
+        done, lanes, grain = dict(device.done()), self.policy.lanes, self.grain
+        parts = {name: done.pop(kind) for kind, name in (("score", "scoring"), ("train", "training")) if kind in done}
+        if "decode" not in done:
+            return parts
+        for lane in lanes:
+            lane.settle()
+        decoding = self.system.decoder.parts(
+            done["decode"],
+            steps=grain * sum(lane.steps for lane in lanes),
+            rows=grain * sum(lane.places for lane in lanes),
+            pauses=sum(lane.pauses for lane in lanes),
+        )
+        return {**parts, **{name: seconds / len(lanes) for name, seconds in decoding.items()}}
 
     def _policy(self) -> FakePolicy:
         decoder, grain, prompt = self.system.decoder, self.grain, self.workload.prompt
@@ -445,6 +469,17 @@ class SimulatedRun:
         # It rises to a plateau; the noise is of the step's mean.
         step = self.trainer.version
         return 4.1 * (1 - math.exp(-step / 100)) + float(self._noise[min(step, self.steps)])
+
+
+def _busiest(
+    before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]], elapsed: float
+) -> Mapping[str, float]:
+    shares = [
+        {name: (seconds - before[device].get(name, 0.0)) / elapsed for name, seconds in parts.items()}
+        for device, parts in after.items()
+    ]
+    busiest = max(shares, key=lambda parts: sum(parts.values()))
+    return dict(sorted(busiest.items(), key=lambda part: -part[1]))
 
 
 def _zeros(event: Finish, _read: tuple[int, ...], _version: int) -> FloatArray:

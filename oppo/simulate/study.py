@@ -91,6 +91,13 @@ class Standing:
         return Spread.of(outcome.idle for outcome in self.outcomes).mean
 
     @property
+    def parts(self) -> Mapping[str, float]:
+        """What the busiest device does in a step, as shares of the step's time, the largest first."""
+        names = dict.fromkeys(name for outcome in self.outcomes for name in outcome.parts)
+        shares = {name: Spread.of(each.parts.get(name, 0.0) for each in self.outcomes).mean for name in names}
+        return dict(sorted(shares.items(), key=lambda part: -part[1]))
+
+    @property
     def peak_tokens(self) -> float:
         """Most tokens that were decoded at once, prompts included."""
         return max(outcome.peak_tokens for outcome in self.outcomes)
@@ -220,9 +227,10 @@ WIDTH: Final = 120
 """Columns where the output is no terminal."""
 
 LEGEND: Final = (
-    "Speed is trained tokens a second over those of {baseline!r} (*); ranges are over seeds. Lag is in updates, from "
-    "a response's first token to its training. Idle is the share of the time in which the actor decodes nothing; in "
-    "flight is what it decodes at once at the most, with its KV cache."
+    "Speed is trained tokens a second over those of {baseline!r} (*); ranges are over seeds. Staleness is in updates, "
+    "from a response's first token to its training. Idle is the share of the time in which the actor decodes nothing; "
+    "in flight is what it decodes at once at the most, with its KV cache. A step is bound by what takes the largest "
+    "share of it on the busiest device; of {baseline!r}: {parts}."
 )
 
 
@@ -245,8 +253,22 @@ def table(study: Study) -> Table:
 def legend(study: Study) -> str:
     """Return what each schedule does, and what the columns mean."""
     width = max(map(len, study.standings))
-    lines = [f"  {name:<{width}}  {each.schedule.about}" for name, each in study.standings.items()]
-    return "\n".join([*lines, "", LEGEND.format(baseline=study.baseline)])
+    lines = [f"  {name:<{width}}  {_described(each)}" for name, each in study.standings.items()]
+    parts = ", ".join(_bounds(study.standings[study.baseline]))
+    return "\n".join([*lines, "", LEGEND.format(baseline=study.baseline, parts=parts)])
+
+
+def _described(each: Standing) -> str:
+    bound = next(_bounds(each), "")
+    return f"{each.schedule.about}; bound by {bound}" if bound else each.schedule.about
+
+
+def _bounds(each: Standing) -> Iterator[str]:
+    return (f"{name} {_percent(share)}" for name, share in each.parts.items())
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
 
 
 def cells(study: Study, each: Standing) -> Iterator[str]:
@@ -255,7 +277,7 @@ def cells(study: Study, each: Standing) -> Iterator[str]:
     yield ranged(each.speed)
     yield f"{each.staleness:.2f}"
     yield f"{each.longest_staleness}"
-    yield f"{each.idle:.0%}".replace("%", " %")
+    yield _percent(each.idle)
     yield f"{each.peak_tokens * study.cache / 1e9:.1f}" if study.cache else f"{each.peak_tokens:,.0f}"
 
 
@@ -310,6 +332,7 @@ def as_json(study: Study, limit: float) -> str:
             "staleness": each.staleness,
             "longest_staleness": each.longest_staleness,
             "idle": each.idle,
+            "parts": dict(each.parts),
             "tokens_in_flight": each.peak_tokens,
             "bytes_in_flight": each.peak_tokens * study.cache or None,
         }

@@ -44,6 +44,30 @@ def test_constant_phases_take_what_the_slowest_device_takes(update: float, in_fl
     assert period(update, 2, in_flight=in_flight) == max(DECODE, EXPOSED, update)
 
 
+def test_what_bounds_a_step_is_named_by_what_the_busiest_device_does() -> None:
+    """Eight decode steps of 0.1 s launching, 0.2 s for weights, 0.01 s a row and 0.001 s a token of context."""
+    system = System(
+        decoder=Decoder(step=0.3, launching=0.1, row=0.01, context=0.001, ending=0.25),
+        readers={"reward": Reader(answer=0.2, device="actor")},
+        updater=Updater(fixed=0.5, device="trainer", weight_sync=0.1),
+    )
+    waiting = Schedule(name="it", about="", admission=partial(Synchronous, 2), held=True)
+    outcome = SimulatedRun(system, Workload(batch=2, lengths=always, cap=8, prompt=2), waiting, 24, 12).run()
+    context = sum(2 * (2 + step + 1 / 2) for step in range(8)) * 0.001
+    expected = {
+        "weights": 1.6,
+        "launching kernels": 0.8,
+        "prefill and ends": 0.5,
+        "scoring": 0.4,
+        "rows": 0.16,
+        "KV cache": context,
+    }
+    assert outcome.seconds == pytest.approx(sum(expected.values()) + 0.6)
+    shares = {name: seconds / outcome.seconds for name, seconds in expected.items()}
+    assert outcome.parts == pytest.approx(shares)
+    assert list(outcome.parts) == list(expected)
+
+
 def test_steps_that_are_drained_after_stand_alone() -> None:
     """Of each two steps the first has nothing before it, and the second is decoded while the first is trained."""
     system = System(decoder=Decoder(step=DECODE / 8), updater=Updater(fixed=2.0, device="trainer"))
