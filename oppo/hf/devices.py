@@ -140,11 +140,15 @@ def synchronised(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def use_stream(device: torch.device) -> None:
-    """Let the calling thread work on the device, in a stream of its own, so that threads overlap there."""
+def use_stream(device: torch.device, *, first: bool = False) -> None:
+    """Let the calling thread work on the device, in a stream of its own, so that threads overlap there.
+
+    Args:
+        first: its kernels start before those that wait in other streams.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(numbered(device))
-        torch.cuda.set_stream(torch.cuda.Stream(device))
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1 if first else 0))
 
 
 class DeviceThread(Thread):
@@ -157,6 +161,7 @@ class DeviceThread(Thread):
         name, listener, setup, time_slice: see :class:`~oppo.placement.Thread`.
         device: of the models, such as ``"cuda:1"``; ``"cuda"`` is the current device.
         lends: after each call the GPU gets back the memory that is free: other streams cannot take what one has cached.
+        first: its kernels start before those that wait in other streams.
     """
 
     def __init__(
@@ -168,6 +173,7 @@ class DeviceThread(Thread):
         setup: Callable[[], None] | None = None,
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
         lends: bool = False,
+        first: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self._lends = lends
@@ -175,7 +181,7 @@ class DeviceThread(Thread):
         def set_up() -> None:
             if setup is not None:
                 setup()
-            use_stream(self.device)
+            use_stream(self.device, first=first)
 
         super().__init__(name, listener=listener, setup=set_up, time_slice=time_slice)
 
@@ -221,6 +227,8 @@ class Devices:
         trainer: of each training rank.
         remote: the models that are on other machines, which have such a device; of the ``trainer``, every rank but
             the first.
+        apart: the models that are loaded where they are served, and not by this process: those on other machines, and
+            those of a process of this machine on a GPU, whose memory is not shared.
     """
 
     policy: torch.device
@@ -230,6 +238,7 @@ class Devices:
     reward: torch.device
     critic: torch.device
     remote: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
 
     @classmethod
     def found(
@@ -239,6 +248,7 @@ class Devices:
         *,
         deterministic: bool = False,
         remote: frozenset[str] = frozenset(),
+        scorers: Scorers = "auto",
         gpus: int | None = None,
     ) -> Devices:
         """Return the devices of these names.
@@ -248,6 +258,7 @@ class Devices:
             key_of: returns the setting that names a model's device.
             deterministic, gpus: see :func:`~oppo.hf.devices.device_of`.
             remote: models on other machines, whose devices are not looked for here; ``auto`` is as it is here.
+            scorers: their place on this machine, see :meth:`DeviceLayout.of`.
 
         Raises:
             ConfigError: there is no such device; it names the setting.
@@ -266,7 +277,13 @@ class Devices:
             for model, named in names.items()
         }
         one = {model: devices[0] for model, devices in each.items()}
-        return cls(trainer=each["trainer"], remote=remote, **{name: one[name] for name in ("actor", *OF_ONE)})
+        apart = [model for model in OF_ONE[1:] if scorers == "process" and one[model].type == "cuda"]
+        return cls(
+            trainer=each["trainer"],
+            remote=remote,
+            apart=remote.union(apart),
+            **{name: one[name] for name in ("actor", *OF_ONE)},
+        )
 
     @property
     def weights(self) -> torch.device:
@@ -363,33 +380,36 @@ class DeviceLayout:
             remote: places on other machines, which the layout closes.
 
         Raises:
-            ConfigError: a process is chosen for models on a GPU, whose memory is not shared.
+            ConfigError: a process is chosen for the policy or the trainer on a GPU, whose memory is not shared.
         """
         remote = remote or RemotePlaces()
         _require_cpu("policy", policy, [] if remote.acting else [devices.actor])
         _require_cpu("trainer", trainer, devices.trainer)
-        _require_cpu("scorers", scorers, devices.here(scored).values())
 
         def place(name: str, home: Home, share: int, device: torch.device, restarts: int = 0) -> Place:
             setup = partial(use_cores, share)
             if home == "thread":
                 lends = name == "trainer" and device in (devices.actor, *devices.scoring().values())
-                return DeviceThread(name, device, setup=setup, lends=lends)
+                return DeviceThread(name, device, setup=setup, lends=lends, first=name == "actor")
             logger.info(f"starting the process of the {name}")
             return Process(name, setup=setup, restarts=restarts)
 
-        def scoring(device: torch.device, name: str) -> Place:
-            beside: Home = "process" if cores > 1 and device.type == "cpu" else "thread"
-            return place(name, beside if scorers == "auto" else scorers, cores - cores // 2, device, restarts)
+        def home(model: str, device: torch.device) -> Home:
+            if device.type == "cuda":  # what reads the actor's own weights is where these are
+                return "process" if scorers == "process" and model != "proximal" else "thread"
+            return ("process" if cores > 1 else "thread") if scorers == "auto" else scorers
 
-        on = devices.here(scored)
-        distinct = dict.fromkeys(on.values())
-        names = {device: "scorers" if len(distinct) == 1 else f"scorers on {device}" for device in distinct}
-        places = {device: scoring(device, name) for device, name in names.items()}
+        on = {model: (device, home(model, device)) for model, device in devices.here(scored).items()}
+        places = {}
+        for device, kind in dict.fromkeys(on.values()):
+            models = [model for model, each in on.items() if each == (device, kind)]
+            among = "proximal" if models == ["proximal"] else "scorers"
+            name = among if len(models) == len(on) else f"{among} on {device}"
+            places[device, kind] = place(name, kind, cores - cores // 2, device, restarts)
         ranks = remote.training or _ranks(len(devices.trainer), cores)
         return cls(
             remote.acting or place("actor", policy, acting_share(cores), devices.actor),
-            {model: places[device] for model, device in on.items()},
+            {model: places[each] for model, each in on.items()},
             ranks or place("trainer", trainer, cores, devices.trainer[0]),
             Thread("saver"),
             remote,
@@ -438,13 +458,12 @@ def _ranks(count: int, cores: int) -> Place | None:
     return Ranks("trainer", count, setup=partial(use_cores, max(1, cores // count)))
 
 
-def _require_cpu(setting: str, home: Scorers, devices: Iterable[torch.device]) -> None:
+def _require_cpu(setting: str, home: Home, devices: Iterable[torch.device]) -> None:
     for device in devices:
         if home == "process" and device.type != "cpu":
-            expected = "'thread' or 'auto'" if setting == "scorers" else "'thread'"
             raise ConfigError(
                 f"run.{setting} = 'process' shares weights with a process, which is for a CPU, and the models are on "
-                f"{device}: expected run.{setting} = {expected}"
+                f"{device}: expected run.{setting} = 'thread'"
             )
 
 
@@ -454,6 +473,20 @@ def acting_share(cores: int) -> int:
 
 
 _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
+
+
+def require_sharable_memory(reader: str, remedy: str) -> None:
+    """Check that other processes can read the memory of this one's GPUs.
+
+    Raises:
+        ConfigError: the environment asks torch for memory of another kind.
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", "").split(","):
+            raise ConfigError(
+                f"{name} has expandable_segments:True, and {reader} reads weights by CUDA IPC, which needs memory of "
+                f"cudaMalloc: leave that out, or {remedy}"
+            )
 
 
 def ran_out(error: BaseException | None) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pickle import PickleBuffer
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
 
 from oppo.errors import ModelError
 from oppo.hf.devices import synchronised
@@ -48,7 +49,8 @@ def adopt(module: nn.Module, weights: Mapping[str, object]) -> int:
 class SentWeights(Bulk, Mapping[str, object]):
     """Weights that may be sent: pickled, their bytes can be taken out of band, so that nothing copies them.
 
-    Unpickled, they are on the CPU and read-only: they may lie in memory that others read too.
+    Unpickled, they are on the CPU and read-only: they may lie in memory that others read too. Those of a GPU cross to a
+    process of this machine as handles (CUDA IPC): unpickled, once for each pickle, they are the same memory.
 
     Args:
         tensors: by name.
@@ -66,10 +68,22 @@ class SentWeights(Bulk, Mapping[str, object]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    @property
+    def lasts(self) -> bool:
+        return not any(isinstance(value, Tensor) and value.is_cuda for value in self._tensors.values())
+
+    def portable(self) -> SentWeights:
+        """Return the same on the CPU."""
+        return SentWeights(
+            {name: value.cpu() if isinstance(value, Tensor) else value for name, value in self._tensors.items()}
+        )
+
     def __reduce_ex__(self, protocol: object) -> tuple[object, tuple[object, ...]]:
         del protocol  # of at least 5, see oppo.placement.wire
         tensors = {name: value for name, value in self._tensors.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in self._tensors.items() if name not in tensors}
+        if not self.lasts:
+            return _opened, ({name: reduce_tensor(tensor.detach()) for name, tensor in tensors.items()}, others)
         return _received, (
             {
                 name: (tensor.dtype, tuple(tensor.shape), PickleBuffer(_bytes_of(tensor).numpy().data))
@@ -96,6 +110,12 @@ def _received(
             }
             | dict(others)
         )
+
+
+def _opened(
+    handles: Mapping[str, tuple[Callable[..., Tensor], tuple[object, ...]]], others: Mapping[str, object]
+) -> SentWeights:
+    return SentWeights({name: rebuild(*arguments) for name, (rebuild, arguments) in handles.items()} | dict(others))
 
 
 def addresses(module: nn.Module) -> frozenset[int]:

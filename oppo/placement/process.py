@@ -32,6 +32,7 @@ from oppo.placement.place import Hosted, LocalInstance, Make, Place, Thread, mak
 from oppo.placement.shared_memory import Gauge
 from oppo.placement.wire import (
     Answer,
+    Bulk,
     Call,
     Callbacks,
     Create,
@@ -317,7 +318,7 @@ class Process(Place):
         self._child = start(name, setup)
         self._aborted = False
         self._instances: list[Instance] = []
-        self._loads: dict[int, Packet] = {}
+        self._loads: dict[int, Callable[[], Packet]] = {}
         self._used: set[int] = set()
         self._bereft: set[int] = set()
         self._thread = Thread(name)
@@ -396,13 +397,15 @@ class Process(Place):
         self, priority: Priority, instance: Instance, call: Call, loaded: Callable[[], object] | None
     ) -> None:
         """Make a call with weights in the child; one that replaces it gets the last ones again."""
-        packed = cache(partial(self._child.packed_load, call))
+        packed: Callable[[], Packet] = partial(self._child.packed_load, call)
+        if all(each.lasts for each in call.args if isinstance(each, Bulk)):
+            packed = cache(packed)
 
         def load() -> Outcome:
             outcome = self._created(instance) or self._child.ask(packed())
             if isinstance(outcome, Answer):
                 if self._restarts:
-                    self._loads[instance.number] = packed()
+                    self._loads[instance.number] = packed
                 if loaded is not None:
                     loaded()
             return outcome
@@ -445,7 +448,7 @@ class Process(Place):
             return None
         answer = self._child.create(instance.number, instance.orders)
         if isinstance(answer, Answer) and (load := self._loads.get(instance.number)) is not None:
-            answer = self._child.ask(load)
+            answer = self._child.ask(load())
         if isinstance(answer, Failure):
             return answer
         self._child.created.add(instance.number)

@@ -138,6 +138,15 @@ class Refusal:
 class Bulk:
     """Something large, such as weights; pickled, its buffers may be taken out of band (PEP 574)."""
 
+    @property
+    def lasts(self) -> bool:
+        """Whether one pickle of it can be read several times, and later."""
+        return True
+
+    def portable(self) -> Bulk:
+        """Return the same for another machine."""
+        return self
+
 
 class Packet(NamedTuple):
     """A pickled message and what travels beside it.
@@ -214,7 +223,7 @@ def pack_with_bulk(message: object) -> Packet:
     def aside(part: object) -> int | None:
         if not isinstance(part, Bulk):
             return None
-        bulk.append(part)
+        bulk.append(part.portable())
         return len(bulk) - 1
 
     return Packet(packed(message, aside), bulk=bulk)

@@ -81,7 +81,7 @@ class RoleLoader:
 
     def encoder(self, key: str, path: str) -> Encoder:
         """Return a model that reads whole texts."""
-        if key.partition(".")[0] in self._devices.remote:
+        if key.partition(".")[0] in self._devices.apart:
             raise self.not_here(key, path)
         logger.info(f"loading the {key} {path}")
         return load_encoder(path, **self._options(key))
@@ -90,13 +90,13 @@ class RoleLoader:
         return HfTokenizer(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code))
 
     def recipe(self, name: str, kind: ModelKind, path: str, device: torch.device) -> ModelRecipe:
-        """Return how the model of ``models.<name>`` is loaded on another machine, on such a device."""
+        """Return how the model of ``models.<name>`` is loaded in another process; on another machine it has a GPU."""
         models = self._models
         return ModelRecipe(
             path=path,
             kind=kind,
             dtype=models.dtype,
-            device=device.type,
+            device=str(device) if name.partition(".")[0] in self._devices.apart - self._devices.remote else device.type,
             attention=models.attention,
             trust_remote_code=models.trust_remote_code,
             allow_pickle=models.allow_pickle,
@@ -105,7 +105,12 @@ class RoleLoader:
         )
 
     def not_here(self, key: str, path: str) -> ConfigError:
-        """Return the error of a model that reads text and is to be on another machine."""
+        """Return the error of a model that reads text and is to be loaded in another process."""
+        if key.partition(".")[0] not in self._devices.remote:
+            return ConfigError(
+                f"{path} reads text, and on a GPU run.scorers = 'process' serves models that read the policy's tokens: "
+                "expected run.scorers = 'thread' or 'auto'"
+            )
         return ConfigError(
             f"{path} reads text, and an actor of a cluster serves models that read the policy's tokens: name in "
             f"placement.remote the models that are actors, without {key.partition('.')[0]!r}"
@@ -113,7 +118,7 @@ class RoleLoader:
 
     def _served(self, name: str, kind: ModelKind, path: str) -> Loadable:
         model = name.partition(".")[0]
-        if model not in self._devices.remote:
+        if model not in self._devices.apart:
             return self._loaded(name, LOADERS[kind], path)
         recipe = self.recipe(name, kind, path, self._devices.scoring()[model])
         recipe.config()  # an error of a path comes now
@@ -156,7 +161,7 @@ class RoleLoader:
 
     def _device(self, model: str) -> torch.device:
         found: torch.device = getattr(self._devices, "actor" if model == "policy" else model)
-        return self._devices.trainer[0] if model in self._devices.remote - {"policy"} else found
+        return self._devices.trainer[0] if model in self._devices.apart - {"policy"} else found
 
     def _located(self, path: str) -> Path:
         return located(path, weights=False, trust_remote_code=self._models.trust_remote_code)

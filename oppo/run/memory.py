@@ -36,6 +36,7 @@ from oppo.hf.memory import (
 from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind, RewardKind, located, reward_kind
 from oppo.hf.serve.policy import PREFILL_TOKENS
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
+from oppo.hf.train.packing import MICRO_BATCH_TOKENS
 from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
 from oppo.run.loading import critic_source
@@ -98,6 +99,10 @@ class Expected:
     @property
     def where(self) -> str:
         return f"{self.device} in the cluster" if self.remote else str(self.device)
+
+    def with_activations(self, times: int) -> Expected:
+        """Return the same with so many times the activations."""
+        return replace(self, bytes=replace(self.bytes, activations=times * self.bytes.activations))
 
     def __str__(self) -> str:
         chosen = "" if self.share is None else f", vllm.{SHARE} = {self.share}"
@@ -188,6 +193,8 @@ def expected(
         ModelRefused: one cannot be used.
     """
     settings = with_dtype(settings, devices, assumed)
+    if load is not None:
+        settings = with_micro_batches(settings, devices, load, assumed)
     made = Outlines(settings)
     own_engine = settings.models.engine != "transformers"
     needs, uncounted = list[Expected](), own_engine and not settings.shares_weights
@@ -212,11 +219,33 @@ def expected(
     unshared = None
     if settings.shares_weights:
         apart = {"policy": made.actor, "critic": made.critic}
-        there = devices.remote | ({"policy"} if own_engine else set())
+        there = devices.apart | ({"policy"} if own_engine else set())
         unshared = sum(at_rest(make).weights for model, make in apart.items() if model in there)
     _counting("trainer")
     needs += _training(devices, _trainer(settings, made, load), unshared, shard=settings.placement.shard)
     return [*_engine(settings, devices, made, needs, assumed), *needs] if own_engine else needs
+
+
+def with_micro_batches(settings: Settings, devices: Devices, load: Load, assumed: Hardware | None = None) -> Settings:
+    """Return settings that name the tokens of a micro-batch, where these are by the device; all else stays.
+
+    Activations grow in proportion to them, at most.
+    """
+    if settings.trainer.micro_batch_tokens is not None:
+        return settings
+
+    def with_tokens(count: int) -> Settings:
+        return settings.model_copy(update={"trainer": replace(settings.trainer, micro_batch_tokens=count)})
+
+    fewest = with_tokens(MICRO_BATCH_TOKENS)
+    if devices.trainer[0].type == "cpu":
+        return fewest
+    needs = expected(fewest, devices, load, assumed)
+    for times in (8, 4, 2):
+        larger = [each.with_activations(times) if each.model.startswith("trainer") else each for each in needs]
+        if not crowded(larger, assumed, spread=settings.placement.spread):
+            return with_tokens(times * MICRO_BATCH_TOKENS)
+    return fewest
 
 
 def _counting(model: str) -> None:
@@ -281,7 +310,7 @@ def _served(
 def _shares_the_policy_s(settings: Settings, devices: Devices, model: str) -> bool:
     models = settings.models
     if model == "reference":
-        apart = devices.reference != devices.actor or model in devices.remote
+        apart = devices.reference != devices.actor or model in devices.apart
         return bool(models.lora_rank) and models.reference == models.policy and not apart
     if model == "proximal":
         return settings.shares_weights or "policy" not in devices.remote

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
@@ -19,7 +19,7 @@ from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.durable import whole, writing
 from oppo.environments import FunctionEnvironment
-from oppo.errors import ConfigError, ModelError
+from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
 from oppo.hf.devices import DeviceLayout, Devices, ModelPlace, available_cores, memory_gauges
@@ -32,13 +32,13 @@ from oppo.hf.serve.scorers import ProximalLogprobs, RecomputedLogprobs, Referenc
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
-from oppo.log import logger
+from oppo.log import logger, routed
 from oppo.models import Passes, Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting, Thread
 from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.loading import RoleLoader, critic_source
-from oppo.run.memory import require_memory, share_beside
+from oppo.run.memory import load_of, require_memory, share_beside, with_micro_batches
 from oppo.run.places import SERVING, Serve, ServeRequest, Serving, devices_of, layout_of, serve, with_dtype
 from oppo.run.rewards import RewardModels, ServedRewardModel, UserCode
 from oppo.scorers import capabilities_of
@@ -175,6 +175,8 @@ def assemble(
     devices = devices_of(settings)
     settings = with_dtype(settings, devices)
     require_memory(settings, devices)
+    with routed(), suppress(ConfigError, ModelRefused):  # loading says what is wrong
+        settings = with_micro_batches(settings, devices, load_of(settings, settings.data.max_prompt_tokens))
     share = share_beside(settings, devices)
     places = layout_of(settings, devices)
     with ExitStack() as stack:
@@ -205,7 +207,7 @@ def _assembled(
     serve: Serve,
 ) -> Assembly:
     deterministic, seed = settings.run.deterministic, settings.trainer.seed
-    apart = devices.reference != devices.actor or "reference" in devices.remote
+    apart = devices.reference != devices.actor or "reference" in devices.apart
     actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=seed)
     rewards = _reward_models(settings, tokenizer, places, load)
     critic = load_critic(settings, actor, [*rewards.values()], load, devices=devices)
@@ -412,7 +414,7 @@ def load_critic(
             f"which starts from {'the policy' if source == models.policy else source} instead"
         )
     trained = load.critic(source)
-    if "critic" not in devices.remote:
+    if "critic" not in devices.apart:
         return Critic(trained, trained, source)
     return Critic(trained, load.recipe("critic", "scalar", source, devices.critic), source)
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from oppo.config.sections import FunctionRewardSection, ModelsSection
 from oppo.config.settings import Settings
 from oppo.durable import make
+from oppo.errors import ConfigError
 from oppo.hf.devices import (
     SCORED,
     DeviceLayout,
@@ -27,6 +28,7 @@ from oppo.hf.devices import (
     RemotePlaces,
     acting_share,
     available_cores,
+    require_sharable_memory,
     use_cores,
 )
 from oppo.hf.introspection import longest
@@ -48,6 +50,7 @@ def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
         settings.placement.key_of,
         deterministic=settings.run.deterministic,
         remote=settings.remote,
+        scorers=settings.run.scorers,
         gpus=None if assumed is None else assumed.gpus,
     )
 
@@ -76,7 +79,7 @@ def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
     """Return the places of a run.
 
     Raises:
-        ConfigError: a process is chosen for models on a GPU, whose memory is not shared; or the cluster that the
+        ConfigError: a process is chosen for models on a GPU that share memory with others; or the cluster that the
             settings name cannot be used.
         ModelError: the cluster has no room for the trainer's ranks.
     """
@@ -86,6 +89,13 @@ def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
             f"run.cores = {cores} is more than the {available} that this process may use: threads will wait for each "
             "other"
         )
+    if "critic" in devices.apart - devices.remote and settings.algorithm.has_critic:
+        if settings.models.shared_trunk:
+            raise ConfigError(
+                "models.shared_trunk = true makes the critic a head on the policy's trunk, whose memory on a GPU no "
+                "other process shares, and run.scorers = 'process': expected run.scorers = 'thread' or 'auto'"
+            )
+        require_sharable_memory("the process of the critic", "set run.scorers = 'thread'")
     with ExitStack() as stack:
         remote = _remote_places(settings, devices)
         stack.callback(remote.close)

@@ -35,6 +35,7 @@ from anyio.from_thread import BlockingPortal
 from torch import Tensor
 
 from oppo.errors import ConfigError, ModelError, ModelLost, as_itself, one_line
+from oppo.hf.devices import require_sharable_memory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -105,7 +106,9 @@ def route_of(arguments: Mapping[str, object], trainer: torch.device, *, on_cpu: 
         return Route("nccl", workers, trainer)
     if workers == 1:
         if gpus is None:
-            _require_sharable_memory()
+            require_sharable_memory(
+                "vLLM, on the GPU of the trainer,", "give the trainer another GPU than vLLM (placement.trainer)"
+            )
         return Route("ipc", workers, trainer)
     free = next(each for each in range(len(used) + 1) if each not in used)
     sizes = ", ".join(f"vllm.{size} = {arguments[size]}" for size in SIZES if arguments.get(size, 1) != 1)
@@ -114,17 +117,6 @@ def route_of(arguments: Mapping[str, object], trainer: torch.device, *, on_cpu: 
         f"go from one GPU to several only if none of these is its own: set placement.trainer = 'cuda:{free}', or "
         "placement.policy to the first of other GPUs"
     )
-
-
-def _require_sharable_memory() -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        settings = os.environ.get(name, "").lower().replace(" ", "").split(",")
-        if "expandable_segments:true" in settings:
-            raise ConfigError(
-                f"{name} has expandable_segments:True, and vLLM, on the GPU of the trainer, reads weights by CUDA IPC, "
-                "which needs memory of cudaMalloc: leave that out, or give the trainer another GPU than vLLM "
-                "(placement.trainer)"
-            )
 
 
 def gpus_of(arguments: Mapping[str, object], gpus: int | None = None) -> Sequence[int]:

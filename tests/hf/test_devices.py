@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,8 @@ class Cuda:
         self.done = list[str]()
         patch.setattr(torch.cuda, "current_device", lambda: 1)
         patch.setattr(torch.cuda, "set_device", lambda device: self.note(f"device {_get_device_index(device)}"))
-        patch.setattr(torch.cuda, "Stream", lambda device: device)
-        patch.setattr(torch.cuda, "set_stream", lambda stream: self.note("stream"))
+        patch.setattr(torch.cuda, "Stream", lambda device, priority: priority)
+        patch.setattr(torch.cuda, "set_stream", lambda priority: self.note(f"stream {priority}"))
         patch.setattr(torch.cuda, "current_stream", lambda: self)
         patch.setattr(torch.cuda, "synchronize", lambda device: self.note(f"waited for {device}"))
         patch.setattr(torch.cuda, "empty_cache", lambda: self.note("gave back"))
@@ -116,16 +117,38 @@ def test_a_loaded_model_is_on_the_device_that_was_asked_for(tmp_path: Path) -> N
 
 
 def test_scorers_are_beside_the_models_of_a_gpu_in_a_thread() -> None:
-    """A process cannot be given what is on a GPU; whether there is one somewhere says nothing about the models."""
+    """Whether there is a GPU somewhere says nothing about the models."""
     places = DeviceLayout.of(4, CUDA, "auto")
     assert all(isinstance(place, DeviceThread) for place in (places.acting, places.scoring["reward"], places.training))
     places.close()
-    with pytest.raises(ConfigError, match=r"the models are on cuda:0: expected run\.scorers = 'thread' or 'auto'"):
-        DeviceLayout.of(4, CUDA, "process")
     with pytest.raises(ConfigError, match=r"run\.trainer = 'process' .* on cuda:0: expected run\.trainer = 'thread'"):
         DeviceLayout.of(4, CUDA, "auto", trainer="process")
     with pytest.raises(ConfigError, match=r"the models are on cuda:0: expected run\.policy = 'thread'$"):
         DeviceLayout.of(4, CUDA, "thread", policy="process")
+
+
+def test_scorers_on_a_gpu_may_have_a_process_and_what_reads_the_actor_s_weights_stays() -> None:
+    places = DeviceLayout.of(4, CUDA, "process")
+    try:
+        assert {place.name: type(place) for place in places} == {
+            "actor": DeviceThread,
+            "scorers on cuda:0": Process,
+            "proximal on cuda:0": DeviceThread,
+            "trainer": DeviceThread,
+            "saver": Thread,
+        }
+        assert places.scoring["critic"] is places.scoring["reference"] is places.scoring["reward"]
+        assert places.place_of("proximal") is not places.place_of("critic")
+    finally:
+        places.close()
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_models_of_a_process_on_a_gpu_are_loaded_there() -> None:
+    named = {key: ["cuda"] for key in ("policy", "actor", "trainer", "reference", "reward")} | {"critic": ["cpu"]}
+    found = partial(Devices.found, named, str, remote=frozenset({"policy"}))
+    assert found(scorers="process").apart == {"policy", "reference", "reward"}
+    assert found(scorers="auto").apart == {"policy"}
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -140,21 +163,21 @@ def test_a_device_without_a_number_is_the_current_one(cuda: Cuda) -> None:
     bare, first = torch.device("cuda"), torch.device("cuda", 0)
     assert [numbered(each) for each in (bare, first, CPU)] == [torch.device("cuda", 1), first, CPU]
     use_stream(bare)
-    assert cuda.done == ["device 1", "stream"]
+    assert cuda.done == ["device 1", "stream 0"]
     assert Replicas(devices=(first, bare)).device(1, 2, ActorCritic(tiny.causal())) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize(
     ("device", "expected"),
     [
-        ("cuda", ["made", "waited for cuda", "device 1", "stream", "worked", "waited for the stream", "read"]),
+        ("cuda", ["made", "waited for cuda", "device 1", "stream -1", "worked", "waited for the stream", "read"]),
         ("cpu", ["made", "worked", "read"]),
     ],
 )
 async def test_what_a_device_s_thread_is_given_and_returns_is_complete(
     device: str, expected: list[str], cuda: Cuda
 ) -> None:
-    with DeviceThread("actor", device) as place:
+    with DeviceThread("actor", device, first=True) as place:
         cuda.note("made")
         hosted = place.host(lambda: cuda)
         await hosted.call("work", Cuda.note, "worked")

@@ -123,7 +123,11 @@ def test_a_streamed_run_trains_on_the_device(kind: Callable[[str], Thread]) -> N
     assert abs(reports[0].metrics["val/ratio"] - 1) < 0.5
 
 
-@pytest.mark.parametrize("options", [(), ("models.dtype=bfloat16", "models.shared_trunk=true")], ids=["plain", "half"])
+@pytest.mark.parametrize(
+    "options",
+    [(), ("models.dtype=bfloat16", "models.shared_trunk=true"), ("run.scorers=process",)],
+    ids=["plain", "half", "process"],
+)
 @pytest.mark.parametrize("device", ["auto", "cuda:0"])
 def test_oppo_train_runs_on_the_device_from_end_to_end(tmp_path: Path, device: str, options: tuple[str, ...]) -> None:
     folder = furnish(tmp_path)

@@ -15,6 +15,27 @@ from typing import NoReturn
 
 from oppo.errors import ProtocolError
 from oppo.placement.shared_memory import Block, Gauge, Notice
+from oppo.placement.wire import Bulk
+
+
+class Lent(Bulk):
+    """A number as a handle, which can be opened once.
+
+    Attributes:
+        pickles: how often it was pickled.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.pickles = 0
+
+    @property
+    def lasts(self) -> bool:
+        return False
+
+    def __reduce__(self) -> tuple[type[Lent], tuple[int]]:
+        self.pickles += 1
+        return Lent, (self.number,)
 
 
 class Total:
@@ -22,6 +43,9 @@ class Total:
 
     def __init__(self, start: int = 0) -> None:
         self.sum = start
+
+    def take(self, lent: Lent) -> None:
+        self.sum = lent.number
 
     def add(self, number: int, *, times: int = 1) -> int:
         self.sum += number * times

@@ -20,7 +20,7 @@ from oppo.errors import ModelError, ModelLost, ProtocolError, SessionsLost
 from oppo.observe import Span, now
 from oppo.placement import Inline, Process
 from oppo.placement.shared_memory import Block
-from tests.placement.instances import Slate, Total, Unmakeable, fail_to_set_up
+from tests.placement.instances import Lent, Slate, Total, Unmakeable, fail_to_set_up
 
 ROOT = Path(__file__).parents[2]
 
@@ -209,6 +209,20 @@ async def test_a_child_that_dies_is_replaced_and_says_once_of_each_instance_that
         with pytest.raises(ModelLost, match=r"SIGKILL.*; no more than restarts=2 dead processes are replaced"):
             await one.call("add", Total.add, 1)
     assert [message.rpartition("started again ")[2] for message in messages] == ["(1 of 2)", "(2 of 2)"]
+
+
+async def test_weights_that_can_be_read_once_are_packed_anew_for_a_child_that_replaces_one() -> None:
+    with Process("scorers", restarts=1) as process:
+        total, lent = process.host(Total), Lent(7)
+        await total.load(Total.take, lent)
+        assert await total.call("add", Total.add, 1) == 8
+        assert lent.pickles == 1
+        os.kill(process.pid, signal.SIGKILL)
+        lent.number = 9
+        with pytest.raises(SessionsLost):
+            await total.call("add", Total.add, 1)
+        assert await total.call("add", Total.add, 1) == 10
+        assert lent.pickles == 2
 
 
 async def test_restarts_are_counted_by_the_hour(monkeypatch: pytest.MonkeyPatch) -> None:

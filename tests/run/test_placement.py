@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from oppo.hf.devices import DeviceThread
 from oppo.hf.memory import Hardware
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.placement import Place, Process, Ranks, Thread
+from oppo.run.memory import expected, load_of, with_micro_batches
 from oppo.run.places import devices_of, layout_of, with_dtype
 from oppo.run.train import FINAL
 from tests.hf import tiny
@@ -185,6 +188,25 @@ def test_the_type_of_the_weights_is_by_the_device_unless_it_is_chosen(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capable)
     settings = load(folder / "config.toml", [chosen])
     assert with_dtype(settings, devices_of(settings)).models.dtype == dtype
+
+
+def micro_batch(folder: Path, chosen: Sequence[str], assumed: Hardware) -> int | None:
+    settings = load(folder / "config.toml", chosen)
+    devices = devices_of(settings, assumed)
+    return with_micro_batches(settings, devices, load_of(settings, 64), assumed).trainer.micro_batch_tokens
+
+
+def test_a_micro_batch_has_as_many_tokens_as_the_memory_of_its_device_holds(folder: Path) -> None:
+    roomy = Hardware.assumed("1xH100-80GB")
+    assert micro_batch(folder, [], roomy) == 32768
+    assert micro_batch(folder, ["trainer.micro_batch_tokens=512"], roomy) == 512
+    assert micro_batch(folder, ["models.device=cpu"], roomy) == 4096
+    settings = load(folder / "config.toml", ["trainer.micro_batch_tokens=4096"])
+    needs = expected(settings, devices_of(settings, roomy), load_of(settings, 64), roomy)
+    least = sum(each.bytes.total for each in needs)
+    once = sum(each.bytes.activations for each in needs if each.model == "trainer")
+    sizes = [micro_batch(folder, [], replace(roomy, bytes=least + times * once)) for times in (0, 1, 3, 6, 7)]
+    assert sizes == [4096, 8192, 16384, 16384, 32768]
 
 
 def test_the_type_of_the_weights_is_bfloat16_on_gpus_that_are_assumed(folder: Path) -> None:

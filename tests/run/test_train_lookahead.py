@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -16,8 +17,12 @@ from safetensors.numpy import load_file
 
 from oppo.cli import DONE, FAILED, main
 from oppo.config.load import load
+from oppo.config.settings import Settings
 from oppo.events import Chunk, Scored
+from oppo.hf.devices import Devices
+from oppo.hf.memory import Hardware
 from oppo.run.checkpoint import CHECKPOINTS
+from oppo.run.places import devices_of
 from oppo.run.train import FINAL, prepare, run
 from oppo.testing import Recorder
 from tests.report.synthetic import all_nested
@@ -67,6 +72,18 @@ def test_an_exact_run_is_the_same_wherever_its_models_are(
     assert staleness[1] >= 1, "step 1 is decoded with the first weights, while step 0 is trained"
     assert staleness[0] == 0
     assert here != train(folder, "alone", "run.steps=6", "run.scorers=thread", "run.checkpoint_every=3")
+
+
+def test_an_exact_run_is_the_same_where_a_process_loads_the_models_that_score(
+    folder: Path, here: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose memory is not shared: the critic's weights are sent, before the first step too."""
+
+    def apart(settings: Settings, assumed: Hardware | None = None) -> Devices:
+        return replace(devices_of(settings, assumed), apart=frozenset({"reference", "reward", "critic"}))
+
+    monkeypatch.setattr("oppo.run.models.devices_of", apart)
+    assert here == train(folder, "apart", *AHEAD, "run.steps=6", "run.scorers=process")
 
 
 @pytest.mark.usefixtures("here", "there")

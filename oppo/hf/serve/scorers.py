@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelLost
 from oppo.events import BoolArray, Chunk, Finish, FloatArray, Prompt, Response, Support, ToolTokens
+from oppo.hf.devices import synchronised
 from oppo.hf.head import OwnHead, separable_head
 from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
 from oppo.hf.kv.reader import IncrementalPrefill, Reader, ReadState, TokenSpan, reader_of
@@ -140,6 +141,7 @@ class ScorerWorker(ABC, Generic[T]):
     def load(self, weights: Mapping[str, object]) -> None:
         """Compute with ``weights`` from now on, here and in every worker over the same memory."""
         adopt(self._model, weights)
+        synchronised(self._model.device)
 
     def _prepare(self) -> None:
         """Do what needs a forward pass before the first one over rollouts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.losses import Input, Unit
 
 Name = TypeVar("Name", bound=str)
+
+MICRO_BATCH_TOKENS: Final = 4096
+"""Tokens of a forward pass on a CPU; a GPU is busy with several times as many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,12 +107,15 @@ def longest_read(batch: Batch) -> int:
 
 
 def micro_batches(
-    batch: Batch, units: Sequence[list[int]], device: torch.device, budget: int, *, packed: bool = False
+    batch: Batch, units: Sequence[list[int]], device: torch.device, budget: int | None, *, packed: bool = False
 ) -> Iterator[list[int]]:
     """Yield the rows of ``units`` in groups, each of them one forward pass on ``device``, the longest first.
 
-    A pass has at most ``budget`` tokens, padding included; a longer unit gets a pass of its own.
+    A pass has at most ``budget`` tokens, padding included; a longer unit gets a pass of its own. ``None``: as many as
+    suit the device, whatever its memory.
     """
+    if budget is None:
+        budget = MICRO_BATCH_TOKENS if device.type == "cpu" else 4 * MICRO_BATCH_TOKENS
     units = sorted(units)  # of units of one length the earlier comes first
     if packed:
         yield from _filled(batch, units, budget)
