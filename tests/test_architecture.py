@@ -93,7 +93,8 @@ RATCHETS = {
     # Replayed experts that do not fit their pass are an error. Log-probs are computed from hidden states,
     # a chunk of tokens at a time, of logits in float32; an update reads packed rows.
     # Utilisation of devices: FLOP counted from models and tokens, peaks of devices, their memory.
-    "lines": 51_035,
+    # What bounds a simulated step; a process of scorers on a GPU, micro-batches by its memory, an engine by the device.
+    "lines": 51_273,
     "protocols": 77,
     # Of metrics, that a batch has each rollout once, that names are distinct; that vLLM gives routed experts.
     "functions that only require": 90,

@@ -11,6 +11,7 @@ import os
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -71,7 +72,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     Raises:
         ConfigError: a setting is unknown, missing or out of range.
     """
-    document = _with_files(document, folder)
+    document = _with_engine(_with_files(document, folder))
     try:
         settings = Settings.of(with_correction(seeded(document)))
     except ValidationError as error:
@@ -120,6 +121,31 @@ def _with_files(document: Mapping[str, object], folder: Path) -> Mapping[str, ob
     named = {name: step.get(name) for name in NAMED}
     found = {name: _spec(spec, folder) for name, spec in named.items() if isinstance(spec, str) and SPEC.match(spec)}
     return {**document, "step": {**step, **found}} if found else document
+
+
+def _with_engine(document: Mapping[str, object]) -> Mapping[str, object]:
+    models = document.get("models")
+    if not isinstance(models, Mapping) or models.get("engine") != "auto":
+        return document
+    on_vllm = {**document, "models": {**models, "engine": "vllm"}}
+    if not (refusal := _why_not_vllm(on_vllm)):
+        logger.info("models.engine = 'auto': vLLM decodes")
+        return on_vllm
+    logger.info(f"models.engine = 'auto': transformers decodes, since {refusal}")
+    rest = {name: section for name, section in document.items() if name != "vllm"}
+    return {**rest, "models": {**models, "engine": "transformers"}}
+
+
+def _why_not_vllm(document: Mapping[str, object]) -> str:
+    from oppo.hf.devices import device_of  # noqa: PLC0415 - takes seconds to import
+
+    if find_spec("vllm") is None:
+        return "vLLM is not installed"
+    try:
+        device = Settings.of(with_correction(seeded(document))).devices["policy"][0]
+    except ValidationError as error:
+        return SettingsFaults.of(document).describe(error)
+    return "the policy is on a CPU" if device_of(device).type == "cpu" else ""
 
 
 def _model(text: str, folder: Path) -> str:

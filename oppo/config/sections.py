@@ -417,7 +417,7 @@ def within(prompts: str | tuple[PromptSource, ...], folder: Path) -> str | tuple
     return tuple(each.within(folder) for each in prompts)
 
 
-Engine: TypeAlias = Literal["transformers", "vllm"]
+Engine: TypeAlias = Literal["auto", "transformers", "vllm"]
 Tracker: TypeAlias = Literal["tensorboard", "wandb"]
 
 ADMISSIONS: Final = ("overcommit", "continuous", "adaptive", "slope", "slope-algorithm1", "tail-batched")
@@ -520,7 +520,7 @@ class ModelsSection:
     engine: Engine = setting(
         "transformers",
         "what decodes the policy's responses; `vllm`: vLLM, in processes of its own, with the arguments of `[vllm]`; "
-        "the trainer syncs its weights to it, and everything else stays on transformers",
+        "weights are synced to it; auto: vLLM on a GPU where it is installed and the settings allow it",
     )
     dtype: Literal["by-device", "float32", "bfloat16", "float16", "auto"] = setting(
         "by-device",

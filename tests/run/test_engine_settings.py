@@ -89,6 +89,31 @@ def test_top_p_that_top_k_bounds_is_reported_by_vllm(tmp_path: Path) -> None:
     assert loaded(tmp_path, ON_VLLM, "sampling.top_p=0.9", "sampling.top_k=20").sampling.top_p == 0.9
 
 
+@pytest.mark.parametrize(
+    ("installed", "gpu", "chosen", "why"),
+    [
+        (True, True, "run.name=it", ""),
+        (False, True, "run.name=it", "since vLLM is not installed"),
+        (True, False, "run.name=it", "since the policy is on a CPU"),
+        (True, True, "models.device=cpu", "since the policy is on a CPU"),
+        (True, True, "sampling.top_p=0.9", "since sampling.top_p = 0.9 draws from the most likely"),
+    ],
+)
+def test_vllm_decodes_by_itself_on_a_gpu_where_it_is_installed_and_can(
+    request: pytest.FixtureRequest, installed: bool, gpu: bool, chosen: str, why: str
+) -> None:
+    patch, folder, messages = (request.getfixturevalue(each) for each in ("monkeypatch", "tmp_path", "messages"))
+    patch.setattr("oppo.config.load.find_spec", lambda name: name if installed else None)
+    patch.setattr("torch.cuda.is_available", lambda: gpu)
+    patch.setattr("torch.cuda.device_count", lambda: 1)
+    settings = loaded(folder, "[vllm]\nmax_num_seqs = 8\n", "models.engine=auto", chosen)
+    assert settings.models.engine == ("transformers" if why else "vllm")
+    assert correction(settings) == ("none" if why else "truncated")
+    assert dict(settings.vllm) == ({} if why else {"max_num_seqs": 8})
+    assert f"models.engine = 'auto': {'transformers' if why else 'vLLM'} decodes" in messages[-1]
+    assert why in messages[-1]
+
+
 def test_the_table_of_another_engine_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path, "[vllm]\nmax_num_seqs = 8\n") == (
         "[vllm] holds max_num_seqs, which only vLLM reads, and models.engine = 'transformers': set models.engine = "
@@ -98,7 +123,7 @@ def test_the_table_of_another_engine_is_refused(tmp_path: Path) -> None:
 
 def test_faults_around_the_table_are_errors(tmp_path: Path) -> None:
     assert refused(tmp_path, "", "models.engine=vlm") == (
-        "models.engine: expected 'transformers' or 'vllm', got 'vlm' (did you mean 'vllm'?)"
+        "models.engine: expected 'auto', 'transformers' or 'vllm', got 'vlm' (did you mean 'vllm'?)"
     )
     assert "unknown section 'vlm' (did you mean 'vllm'?)" in refused(tmp_path, "[vlm]\nseed = 1\n")
     assert refused(tmp_path, f"{ON_VLLM}vllm = 3\n") == "[vllm]: expected a section, got 3"
