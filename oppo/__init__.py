@@ -47,7 +47,7 @@ from oppo.events import (
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step, Stream, join, where
 from oppo.models import Decode, Piece, Policy, Sampling, Scorer, SyncedModel, Trained, Trainer, Weights
-from oppo.placement import Inline, Process, Ranks, Thread
+from oppo.placement import Inline, PolicyPool, Process, Ranks, Thread
 from oppo.returns import AdaptiveKL, Correction, FixedKL, ScoreShaping
 from oppo.rewards import FunctionReward, Rewards
 from oppo.stages import (
@@ -100,6 +100,7 @@ __all__ = [
     "Overcommit",
     "Piece",
     "Policy",
+    "PolicyPool",
     "Process",
     "Prompt",
     "PromptStream",

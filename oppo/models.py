@@ -276,7 +276,7 @@ class FixedDecoding:
 
 
 class Policy(SyncedModel, Protocol):
-    """The actor, with the engine that decodes."""
+    """The actor, with the engine that decodes; one that is an async context manager is open as long as the run."""
 
     @property
     def capabilities(self) -> Capabilities:

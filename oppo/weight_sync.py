@@ -1,7 +1,8 @@
 """Weight sync: the weights that a trainer holds, given to the models that serve them.
 
 What a model knows of its tensors, beside being a :class:`oppo.models.SyncedModel`, is found by its members:
-:class:`ServesByReference` and :class:`CopiesWeights`. One that stands for another has that as ``stands_for``.
+:class:`ServesByReference`, :class:`CopiesWeights` and :class:`BorrowsWeights`. One that stands for another has that
+as ``stands_for``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,14 @@ class CopiesWeights(Protocol):
 
     async def copied(self, weights: Weights) -> Weights:
         """Return what it serves of these weights, in memory of its own."""
+
+
+@runtime_checkable
+class BorrowsWeights(Protocol):
+    """A synced model that may go on to read the trainer's own tensors when it has loaded them."""
+
+    async def settled(self) -> None:
+        """Wait until it does not, and read none of them before the next load: they may change."""
 
 
 def model_behind(model: SyncedModel) -> SyncedModel:

@@ -46,6 +46,7 @@ NAMES = [
     "Overcommit",
     "Piece",
     "Policy",
+    "PolicyPool",
     "ppo",
     "Process",
     "Prompt",

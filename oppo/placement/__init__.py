@@ -11,10 +11,11 @@ An *instance* is a synchronous object that lives in one place for good. :meth:`H
 made there, and returns the asynchronous handle to its methods. A place makes its calls one at a time, in the order of
 their priorities (:mod:`oppo.scheduling`, :meth:`Hosted.at`). A :class:`Callback` among the arguments of a call stays
 with the caller. Weights do not cross to another process of this machine: they lie in memory that both see
-(:mod:`oppo.placement.shared_memory`).
+(:mod:`oppo.placement.shared_memory`). Several engines of the same model are a policy together: a :class:`PolicyPool`.
 """
 
 from oppo.placement.place import Hosted, Hosting, Inline, Make, Place, Thread
+from oppo.placement.pool import PolicyPool
 from oppo.placement.process import Process
 from oppo.placement.ranks import Member, Ranks
 from oppo.placement.wire import Callback
@@ -27,6 +28,7 @@ __all__ = [
     "Make",
     "Member",
     "Place",
+    "PolicyPool",
     "Process",
     "Ranks",
     "Thread",

@@ -251,7 +251,7 @@ class Inline(Place):
 
 
 class Thread(Place):
-    """One thread, owned by one model or shared by several that should take turns on the same cores.
+    """One thread, owned by one model or shared by several, one of which at a time works on the same cores.
 
     Args:
         name, listener, time_slice: see :class:`Place`.

@@ -266,7 +266,7 @@ class Instance:
 
 
 class Process(Place):
-    """One child process, owned by one model or shared by several that should take turns on the same cores.
+    """One child process, owned by one model or shared by several, one of which at a time works on the same cores.
 
     An instance is made in the child at its first call; what it holds of :mod:`oppo.placement.shared_memory` is shared.
     Its methods are called in one thread, in the order of their priorities (:mod:`oppo.scheduling`). Spans are timed by

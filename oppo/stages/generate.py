@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -102,6 +102,7 @@ class Generate:
             require_turns(self.policy)
         self._conversations = None if self.environment is None else Conversations(self.environment)
         self._ledger = Ledger(self.admission)
+        self._opened = AsyncExitStack()
         self._in_flight: dict[int, InFlightRollout] = {}
         self._restored: dict[int, RolloutSnapshot] = {}
         self._unheard: list[Observation] = []
@@ -111,8 +112,12 @@ class Generate:
         return isinstance(self.admission, Refilling)
 
     async def __aenter__(self) -> Self:
-        if self._conversations is not None:
-            await self._conversations.__aenter__()
+        async with AsyncExitStack() as opening:
+            if isinstance(self.policy, AbstractAsyncContextManager):
+                await opening.enter_async_context(self.policy)
+            if self._conversations is not None:
+                await opening.enter_async_context(self._conversations)
+            self._opened = opening.pop_all()
         return self
 
     async def __aexit__(
@@ -120,9 +125,7 @@ class Generate:
     ) -> None:
         """Give up every rollout that is still in flight."""
         in_flight, self._in_flight, self._ledger = self._in_flight, {}, Ledger(self.admission)
-        async with AsyncExitStack() as closing:
-            if self._conversations is not None:
-                closing.push_async_exit(self._conversations)
+        async with self._opened as closing:
             for rollout in in_flight.values():
                 closing.push_async_callback(rollout.aclose)
 

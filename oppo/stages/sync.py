@@ -23,7 +23,7 @@ import anyio
 from oppo.errors import ConfigError, ProtocolError, noted
 from oppo.graph import Step
 from oppo.models import Capabilities, SyncedModel, Trainer, TrainerCapabilities, TrainsByReference, Weights
-from oppo.weight_sync import CopiesWeights, ServesByReference, model_behind, name_of, share_tensors
+from oppo.weight_sync import BorrowsWeights, CopiesWeights, ServesByReference, model_behind, name_of, share_tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,9 +227,10 @@ class WeightSync:
             )
 
     async def settled(self) -> None:
-        """Wait until the trainer's tensors may change: until none of them waits to be served."""
-        for each in self._scorers:
-            await each.settled()
+        """Wait until the trainer's tensors may change: until none of them is read or waits to be served."""
+        for each in self._synced:
+            if isinstance(each, BorrowsWeights):
+                await each.settled()
 
     @property
     def metrics(self) -> dict[str, float]:

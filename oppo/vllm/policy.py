@@ -63,6 +63,8 @@ class VllmPolicy:
 
     Attributes:
         version: of the weights in use.
+        vocabulary: upper bound of token ids.
+        model_name: of the engine's model.
         tokens: received so far.
         reporter: reports its work.
     """
@@ -78,6 +80,8 @@ class VllmPolicy:
         routed_experts: bool = False,
     ) -> None:
         self.engine = engine
+        self.vocabulary = engine.vocabulary
+        self.model_name = engine.name
         self._routed_experts = routed_experts
         self.sampling = sampling
         self._decode = decode

@@ -194,7 +194,9 @@ def test_python_m_oppo_is_oppo_and_its_help_says_where_the_settings_are() -> Non
     assert "docs/settings.md" in ran.stdout
 
 
-@pytest.mark.parametrize("page", ["docs/compose.md", "docs/rewards.md", "docs/runs.md", "docs/testing.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/compose.md", "docs/engines.md", "docs/rewards.md", "docs/runs.md", "docs/testing.md"]
+)
 def test_the_blocks_that_stand_alone_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     begins = ("import ", "from oppo", "from collections", "def ")

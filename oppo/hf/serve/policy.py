@@ -70,6 +70,7 @@ class HfPolicy:
             :class:`oppo.events.RoutedExperts`.
 
     Attributes:
+        vocabulary: upper bound of token ids.
         counters: decode steps, tokens sampled and tokens prefilled so far; current also while it decodes, to within a
             second on another machine.
 
@@ -115,7 +116,7 @@ class HfPolicy:
         self._max_new_tokens = sampling.max_new_tokens
         self._limit = limit or (lambda prompt: sampling.max_new_tokens)
         self._longest = positions_of(model)
-        self._vocabulary = vocabulary_of(model)
+        self.vocabulary = vocabulary_of(model)
         self._keys = itertools.count()
         self._deterministic = deterministic
         self._loop: DecodeLoop | None = None
@@ -269,7 +270,7 @@ class HfPolicy:
             await self._forget([rollout.key])
 
     def _opened(self, rollout: Prompt | Response, *, turns: bool = False) -> HfDecode:
-        response = response_to(rollout, self._name, vocabulary=self._vocabulary, longest=self._longest)
+        response = response_to(rollout, self._name, vocabulary=self.vocabulary, longest=self._longest)
         prompt, length = response.prompt, len(response.prompt.tokens)
         limit = min(self._max_new_tokens, self._longest - length, self._limit(prompt))
         tokens = response.tokens.tolist()

@@ -1,0 +1,132 @@
+"""Whole PPO graphs on pools of engines that die, hang and are slow, under random schedules: nothing is lost by it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import event, example, given, settings as hypothesis_settings, strategies as st
+
+from oppo.errors import ModelLost
+from oppo.events import Chunk, Defer, Prompt
+from oppo.log import routed
+from oppo.simulate.policy import FakeDecode
+from oppo.turns import Answered, Turn, turns_answered
+from tests.pipelines import Setting, motions, settings
+from tests.pools import Fate, PooledPipeline
+from tests.stages.test_conversations import Tool, some_turns
+
+pytestmark = pytest.mark.schedules
+
+SCHEDULES = max(1, int(os.environ["OPPO_SCHEDULES"]))
+
+KEPT = Setting((5, 9, 3, 30, 12, 7, 22, 4, 40, 6, 18), batch=6, extra=3, steps=6)
+
+
+@st.composite
+def fates(draw: st.DrawFn) -> Fate:
+    return Fate(
+        at=draw(st.one_of(st.just(float("inf")), st.floats(0, 3).map(lambda at: round(at, 2)))),
+        how=draw(st.sampled_from(["raises", "falls silent", "hangs"])),
+        keeps=draw(st.booleans()),
+        loads=tuple(draw(st.lists(st.sampled_from([0.0, 0.0, 0.07, 1.0, 20.0, -1.0]), max_size=4))),
+        returns=draw(st.sampled_from([0.0, 0.1, 2.0])),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    setting: Setting
+    members: tuple[Fate, ...]
+    later: tuple[Fate, ...] = ()
+
+
+@st.composite
+def cases(draw: st.DrawFn, setting: st.SearchStrategy[Setting]) -> Case:
+    members = draw(st.lists(fates(), min_size=1, max_size=4))
+    return Case(draw(setting), tuple(members), tuple(draw(st.lists(fates(), max_size=3))))
+
+
+class Talking(PooledPipeline):
+    """Some of its responses have turns, which a tool answers."""
+
+    def turns(self, prompt: Prompt) -> Sequence[int]:
+        return some_turns(prompt)
+
+
+@hypothesis_settings(max_examples=SCHEDULES)
+@given(cases(motions()))
+@example(Case(KEPT, (Fate(0.13), Fate())))
+@example(Case(replace(KEPT, refill=True), (Fate(0.13, "falls silent", keeps=False), Fate(0.2, "hangs"))))
+@example(
+    Case(replace(KEPT, lookahead=1, in_flight=True, update=0.5), (Fate(loads=(1.0, 20.0)), Fate(loads=(0.0, 1.0))))
+)
+def test_members_that_die_cost_time_and_nothing_else(case: Case) -> None:
+    run = PooledPipeline(case.setting, fates=case.members, later=case.later)
+    with routed():
+        run.play()
+    check_ending(run)
+    check_accounts(run)
+    check_numbers(run)
+
+
+@hypothesis_settings(max_examples=max(1, SCHEDULES // 2))
+@given(cases(settings(prompts=(7, 1_000))))
+@example(Case(KEPT, (Fate(0.13), Fate())))
+@example(Case(KEPT, (Fate(0.13, "falls silent", keeps=False), Fate(0.2))))
+def test_turns_go_on_elsewhere_and_each_is_answered_once(case: Case) -> None:
+    run = Talking(case.setting, fates=case.members, later=case.later, environment=Tool(answer_seconds))
+    with routed():
+        run.play()
+    check_ending(run)
+    check_accounts(run)
+    answered = [item for _, stage, item in run.tap.items if stage == "generate" and isinstance(item, Answered)]
+    assert len({(each.rollout, each.turn) for each in answered}) == len(answered)
+    for response in (each for batch in run.batches for each in batch.responses):
+        ends = [end for end in some_turns(response.prompt) if end < run.setting.length(response.prompt)]
+        assert turns_answered(response) == len(ends)
+
+
+def answer_seconds(turn: Turn) -> float:
+    return 0.02 * (turn.prompt.rollout % 3)
+
+
+def check_ending(run: PooledPipeline) -> None:
+    """A run ends well, since whoever dies is started again, unless members die faster than they come back."""
+    event("members died" if run.started else "nobody died")
+    if run.error is not None:
+        assert isinstance(run.error, ModelLost), run.error
+        event("no member was left")
+    assert run.tasks_left == 0
+
+
+def check_accounts(run: PooledPipeline) -> None:
+    """Every prompt is trained exactly once, in full batches that are fresh enough."""
+    s, story = run.setting, run.tap.story()
+    trained = [rollout for batch in run.batches for rollout in batch.rollouts]
+    assert len(set(trained)) == len(trained)
+    if run.error is None:
+        assert sorted(trained) == sorted(story) == list(range(len(trained)))
+        assert len(trained) == min(s.prompts, s.steps * s.batch) * s.samples
+        run.recorder.validate()
+    assert all(len(batch) == s.batch * s.samples for batch in run.batches[:-1])
+    for step, (batch, report) in enumerate(zip(run.batches, run.reports, strict=False)):
+        assert len(report.deferred) <= s.most_carried
+        assert (step - batch.versions[batch.sampled]).max(initial=0) <= s.max_deferrals + s.lookahead
+    for events in story.values():
+        assert sum(isinstance(each, Defer) for each in events) <= s.max_deferrals
+        versions = [each.versions for each in events if isinstance(each, Chunk)]
+        assert bool(np.all(np.diff(np.concatenate([np.zeros(1, np.int32), *versions])) >= 0))
+
+
+def check_numbers(run: PooledPipeline) -> None:
+    """Each token is the one that any engine would make there, and its log-prob that of the version it names."""
+    for batch in run.batches:
+        for response, row in zip(batch.responses, batch.rows(), strict=True):
+            versions = batch.versions[row].tolist()
+            made = FakeDecode(run.policy, response.prompt, run.setting.length(response.prompt), versions=versions)
+            assert batch.tokens[row].tolist() == made.tokens(0, made.length).tolist()
+            assert batch.logprobs[row].tolist() == made.logprobs(0, made.length).tolist()
