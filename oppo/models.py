@@ -239,6 +239,7 @@ class Capabilities:
             :class:`~oppo.turns.MultiTurnPolicy`.
         varies_sampling: it can draw in several ways; the policy is a :class:`VariesSampling`.
         reports_progress: a watchdog can see that it works; the policy is a :class:`ReportsProgress`.
+        defers: how responses go on that a cut has deferred, with the weights that they were begun with.
     """
 
     supports: bool = True
@@ -248,6 +249,7 @@ class Capabilities:
     turns: bool = False
     varies_sampling: bool = False
     reports_progress: bool = False
+    defers: Literal["with the same tokens", "with other tokens"] = "with the same tokens"
 
 
 class Decoding(Protocol):

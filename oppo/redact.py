@@ -182,13 +182,13 @@ def _secrets(environment: Mapping[str, str] | None) -> tuple[list[str], list[str
 
 @lru_cache(1024)
 def names_secret(name: str) -> bool:
-    """Return whether the name of a variable or a setting tells that its value is a secret.
+    """Return whether the name of a variable or a setting tells that its value is a secret, and not where one is.
 
     Example:
-        >>> names_secret("OPENAI_API_KEY2"), names_secret("tokenizer"), names_secret("keyboard")
+        >>> names_secret("OPENAI_API_KEY2"), names_secret("tokenizer"), names_secret("api_key_env")
         (True, False, False)
     """
-    return _NAME.search(_NUMBER.sub("", name)) is not None
+    return _NAME.search(_NUMBER.sub("", name)) is not None and not name.endswith("_env")
 
 
 def _is_secret(value: str) -> bool:

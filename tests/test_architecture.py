@@ -84,7 +84,7 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 RATCHETS = {
-    "modules": 187,  # states beside the KV cache; the head apart from the trunk; a pool, its members, its rollouts
+    "modules": 189,  # states beside the KV cache; the head apart from the trunk; pools, members, rollouts; servers
     "files in the root": 22,
     # Repairs: estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to
     # user code, and what is checked at the seams; a limit for each kind of schedule, what a simulation leaves out.
@@ -94,8 +94,8 @@ RATCHETS = {
     # a chunk of tokens at a time, of logits in float32; an update reads packed rows.
     # Utilisation of devices: FLOP counted from models and tokens, peaks of devices, their memory.
     # What bounds a simulated step; a process of scorers on a GPU, micro-batches by its memory, an engine by the device.
-    # Pools of engines, which outlive their members' deaths.
-    "lines": 52_507,
+    # Pools of engines, which outlive their members' deaths; vLLM servers by their URLs.
+    "lines": 53_553,
     "protocols": 77,
     # Of metrics, that a batch has each rollout once, that names are distinct; that vLLM gives routed experts.
     "functions that only require": 90,

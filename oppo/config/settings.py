@@ -2,7 +2,7 @@
 
 ``[trainer]`` is :class:`oppo.TrainerSettings`; ``[algorithm]`` is the class that ``step.algorithm`` names
 (:mod:`oppo.algorithms`); ``[admission]`` and ``[loss]`` hold the settings of your own parts (:mod:`oppo.config.own`);
-``[vllm]`` holds arguments of vLLM's engine, by its own names.
+``[vllm]`` holds arguments of vLLM's engine, by its own names, or the URLs of its servers.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class Settings(BaseModel):
     eval: Annotated[EvalSection, Table()] = EvalSection()
     trainer: Annotated[TrainerSettings, Table(), BeforeValidator(_spanning)] = Field({}, validate_default=True)
     vllm: dict[str, object] = Field({})
-    """Arguments of vLLM's engine, by its own names; :mod:`oppo.run.places` checks them before anything is loaded."""
+    """Arguments of vLLM's engine, by its own names, or its servers; :mod:`oppo.run.places` checks them before anything
+    is loaded."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
@@ -212,6 +213,11 @@ class Settings(BaseModel):
         if not self.placement.cluster:
             return frozenset()
         return frozenset(self.placement.remote) or self.can_be_remote - {"policy"}
+
+    @property
+    def on_server(self) -> bool:
+        """Whether a vLLM server decodes, which others start and end."""
+        return "urls" in self.vllm
 
     @property
     def run_directory(self) -> Path:

@@ -395,10 +395,9 @@ class PolicyPool:
 
     async def __aenter__(self) -> Self:
         if self._sampling is None:  # one that draws otherwise is opened with the pool that it is of
-            if self._tasks is not None:
+            if self._members.tasks is not None:
                 raise ProtocolError("the pool is open already: it belongs to one run at a time")
-            self._tasks = await anyio.create_task_group().__aenter__()
-            self._members.open(self._tasks)
+            self._tasks = self._members.tasks = await anyio.create_task_group().__aenter__()
         return self
 
     async def __aexit__(
@@ -407,7 +406,7 @@ class PolicyPool:
         """Start nothing any more."""
         tasks, self._tasks = self._tasks, None
         if tasks is not None:
-            self._members.close()
+            self._members.tasks = None
             tasks.cancel_scope.cancel()
             await tasks.__aexit__(None, None, None)
 
@@ -428,6 +427,7 @@ class PolicyPool:
             turns=all(each.turns for each in found),
             varies_sampling=all(each.varies_sampling for each in found),
             reports_progress=all(each.reports_progress for each in found),
+            defers=min((each.defers for each in found), key=RESUMES.index),
         )
 
     @property
@@ -442,8 +442,8 @@ class PolicyPool:
 
     @property
     def sync_metrics(self) -> Mapping[str, float]:
-        """Metrics of the last weight sync, by name: how many members have the weights, and what they measure."""
-        found = {"sync/members": float(len(self.living))}
+        """Metrics of the last weight sync, by name, as a member measures them."""
+        found: dict[str, float] = {}
         for policy in self.living:
             found |= getattr(policy, "sync_metrics", {})
         return found

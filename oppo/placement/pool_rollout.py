@@ -194,8 +194,7 @@ class PooledDecode(Resident):
         self._news = anyio.Event()
 
     def interrupt(self) -> None:
-        """Cancel the calls of its member that are in progress: it is lost, or the rollout closed."""
-        self.owed = self.reported and not self.ended
+        """Cancel the calls of its member that are in progress: it is lost."""
         for scope in self._calls:
             scope.cancel()
         self.wake()

@@ -223,7 +223,9 @@ def expected(
         unshared = sum(at_rest(make).weights for model, make in apart.items() if model in there)
     _counting("trainer")
     needs += _training(devices, _trainer(settings, made, load), unshared, shard=settings.placement.shard)
-    return [*_engine(settings, devices, made, needs, assumed), *needs] if own_engine else needs
+    if own_engine and not settings.on_server:
+        needs = [*_engine(settings, devices, made, needs, assumed), *needs]
+    return needs
 
 
 def with_micro_batches(settings: Settings, devices: Devices, load: Load, assumed: Hardware | None = None) -> Settings:
@@ -414,6 +416,7 @@ def share_beside(settings: Settings, devices: Devices) -> float | None:
     # `vllm.gpu_memory_utilization` of vLLM itself is most of an empty GPU, which is refused where others have a part.
     if (
         settings.models.engine == "transformers"
+        or settings.on_server
         or devices.policy.type == "cpu"
         or settings.vllm.keys() & {SHARE, CACHE}
     ):

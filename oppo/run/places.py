@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -41,6 +41,9 @@ from oppo.log import logger
 from oppo.models import Policy, Sampling
 from oppo.observe import SpanListener
 from oppo.placement import Place
+
+if TYPE_CHECKING:
+    from oppo.vllm import VllmEngine, VllmServer
 
 
 def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
@@ -185,7 +188,7 @@ class Serving:
     Attributes:
         policy: the actor.
         positions: the longest sequence, in tokens, that the engine can read.
-        gpus: on which it decodes, or 1 for a CPU.
+        gpus: on which it decodes, or 1 for a CPU; 0: not known.
         workers: what tells of its work, besides the places of the run.
         abort: ends an engine whose calls may hang; safe to call from any thread.
         close: ends the engine; idempotent.
@@ -254,8 +257,14 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
             require_arguments,
             require_routed_experts,
         )
+        from oppo.vllm.server import ServerSettings  # noqa: PLC0415
         from oppo.vllm.sync import placed, route_of  # noqa: PLC0415
 
+        if (server := ServerSettings.of(settings.vllm)) is not None:
+            server.check_options(
+                keeps_kv=settings.step.kv_on_sync == "keep", routed_experts=settings.trainer.router_replay
+            )
+            return
         require_arguments(settings.vllm, settings=True, planned=assumed is not None)
         devices = devices_of(settings, assumed)
         on_cpu = computes_on_cpu() if assumed is None else devices.policy.type == "cpu"
@@ -290,8 +299,53 @@ def _on_transformers(request: ServeRequest) -> Serving:
 
 
 def _on_vllm(request: ServeRequest) -> Serving:
-    from oppo.vllm import VllmEngine, VllmPolicy  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
-    from oppo.vllm.sync import placed, workers_of  # noqa: PLC0415
+    from oppo.vllm import VllmPolicy  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
+    from oppo.vllm.sync import workers_of  # noqa: PLC0415
+
+    settings = request.settings
+    engine = _server(request) if settings.on_server else _engine(request)
+    try:
+        policy = VllmPolicy(
+            engine,
+            sampling=request.sampling,
+            kv_on_sync=settings.step.kv_on_sync,
+            decode=request.tokenizer.decode,
+            routed_experts=settings.trainer.router_replay,
+        )
+    except BaseException:
+        engine.close()
+        raise
+    gpus = 0 if settings.on_server else workers_of(settings.vllm)
+    return Serving(policy, engine.longest, (policy.reporter,), engine.abort, engine.close, gpus)
+
+
+def _server(request: ServeRequest) -> VllmServer:
+    from oppo.vllm.server import ServerSettings, VllmServer  # noqa: PLC0415
+
+    models, chosen = request.settings.models, ServerSettings.of(request.settings.vllm)
+    if chosen is None:
+        raise ConfigError("vllm.urls names no server")
+    server = VllmServer(
+        chosen.urls[0],
+        model=located(models.policy, weights=True, allow_pickle=models.allow_pickle),
+        trainer=request.devices.weights,
+        api_key=chosen.api_key,
+        weights_directory=chosen.weights_directory or None,
+        timeout=chosen.timeout,
+        trust_remote_code=models.trust_remote_code,
+    )
+    wanted = served_dtype(models, {}, request.actor.dtype)
+    if str(server.dtype) != f"torch.{wanted}":
+        logger.warning(
+            f"the vLLM server at {server.url} rounds the weights to {server.dtype}: start it with --dtype {wanted} if "
+            "it should serve them as they are"
+        )
+    return server
+
+
+def _engine(request: ServeRequest) -> VllmEngine:
+    from oppo.vllm import VllmEngine  # noqa: PLC0415
+    from oppo.vllm.sync import placed  # noqa: PLC0415
 
     settings, models, data = request.settings, request.settings.models, request.settings.data
     directory = located(models.policy, weights=True, allow_pickle=models.allow_pickle)
@@ -305,25 +359,13 @@ def _on_vllm(request: ServeRequest) -> Serving:
         **({} if request.share is None else {"gpu_memory_utilization": request.share}),
         **({"enable_return_routed_experts": True} if settings.trainer.router_replay else {}),
     }
-    engine = VllmEngine.start(
+    return VllmEngine.start(
         directory,
         arguments=placed({**given, **settings.vllm}, request.devices.policy),
         trainer=request.devices.weights,
         cores=acting_share(settings.run.cores or available_cores()),
         log=request.log,
     )
-    try:
-        policy = VllmPolicy(
-            engine,
-            sampling=request.sampling,
-            kv_on_sync=settings.step.kv_on_sync,
-            decode=request.tokenizer.decode,
-            routed_experts=settings.trainer.router_replay,
-        )
-    except BaseException:
-        engine.close()
-        raise
-    return Serving(policy, engine.longest, (policy.reporter,), engine.abort, engine.close, workers_of(settings.vllm))
 
 
 ENGINES: Final[Mapping[str, Serve]] = {"transformers": _on_transformers, "vllm": _on_vllm}

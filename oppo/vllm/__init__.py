@@ -4,5 +4,6 @@ from oppo.vllm.engine import VllmEngine
 from oppo.vllm.policy import VllmPolicy
 from oppo.vllm.requests import VllmDecode
 from oppo.vllm.reward import VllmReward
+from oppo.vllm.server import VllmServer
 
-__all__ = ["VllmDecode", "VllmEngine", "VllmPolicy", "VllmReward"]
+__all__ = ["VllmDecode", "VllmEngine", "VllmPolicy", "VllmReward", "VllmServer"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
+from abc import abstractmethod
 from asyncio import AbstractEventLoop
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import torch
 
@@ -26,6 +27,8 @@ from oppo.vllm.sync import DeviceSender, FileSender, ServedWeights, WeightSender
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from oppo.vllm.surface import AsyncEngine
+
 
 TOLD_EVERY: Final = 10.0
 """Seconds between two messages about an engine that is starting."""
@@ -34,13 +37,11 @@ PATIENCE: Final = 10.0
 """Seconds that an engine's processes have to end."""
 
 
-class VllmEngine(Closing):
-    """vLLM's ``AsyncLLM`` and its processes; a context manager that ends them.
-
-    The processes take no signal from the terminal, write to a log, and end with this process however that ends.
+class Engine(Closing):
+    """What a policy decodes on: an engine of this process, or a server.
 
     Attributes:
-        llm: the engine.
+        llm: vLLM's ``AsyncLLM``, or what stands for it.
         sender: gives it the weights of an update.
         name: of its model.
         vocabulary: upper bound of token ids.
@@ -48,8 +49,69 @@ class VllmEngine(Closing):
         dtype: of the weights that it serves.
         dtype_chosen: its arguments say so; else the model does.
         requests: ids of the requests that policies have open.
-        config: vLLM's own.
         weights: those of its model; ``None`` for one that transformers cannot train, or that pools.
+        defers: how requests go on after a pause, as :class:`oppo.models.Capabilities` has it.
+        advice: what to do when it is lost.
+    """
+
+    defers: Literal["with the same tokens", "with other tokens"] = "with the same tokens"
+    llm: AsyncEngine
+    sender: WeightSender
+    name: str
+    vocabulary: int
+    longest: int
+    dtype: torch.dtype
+    dtype_chosen: bool
+    weights: ServedWeights | None
+
+    def __init__(self) -> None:
+        self.requests: set[str] = set()
+        self._closed = False
+        self._loop: AbstractEventLoop | None = None
+        with suppress(OppoError):  # vLLM takes the loop that runs now, or else the one of the first call
+            self._loop = running_loop()
+
+    @property
+    @abstractmethod
+    def advice(self) -> str:
+        """What to do when it is lost."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was ended by :meth:`close`."""
+        return self._closed
+
+    @abstractmethod
+    def params(self, keywords: Mapping[str, object]) -> object:
+        """Return the settings of a request; outputs hold what is new."""
+
+    def streaming(self) -> AbstractAsyncContextManager[None]:
+        """Have outputs come for as long as the context is open."""
+        return nullcontext()
+
+    def check_options(self, *, keeps_kv: bool, routed_experts: bool) -> None:
+        """Raise ``ConfigError`` unless a policy can be served so."""
+
+    def require_usable(self) -> None:
+        """Check that calls of the engine may be made here and now."""
+        if self._closed:
+            raise ProtocolError(f"the engine of {self.name} was closed, so nothing can use it: start another one")
+        loop = running_loop()
+        self._loop = self._loop or loop
+        if self._loop is not loop:
+            raise ProtocolError(
+                f"the engine of {self.name} works on the event loop that used it first, and this is another one: make "
+                "all its calls within one anyio.run, or start an engine for each"
+            )
+
+
+class VllmEngine(Engine):
+    """vLLM's ``AsyncLLM`` and its processes; a context manager that ends them.
+
+    The processes take no signal from the terminal, write to a log, and end with this process however that ends.
+
+    Attributes:
+        config: vLLM's own.
 
     Example:
         >>> with VllmEngine.start("models/actor", arguments={"max_num_seqs": 64}) as engine:  # doctest: +SKIP
@@ -67,7 +129,8 @@ class VllmEngine(Closing):
         weights: ServedWeights | None = None,
         dtype_chosen: bool = True,
     ) -> None:
-        self.llm = llm
+        super().__init__()
+        self.llm: Any = llm
         self.sender = sender
         self.config: VllmConfig = llm.vllm_config
         self.name = Path(str(self.config.model_config.model)).name
@@ -75,15 +138,10 @@ class VllmEngine(Closing):
         self.longest = int(self.config.model_config.max_model_len)
         self.dtype: torch.dtype = self.config.model_config.dtype
         self.dtype_chosen = dtype_chosen
-        self.requests: set[str] = set()
         self.weights = weights
         self._children = children
         self._stack = stack
         self._log = log
-        self._closed = False
-        self._loop: AbstractEventLoop | None = None
-        with suppress(OppoError):  # vLLM takes the loop that runs now, or else the one of the first call
-            self._loop = running_loop()
 
     @classmethod
     def start(
@@ -141,9 +199,8 @@ class VllmEngine(Closing):
                 dtype_chosen="dtype" in (arguments or {}),
             )
 
-    @staticmethod
-    def params(keywords: Mapping[str, object]) -> object:
-        """Return vLLM's ``SamplingParams``; outputs hold what is new."""
+    def params(self, keywords: Mapping[str, object]) -> object:
+        """Return vLLM's ``SamplingParams``."""
         from vllm import SamplingParams  # noqa: PLC0415 - takes seconds to import
         from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
 
@@ -163,21 +220,12 @@ class VllmEngine(Closing):
         return self._log.path
 
     @property
-    def closed(self) -> bool:
-        """Whether it was ended by :meth:`close`."""
-        return self._closed
-
-    def require_usable(self) -> None:
-        """Check that calls of the engine may be made here and now."""
-        if self._closed:
-            raise ProtocolError(f"the engine of {self.name} was closed, so nothing can use it: start another one")
-        loop = running_loop()
-        self._loop = self._loop or loop
-        if self._loop is not loop:
-            raise ProtocolError(
-                f"the engine of {self.name} works on the event loop that used it first, and this is another one: make "
-                "all its calls within one anyio.run, or start an engine for each"
-            )
+    def advice(self) -> str:
+        """What to do when it is lost."""
+        return (
+            "start another engine, or go on from the newest checkpoint (oppo resume); "
+            f"what the engine wrote is in {self.log}"
+        )
 
     def close(self) -> None:
         """End the engine and all its processes; idempotent."""

@@ -1,7 +1,7 @@
 """The first code that vLLM's processes run: the plugin that the entry point ``vllm.general_plugins`` names.
 
-It acts only in processes that a :class:`~oppo.vllm.engine.VllmEngine` has started, which it knows by :data:`PARENT` in
-their environment.
+It makes our weight transfers known in every one of them, those of a server included. The rest it does only in processes
+that a :class:`~oppo.vllm.engine.VllmEngine` has started, which it knows by :data:`PARENT` in their environment.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ RECHECK: Final = 5
 
 def register() -> None:
     """Detach an engine's process from the terminal, and have each die with its parent; vLLM calls it several times."""
-    parent = os.environ.get(PARENT)
-    if parent is None:
-        return
     register_transfers()
-    if int(parent) == os.getpid():
+    parent = os.environ.get(PARENT)
+    if parent is None or int(parent) == os.getpid():
         return
     from vllm.platforms import current_platform  # noqa: PLC0415 - an extra
 

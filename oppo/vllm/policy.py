@@ -35,9 +35,9 @@ from oppo.models import Capabilities, Cut, Decode, Decoding, Detokenize, Samplin
 from oppo.observe import Reporter
 from oppo.rollout_buffer import raise_first, response_to, unfinished
 from oppo.turns import StopCriteria
-from oppo.vllm.engine import VllmEngine
+from oppo.vllm.engine import Engine
 from oppo.vllm.requests import Request, VllmDecode, reports_supports
-from oppo.vllm.surface import Output, advice, answered, engine_calls
+from oppo.vllm.surface import Output, answered, engine_calls
 from oppo.vllm.sync import GRACE, cancelled_after
 
 
@@ -46,10 +46,11 @@ class VllmPolicy:
 
     Tokens of a rollout depend on the seed, its admission number and its sample, and, by rounding, on what is decoded
     beside it. A rollout that is deferred, or that the engine preempts, keeps its noise. One that is opened
-    half-written, in a resumed run, goes on with other draws of the same distribution.
+    half-written, in a resumed run, or that is deferred on a server, goes on with other draws of the same distribution.
 
     Args:
-        engine: is started, and used by one policy at a time; requests of an earlier policy are discarded.
+        engine: a :class:`~oppo.vllm.VllmEngine` or a :class:`~oppo.vllm.VllmServer`, used by one policy at a time;
+            requests of an earlier policy are discarded.
         sampling: how tokens are sampled; ``top_p`` leaves it without :attr:`~oppo.models.Capabilities.supports`, so
             that nothing can be trained on them.
         kv_on_sync: what happens to the KV cache of deferred rollouts when weights are loaded. ``recompute``: the
@@ -61,6 +62,9 @@ class VllmPolicy:
         routed_experts: tokens carry the experts of a mixture (:class:`oppo.events.RoutedExperts`); the engine must have
             been started with ``enable_return_routed_experts``.
 
+    Raises:
+        ConfigError: a server cannot keep the KV cache over a weight sync, or give routed experts.
+
     Attributes:
         version: of the weights in use.
         vocabulary: upper bound of token ids.
@@ -71,7 +75,7 @@ class VllmPolicy:
 
     def __init__(
         self,
-        engine: VllmEngine,
+        engine: Engine,
         *,
         sampling: Sampling,
         kv_on_sync: Literal["recompute", "keep"] = "recompute",
@@ -79,6 +83,7 @@ class VllmPolicy:
         limit: Callable[[Prompt], int] | None = None,
         routed_experts: bool = False,
     ) -> None:
+        engine.check_options(keeps_kv=kv_on_sync == "keep", routed_experts=routed_experts)
         self.engine = engine
         self.vocabulary = engine.vocabulary
         self.model_name = engine.name
@@ -106,6 +111,7 @@ class VllmPolicy:
         return Capabilities(
             supports=reports_supports(self.sampling),
             resumes="with other tokens",
+            defers=self.engine.defers,
             adds_while_decoding=True,
             loads_while_decoding="between decode steps",
             turns=True,
@@ -390,7 +396,7 @@ class VllmPolicy:
         # Unless it is known which weights the engine serves afterwards, it is lost.
         self._lost = ModelLost(
             f"syncing version {version} was cancelled before vLLM had its weights, so which it serves is unknown: "
-            f"{advice(self.engine)}"
+            f"{self.engine.advice}"
         )
         try:
             await self._transfer(tensors, version)
@@ -511,7 +517,7 @@ class DecodingLoop:
         """
         for request in self._requests:
             request.rollout.begin()
-        async with anyio.create_task_group() as tasks:
+        async with self._policy.engine.streaming(), anyio.create_task_group() as tasks:
             tasks.start_soon(self._run, name="decode")
             try:
                 yield

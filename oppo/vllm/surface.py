@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import anyio
@@ -135,26 +134,18 @@ class ReportsDeath(Protocol):
 
 
 class StartedEngine(Protocol):
-    """A started engine: :class:`oppo.vllm.VllmEngine`."""
+    """A started engine: :class:`oppo.vllm.engine.Engine`."""
 
     @property
     def llm(self) -> ReportsDeath:
-        """Its ``AsyncLLM``."""
+        """Its ``AsyncLLM``, or what stands for it."""
 
     @property
-    def log(self) -> Path:
-        """The file that its processes write to."""
+    def advice(self) -> str:
+        """What to do when it is lost."""
 
     def require_usable(self) -> None:
         """Raise ``ProtocolError`` unless its calls may be made here and now."""
-
-
-def advice(engine: StartedEngine) -> str:
-    """Return what to do when an engine is lost."""
-    return (
-        "start another engine, or go on from the newest checkpoint (oppo resume); "
-        f"what the engine wrote is in {engine.log}"
-    )
 
 
 @contextmanager
@@ -170,7 +161,7 @@ def engine_calls(engine: StartedEngine) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelLost(
-            f"vLLM has failed, and its rollouts are lost with it ({one_line(error)}): {advice(engine)}"
+            f"vLLM has failed, and its rollouts are lost with it ({one_line(error)}): {engine.advice}"
         ) from error
 
 
@@ -202,4 +193,4 @@ async def answered(engine: StartedEngine, *, shield: bool = False) -> AsyncItera
             yield
             calls.cancel_scope.cancel()
     if died:
-        raise ModelLost(f"vLLM has died, and its rollouts are lost with it: {advice(engine)}")
+        raise ModelLost(f"vLLM has died, and its rollouts are lost with it: {engine.advice}")

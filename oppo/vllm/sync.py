@@ -2,7 +2,8 @@
 
 ::
 
-    trainer on a CPU, or vLLM there   one safetensors file in memory, which the workers map
+    trainer on a CPU, or vLLM there   one safetensors file, which the workers map: in memory, or in a directory that
+                                      a server on another machine has too
     trainer on the GPU of vLLM        CUDA IPC: handles of the tensors
     trainer on another GPU            NCCL
 
@@ -15,6 +16,7 @@ engine. These two routes were written from vLLM's sources and are tested with a 
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -27,11 +29,14 @@ from math import prod
 from pathlib import Path
 from tempfile import mkstemp
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeAlias
+from uuid import uuid4
 
 import anyio
 import anyio.to_thread
 import torch
 from anyio.from_thread import BlockingPortal
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from oppo.errors import ConfigError, ModelError, ModelLost, as_itself, one_line
@@ -61,11 +66,13 @@ class Route:
     Attributes:
         workers: their number.
         trainer: the device that the weights come from.
+        address: of this machine, as the workers reach it.
     """
 
     backend: Backend
     workers: int
     trainer: torch.device
+    address: str = "127.0.0.1"
 
 
 def workers_of(arguments: Mapping[str, object]) -> int:
@@ -220,6 +227,57 @@ class WeightFile:
             ) from error
 
 
+class SharedFile:
+    """A file for each update, in a directory that a server on another machine has too.
+
+    No two have the same name, since a file system of several machines may go on reading what a name once held.
+
+    Attributes:
+        path: of the newest; there is no other.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._name = f"oppo-weights-{uuid4().hex[:12]}"
+        self._numbers = itertools.count()
+        self.path = self._next()
+        try:
+            self.path.touch()
+        except OSError as error:
+            raise ConfigError(
+                f"weights on their way to vLLM cannot be written to {directory} ({one_line(error)}): name a directory "
+                "that this machine and the server's both have"
+            ) from error
+        weakref.finalize(self, _swept, directory, self._name)
+
+    def _next(self) -> Path:
+        return self._directory / f"{self._name}-{next(self._numbers)}.safetensors"
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write these tensors in place of what was there; of tied ones the first.
+
+        Raises:
+            ModelError: there is no room for them.
+        """
+        before, self.path = self.path, self._next()
+        try:
+            save_file(untied(tensors), self.path)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"the weights could not be written to {self.path}, and vLLM goes on serving the old ones "
+                f"({one_line(error)})"
+            ) from error
+        before.unlink(missing_ok=True)
+
+
+def _swept(directory: Path, name: str) -> None:
+    for path in directory.glob(f"{name}-*"):
+        path.unlink(missing_ok=True)
+
+
 def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous tensors by name, the first of those that lie in the same memory."""
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
@@ -340,6 +398,20 @@ GRACE: Final = 20.0
 """Seconds for which a cancellation waits while an engine takes weights."""
 
 
+@dataclass(frozen=True, slots=True)
+class InitRequest:
+    """vLLM's ``WeightTransferInitRequest``, of which it reads this alone; vLLM takes seconds to import."""
+
+    init_info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    """vLLM's ``WeightTransferUpdateRequest``, likewise."""
+
+    update_info: dict[str, Any]
+
+
 class WeightSender(Protocol):
     """Gives an engine the weights of an update."""
 
@@ -353,16 +425,17 @@ class WeightSender(Protocol):
 
 
 class FileSender:
-    """Sends weights through a file in memory, which vLLM's workers map: for workers on this machine.
+    """Sends weights through a file, which vLLM's workers map.
 
     Args:
         deadline: seconds that the engine has.
+        file: by default one in memory, for workers on this machine.
     """
 
-    def __init__(self, deadline: float = DEADLINE) -> None:
+    def __init__(self, deadline: float = DEADLINE, file: WeightFile | SharedFile | None = None) -> None:
         self._deadline = deadline
         self._agreed = False
-        self._file = WeightFile()
+        self._file = file or WeightFile()
 
     async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
         """Write the file, and have the workers load it; see :class:`WeightSender`."""
@@ -370,17 +443,12 @@ class FileSender:
         await self._load(llm, self._file.path, version)
 
     async def _load(self, llm: AsyncEngine, path: Path, version: str) -> None:
-        from vllm.distributed.weight_transfer.base import (  # noqa: PLC0415 - takes seconds to import
-            WeightTransferInitRequest,
-            WeightTransferUpdateRequest,
-        )
-
         async with in_time(self._deadline, version):
             if not self._agreed:
-                await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+                await llm.init_weight_transfer_engine(InitRequest({}))
                 self._agreed = True
             await llm.start_weight_update()
-            await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
+            await llm.update_weights(UpdateRequest({"path": str(path)}))
             await llm.finish_weight_update(weight_version=version)
 
 
@@ -458,19 +526,15 @@ class BlockingClient:
         return self.portal.call
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest  # noqa: PLC0415
-
-        self._call(self._llm.init_weight_transfer_engine, WeightTransferInitRequest(init_info=init_info))
+        self._call(self._llm.init_weight_transfer_engine, InitRequest(init_info))
 
     def start_weight_update(self) -> None:
         self._call(self._llm.start_weight_update)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415
-
         if handles := update_info.get("ipc_handles"):
             update_info = {**update_info, "ipc_handles": plain(handles)}
-        self._call(self._llm.update_weights, WeightTransferUpdateRequest(update_info=update_info))
+        self._call(self._llm.update_weights, UpdateRequest(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._call(self._llm.finish_weight_update, weight_version)
@@ -592,7 +656,7 @@ def init_info(route: Route) -> Any:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: PLC0415
 
     return NCCLTrainerInitInfo(
-        master_address="127.0.0.1", master_port=free_port(), world_size=1 + route.workers, rank=0
+        master_address=route.address, master_port=free_port(), world_size=1 + route.workers, rank=0
     )
 
 

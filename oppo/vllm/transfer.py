@@ -5,7 +5,8 @@ vLLM imports this in its workers; :mod:`oppo.vllm.sync` is the other side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,15 @@ class Unpacked(UnquantizedEmbeddingMethod):
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    """Nothing has to be agreed on."""
+    """What is agreed on.
+
+    Attributes:
+        path: a file that has to be there; empty: none.
+        model: what the config of the served model has to say.
+    """
+
+    path: str = ""
+    model: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -100,8 +109,20 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
     update_info_cls = FileUpdate
 
     def init_transfer_engine(self, init_info: FileInit) -> None:
-        """Have embeddings beside an output layer packed no more, as only the output layer multiplies."""
-        del init_info
+        """Have embeddings beside an output layer packed no more, as only the output layer multiplies.
+
+        Raises:
+            ValueError: the file cannot be read here, or another model is served.
+        """
+        config = self.model_config.hf_text_config
+        served = {name: getattr(config, name, None) for name in init_info.model}
+        if served != init_info.model:
+            raise ValueError(f"the model that is trained has {init_info.model}, and the one that is served {served}")
+        if init_info.path:
+            try:
+                Path(init_info.path).open("rb").close()
+            except OSError as error:
+                raise ValueError(f"this worker cannot read the trainer's file: {error}") from error
         tables, heads = self._tables()
         for table in tables if heads and self.device.type == "cpu" else []:
             if type(table.quant_method) is UnquantizedEmbeddingMethod:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import anyio
@@ -49,7 +48,7 @@ class Engine:
     llm: FakePooling
     config: SimpleNamespace
     name: str = "tiny"
-    log: Path = Path("vllm.log")
+    advice: str = "go on from the newest checkpoint"
     closed: bool = False
 
     def require_usable(self) -> None:

@@ -1,0 +1,459 @@
+"""A vLLM server by its URL, in the place of an engine: what it must be started with, and what is wrong with one.
+
+All that a run needs of the server is asked for when the two connect. What is missing is an error that names what was
+expected and what came, with the command that starts the server right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from urllib.parse import urlsplit
+
+import torch
+from annotated_types import Gt, MinLen
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+from pydantic import TypeAdapter, ValidationError
+
+from oppo.declared import expectation
+from oppo.errors import ConfigError, ModelRefused, one_line, shortened
+from oppo.libraries import require
+from oppo.log import logger
+from oppo.vllm.engine import Engine
+from oppo.vllm.plugin import transfer_of
+from oppo.vllm.sync import DeviceSender, FileSender, Route, ServedWeights, SharedFile, WeightFile, WeightSender
+
+if TYPE_CHECKING:
+    import httpx
+
+VERSIONS: Final = SpecifierSet(">=0.32,<0.33")
+"""The servers whose routes are known here."""
+
+LOCAL: Final = ("localhost", "127.0.0.1", "::1")
+
+PROBE: Final = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "logit_bias": {str(2**30): 0.0}}}
+"""A request that a server refuses before it reads a token, with the size of its vocabulary."""
+
+COMPARED: Final = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+)
+"""What the configs of the trained and of the served model must agree on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What the table ``[vllm]`` says of servers.
+
+    Attributes:
+        urls: of servers.
+        api_key_env: the environment variable that holds their key; empty: they ask for none.
+        weights_directory: a directory that this machine and theirs have; empty: they are on this machine.
+        timeout: seconds for each call that moves no weights.
+    """
+
+    urls: Annotated[tuple[str, ...], MinLen(1)]
+    api_key_env: str = ""
+    weights_directory: str = ""
+    timeout: Annotated[float, Gt(0)] = 60.0
+
+    @classmethod
+    def of(cls, table: Mapping[str, object]) -> Self | None:
+        """Return what a table says; ``None`` where it is of an engine that the run starts.
+
+        Raises:
+            ConfigError: a setting is of an engine, or is none; or there are several servers.
+        """
+        if "urls" not in table:
+            return None
+        own = [each.name for each in fields(cls)]
+        faults = [
+            f"vllm.{name} is for an engine that the run starts, and vllm.urls names a server: give it to the server's "
+            f"command, as --{name.replace('_', '-')}, or leave urls out"
+            for name in table
+            if name not in own
+        ]
+        try:
+            found = TypeAdapter(cls).validate_python({name: table[name] for name in table if name in own})
+        except ValidationError as error:
+            faults += [f"vllm.{each['loc'][0]}: expected {expectation(each)}" for each in error.errors()]
+        else:
+            if len(found.urls) > 1:
+                faults.append(
+                    f"vllm.urls names {len(found.urls)} servers, and a run's policy is on one: name one of them"
+                )
+        if faults:
+            raise ConfigError("\n".join(faults))
+        return found
+
+    @property
+    def api_key(self) -> str | None:
+        """The key that the environment holds.
+
+        Raises:
+            ConfigError: it holds none.
+        """
+        if not self.api_key_env:
+            return None
+        if key := os.environ.get(self.api_key_env):
+            return key
+        raise ConfigError(
+            "vllm.api_key_env: expected the name of an environment variable that holds the server's key, and none of "
+            "this name is set"
+        )
+
+    @staticmethod
+    def check_options(*, keeps_kv: bool, routed_experts: bool) -> None:
+        """Raise ``ConfigError`` where a policy is to do what a server cannot."""
+        if keeps_kv:
+            raise ConfigError(
+                "kv_on_sync = 'keep' has rollouts go on over a weight sync, and a vLLM server says only at the end of "
+                "a request which weights made its tokens: set step.kv_on_sync = 'recompute', or leave vllm.urls out"
+            )
+        if routed_experts:
+            raise ConfigError(
+                "a vLLM server tells the routed experts of a request when it ends, and the trainer needs them with "
+                "each token: set trainer.router_replay = false, or leave vllm.urls out"
+            )
+
+
+def start_command(model: str | Path, url: str, *, backend: str = "file", on_cpu: bool = False) -> str:
+    """Return the command that starts a server for a run; on a CPU vLLM's other command finds no package of its name."""
+    program = "python -m vllm.entrypoints.openai.api_server --model" if on_cpu else "vllm serve"
+    port = urlsplit(url).port
+    config = shlex.quote(json.dumps({"backend": transfer_of(backend)}))
+    return (
+        f"VLLM_SERVER_DEV_MODE=1 {program} {shlex.quote(str(model))}{f' --port {port}' if port else ''} "
+        f"--enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1 --weight-transfer-config {config}"
+        f"{' --no-enable-chunked-prefill --enforce-eager' if on_cpu else ''}"
+    )
+
+
+@dataclass
+class Inspection:
+    """Asks a server for what a run needs, and collects what is missing.
+
+    Attributes:
+        model: the one that is trained, as the server's command would name it.
+        keyed: whether requests carry a key.
+        backend: by which weights should come.
+        on_cpu: whether the server is known to compute there.
+        faults: what is missing.
+    """
+
+    url: str
+    client: httpx.Client
+    model: str | Path
+    keyed: bool
+    backend: str = "file"
+    on_cpu: bool = False
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def _start(self) -> str:
+        command = start_command(self.model, self.url, backend=self.backend, on_cpu=self.on_cpu)
+        return f"start it, with oppo installed beside vLLM, as\n  {command}"
+
+    def asked(self, method: str, path: str, body: object = None, *, status: int = 200) -> dict[str, Any]:
+        """Return the JSON of an answer; of one with another status, nothing, and a fault is noted.
+
+        Raises:
+            ConfigError: nothing answers, or something else than vLLM, or it asks for another key.
+        """
+        import httpx  # noqa: PLC0415 - an extra
+
+        try:
+            answer = self.client.request(method, path, json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ConfigError(f"no vLLM server answers at {self.url} ({one_line(error)}): {self._start}") from error
+        try:
+            found = answer.json()
+        except ValueError:
+            found = None
+        if answer.status_code in {401, 407}:
+            raise ConfigError(
+                f"the vLLM server at {self.url} refuses {'the key' if self.keyed else 'requests without a key'}: "
+                f"{path} answered {answer.status_code}; expected the key that it was started with (--api-key or "
+                "VLLM_API_KEY) in the environment variable that vllm.api_key_env names (in a program: api_key=)"
+            )
+        if not isinstance(found, dict) and (path == "/version" or answer.status_code != 404):
+            kind = answer.headers.get("content-type", "nothing")
+            raise ConfigError(
+                f"what answers at {self.url} is no vLLM server: {path} should be JSON, and is {answer.status_code}, "
+                f"{kind}, {shortened(' '.join(answer.text.split()), 80)!r}; give the address of the server itself, "
+                "without the path of a route (/v1)"
+            )
+        if answer.status_code != status:
+            said = f": {_message(found)}" if found else ""
+            self.faults.append(f"{path} should answer {status}, and answers {answer.status_code}{said}")
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def expect(self, what: str, expected: object, came: object, *, ok: bool | None = None) -> None:
+        """Note a fault unless what came is what was expected."""
+        if not (came == expected if ok is None else ok):
+            self.faults.append(f"{what} should be {expected}, and is {came}")
+
+    def settle(self) -> None:
+        """Raise ``ConfigError`` if there are faults."""
+        if self.faults:
+            listed = "\n".join(f"- {fault}" for fault in self.faults)
+            raise ConfigError(f"the vLLM server at {self.url} cannot serve this run:\n{listed}\n{self._start}")
+
+    def config(self) -> dict[str, Any]:
+        """Return the server's own configuration, checked for what a policy needs.
+
+        Raises:
+            ConfigError: something is missing; all of it is named.
+        """
+        version = self.asked("GET", "/version").get("version")
+        self.expect("the version of vLLM", VERSIONS, version, ok=_is_known(version))
+        config = self.asked("GET", "/server_info?config_format=json").get("vllm_config", {})
+        if not config:
+            self.faults.append(
+                "VLLM_SERVER_DEV_MODE=1 is not in its environment: the routes of weight sync are missing"
+            )
+            self.vocabulary()
+            self.settle()
+        model, scheduler = config.get("model_config", {}), config.get("scheduler_config", {})
+        self.on_cpu = config.get("device_config", {}).get("device") == "cpu"
+        self.expect("--logprobs-mode", "processed_logprobs", model.get("logprobs_mode"))
+        self.expect("--max-logprobs", -1, model.get("max_logprobs"))
+        self.expect("--speculative-config", None, config.get("speculative_config"))
+        self.expect("--runner", "generate", scheduler.get("runner_type"))
+        if self.on_cpu:  # a part of a prompt whose request has a seed ends the engine
+            self.expect("--enable-chunked-prefill on a CPU", False, scheduler.get("enable_chunked_prefill"))
+        served = (config.get("weight_transfer_config") or {}).get("backend")
+        backends = [transfer_of(each) for each in ("file", "nccl")]
+        self.expect("the backend of --weight-transfer-config", " or ".join(backends), served, ok=served in backends)
+        if served == transfer_of("nccl"):
+            self.backend = "nccl"
+        return dict(config)
+
+    def vocabulary(self) -> int:
+        """Return the number of token ids of the model that is served; 0 where the server does not say."""
+        refusal = self.asked("POST", "/inference/v1/generate", PROBE, status=400)
+        if not refusal:
+            self.faults.append("--enable-scale-out is missing, or the model generates no tokens")
+            return 0
+        found = re.search(r"Vocabulary size: (\d+)", _message(refusal))
+        if found is None:
+            self.faults.append(f"/inference/v1/generate should tell its vocabulary, and says {_message(refusal)}")
+        return 0 if found is None else int(found[1])
+
+    def agree(self, path: Path, model: str | Path | None, *, trust_remote_code: bool) -> None:
+        """Have the workers say whether they can read a file, and serve the model that is trained."""
+        wanted = {} if model is None else compared(config_of(model, trust_remote_code=trust_remote_code))
+        before = len(self.faults)
+        self.asked("POST", "/init_weight_transfer_engine", {"init_info": {"path": str(path), "model": wanted}})
+        if len(self.faults) > before:
+            self.faults.append(
+                "if the server is on another machine, or in a container: vllm.weights_directory (in a program: "
+                "weights_directory=) names a directory that both have"
+            )
+
+
+class VllmServer(Engine):
+    """A vLLM server, which others start and end, as the engine of a policy.
+
+    Tokens come by its route ``/inference/v1/generate``; weights go by its routes of reinforcement learning, through a
+    file, or by NCCL if it was started so. One run uses it at a time.
+
+    Args:
+        url: of the server.
+        model: the one that is trained, a directory or hub name, which the server's is compared with; ``None``: weights
+            of another model are noticed at the first weight sync.
+        trainer: the device of the weights that will be synced.
+        api_key: what it was started with, as ``--api-key``.
+        weights_directory: where the file of weights is, for a server on another machine that has this directory too.
+        timeout: seconds for each call that moves no weights.
+        trust_remote_code: the config of ``model`` may come with code.
+        transport: of httpx, for tests; it is used for blocking calls too.
+
+    Attributes:
+        url: of the server.
+
+    Raises:
+        ConfigError: there is no such server, or it lacks something: what was expected, what came, what to do.
+
+    Example:
+        >>> server = VllmServer("http://localhost:8000", model="models/actor")  # doctest: +SKIP
+        >>> policy = VllmPolicy(server, sampling=Sampling(max_new_tokens=128))  # doctest: +SKIP
+    """
+
+    defers = "with other tokens"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | Path | None = None,
+        trainer: torch.device | str = "cpu",
+        api_key: str | None = None,
+        weights_directory: str | Path | None = None,
+        timeout: float = 60.0,
+        trust_remote_code: bool = False,
+        transport: Any = None,
+    ) -> None:
+        require("http", "a vLLM server", module="httpx")
+        from oppo.vllm.http import HttpEngine  # noqa: PLC0415 - httpx is an extra
+
+        super().__init__()
+        self.url = _address(url)
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._timeout, self._transport = timeout, transport
+        with self._client() as client:
+            found = Inspection(self.url, client, model or "MODEL", api_key is not None)
+            config = found.config()
+            self.vocabulary = found.vocabulary()
+            found.settle()
+            served = found.asked("GET", "/v1/models").get("data") or [{}]
+            device = torch.device(trainer)
+            if found.backend == "nccl":
+                found.expect("the device of a trainer that sends by NCCL", "cuda", device.type)
+                workers = int(found.asked("GET", "/get_world_size").get("world_size", 1))
+                self.sender: WeightSender = DeviceSender(_route(self.url, device, workers))
+            else:
+                file = _weight_file(self.url, weights_directory)
+                found.agree(file.path, model, trust_remote_code=trust_remote_code)
+                self.sender = FileSender(file=file)
+            found.settle()
+        described = config["model_config"]
+        self.name = Path(str(model or described["model"])).name
+        self.longest = int(described["max_model_len"])
+        self.dtype = getattr(torch, str(described["dtype"]).removeprefix("torch."))
+        self.dtype_chosen = True
+        self.weights = None if model is None else weights_of(model, trust_remote_code=trust_remote_code)
+        self.llm: HttpEngine = HttpEngine(
+            self.url, str(served[0].get("id", "")), headers=self._headers, timeout=timeout, transport=transport
+        )
+        logger.info(f"the vLLM server at {self.url} serves {described['model']} in {self.dtype}")
+
+    def _client(self) -> httpx.Client:
+        import httpx  # noqa: PLC0415 - an extra
+
+        return httpx.Client(base_url=self.url, headers=self._headers, timeout=self._timeout, transport=self._transport)
+
+    def params(self, keywords: Mapping[str, object]) -> object:
+        """Return the settings of a request, as JSON has them."""
+        return dict(keywords)
+
+    def streaming(self) -> AbstractAsyncContextManager[None]:
+        """Read the server's streams for as long as the context is open."""
+        return self.llm.streaming()
+
+    def check_options(self, *, keeps_kv: bool, routed_experts: bool) -> None:
+        """Refuse what a server cannot do."""
+        ServerSettings.check_options(keeps_kv=keeps_kv, routed_experts=routed_experts)
+
+    @property
+    def advice(self) -> str:
+        """What to do when it is lost."""
+        cause = "" if self.llm.error is None else f"{self.llm.error}; "
+        return (
+            f"{cause}start the server at {self.url} again, or go on from the newest checkpoint (oppo resume) with "
+            "another; its own output says what happened"
+        )
+
+    def abort(self) -> None:
+        """Wait for the server no longer; safe to call from any thread."""
+        if self._loop is None:
+            self.llm.die("the run has given it up")
+            return
+        with suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self.llm.die, "the run has given it up")
+
+    def close(self) -> None:
+        """Leave the server, which goes on with the weights that it has; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.llm.errored:
+            with suppress(Exception), self._client() as client:  # it may have ended meanwhile
+                client.post("/resume", timeout=5.0)
+
+
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ConfigError(f"expected the URL of a vLLM server, such as http://localhost:8000; got {url!r}")
+    if parts.username or parts.password or parts.query:
+        raise ConfigError(
+            f"the URL of the vLLM server at {parts.hostname} holds more than its address, and URLs are shown: give its "
+            "key by vllm.api_key_env (in a program: api_key=)"
+        )
+    return url.rstrip("/")
+
+
+def _is_known(version: object) -> bool:
+    try:
+        return Version(str(version)) in VERSIONS
+    except InvalidVersion:
+        return False
+
+
+def _message(answer: Any) -> str:
+    error = answer.get("error", answer.get("detail", answer)) if isinstance(answer, Mapping) else answer
+    return shortened(str(error.get("message", error) if isinstance(error, Mapping) else error), 300)
+
+
+def _weight_file(url: str, directory: str | Path | None) -> WeightFile | SharedFile:
+    if directory:
+        return SharedFile(Path(directory))
+    host = urlsplit(url).hostname
+    if host in LOCAL:
+        return WeightFile()
+    raise ConfigError(
+        f"the vLLM server at {url} gets its weights through a file, and {host} is another machine: name a directory "
+        "that both have by vllm.weights_directory (in a program: weights_directory=), or start it with the backend "
+        f"{transfer_of('nccl')}, for a trainer on a GPU"
+    )
+
+
+def _route(url: str, trainer: torch.device, workers: int) -> Route:
+    require("vllm", "a trainer that sends weights by NCCL")
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 80
+    kind = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect((host, port))
+        address = str(probe.getsockname()[0])
+    number = trainer.index or 0
+    return Route("nccl", workers, torch.device("cuda", number) if trainer.type == "cuda" else trainer, address)
+
+
+def config_of(model: str | Path, *, trust_remote_code: bool) -> Any:
+    """Return transformers' config of a model."""
+    from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
+
+    return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+
+
+def compared(config: Any) -> dict[str, object]:
+    """Return what :data:`COMPARED` names of a config."""
+    text = config.get_text_config()
+    return {name: value for name in COMPARED if (value := getattr(text, name, None)) is not None}
+
+
+def weights_of(model: str | Path, *, trust_remote_code: bool) -> ServedWeights | None:
+    """Return the weights of a model; ``None`` for one that transformers cannot train."""
+    config = config_of(model, trust_remote_code=trust_remote_code)
+    try:
+        return ServedWeights.of(Path(model).name, config, trust_remote_code=trust_remote_code)
+    except (ModelRefused, ValueError):
+        return None
