@@ -4,7 +4,6 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PEER   := .venv-peer
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 VLLM   := .venv-vllm
@@ -112,20 +111,23 @@ models-table: $(STAMP) $(VLLM)/.installed
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks --plot runs/bench.svg $(BENCH)
 
-# TRL's PPO trainer, in an environment of its own, beside ours: benchmarks/README.md.
-PEER_MODES := serial,chunk
-bench-peer: $(STAMP) $(PEER)/.installed
-	$(BIN)/python -m benchmarks --peer trl $(call unless_asked,--layout,shared) $(call unless_asked,--modes,$(PEER_MODES)) $(BENCH)
+# A trainer of TRL beside ours, in an environment of its own: trl-grpo, or trl, the last one of PPO: benchmarks/README.md.
+PEER ?= trl-grpo
+PEER_VENV := .venv-$(PEER)
+PEER_MODES := serial,chunk,fixed,adaptive
+PEER_WORKLOAD := $(if $(filter trl,$(PEER)),paper,grpo)
+bench-peer: $(STAMP) $(PEER_VENV)/.installed
+	$(BIN)/python -m benchmarks --peer $(PEER) $(call unless_asked,--workload,$(PEER_WORKLOAD)) $(call unless_asked,--layout,shared) $(call unless_asked,--modes,$(PEER_MODES)) $(BENCH)
 
 unless_asked = $(if $(filter $(1) $(1)=%,$(BENCH)),,$(1) $(2))
 
 # The settings under which it is fastest, for the comparison: make bench-peer-sweep WORKLOADS="DIR ..."
-bench-peer-sweep: $(STAMP) $(PEER)/.installed
+bench-peer-sweep: $(STAMP) $(PEER_VENV)/.installed
 	$(BIN)/python -m benchmarks.peer.sweep $(WORKLOADS)
 
-$(PEER)/.installed: benchmarks/peer/requirements.txt
-	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
-	$(PEER)/bin/pip install --quiet --disable-pip-version-check -r $<
+$(PEER_VENV)/.installed: benchmarks/peer/requirements-$(PEER).txt benchmarks/peer/requirements.txt
+	test -x $(PEER_VENV)/bin/python || $(PYTHON) -m venv $(PEER_VENV)
+	$(PEER_VENV)/bin/pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 # A torch that is already there and in range stays; otherwise the constraints decide.

@@ -3,11 +3,11 @@
 ::
 
     python -m benchmarks               ladder/: a PPO step in every schedule, beside one in which nothing overlaps
-      --peer trl                       peer/: the same step by TRL's PPO trainer, in an environment of its own
+      --peer trl-grpo                  peer/: the same step by a trainer of TRL, in an environment of its own
       --engine                         engine: the engine's cost of a chunk
       --decoding                       decoding: our decoder beside ``generate``
     python -m benchmarks.ladder        the README's table and picture, from results/
-    python -m benchmarks.peer.sweep    the fastest settings of the peer
+    python -m benchmarks.peer.sweep    the fastest settings of a peer
     python -m benchmarks.convergence   benchmarks/convergence/README.md: what schedules and lookahead do to learning
     python -m benchmarks.controllers   benchmarks/results/controllers.md: controllers of overcommit in virtual time
     python -m benchmarks.kv_on_sync    the KV cache after an update: recomputed or kept

@@ -257,6 +257,7 @@ def lengths_written(actor: PreTrainedModel, prompts: Sequence[Prompt], *, cap: i
 
 
 ROLES: Final = ("actor", "reward", "critic")
+"""The critic is PPO's."""
 EXAMINED: Final = 256
 """Responses of the taught actor that are compared with the announced lengths."""
 
@@ -395,7 +396,7 @@ def _build(directory: Path, workload: BenchWorkload, cache: Path, progress: Prog
     parameters: dict[str, int] = {}
     write_prompts(directory / "prompts.jsonl", workload)
     if not workload.models.scripted:
-        for role in ROLES:
+        for role in ROLES[:2] if workload.samples else ROLES:
             made = _model(role, workload, cache, progress)
             parameters[role] = int((made / "parameters").read_text(encoding="utf-8"))
             shutil.copytree(made / "model", directory / role)
@@ -420,6 +421,8 @@ def _build(directory: Path, workload: BenchWorkload, cache: Path, progress: Prog
         "measured": asdict(facts),
         "recipe": asdict(workload),
     }
+    if workload.samples:  # sweeps of the others stay theirs
+        spec["samples"] = workload.samples
     (directory / "spec.json").write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
 
 

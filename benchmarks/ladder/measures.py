@@ -22,7 +22,9 @@ from benchmarks.harness import Machine, Spread
 from benchmarks.ladder.contestant import EARLIER, StepRecord
 from benchmarks.ladder.directory import Files
 from benchmarks.ladder.workloads import MODES, BenchWorkload, Bound, Layout, Phase, Plan
+from benchmarks.peer.service import TOLERANCE
 from oppo.admission import Bottleneck, together
+from oppo.errors import ProtocolError
 from oppo.log import logger
 
 Rounds: TypeAlias = Sequence[Sequence[StepRecord]]
@@ -85,6 +87,7 @@ class Figures:
 
     Attributes:
         seconds_per_step: of every counted step.
+        tokens_per_step, samples_per_step: trained, means.
         hidden_fraction: ``1 - exposed / serial``: the seconds of scoring beside no decoding or training, over the
             scoring seconds of the serial mode in the same rounds. It can be 1 without a gain, when decoding slows down
             by as much; hence the next figure.
@@ -102,6 +105,8 @@ class Figures:
     seconds_per_step: tuple[float, ...]
     tokens_per_second: float
     samples_per_second: float
+    tokens_per_step: float
+    samples_per_step: float
     hidden_fraction: float | None
     decode_slowdown: float | None
     busy: Mapping[str, float]
@@ -129,6 +134,8 @@ class Figures:
             seconds_per_step=tuple(step.seconds for step in steps),
             tokens_per_second=sum(step.tokens for step in steps) / took,
             samples_per_second=samples / took,
+            tokens_per_step=sum(step.tokens for step in steps) / len(steps),
+            samples_per_step=samples / len(steps),
             hidden_fraction=1 - exposed / baseline.score if inside and baseline.score else None,
             decode_slowdown=decode / alone if inside and alone else None,
             busy={model: math.fsum(step.busy.get(model, 0.0) for step in steps) / took for model in sorted(models)},
@@ -178,6 +185,28 @@ def _compared(name: str, other: str) -> bool:
     if other == "serial":
         return EARLIER not in name
     return name in MODES and (other not in MODES or other == MODES[name].over)
+
+
+def require_equal_work(records: Mapping[str, Rounds]) -> None:
+    """Check that all contestants have trained as many responses, and, if they defer none, as many tokens.
+
+    Tokens may differ by :data:`~benchmarks.peer.service.TOLERANCE`. A mode that defers trains the same responses in
+    other steps, and its speed is one of tokens.
+
+    Raises:
+        ProtocolError: two have not.
+    """
+    done = {name: [step for steps in rounds for step in steps] for name, rounds in records.items()}
+    samples = {name: sum(step.samples for step in steps) for name, steps in done.items()}
+    tokens = {
+        name: sum(step.tokens for step in steps)
+        for name, steps in done.items()
+        if not any(step.deferred for step in steps)
+    }
+    for what, trained, tolerance in (("responses", samples, 0.0), ("tokens", tokens, TOLERANCE)):
+        if trained and max(trained.values()) - min(trained.values()) > tolerance * max(trained.values()):
+            amounts = ", ".join(f"{name} {amount}" for name, amount in trained.items())
+            raise ProtocolError(f"contestants do different work, so there is nothing to compare: {what} {amounts}")
 
 
 def per_token(steps: Sequence[StepRecord]) -> float:

@@ -1,4 +1,4 @@
-"""From a workload's files, a mode and a layout to the graph of a PPO step and the places of its models.
+"""From a workload's files, a mode and a layout to the graph of a step and the places of its models.
 
 ``split`` is the paper's layout: each side has a device of its own in every mode, the serial one too. Here a device is a
 core. The update is made on the actor's, which is free then, or, where it may run beside decoding, on the scorers'.
@@ -25,7 +25,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from benchmarks.ladder.directory import EOS, PAD, Files, config_of, language_of, scalar_config
 from benchmarks.ladder.workloads import BenchWorkload, Layout, Mode, Phase, Scorers, Shape
-from oppo.algorithms.ppo import ppo
+from oppo.algorithms.base import Roles
+from oppo.algorithms.group import GRPO
+from oppo.algorithms.ppo import PPO
 from oppo.demo.assets import alone, made_once
 from oppo.events import Drop, Prompt, StepReport
 from oppo.graph import Graph
@@ -40,7 +42,6 @@ from oppo.models import Policy, Sampling, Scorer
 from oppo.observe import SpanListener
 from oppo.placement import Place, Process
 from oppo.rewards import FunctionReward
-from oppo.stages import GAE
 from oppo.stages.hold import held
 from oppo.training import TrainerSettings
 
@@ -214,12 +215,12 @@ REMEDY: Final = "choose a smaller --workload"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Models:
-    """The models of a workload; the reward may be a function."""
+    """The models of a workload; the reward may be a function, and GRPO has no critic."""
 
     actor: PreTrainedModel
     reference: PreTrainedModel
     reward: PreTrainedModel | None
-    critic: PreTrainedModel
+    critic: PreTrainedModel | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -279,24 +280,41 @@ def pipeline(
     trained = ActorCritic(models.actor, models.critic)
     if apart:
         trained = trained.copied()
-    graph = ppo(
+    critic = None
+    if models.critic is not None:
+        critic = ValueModel(models.critic, place=ModelPlace(scoring, "critic", REMEDY))
+    algorithm = algorithm_of(workload)
+    roles = Roles(
         policy=acting.policy,
         reference=ReferenceLogprobs(
             models.reference, sampling=sampling, place=ModelPlace(scoring, "reference", REMEDY)
         ),
         reward=reward,
-        critic=ValueModel(models.critic, place=ModelPlace(scoring, "critic", REMEDY)),
+        critic=critic,
+        proximal=None,
         trainer=HfTrainer(
-            trained.actor, trained.critic, sampling=sampling, place=training, settings=_settings(workload)
+            trained.actor,
+            trained.critic,
+            sampling=sampling,
+            place=training,
+            settings=_settings(workload),
+            loss=algorithm.loss(),
         ),
         admission=mode.admission(workload),
         chunks=mode.chunks(workload),
-        advantage=GAE(gamma=workload.gamma, lam=workload.lam, kl=workload.kl),
+        max_new_tokens=workload.lengths.cap,
     )
+    graph = algorithm.graph(roles)
     for place in (scoring, training):
         if isinstance(place, Process):
             place.wait_until_ready()
     return Pipeline(held(graph) if mode.held else graph, mode.lookahead, acting, (scoring, training))
+
+
+def algorithm_of(workload: BenchWorkload) -> PPO | GRPO:
+    if workload.samples:
+        return GRPO(samples=workload.samples, kl=workload.kl)
+    return PPO(kl=workload.kl, gamma=workload.gamma, lam=workload.lam)
 
 
 def length_of(prompt: Prompt) -> int:
@@ -312,20 +330,20 @@ def countdown_reward(prompts: Sequence[str], completions: Sequence[str], length:
 def load(files: Files, device: str) -> Models:
     """Return the models of a workload, loaded and probed, or with random weights for scripted lengths."""
     workload = files.workload
-    ruled = workload.reward == "rule"
+    ruled, by_groups = workload.reward == "rule", workload.samples > 0
     if not workload.models.scripted:
         return Models(
             actor=load_causal(files.model("actor"), device=device),
             reference=load_causal(files.model("actor"), device=device),
             reward=None if ruled else load_scalar(files.model("reward"), device=device),
-            critic=load_scalar(files.model("critic"), device=device),
+            critic=None if by_groups else load_scalar(files.model("critic"), device=device),
         )
     shapes = workload.models
     return Models(
         actor=drawn(workload, shapes.actor, device, scalar=False),
         reference=drawn(workload, shapes.actor, device, scalar=False),
         reward=None if ruled else drawn(workload, shapes.reward, device, scalar=True),
-        critic=drawn(workload, shapes.critic, device, scalar=True),
+        critic=None if by_groups else drawn(workload, shapes.critic, device, scalar=True),
     )
 
 

@@ -35,6 +35,7 @@ from benchmarks.ladder.measures import (
     calibrate,
     faults,
     ratios,
+    require_equal_work,
 )
 from benchmarks.ladder.pipeline import seats
 from benchmarks.ladder.show import plot, render, require_svg
@@ -50,7 +51,7 @@ from benchmarks.ladder.workloads import (
     plan_of,
     workloads_of,
 )
-from benchmarks.peer.sweep import SWEEP, Sweep, choose, command_line, interpreter
+from benchmarks.peer.sweep import PEERS, SWEEP, Peer, Sweep, choose, command_line
 from oppo.demo.models import Progress
 from oppo.errors import ConfigError
 from oppo.log import logger
@@ -88,7 +89,7 @@ def run(
 
     Raises:
         ModelLost: a contestant ended or took too long.
-        ProtocolError: an answer of a contestant is malformed.
+        ProtocolError: an answer of a contestant is malformed, or contestants train other amounts of work.
     """
     started: dict[str, Mapping[str, object]] = {}
     records: dict[str, list[list[StepRecord]]] = {entry.name: [] for entry in contestants}
@@ -104,6 +105,7 @@ def run(
                     logger.info(f"{'warm-up' if not number else f'round {number}/{plan.rounds}'}: {each.name}")
                     records[each.name].append(each.run(plan.steps if number else plan.warm_up))
                     peaks[each.name] = each.peak_rss_mb
+    require_equal_work(records)
     counted = {name: rounds[1:] for name, rounds in records.items()}
     figures = _figures(counted, peaks)
     return Ladder(
@@ -204,9 +206,6 @@ def _understood(files: Files, workloads: str, directory: Path, revision: str) ->
     return directory
 
 
-PEER = "trl"
-
-
 def bench(request: Request, console: Console) -> list[Ladder]:
     """Run every workload in every layout, show each ladder when it is done, and write the requested files.
 
@@ -218,8 +217,7 @@ def bench(request: Request, console: Console) -> list[Ladder]:
     layouts = layouts_of(request)
     plan = plan_of(request)
     workloads = workloads_of(request)
-    if request.peer is not None:
-        require_peer(request)
+    other = None if request.peer is None else peer_of(request.peer, request, workloads)
     if request.plot is not None:
         require_svg(request.plot)
     ladders: list[Ladder] = []
@@ -229,7 +227,7 @@ def bench(request: Request, console: Console) -> list[Ladder]:
             for line in seating(workload, layout, modes):
                 logger.info(f"{workload.name}, {layout}: {line}")
             contestants = entries(files, modes, layout, plan)
-            contestants += [peer(files)] if request.peer is not None else []
+            contestants += [] if other is None else [peer(other, files)]
             with earlier(request.against, files, modes, layout, plan) as others:
                 ladder = run(files, layout, [*contestants, *others], plan, calibration=calibration)
             console.print(render(ladder), highlight=False)
@@ -265,27 +263,34 @@ def write(ladders: Sequence[Ladder], request: Request) -> None:
         plot(results, request.plot)
 
 
-def require_peer(request: Request) -> None:
-    """Check that the peer is known and installed, and can run the request.
+def peer_of(name: str, request: Request, workloads: Sequence[BenchWorkload]) -> Peer:
+    """Return the requested peer.
 
     Raises:
-        ConfigError: it is not, or cannot.
+        ConfigError: there is none of the name, it is not installed, or it cannot run the workloads.
     """
-    if request.peer != PEER:
-        raise ConfigError(f"there is no peer {request.peer!r}; expected {PEER!r}")
+    if name not in PEERS:
+        raise ConfigError(f"there is no peer {name!r}; expected {' or '.join(PEERS)}")
+    found = PEERS[name]
     if request.device != "cpu":
         raise ConfigError("on a GPU lengths are scripted, and the peer cannot be told how long its responses are")
-    interpreter(CHECKOUT)
+    for workload in workloads:
+        if found.by_groups != bool(workload.samples):
+            algorithm = "GRPO" if workload.samples else "PPO"
+            raise ConfigError(f"workload {workload.name!r} is trained by {algorithm}; peer {found.name!r} is another's")
+    found.interpreter(CHECKOUT)
+    return found
 
 
-def peer(files: Files) -> Entry:
-    """Return the peer as a contestant, at the fastest settings of its sweep.
+def peer(other: Peer, files: Files) -> Entry:
+    """Return a peer as a contestant, at the fastest settings of its sweep.
 
     Raises:
         ConfigError: its environment is missing.
     """
     choice = choose(Sweep.read(CHECKOUT / SWEEP), files.directory, len(cores_here()))
-    return Entry(PEER, tuple(command_line(files.directory, choice.cell)), f"{choice.cell}, {choice.origin}")
+    command = tuple(command_line(other, files.directory, choice.cell))
+    return Entry(other.name, command, f"{choice.cell}, {choice.origin}")
 
 
 def _progress(part: float = 0.1) -> Progress:

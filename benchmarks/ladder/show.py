@@ -17,6 +17,7 @@ from benchmarks.harness import Spread, markdown
 from benchmarks.ladder.directory import LengthStatistics
 from benchmarks.ladder.measures import Figures, Ladder
 from benchmarks.ladder.workloads import MODES
+from benchmarks.peer.sweep import PEERS
 from oppo.errors import ConfigError
 from oppo.report.charts import COLOURS, Axes, box, picture, placed, rule, text
 
@@ -62,13 +63,15 @@ def head(ladder: Ladder) -> list[Text]:
 def speeds(ladder: Ladder) -> Table:
     measured = {name.partition("/")[2] for name in ladder.ratios}
     against = [name for name in ladder.modes if name in measured]
-    table = Table("mode", "s/step", "min - max", "tokens/s", "samples/s", *(f"x {name}" for name in against))
+    trained = ("trained a step", "tokens/s", "samples/s")
+    table = Table("mode", "s/step", "min - max", *trained, *(f"x {name}" for name in against))
     for name, each in ladder.modes.items():
         step = Spread.of(each.seconds_per_step)
         table.add_row(
             name,
             f"{step.median:.3f}",
             f"{step.low:.3f} - {step.high:.3f}",
+            f"{each.samples_per_step:.0f} x {each.tokens_per_step / each.samples_per_step:.1f} tokens",
             f"{each.tokens_per_second:.0f}",
             f"{each.samples_per_second:.2f}",
             *(str(ladder.ratios.get(f"{name}/{other}", "-")) for other in against),
@@ -143,8 +146,9 @@ Results: TypeAlias = Mapping[str, Any]
 
 RESULTS: Final = CHECKOUT / "benchmarks" / "results" / "intel-xeon-2-cores"
 PICTURE: Final = CHECKOUT / "docs" / "ladder.svg"
-ORDER: Final = ("paper", "train-bound", "rule-reward", "capped")
+ORDER: Final = ("paper", "grpo", "train-bound", "rule-reward", "capped")
 COLUMNS: Final = ("rollout", "chunk", "fixed", "adaptive")
+BESIDE_PEERS: Final = ("chunk", "adaptive")
 
 
 def ladders(directory: Path = RESULTS) -> list[Results]:
@@ -155,7 +159,7 @@ def ladders(directory: Path = RESULTS) -> list[Results]:
 
 
 def table(found: Sequence[Results]) -> str:
-    """Return a Markdown table: the speed of each mode over serial, and of two over TRL."""
+    """Return a Markdown table: the speed of each mode over serial, and of two over TRL's trainer."""
     head = ["workload, layout", "serial, s a step", *COLUMNS, "adaptive / chunk", "hidden (chunk)"]
     rows = []
     for each in found:
@@ -163,6 +167,7 @@ def table(found: Sequence[Results]) -> str:
         name = f"{each['workload']}, {each['layout']}{'' if each['valid'] else ' (INVALID)'}"
         ratios = [ratio(each, f"{mode}/serial") for mode in COLUMNS]
         hidden = each["modes"].get("chunk", {}).get("hidden_fraction")
+        peer = next(filter(PEERS.__contains__, each["modes"]), "")
         rows.append(
             [
                 name,
@@ -170,11 +175,10 @@ def table(found: Sequence[Results]) -> str:
                 *ratios,
                 ratio(each, "adaptive/chunk"),
                 "-" if hidden is None else f"{hidden:.2f}",
-                ratio(each, "chunk/trl"),
-                ratio(each, "adaptive/trl"),
+                *(ratio(each, f"{mode}/{peer}") for mode in BESIDE_PEERS),
             ]
         )
-    return markdown([*head, "chunk / TRL", "adaptive / TRL"], rows)
+    return markdown([*head, *(f"{mode} / TRL" for mode in BESIDE_PEERS)], rows)
 
 
 def ratio(ladder: Results, name: str) -> str:
@@ -185,7 +189,7 @@ def ratio(ladder: Results, name: str) -> str:
 
 TIMES_SERIAL: Final = "times the serial step; whiskers: worst and best round"
 OURS: Final = COLOURS[0]
-PEERS: Final = "#9ca3af"
+OTHERS: Final = "#9ca3af"
 WIDTH, LEFT, RIGHT, TOP, ROW, BOTTOM = 560, 90, 24, 32, 26, 36
 
 
@@ -254,7 +258,7 @@ def draw(heading: str, bars: Bars, right: float) -> str:
         low, width, high = (panel.x(each[k]) for each in (bars.below, bars.widths, bars.above))
         drawn += [
             text(-8, y + 17, name, anchor="end"),
-            box(0, y + 4, width, ROW - 8, OURS if name in MODES else PEERS),
+            box(0, y + 4, width, ROW - 8, OURS if name in MODES else OTHERS),
             rule(low, y + ROW / 2, high, y + ROW / 2, opacity=0.8),
             *(rule(end, y + 8, end, y + ROW - 8, opacity=0.8) for end in (low, high)),
         ]

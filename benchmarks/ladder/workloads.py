@@ -94,7 +94,8 @@ class BenchWorkload:
 
     Attributes:
         batch: rollouts trained in a step.
-        extra: Delta of the overcommitted modes.
+        extra: Delta of the overcommitted modes, in rollouts.
+        samples: responses to each prompt, which GRPO compares; 0: one, and PPO with a critic.
         chunk: tokens of a chunk in the streamed modes.
         reward: a model, or a function of the finished response.
         shares: of the phases in a serial step.
@@ -128,6 +129,12 @@ class BenchWorkload:
     prompts: int = 2048
     prompt_tokens: tuple[int, int] = (12, 24)
     trains_apart: bool = False
+    samples: int = 0
+
+    @property
+    def group(self) -> int:
+        """Rollouts of a prompt, of which a step trains all or none."""
+        return max(1, self.samples)
 
     @property
     def positions(self) -> int:
@@ -181,6 +188,16 @@ BALANCED: Final = replace(
     trains_apart=True,
 )
 
+BY_GROUPS: Final = replace(
+    PAPER,
+    name="grpo",
+    about="paper by GRPO: four responses to each of twelve prompts, and no critic",
+    batch=48,
+    extra=8,
+    samples=4,
+    shares=(),
+)
+
 SHORTER: Final = replace(
     PAPER,
     lengths=Lengths(median=24, sigma=1.35, cap=512),  # of 24 the longest is 6 means
@@ -225,7 +242,7 @@ SMOKE: Final = BenchWorkload(
 )
 
 WORKLOADS: Final = MappingProxyType(
-    {each.name: each for each in (PAPER, TRAIN_BOUND, RULE_REWARD, CAPPED, BALANCED, SMOKE)}
+    {each.name: each for each in (PAPER, BY_GROUPS, TRAIN_BOUND, RULE_REWARD, CAPPED, BALANCED, SMOKE)}
 )
 """By name; ``all`` does not include ``smoke``."""
 
@@ -308,15 +325,15 @@ def _fixed(workload: BenchWorkload) -> ChunkSize:
 
 
 def _synchronous(workload: BenchWorkload) -> Admission:
-    return Synchronous(workload.batch)
+    return Synchronous(workload.batch // workload.group)
 
 
 def _overcommitted(workload: BenchWorkload) -> Admission:
-    return Overcommit(batch=workload.batch, overcommit=workload.extra)
+    return Overcommit(batch=workload.batch // workload.group, overcommit=workload.extra // workload.group)
 
 
 def _adaptive(workload: BenchWorkload) -> Admission:
-    return TailAdaptive(batch=workload.batch)
+    return TailAdaptive(batch=workload.batch // workload.group)
 
 
 SERIAL: Final = Mode("serial", "decode, then score, then train", True, _whole, _synchronous)
@@ -347,14 +364,14 @@ class Request:
     """The options of ``python -m benchmarks`` as they were written.
 
     Attributes:
-        workload: paper, train-bound, rule-reward, balanced, capped, several with commas between them, or all; smoke
-            measures nothing and shows that everything runs.
+        workload: paper, grpo, train-bound, rule-reward, balanced, capped, several with commas between them, or all;
+            smoke measures nothing and shows that everything runs.
         layout: split (each side on a core of its own), shared (all cores for the running side), or all;
             a GPU is always shared.
         modes: serial, rollout, chunk, overcommit, fixed, adaptive, lookahead, lookahead+adaptive, several with commas
             between them, or all.
         against: run every mode as this commit does, too, in the same rounds.
-        peer: compare with another program too: trl (make bench-peer installs it).
+        peer: compare with another program too: trl-grpo, or trl for PPO (make bench-peer installs them).
         steps: PPO steps of each mode in a round.
         rounds: rounds that count, after the warm-up.
         warm_up: PPO steps of each mode before the first round; an adaptive controller needs 8.

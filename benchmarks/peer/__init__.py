@@ -1,1 +1,1 @@
-"""TRL's PPO trainer as a contestant of the ladder, and the settings under which it is fastest."""
+"""TRL's trainers of PPO and GRPO as contestants of the ladder, and the settings under which each is fastest."""

@@ -2,7 +2,7 @@
 
 ::
 
-    actor/ reward/ critic/   models with their tokenizer, as save_pretrained writes them
+    actor/ reward/ critic/   models with their tokenizer, as save_pretrained writes them; GRPO has no critic
     prompts.jsonl            {"tokens": [ids], "length": tokens the actor was trained to answer with, its EOS included}
     spec.json                batch, epochs, learning rates, ...
 
@@ -10,7 +10,8 @@
 written once, loaded  ``{"ready": {...}}``
 read                  ``{"run": n}``
 written               ``{"steps": [{"seconds", "tokens", "announced", "as_announced", "samples", "mean_length",
-                      "capped"}, ...], "peak_rss_mb"}``, and ``"error"`` if the work is not the workload's
+                      "capped"}, ...], "peak_rss_mb"}``, and ``"error"`` if the work is not the workload's; a program
+                      that can tell its phases apart adds ``"decode"``, ``"score"``, ``"exposed"`` and ``"update"``
 end of input          ends the program
 ====================  ==============================================================================================
 """
@@ -21,9 +22,10 @@ import json
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from itertools import cycle, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, TextIO
 
 TOLERANCE: Final = 0.02
@@ -35,11 +37,12 @@ class Spec:
     """The keys of a workload's ``spec.json`` that concern a peer.
 
     Attributes:
-        batch: prompts a step takes.
+        batch: rollouts a step trains.
         epochs: passes over a step's batch.
         minibatches: optimizer steps an epoch.
         max_new_tokens: the cap on a response.
         reward: ``model`` for the one in ``reward/``, ``rule`` for a function.
+        samples: responses to each prompt, which GRPO compares; 0: one, and PPO.
     """
 
     workload: str
@@ -57,6 +60,7 @@ class Spec:
     gamma: float
     lam: float
     reward: str
+    samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +79,9 @@ def read_spec(directory: Path) -> Spec:
     """
     path = directory / "spec.json"
     content = json.loads(path.read_text(encoding="utf-8"))
-    if missing := [name for name in Spec.__dataclass_fields__ if name not in content]:
+    if missing := [key.name for key in fields(Spec) if key.default is MISSING and key.name not in content]:
         raise ValueError(f"{path} has no {', '.join(missing)}: it was made for another version of the ruler")
-    spec = Spec(**{name: content[name] for name in Spec.__dataclass_fields__})
+    spec = Spec(**{key.name: content[key.name] for key in fields(Spec) if key.name in content})
     if content.get("lengths") == "scripted":
         raise ValueError(f"{path} scripts its lengths, and a peer's responses end where its actor ends them")
     if spec.reward not in {"model", "rule"}:
@@ -134,6 +138,9 @@ def _peak_kb(process: Path) -> int:
     return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")), 0)
 
 
+NOTHING: Final[Mapping[str, float]] = MappingProxyType({})
+
+
 class InputEnded(Exception):  # noqa: N818 - it says what happened
     """The requests have ended; raised to leave the peer's training loop."""
 
@@ -187,10 +194,13 @@ class Service:
         """Return the seconds of the step that ends here, and stop the clock."""
         return self._now() - self._started
 
-    def done(self, seconds: float, lengths: Sequence[int], prompts: Sequence[Prompt]) -> None:
+    def done(
+        self, seconds: float, lengths: Sequence[int], prompts: Sequence[Prompt], phases: Mapping[str, float] = NOTHING
+    ) -> None:
         """Record a step, answer after the last one of the request, and start the clock of the next.
 
-        ``seconds`` are from :meth:`lap`; ``lengths`` are the trained tokens of each response to ``prompts``.
+        ``seconds`` are from :meth:`lap`, of the whole and of ``phases``; ``lengths`` are the trained tokens of each
+        response, and ``prompts`` its prompt.
 
         Raises:
             InputEnded: the requests have ended.
@@ -209,6 +219,7 @@ class Service:
                 "samples": len(lengths),
                 "mean_length": tokens / len(lengths),
                 "capped": sum(n >= cap for n in lengths),
+                **phases,
             }
         )
         if len(self._steps) < self._wanted:

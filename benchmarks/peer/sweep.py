@@ -1,11 +1,11 @@
-"""The settings under which the peer is fastest, found and chosen: ``python -m benchmarks.peer.sweep WORKLOAD_DIR...``.
+"""The peers, and the settings under which each is fastest: ``python -m benchmarks.peer.sweep WORKLOAD_DIR...``.
 
-For each number of threads: first the rollout batch, at one pass per optimizer step; then, at the best of those, the
-number of passes. Rollouts do not depend on the passes, nor the update on the rollout batch, so this finds the optimum
-of the whole grid. Every cell is a process of its own and makes the same first steps of the workload, without warm-up: a
-first step costs extra in every cell alike. A comparison against any cell but the peer's best would flatter us.
+For each number of threads it tries numbers of passes and rollout batches, in turn until neither finds a faster cell;
+then, at the best of all cells, the peer's own options, one by one. Every cell is a process of its own and makes the
+same first steps of the workload, without warm-up: a first step costs extra in every cell alike. A comparison against
+any cell but the peer's best would flatter us.
 
-The peer's environment is ``.venv-peer`` of the checkout.
+A peer's environment is ``.venv-NAME`` of the checkout.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Annotated, Final, TypeAlias, cast
 
 from cyclopts import Parameter
@@ -28,24 +29,29 @@ from benchmarks.ladder.contestant import Contestant
 from benchmarks.peer.service import Spec, read_spec
 from oppo.errors import ConfigError
 
-PYTHON: Final = Path(".venv-peer/bin/python")
-PROGRAM: Final = Path("benchmarks/peer/trl_ppo.py")
 SWEEP: Final = Path("benchmarks/peer/sweep.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One setting of the peer.
+    """One setting of a peer.
 
     Attributes:
-        rollout_batch: rows that generate and are scored at a time (TRL's ``local_rollout_forward_batch_size``).
+        rollout_batch: rows that generate and are scored at a time (TRL's ``local_rollout_forward_batch_size`` for PPO,
+            ``generation_batch_size`` for GRPO).
         minibatches: forward and backward passes an epoch; the optimizer steps as often as the workload says.
         threads: intra-op threads.
+        options: the peer's own, which are not its defaults.
     """
 
     rollout_batch: int
     minibatches: int
     threads: int
+    options: tuple[str, ...] = ()
+
+    def rows(self, spec: Spec) -> int:
+        """Return the rows of a pass."""
+        return spec.batch // self.minibatches
 
     def arguments(self) -> list[str]:
         """Return the program's arguments for the cell."""
@@ -53,7 +59,66 @@ class Cell:
             *("--rollout-batch", str(self.rollout_batch)),
             *("--minibatches", str(self.minibatches)),
             *("--threads", str(self.threads)),
+            *self.options,
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A program that trains workloads as the ladder does.
+
+    Attributes:
+        program: within the checkout.
+        by_groups: it compares the responses to a prompt, by GRPO; otherwise it trains by PPO.
+        options: arguments of its own that a sweep tries.
+    """
+
+    name: str
+    program: Path
+    by_groups: bool
+    options: tuple[tuple[str, ...], ...] = ()
+
+    def interpreter(self, checkout: Path = CHECKOUT) -> Path:
+        """Return the Python of the peer's environment.
+
+        Raises:
+            ConfigError: it is missing.
+        """
+        python = checkout / f".venv-{self.name}" / "bin" / "python"
+        if not python.exists():
+            raise ConfigError(
+                f"the peer has no environment at {python.parent}: `make bench-peer PEER={self.name}` makes it"
+            )
+        return python
+
+    def fitted(self, spec: Spec, cells: Sequence[Cell]) -> list[Cell]:
+        """Return the cells that the peer can run: GRPO rolls out whole groups, and a pass divides its rollouts."""
+        if not self.by_groups:
+            return list(cells)
+        whole = [cell for cell in cells if cell.rollout_batch % spec.samples == 0]
+        return [replace(each, minibatches=spec.batch // divisor(each.rollout_batch, each.rows(spec))) for each in whole]
+
+
+PEERS: Final = MappingProxyType(
+    {
+        peer.name: peer
+        for peer in (
+            Peer("trl", Path("benchmarks/peer/trl_ppo.py"), by_groups=False),
+            Peer(
+                "trl-grpo",
+                Path("benchmarks/peer/trl_grpo.py"),
+                by_groups=True,
+                options=(("--attention", "eager"), ("--cache", "static"), ("--generation", "continuous")),
+            ),
+        )
+    }
+)
+"""By name."""
+
+
+def peer_of(spec: Spec) -> Peer:
+    """Return the peer that trains a workload."""
+    return next(peer for peer in PEERS.values() if peer.by_groups == bool(spec.samples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,25 +208,13 @@ def choose(sweep: Sweep, directory: Path, cores: int) -> Choice:
     return Choice(replace(swept.best, threads=min(swept.best.threads, cores)), origin)
 
 
-def command_line(directory: Path, cell: Cell, checkout: Path = CHECKOUT) -> list[str]:
-    """Return the command line that starts the peer on the workload in ``directory``.
+def command_line(peer: Peer, directory: Path, cell: Cell, checkout: Path = CHECKOUT) -> list[str]:
+    """Return the command line that starts a peer on the workload in ``directory``.
 
     Raises:
         ConfigError: its environment is missing.
     """
-    return [str(interpreter(checkout)), str(checkout / PROGRAM), str(directory), *cell.arguments()]
-
-
-def interpreter(checkout: Path = CHECKOUT) -> Path:
-    """Return the Python of the peer's environment.
-
-    Raises:
-        ConfigError: it is missing.
-    """
-    python = checkout / PYTHON
-    if not python.exists():
-        raise ConfigError(f"the peer has no environment at {python}: `make bench-peer` makes it")
-    return python
+    return [str(peer.interpreter(checkout)), str(checkout / peer.program), str(directory), *cell.arguments()]
 
 
 SMALLEST_SHARE: Final = 8
@@ -187,12 +240,17 @@ def halves(whole: int) -> Iterator[int]:
         part *= 2
 
 
+def divisor(whole: int, most: int) -> int:
+    """Return the largest divisor of ``whole`` that is at most ``most``."""
+    return max(part for part in range(1, most + 1) if whole % part == 0)
+
+
 def thread_counts(cores: int) -> list[int]:
     """Return 1, 2, 4, ... and the number of cores."""
     return sorted({2**k for k in range(cores.bit_length())} | {cores})
 
 
-def sweep(spec: Spec, cores: int, measure: Measure) -> tuple[Mapping[str, str], list[CellTimes]]:
+def sweep(peer: Peer, spec: Spec, cores: int, measure: Measure) -> tuple[Mapping[str, str], list[CellTimes]]:
     """Return the peer's versions and every cell tried, in order."""
     cells: list[CellTimes] = []
     versions: Mapping[str, str] = {}
@@ -208,11 +266,18 @@ def sweep(spec: Spec, cores: int, measure: Measure) -> tuple[Mapping[str, str], 
                 cells.append(tried[cell])
         return min(candidates, key=lambda cell: tried[cell].seconds)
 
+    passes = [spec.batch // rows for rows in halves(spec.batch // spec.minibatches)]
+    rollouts = [*halves(spec.batch), *([spec.samples] if peer.by_groups else [])]
+    bests = []
     for threads in thread_counts(cores):
-        whole = Cell(rollout_batch=spec.batch, minibatches=spec.minibatches, threads=threads)
-        best = best_of([replace(whole, rollout_batch=rows) for rows in halves(spec.batch)])
-        passes = [spec.batch // rows for rows in halves(spec.batch // spec.minibatches)]
-        best_of([replace(best, minibatches=each) for each in passes])
+        best, before = Cell(rollout_batch=spec.batch, minibatches=spec.minibatches, threads=threads), None
+        while best != before:
+            before = best
+            best = best_of(peer.fitted(spec, [replace(best, minibatches=each) for each in passes]))
+            best = best_of(peer.fitted(spec, [replace(best, rollout_batch=rows) for rows in rollouts]))
+        bests.append(best)
+    best = best_of(bests)
+    best_of([best, *(replace(best, options=options) for options in peer.options)])
     return versions, cells
 
 
@@ -231,14 +296,15 @@ def run(program: Sequence[str], steps: int) -> Report:
 def swept(directory: Path, steps: int, checkout: Path = CHECKOUT) -> Swept:
     """Return every cell measured for the workload in ``directory``; report each on standard error."""
     spec, cores = read_spec(directory), len(cores_here())
+    peer = peer_of(spec)
 
     def measure(cell: Cell) -> Report:
-        report = run(command_line(directory, cell, checkout), steps)
+        report = run(command_line(peer, directory, cell, checkout), steps)
         seconds = "  ".join(f"{each:.2f}" for each in report.seconds_per_step)
         print(f"{spec.workload}  {cell}: {seconds} s", file=sys.stderr, flush=True)
         return report
 
-    versions, cells = sweep(spec, cores, measure)
+    versions, cells = sweep(peer, spec, cores, measure)
     best = min(cells, key=lambda each: each.seconds).cell
     print(f"{spec.workload}: the fastest is {best}", file=sys.stderr)
     return Swept(fingerprint(directory), processor(), cores, versions, tuple(cells), best)

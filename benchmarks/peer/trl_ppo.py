@@ -1,8 +1,8 @@
 """TRL's PPOTrainer as a contestant: it trains on requests from standard input, and blocks in between.
 
-Runs in the peer's own environment (requirements.txt), never in oppo's::
+Runs in the peer's own environment (requirements-trl.txt), never in oppo's::
 
-    .venv-peer/bin/python benchmarks/peer/trl_ppo.py WORKLOAD_DIR --rollout-batch R --minibatches M --threads T
+    .venv-trl/bin/python benchmarks/peer/trl_ppo.py WORKLOAD_DIR --rollout-batch R --minibatches M --threads T
 
 service.py documents its input and output. A step's seconds are wall-clock seconds of rollout, scores and epochs. TRL is
 unchanged; its settings are explained where they are chosen, and in benchmarks/README.md.
@@ -10,37 +10,26 @@ unchanged; its settings are explained where they are chosen, and in benchmarks/R
 
 from __future__ import annotations
 
-import argparse
-import gc
-import os
-import platform
 import sys
-import tempfile
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 import transformers
-import trl
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
-    Trainer,
     TrainerCallback,
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # of a checkout: nothing is installed in the peer's environment
-from benchmarks.peer.service import InputEnded, Prompt, Service, Spec, batches, read_prompts, read_spec
-
-STEPS_WITHOUT_END = 10**9
-"""TRL requires a number of steps, which the ruler decides while it runs."""
+from benchmarks.peer.program import STEPS_WITHOUT_END, load, main, optimizers, tokenizer_of
+from benchmarks.peer.service import Prompt, Service, Spec, batches, read_prompts
 
 
 class Batches:
@@ -156,30 +145,15 @@ def settings(spec: Spec, rollout_batch: int, minibatches: int, output: str) -> P
     )
 
 
-def optimizers(
-    args: PPOConfig, spec: Spec, actor: PreTrainedModel, critic: nn.Module, service: Service
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """Return TRL's default optimizer, counted, with a learning rate for each model and no decay."""
-    chosen, options = Trainer.get_optimizer_cls_and_kwargs(args, actor)
-    optimizer = chosen(
-        [{"params": actor.parameters()}, {"params": critic.parameters(), "lr": spec.critic_learning_rate}], **options
-    )
-    optimizer.register_step_post_hook(lambda *_: service.updated())
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-
-
-def build(directory: Path, spec: Spec, args: PPOConfig, service: Service) -> PPOTrainer:
+def build(given: Namespace, spec: Spec, output: str, service: Service) -> PPOTrainer:
     """Return a trainer over the workload's checkpoints and prompts."""
-    tokenizer = AutoTokenizer.from_pretrained(directory / "actor", padding_side="left", local_files_only=True)
-    tokenizer.pad_token_id, tokenizer.eos_token_id = spec.pad, spec.eos
-
-    def load(kind: type[AutoModelForCausalLM | AutoModelForSequenceClassification], name: str) -> PreTrainedModel:
-        model: PreTrainedModel = kind.from_pretrained(directory / name, dtype=torch.float32, local_files_only=True)
-        return model
-
-    actor, reference = load(AutoModelForCausalLM, "actor"), load(AutoModelForCausalLM, "actor")
-    critic = load(AutoModelForSequenceClassification, "critic")
-    reward = Rule(spec.eos) if spec.reward == "rule" else load(AutoModelForSequenceClassification, "reward")
+    directory, args = given.workload, settings(spec, given.rollout_batch, given.minibatches, output)
+    tokenizer = tokenizer_of(directory, spec)
+    actor, reference = (load(AutoModelForCausalLM, directory / "actor") for _ in range(2))
+    critic = load(AutoModelForSequenceClassification, directory / "critic")
+    reward: nn.Module = Rule(spec.eos)
+    if spec.reward == "model":
+        reward = load(AutoModelForSequenceClassification, directory / "reward")
     actor.generation_config.pad_token_id = spec.pad
 
     prompts = read_prompts(directory)
@@ -192,7 +166,7 @@ def build(directory: Path, spec: Spec, args: PPOConfig, service: Service) -> PPO
         reward_model=reward,
         value_model=critic,
         train_dataset=[{"input_ids": list(prompt.tokens)} for prompt in prompts],
-        optimizers=optimizers(args, spec, actor, critic, service),
+        optimizers=optimizers(args, service, actor, critic, spec.critic_learning_rate),
         callbacks=[Paced(service, taken, Trained(), spec.pad)],
     )
     trainer.remove_callback(PrinterCallback)
@@ -202,39 +176,5 @@ def build(directory: Path, spec: Spec, args: PPOConfig, service: Service) -> PPO
     return trainer
 
 
-def main() -> None:
-    """Load, answer that it is ready, then serve requests until the input ends."""
-    parser = argparse.ArgumentParser(description="TRL's PPOTrainer as a contestant of the ladder")
-    parser.add_argument("workload", type=Path, help="directory with actor/ reward/ critic/ prompts.jsonl spec.json")
-    parser.add_argument("--rollout-batch", type=int, required=True, help="rows that generate and are scored at a time")
-    parser.add_argument("--minibatches", type=int, required=True, help="forward and backward passes an epoch")
-    parser.add_argument("--threads", type=int, required=True, help="intra-op threads")
-    given = parser.parse_args()
-
-    # From here on standard output goes to standard error; the answers have a file of their own.
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers, tempfile.TemporaryDirectory() as output:
-        os.dup2(2, 1)
-        torch.set_num_threads(given.threads)
-        spec = read_spec(given.workload)
-        transformers.set_seed(spec.seed)
-        service = Service(spec, sys.stdin, answers)
-        trainer = build(given.workload, spec, settings(spec, given.rollout_batch, given.minibatches, output), service)
-        # TRL collects garbage twice a step, and would scan all loaded objects each time.
-        gc.freeze()
-        versions = {module.__name__: module.__version__ for module in (trl, transformers, torch)}
-        service.ready(
-            {
-                "versions": versions | {"python": platform.python_version()},
-                "threads": torch.get_num_threads(),
-                "rollout_batch": given.rollout_batch,
-                "minibatches": given.minibatches,
-            }
-        )
-        try:
-            trainer.train()
-        except InputEnded:
-            return
-
-
 if __name__ == "__main__":
-    main()
+    main("TRL's PPOTrainer as a contestant of the ladder", build, {})

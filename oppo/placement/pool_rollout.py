@@ -1,10 +1,4 @@
-"""A rollout of a pool: all its tokens, and its decode on the member that it lives on, which may be lost.
-
-::
-
-    settle -> begin -> pause -> begin -> pause ...        on one member, a step after the other
-    interrupt -> pause -> salvage -> leave -> settle      that is lost: what has come of it is read, and another goes on
-"""
+"""A rollout of a pool: all its tokens, and its decode on the member that it lives on, which may be lost."""
 
 from __future__ import annotations
 

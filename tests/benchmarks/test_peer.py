@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 
@@ -26,14 +27,18 @@ from benchmarks.peer.service import (
     read_spec,
 )
 from benchmarks.peer.sweep import (
+    PEERS,
     SWEEP,
     Cell,
     CellTimes,
+    Peer,
+    Report,
     Sweep,
     Swept,
     choose,
     command_line,
     fingerprint,
+    sweep,
     swept,
 )
 from oppo.errors import ConfigError, ModelLost
@@ -88,7 +93,7 @@ except InputEnded:
 def workload(directory: Path, **changes: object) -> Path:
     """Return a directory with everything of a workload but its models."""
     directory.mkdir(exist_ok=True)
-    said = {name: getattr(SPEC, name) for name in Spec.__dataclass_fields__}
+    said = {key.name: getattr(SPEC, key.name) for key in fields(Spec) if key.name != "samples"}
     said |= {"measured": 1, "recipe": {"models": {"taught": 9}, "chunk": 32}} | changes
     (directory / "spec.json").write_text(json.dumps(said))
     rows = [json.dumps({"tokens": list(prompt.tokens), "length": prompt.length}) for prompt in PROMPTS]
@@ -96,12 +101,13 @@ def workload(directory: Path, **changes: object) -> Path:
     return directory
 
 
-def checkout(directory: Path, program: str) -> Path:
+def checkout(directory: Path, peer: Peer, program: str) -> Path:
     """Return a checkout whose peer is ``program``, run by this interpreter."""
-    for path in ("benchmarks/peer/trl_ppo.py", ".venv-peer/bin/python"):
-        (directory / path).parent.mkdir(parents=True)
-    (directory / "benchmarks/peer/trl_ppo.py").write_text(program)
-    (directory / ".venv-peer/bin/python").symlink_to(sys.executable)
+    python = directory / f".venv-{peer.name}/bin/python"
+    for path in (directory / peer.program, python):
+        path.parent.mkdir(parents=True)
+    (directory / peer.program).write_text(program)
+    python.symlink_to(sys.executable)
     return directory
 
 
@@ -174,17 +180,38 @@ def test_a_workload_that_the_peer_cannot_run_is_refused(tmp_path: Path, changes:
 
 def test_a_sweep_finds_the_fastest_cell_of_a_program(tmp_path: Path) -> None:
     files = workload(tmp_path / "files")
-    root = checkout(tmp_path / "checkout", STAND_IN)
+    peer = PEERS["trl"]
+    root = checkout(tmp_path / "checkout", peer, STAND_IN)
     found = swept(files, 2, checkout=root)
     assert found.best == Cell(rollout_batch=2, minibatches=4, threads=1)
     assert found.versions == {"stand-in": "1"}
     assert min(each.seconds for each in found.cells) == 4.0
-    (root / "benchmarks/peer/trl_ppo.py").write_text("raise SystemExit('out of memory')")
+    (root / peer.program).write_text("raise SystemExit('out of memory')")
     with pytest.raises(ModelLost, match="out of memory"):
         swept(files, 2, checkout=root)
-    (root / ".venv-peer/bin/python").unlink()
-    with pytest.raises(ConfigError, match="make bench-peer"):
-        command_line(files, found.best, checkout=root)
+    peer.interpreter(root).unlink()
+    with pytest.raises(ConfigError, match="make bench-peer PEER=trl"):
+        command_line(peer, files, found.best, checkout=root)
+
+
+def test_a_sweep_of_grpo_rolls_out_whole_groups_and_tries_options_at_the_best_cell() -> None:
+    spec, peer = replace(SPEC, batch=24, epochs=1, samples=4), PEERS["trl-grpo"]
+
+    def measure(cell: Cell) -> Report:
+        rows = cell.rows(spec)
+        assert cell.rollout_batch % spec.samples == 0 == cell.rollout_batch % rows
+        # Rollouts of twelve, passes of three, two threads and one option are the fastest.
+        seconds = abs(cell.rollout_batch - 12) + abs(rows - 3) + 2 / cell.threads
+        return Report({"stand-in": "1"}, (seconds + (1.0 if cell.options != peer.options[1] else 0.5),))
+
+    versions, cells = sweep(peer, spec, 2, measure)
+    assert versions == {"stand-in": "1"}
+    best = Cell(rollout_batch=12, minibatches=8, threads=2, options=peer.options[1])
+    assert min(cells, key=lambda each: each.seconds).cell == best
+    assert {each.cell.rollout_batch for each in cells} == {24, 12, 4}
+    assert [each.cell for each in cells if each.cell.options] == [replace(best, options=each) for each in peer.options]
+    assert len({each.cell for each in cells}) == len(cells)
+    assert [*best.arguments()][-2:] == list(peer.options[1])
 
 
 def sweep_of(directory: Path) -> Sweep:
@@ -227,14 +254,15 @@ def test_a_workload_is_another_when_the_work_of_a_peer_is(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "options"),
+    ("peer", "asked", "options"),
     [
-        ("--workload capped", "--layout shared --modes serial,chunk --workload capped"),
-        ("--modes=chunk --layout split", "--modes=chunk --layout split"),
+        ("", "", "--peer trl-grpo --workload grpo --layout shared --modes serial,chunk,fixed,adaptive"),
+        ("PEER=trl", "--modes=chunk --layout split", "--peer trl --workload paper --modes=chunk --layout split"),
+        ("PEER=trl", "--workload capped --modes=chunk", "--peer trl --layout shared --workload capped --modes=chunk"),
     ],
 )
-def test_the_command_of_the_makefile_is_told_each_option_once(asked: str, options: str) -> None:
-    dry = ["make", "--dry-run", "--no-print-directory", "bench-peer", f"BENCH={asked}"]
+def test_the_command_of_the_makefile_is_told_each_option_once(peer: str, asked: str, options: str) -> None:
+    dry = ["make", "--dry-run", "--no-print-directory", "bench-peer", *filter(None, [peer]), f"BENCH={asked}"]
     commands = subprocess.run(dry, cwd=CHECKOUT, check=True, capture_output=True, text=True).stdout
     (line,) = [line for line in commands.splitlines() if "-m benchmarks" in line]
-    assert line.split()[1:] == ["-m", "benchmarks", "--peer", "trl", *options.split()]
+    assert line.split()[1:] == ["-m", "benchmarks", *options.split()]

@@ -200,3 +200,6 @@ def test_what_cannot_be_compared_is_refused_by_name(file: Path, tmp_path: Path) 
     older.write_text(json.dumps({"workload": "paper", "layout": "split"}))
     with pytest.raises(DataError, match="records"):
         LadderResult.read(older)
+    older.write_text(json.dumps({"workload": "grpo", "layout": "split", "records": {"serial": []}}))
+    with pytest.raises(DataError, match="GRPO"):
+        LadderResult.read(older)

@@ -68,5 +68,11 @@ def test_a_workload_is_read_back_from_its_directory_and_another_recipe_has_anoth
     assert workload_in(files.directory) == scripted
     assert files_of(scripted, tmp_path).directory == files.directory
     assert files_of(replace(scripted, chunk=9), tmp_path).directory != files.directory
+    grouped = files_of(replace(scripted, samples=2), tmp_path)
+    assert workload_in(grouped.directory).samples == 2
+    assert [json.loads((each.directory / "spec.json").read_text()).get("samples") for each in (files, grouped)] == [
+        None,
+        2,
+    ]
     with pytest.raises(ConfigError, match=str(tmp_path)):
         workload_in(tmp_path)

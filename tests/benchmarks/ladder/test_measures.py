@@ -25,9 +25,11 @@ from benchmarks.ladder.measures import (
     faults,
     per_token,
     ratios,
+    require_equal_work,
     speedup,
 )
 from benchmarks.ladder.workloads import PAPER, RULE_REWARD, TRAIN_BOUND, BenchWorkload, Bound
+from oppo.errors import ProtocolError
 
 STEP = StepRecord(
     seconds=4.0,
@@ -57,6 +59,7 @@ def test_a_serial_step_hides_nothing_and_its_shares_are_those_of_its_phases() ->
     assert serial.shares == pytest.approx({"decode": 0.5, "score": 0.3, "update": 0.2})
     assert serial.busy == pytest.approx({"actor": 0.5, "reward": 0.3, "trainer": 0.2})
     assert (serial.tokens_per_second, serial.samples_per_second) == (25.0, 2.5)
+    assert (serial.tokens_per_step, serial.samples_per_step) == (100.0, 10.0)
     assert (serial.live_rows_per_decode_step, serial.cap_hit_rate) == (2.0, 0.1)
 
 
@@ -110,6 +113,15 @@ def test_a_mode_is_compared_with_serial_with_what_it_adds_to_and_with_peers() ->
             "adaptive/trl": 6.0,
         }
     )
+
+
+@pytest.mark.parametrize("other", [replace(STEP, samples=9), replace(STEP, tokens=97)], ids=["samples", "tokens"])
+def test_contestants_that_train_other_amounts_are_an_error_that_names_them(other: StepRecord) -> None:
+    serial, close = [[STEP], [STEP]], [[STEP], [replace(STEP, tokens=97)]]
+    deferred = [[replace(STEP, tokens=80, deferred=2)], [STEP]]
+    require_equal_work({"serial": serial, "adaptive": deferred, "trl-grpo": close})
+    with pytest.raises(ProtocolError, match=r"serial.*trl-grpo"):
+        require_equal_work({"serial": serial, "adaptive": deferred, "trl-grpo": [[other], [other]]})
 
 
 def test_short_responses_trained_first_earn_no_credit() -> None:

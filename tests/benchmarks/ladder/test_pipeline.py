@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import anyio
 import pytest
@@ -72,6 +73,20 @@ def test_every_mode_trains_full_batches_of_the_announced_lengths(files: Files, m
         prompts = files.prompts()
         wanted = [sum(int(str(next(prompts).columns["length"])) for _ in range(SMOKE.batch)) for _ in records]
         assert [record.tokens for record in records] == wanted == [record.decoded for record in records]
+
+
+@pytest.mark.parametrize("mode", ["serial", "fixed"])
+def test_grpo_trains_whole_groups_without_a_critic(mode: str, tmp_path: Path) -> None:
+    files = files_of(replace(SCRIPTED, name="smoke-groups", samples=2), tmp_path)
+    records, _ = run(files, mode, 2)
+    prompts = files.prompts()
+    wanted = [2 * sum(int(str(next(prompts).columns["length"])) for _ in range(SMOKE.batch // 2)) for _ in records]
+    for record, tokens in zip(records, wanted, strict=True):
+        assert (record.samples, record.as_announced) == (SMOKE.batch, 1.0)
+        assert set(record.busy) == {"actor", "reference", "reward", "critic", "trainer"}
+        assert record.busy["critic"] == 0
+        assert record.deferred == (SMOKE.extra if mode == "fixed" else 0)
+        assert record.tokens == tokens or mode == "fixed"
 
 
 @pytest.mark.parametrize("mode", ["serial", "overcommit"])

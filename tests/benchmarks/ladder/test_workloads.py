@@ -40,7 +40,9 @@ from benchmarks.ladder.workloads import (
         (["--json", "/dev/null/results.json"], "--json"),
         (["--engine", "--json", "/dev/null/results.json"], "--json"),
         (["--decoding", "--plot", "/dev/null/ladder.svg"], "--plot"),
-        (["--peer", "trl"], "bench-peer"),
+        (["--peer", "trl"], "bench-peer PEER=trl"),
+        (["--peer", "trl-grpo"], "'smoke' is trained by PPO"),
+        (["--workload", "grpo", "--peer", "trl"], "'grpo' is trained by GRPO"),
     ],
     ids=" ".join,
 )
