@@ -25,6 +25,7 @@ from anyio.abc import TaskGroup
 
 from oppo.errors import ConfigError, ModelLost, ProtocolError, as_itself, running_loop
 from oppo.events import Prompt, Response
+from oppo.log import logger
 from oppo.models import (
     Capabilities,
     Cut,
@@ -52,6 +53,12 @@ LOADS: Final[tuple[Loads, ...]] = ("refused", "when decoding ends", "between dec
 
 RESCUE: Final = 5.0
 """Seconds in which a lost member should stop to decode, and those in which tokens that it has handed over are read."""
+
+
+_CROWDED: Final = (
+    "the engines of the pool have less room in their KV caches than its rollouts need by their ends, so they will "
+    "preempt some: decode fewer at once (step.overcommit, step.batch), or add engines"
+)
 
 
 async def _rescue(rollouts: Sequence[PooledDecode]) -> None:
@@ -198,8 +205,10 @@ class _PooledDecoding(Round):
                     rooms[member] = self._members.room(member)
             best = max(able, key=lambda member: rooms[member])
             needed = sum(map(self._members.needs, part)) - (len(part) - 1) * len(part[0].prompt.tokens)
-            if len(part) > 1 and best.free is not None and needed > rooms[best]:
-                return [[each] for each in reversed(part)]
+            if best.free is not None and needed > rooms[best]:
+                if len(part) > 1:
+                    return [[each] for each in reversed(part)]
+                logger.once(_CROWDED)
             rooms[best] -= needed
             for rollout in part:
                 rollout.settle(best)

@@ -1,4 +1,10 @@
-"""A rollout of a pool: all its tokens, and its decode on the member that it lives on, which may be lost."""
+"""A rollout of a pool: all its tokens, and its decode on the member that it lives on, which may be lost.
+
+::
+
+    settle -> begin -> pause -> begin -> pause ...        on one member, a step after the other
+    interrupt -> pause -> salvage -> leave -> settle      that is lost: what has come of it is read, and another goes on
+"""
 
 from __future__ import annotations
 

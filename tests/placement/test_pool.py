@@ -163,7 +163,7 @@ async def test_rollouts_go_where_the_engine_says_that_there_is_room() -> None:
     assert homes(engines) == [[0, 2], [], [1, 3]]
 
 
-async def test_the_samples_of_a_prompt_share_a_member_where_they_fit() -> None:
+async def test_the_samples_of_a_prompt_share_a_member_where_they_fit(messages: list[str]) -> None:
     engines = mortals(Fate(), Fate())
     await decoded(PolicyPool(engines), groups(4, samples=3))
     assert homes(engines) == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
@@ -172,6 +172,9 @@ async def test_the_samples_of_a_prompt_share_a_member_where_they_fit() -> None:
     await decoded(pool, list(prompts(1)))  # so long are responses
     await decoded(pool, groups(2, samples=3)[3:])
     assert homes(small) == [[0, 3, 5], [4]]
+    assert not messages
+    await decoded(pool, groups(8, samples=3)[6:])
+    assert ["less room in their KV caches" in message for message in messages] == [True]
 
 
 async def test_a_rollout_stays_on_its_member_over_steps() -> None:
