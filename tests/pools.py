@@ -17,7 +17,7 @@ from oppo.models import Cut, Decoding, Piece, Policy, Weights
 from oppo.placement import PolicyPool
 from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate
-from oppo.testing import FakePolicy, Recorder, prompts, run_virtual
+from oppo.testing import FakePolicy, FaultyPolicy, Recorder, Script, prompts, run_virtual
 from oppo.turns import Environment
 from tests.pipelines import Pipeline
 
@@ -138,12 +138,14 @@ class PooledPipeline(Pipeline):
     Attributes:
         fates: of the members.
         later: of the members that are started again, one after the other; those after them do not die.
+        script: of faults of ``member 0``, ``member 1`` and so on, until they are lost.
         environment: answers turns.
         started: how many members were started again.
     """
 
     fates: Sequence[Fate] = (Fate(), Fate())
     later: Sequence[Fate] = ()
+    script: Script = ()
     environment: Environment | None = None
     engines: list[Mortal] = field(default_factory=list)
     recorder: Recorder = field(default_factory=Recorder)
@@ -153,7 +155,9 @@ class PooledPipeline(Pipeline):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        members = [self.engine(fate) for fate in self.fates]
+        members: list[Policy] = [self.engine(fate) for fate in self.fates]
+        if self.script:
+            members = [FaultyPolicy(f"member {k}", member, self.script) for k, member in enumerate(members)]
         self.pool = PolicyPool(members, start=self.start, timeout=TIMEOUT)
         s, admission = self.setting, self.generate.admission
         self.generate = Generate(self.pool, admission, s.chunks, s.samples, environment=self.environment)

@@ -404,9 +404,10 @@ class PolicyPool:
 
     async def __aenter__(self) -> Self:
         if self._sampling is None:  # one that draws otherwise is opened with the pool that it is of
-            if self._members.tasks is not None:
+            if self._tasks is not None:
                 raise ProtocolError("the pool is open already: it belongs to one run at a time")
-            self._tasks = self._members.tasks = await anyio.create_task_group().__aenter__()
+            self._tasks = await anyio.create_task_group().__aenter__()
+            self._members.open(self._tasks)
         return self
 
     async def __aexit__(
@@ -415,7 +416,7 @@ class PolicyPool:
         """Start nothing any more."""
         tasks, self._tasks = self._tasks, None
         if tasks is not None:
-            self._members.tasks = None
+            self._members.close()
             tasks.cancel_scope.cancel()
             await tasks.__aexit__(None, None, None)
 
@@ -436,7 +437,6 @@ class PolicyPool:
             turns=all(each.turns for each in found),
             varies_sampling=all(each.varies_sampling for each in found),
             reports_progress=all(each.reports_progress for each in found),
-            defers=min((each.defers for each in found), key=RESUMES.index),
         )
 
     @property
@@ -451,8 +451,8 @@ class PolicyPool:
 
     @property
     def sync_metrics(self) -> Mapping[str, float]:
-        """Metrics of the last weight sync, by name, as a member measures them."""
-        found: dict[str, float] = {}
+        """Metrics of the last weight sync, by name: how many members have the weights, and what they measure."""
+        found = {"sync/members": float(len(self.living))}
         for policy in self.living:
             found |= getattr(policy, "sync_metrics", {})
         return found

@@ -118,7 +118,6 @@ class Members:
         given: the newest version that any was given.
         round: of decoding, that is in progress.
         responses, tokens: that have ended, and that they have.
-        tasks: of an open pool, which start lost members again.
     """
 
     def __init__(self, policies: Sequence[Policy], start: Start | None, timeout: float) -> None:
@@ -127,7 +126,7 @@ class Members:
         self.timeout = timeout
         self.round: Round | None = None
         self.responses = self.tokens = 0
-        self.tasks: TaskGroup | None = None
+        self._tasks: TaskGroup | None = None
         self._start = start
         self._starting: set[int] = set()
         self._pauses = dict.fromkeys(range(len(policies)), 0.0)
@@ -135,6 +134,11 @@ class Members:
         self._reading = 0  # loads of members that were started again
         self._first = True
         self._changed = anyio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether lost members are started again."""
+        return self._tasks is not None
 
     @property
     def living(self) -> list[Member]:
@@ -203,7 +207,7 @@ class Members:
         if member.lost:
             return
         member.lost, member.error = True, error
-        starts = self._start is not None and self.tasks is not None
+        starts = self._begin_start(member)
         logger.warning(
             f"{member.name} of the pool is lost: {one_line(error)}; its {len(member.rollouts)} rollouts go on "
             f"elsewhere, and {len(self.living)} of {len(self.all)} members are left"
@@ -211,23 +215,38 @@ class Members:
         )
         if self.round is not None:
             self.round.note_loss(member)
-        if starts and self.tasks is not None:
-            self._starting.add(member.index)
-            self.tasks.start_soon(self._start_again, member, name=f"start {member.name}")
         self.note_change()
 
-    async def _start_again(self, lost: Member) -> None:
-        start, index = cast("Start", self._start), lost.index
-        while True:
+    def open(self, tasks: TaskGroup) -> None:
+        """Start lost members again, in these tasks, until :meth:`close`."""
+        self._tasks = tasks
+        for member in self.all:
+            if member.lost:
+                self._begin_start(member)
+
+    def close(self) -> None:
+        self._tasks = None
+        self._starting.clear()
+
+    def _begin_start(self, lost: Member) -> bool:
+        if self._tasks is None or self._start is None:
+            return False
+        self._starting.add(lost.index)
+        self._tasks.start_soon(self._start_again, lost, self._start, name=f"start {lost.name}")
+        return True
+
+    async def _start_again(self, lost: Member, start: Start) -> None:
+        index = lost.index
+        policy: Policy | None = None
+        while policy is None:
             pause = self._pauses[index]
             self._pauses[index] = min(max(1.0, 2 * pause), self.timeout)
             await anyio.sleep(pause)
             try:
                 policy = await start(index)
                 _alike([*(each.policy for each in self.all if each is not lost), policy], weights=False)
-                break
             except Exception as error:  # noqa: BLE001 - tried again
-                lost.error = error
+                policy, lost.error = None, error
                 logger.once(f"{lost.name} of the pool could not be started again: {one_line(error)}")
         member = self.all[index] = Member(index, policy, serving=False)
         while not member.serving and not member.lost:
@@ -235,12 +254,12 @@ class Members:
                 await self._catch_up(member, self._weights)
             elif self._first and policy.version == self.version:
                 member.serving = True
-            else:
+            else:  # until the next load
                 await self.change()
-        self._starting.discard(index)
         if member.serving:
+            self._starting.discard(index)
             logger.info(f"{member.name} of the pool has been started again, with version {member.version}")
-        self.note_change()
+            self.note_change()
 
     async def _catch_up(self, member: Member, weights: Weights) -> None:
         refused: dict[Member, Exception] = {}

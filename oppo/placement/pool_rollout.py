@@ -200,7 +200,8 @@ class PooledDecode(Resident):
         self._news = anyio.Event()
 
     def interrupt(self) -> None:
-        """Cancel the calls of its member that are in progress: it is lost."""
+        """Cancel the calls of its member that are in progress: it is lost, or the rollout closed."""
+        self.owed = self.reported and not self.ended
         for scope in self._calls:
             scope.cancel()
         self.wake()

@@ -14,6 +14,8 @@ from oppo.errors import ModelLost
 from oppo.events import Chunk, Defer, Prompt
 from oppo.log import routed
 from oppo.simulate.policy import FakeDecode
+from oppo.testing import Fault, Flap, Garbage, Hang, LoseSessions, Raise, Script, Slow
+from oppo.testing.script import FaultKind, Method, Spoilt
 from oppo.turns import Answered, Turn, turns_answered
 from tests.pipelines import Setting, motions, settings
 from tests.pools import Fate, PooledPipeline
@@ -21,7 +23,10 @@ from tests.stages.test_conversations import Tool, some_turns
 
 pytestmark = pytest.mark.schedules
 
-SCHEDULES = max(1, int(os.environ["OPPO_SCHEDULES"]))
+SCHEDULES = max(2, int(os.environ["OPPO_SCHEDULES"]) // 2)
+"""Of the first property, half of those that are asked for; the others share the rest."""
+
+ERRORS = st.sampled_from([ModelLost, RuntimeError, TimeoutError, OSError])
 
 KEPT = Setting((5, 9, 3, 30, 12, 7, 22, 4, 40, 6, 18), batch=6, extra=3, steps=6)
 
@@ -29,7 +34,7 @@ KEPT = Setting((5, 9, 3, 30, 12, 7, 22, 4, 40, 6, 18), batch=6, extra=3, steps=6
 @st.composite
 def fates(draw: st.DrawFn) -> Fate:
     return Fate(
-        at=draw(st.one_of(st.just(float("inf")), st.floats(0, 3).map(lambda at: round(at, 2)))),
+        at=draw(st.one_of(st.just(float("inf")), st.floats(0, 1).map(lambda at: round(at, 2)))),
         how=draw(st.sampled_from(["raises", "falls silent", "hangs"])),
         keeps=draw(st.booleans()),
         loads=tuple(draw(st.lists(st.sampled_from([0.0, 0.0, 0.07, 1.0, 20.0, -1.0]), max_size=4))),
@@ -42,6 +47,12 @@ class Case:
     setting: Setting
     members: tuple[Fate, ...]
     later: tuple[Fate, ...] = ()
+    script: Script = ()
+
+    def play(self, kind: type[PooledPipeline] = PooledPipeline, tool: Tool | None = None) -> PooledPipeline:
+        run = kind(self.setting, fates=self.members, later=self.later, script=self.script, environment=tool)
+        with routed():
+            return run.play()
 
 
 @st.composite
@@ -65,22 +76,52 @@ class Talking(PooledPipeline):
     Case(replace(KEPT, lookahead=1, in_flight=True, update=0.5), (Fate(loads=(1.0, 20.0)), Fate(loads=(0.0, 1.0))))
 )
 def test_members_that_die_cost_time_and_nothing_else(case: Case) -> None:
-    run = PooledPipeline(case.setting, fates=case.members, later=case.later)
-    with routed():
-        run.play()
+    run = case.play()
     check_ending(run)
     check_accounts(run)
     check_numbers(run)
 
 
-@hypothesis_settings(max_examples=max(1, SCHEDULES // 2))
+@hypothesis_settings(max_examples=SCHEDULES // 2)
 @given(cases(settings(prompts=(7, 1_000))))
 @example(Case(KEPT, (Fate(0.13), Fate())))
 @example(Case(KEPT, (Fate(0.13, "falls silent", keeps=False), Fate(0.2))))
 def test_turns_go_on_elsewhere_and_each_is_answered_once(case: Case) -> None:
-    run = Talking(case.setting, fates=case.members, later=case.later, environment=Tool(answer_seconds))
-    with routed():
-        run.play()
+    check_talk(case.play(Talking, Tool(answer_seconds)))
+
+
+@st.composite
+def faults(draw: st.DrawFn, members: int) -> Fault:
+    """What a member may do wrong and its pool can see: not tokens that are garbage, nor reads that never return."""
+    methods: Sequence[Method] = ("open", "decoding", "read", "turn", "aclose", "load")
+    method = draw(st.sampled_from(methods))
+    does: list[st.SearchStrategy[FaultKind]] = [st.builds(Raise, ERRORS), st.builds(Slow, st.sampled_from([0.01, 1.0]))]
+    does.append(st.builds(Flap, st.integers(1, 2), st.integers(0, 2)))
+    if method in {"open", "decoding", "aclose", "load"}:
+        does.append(st.just(Hang()))
+    if method == "decoding":
+        does.append(st.just(LoseSessions()))
+    garbage: dict[Method, Sequence[Spoilt]] = {"open": ["count"], "load": ["version"], "read": ["empty", "version"]}
+    if method in garbage:
+        does.append(st.builds(Garbage, st.sampled_from(garbage[method])))
+    call = draw(st.integers(0, 40 if method in {"read", "turn"} else 6))
+    return Fault(f"member {draw(st.integers(0, members - 1))}", method, draw(st.one_of(does)), call)
+
+
+@st.composite
+def scripted(draw: st.DrawFn) -> Case:
+    case = draw(cases(settings(prompts=(7, 1_000))))
+    return replace(case, script=tuple(draw(st.lists(faults(len(case.members)), min_size=1, max_size=4))))
+
+
+@hypothesis_settings(max_examples=SCHEDULES // 2)
+@given(scripted())
+def test_whatever_a_member_does_wrong_costs_it_its_place_and_nothing_else(case: Case) -> None:
+    check_talk(case.play(Talking, Tool(answer_seconds)))
+
+
+def check_talk(run: PooledPipeline) -> None:
+    """Every response has all of its turns, each of which was answered once."""
     check_ending(run)
     check_accounts(run)
     answered = [item for _, stage, item in run.tap.items if stage == "generate" and isinstance(item, Answered)]

@@ -118,9 +118,7 @@ def test_a_member_given_twice_and_a_timeout_of_nothing_are_refused() -> None:
 
 def test_a_pool_can_do_what_each_of_its_members_can() -> None:
     every = Capabilities(True, "with the same tokens", True, "between decode steps", True, True, True)
-    one = Capabilities(
-        False, "with other tokens", False, "when decoding ends", False, False, False, "with other tokens"
-    )
+    one = Capabilities(False, "with other tokens", False, "when decoding ends", False, False, False)
     assert PolicyPool([FakePolicy(capabilities=every), FakePolicy(capabilities=every)]).capabilities == every
     assert PolicyPool([FakePolicy(capabilities=every), FakePolicy(capabilities=one)]).capabilities == one
     resumes: Sequence[Resumes] = ("refused", "with other tokens", "with the same tokens")
@@ -515,12 +513,41 @@ async def test_another_model_in_place_of_the_lost_one_is_not_taken(messages: lis
     assert any("could not be started again" in message and "vocabularies" in message for message in messages)
 
 
+async def test_a_pool_that_is_opened_again_starts_what_was_lost_meanwhile() -> None:
+    async def start(index: int) -> Policy:
+        return mortals(Fate())[0]
+
+    pool = PolicyPool(mortals(Fate(0.1), Fate()), start=start)
+    await pool.load(Weights(1))
+    await decoded(pool, list(prompts(2)))
+    await anyio.sleep(5)
+    assert len(pool.living) == 1
+    for _ in range(2):
+        async with pool:
+            await anyio.sleep(1)
+    assert len(pool.living) == 2
+    assert pool.sync_metrics == {"sync/members": 2.0}
+
+
+async def test_a_start_whose_engine_takes_no_weights_is_tried_again() -> None:
+    lives = iter([Fate(loads=(-1.0,)), Fate(loads=(-1.0,)), Fate()])
+
+    async def start(index: int) -> Policy:
+        return mortals(next(lives))[0]
+
+    async with PolicyPool(mortals(Fate(0.1)), start=start) as pool:
+        await pool.load(Weights(1))
+        found = await decoded(pool, list(prompts(1)))
+    assert len(tokens_of(found[0])) == 20
+    assert 3 <= anyio.current_time() < 4
+
+
 async def test_generate_opens_the_pool_for_a_run() -> None:
     pool = PolicyPool([FakePolicy(), FakePolicy()])
     generate = Generate(pool, Overcommit(2, 0), WholeRollout())
     async with generate:
-        assert pool._members.tasks is not None
-    assert pool._members.tasks is None
+        assert pool._members.is_open
+    assert not pool._members.is_open
 
 
 # Others.
@@ -609,7 +636,7 @@ async def test_a_pool_is_open_once_with_all_that_draw_from_it() -> None:
     async with pool:
         async with pool.with_sampling(Sampling(temperature=0)):
             pass
-        assert pool._members.tasks is not None, "an evaluation within a run closes nothing"
+        assert pool._members.is_open, "an evaluation within a run closes nothing"
         with pytest.raises(ProtocolError, match="open already"):
             async with pool:
                 pass
