@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -111,13 +112,11 @@ class _Session:
     def wake(self) -> None:
         self._news.set()
 
-    async def news(self, within: float | None = None) -> bool:
-        """Wait for a change; return whether one came in time."""
+    async def news(self, until: float = math.inf) -> None:
+        """Wait for a change, or until a time of the loop."""
         self._news = anyio.Event()
-        with anyio.move_on_after(within):
+        with anyio.CancelScope(deadline=until):
             await self._news.wait()
-            return True
-        return False
 
 
 class _PooledDecoding(Round):
@@ -285,9 +284,9 @@ class _PooledDecoding(Round):
         self, session: _Session, inside: list[PooledDecode], decoding: Decoding, scope: anyio.CancelScope
     ) -> None:
         # Until the round stops this member, or it must begin again with rollouts that cannot join.
-        policy = session.member.drawing(self._sampling)
-        can, timeout, progress = policy.capabilities, self._members.timeout, -1
-        scope.deadline = float("inf")
+        policy, timeout = session.member.drawing(self._sampling), self._members.timeout
+        can, progress, due_at = policy.capabilities, -1, anyio.current_time() + timeout
+        scope.deadline = math.inf
         for rollout in inside:
             rollout.begin()
         while not (self.left or session.member.lost or self.failure is not None):
@@ -300,12 +299,15 @@ class _PooledDecoding(Round):
             if joining:
                 scope.deadline = anyio.current_time() + timeout
                 await decoding.add(await self._seats(policy, joining))
-                scope.deadline = float("inf")
+                scope.deadline = math.inf
                 inside += joining
                 for rollout in joining:
                     rollout.begin()
-            elif not await session.news(timeout if can.reports_progress else None):
+                continue
+            await session.news(due_at if can.reports_progress else math.inf)
+            if can.reports_progress and anyio.current_time() >= due_at:
                 before, progress = progress, cast("ReportsProgress", session.member.policy).progress
+                due_at += timeout
                 if before == progress and any(each.works for each in session.rollouts):
                     self._members.lose(session.member, TimeoutError(f"it made no progress for {timeout:g} s"))
 

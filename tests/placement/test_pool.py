@@ -408,6 +408,22 @@ async def test_a_member_that_does_not_begin_holds_nobody_up(fault: Fault) -> Non
         assert 5 <= anyio.current_time() < 6
 
 
+async def test_a_member_that_hangs_is_noticed_however_busy_the_others_are() -> None:
+    can = replace(IN_FLIGHT, reports_progress=True)
+    engines = [
+        Mortal(lambda prompt: 50 * prompt.rollout + 50, capabilities=can, fate=fate)
+        for fate in (Fate(0.1, "hangs"), Fate())
+    ]
+    pool = PolicyPool(engines, timeout=5.0)
+    decodes = await pool.open(list(prompts(60)))
+    async with pool.decoding(decodes, never):
+        for decode in decodes[1::2]:  # one ends each second
+            await read_all(decode)
+            if anyio.current_time() > 10:
+                break
+        assert pool.living == (engines[1],)
+
+
 async def test_half_written_rollouts_that_no_member_can_go_on_with_end_the_run() -> None:
     can = replace(IN_FLIGHT, resumes="refused")
     pool = PolicyPool([*mortals(Fate(0.05)), *mortals(Fate(), can=can)])
