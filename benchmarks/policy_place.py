@@ -2,7 +2,9 @@
 
 ``python -m benchmarks.policy_place [--ray]``: a small model of random weights decodes the same rows in all places, in
 turn, with one core each: alone, and beside a Python thread that is always busy. Then each place makes callbacks only.
-Prints medians over the rounds.
+At last a thread decodes beside a reference in a thread and in a process; both models have many layers that hardly
+compute, so that their passes cost what Python does, as on a GPU that is faster than its kernels are started. Prints
+medians over the rounds.
 """
 
 from __future__ import annotations
@@ -23,16 +25,18 @@ from cyclopts import Parameter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Spread, command, turns
-from oppo.events import Prompt
+from oppo.events import Chunk, Prompt
 from oppo.hf.devices import use_cores
 from oppo.hf.recipe import ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import ReferenceLogprobs
 from oppo.models import Sampling
 from oppo.observe import now
 from oppo.placement import Callback, Place, Process, Thread
 
 PROGRAM: Final = "benchmarks.policy_place"
 ROWS, TOKENS, ROUNDS, QUESTIONS = 8, 120, 9, 2000
+LAYERS, CHUNK = 28, 24
 
 
 def never(finished: Sequence[int]) -> bool:
@@ -51,10 +55,10 @@ class Questioner:
         return (now() - start) / count
 
 
-def saved(folder: str) -> ModelRecipe:
-    """Return a model of two layers, whose decode steps cost little more than Python."""
+def saved(folder: str, layers: int = 2) -> ModelRecipe:
+    """Return a model whose decode steps cost little more than Python."""
     config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return ModelRecipe(path=folder, device="cpu")
@@ -107,6 +111,43 @@ async def measure(places: Sequence[Place], model: ModelRecipe) -> None:
         print(f"question and answer: {place.name} {1e6 * statistics.median(costs):.1f} us")
 
 
+async def reading(reference: ReferenceLogprobs, over: anyio.Event, passes: list[int]) -> None:
+    """Let a reference read rollouts in chunks, one after another, until ``over``."""
+    while not over.is_set():
+        events: list[Prompt | Chunk] = [Prompt(n, n, np.arange(1, 9, dtype=np.int32)) for n in range(ROWS)]
+        await reference.extend(events)
+        for start in range(0, TOKENS, CHUNK):
+            tokens = np.ones(CHUNK, np.int32)
+            chunks = [Chunk(n, start, tokens, tokens.astype(np.float32), tokens) for n in range(ROWS)]
+            await reference.extend(chunks)
+            passes.append(1)
+        await reference.forget(range(ROWS))
+
+
+async def measure_scorers(acting: Place, scoring: Sequence[Place], model: ModelRecipe) -> None:
+    sampling = Sampling(max_new_tokens=TOKENS)
+    policy = HfPolicy(model, sampling=sampling, place=acting)
+    references = [ReferenceLogprobs(model, sampling=sampling, place=place) for place in scoring]
+    alone, rates = list[float](), [list[tuple[float, float]]() for _ in scoring]
+    for number, at in turns(range(len(scoring) + 1), ROUNDS):
+        if at == len(scoring):
+            alone += [1 / await step_seconds(policy)][: bool(number)]
+            continue
+        over, passes, start = anyio.Event(), list[int](), now()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(reading, references[at], over, passes)
+            took = await step_seconds(policy)
+            rates[at] += [(1 / took, len(passes) / (now() - start))][: bool(number)]
+            over.set()
+    print(f"deep policy alone: {statistics.median(alone):.0f} decode steps/s")
+    for place, found in zip(scoring, rates, strict=True):
+        steps, passes_ = (list(each) for each in zip(*found, strict=True))
+        print(
+            f"deep policy beside a reference in a {place.name}: {statistics.median(steps):.0f} decode steps/s, "
+            f"{Spread.of_ratios(steps, alone)} of those alone; {statistics.median(passes_):.0f} passes/s of the other"
+        )
+
+
 def compare(*, ray: Annotated[bool, Parameter(negative=())] = False) -> None:
     """Print what decoding costs in a thread and in a process.
 
@@ -127,6 +168,9 @@ def compare(*, ray: Annotated[bool, Parameter(negative=())] = False) -> None:
             places.append(stack.enter_context(RayPlace("actor", cluster, setup=one, strategy=other, restarts=0)))
         model = saved(stack.enter_context(tempfile.TemporaryDirectory()))
         anyio.run(measure, places, model)
+        scoring = [stack.enter_context(kind(kind.__name__.lower(), setup=one)) for kind in (Thread, Process)]
+        deep = saved(stack.enter_context(tempfile.TemporaryDirectory()), LAYERS)
+        anyio.run(measure_scorers, places[0], scoring, deep)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -47,7 +47,7 @@ from oppo.hf.serve.scorers import (
     ValueWorker,
 )
 from oppo.hf.train.actor_critic import ActorCritic
-from oppo.hf.train.packing import MICRO_BATCH_TOKENS, pack, units
+from oppo.hf.train.packing import CPU_TOKENS, pack, units
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.losses import Loss, Whole
 from oppo.models import Sampling
@@ -448,7 +448,7 @@ def of_trainer(
 def _training(
     make: Callable[[], ActorCritic], load: Load, sampling: Sampling, settings: TrainerSettings, loss: Loss
 ) -> Bytes:
-    budget = settings.micro_batch_tokens or MICRO_BATCH_TOKENS
+    budget = settings.micro_batch_tokens or CPU_TOKENS
     rows = min(load.rollouts, max(1, budget // (load.sequence - 1)))
     models = _bare(make)
     models.prepare()  # here, where there is nothing to compare

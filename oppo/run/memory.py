@@ -36,7 +36,7 @@ from oppo.hf.memory import (
 from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind, RewardKind, located, reward_kind
 from oppo.hf.serve.policy import PREFILL_TOKENS
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
-from oppo.hf.train.packing import MICRO_BATCH_TOKENS
+from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
 from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
 from oppo.run.loading import critic_source
@@ -239,14 +239,14 @@ def with_micro_batches(settings: Settings, devices: Devices, load: Load, assumed
     def with_tokens(count: int) -> Settings:
         return settings.model_copy(update={"trainer": replace(settings.trainer, micro_batch_tokens=count)})
 
-    fewest = with_tokens(MICRO_BATCH_TOKENS)
     if devices.trainer[0].type == "cpu":
-        return fewest
+        return with_tokens(CPU_TOKENS)
+    fewest = with_tokens(GPU_TOKENS // 4)
     needs = expected(fewest, devices, load, assumed)
     for times in (8, 4, 2):
         larger = [each.with_activations(times) if each.model.startswith("trainer") else each for each in needs]
         if not crowded(larger, assumed, spread=settings.placement.spread):
-            return with_tokens(times * MICRO_BATCH_TOKENS)
+            return with_tokens(times * GPU_TOKENS // 4)
     return fewest
 
 

@@ -200,7 +200,7 @@ def test_a_micro_batch_has_as_many_tokens_as_the_memory_of_its_device_holds(fold
     roomy = Hardware.assumed("1xH100-80GB")
     assert micro_batch(folder, [], roomy) == 32768
     assert micro_batch(folder, ["trainer.micro_batch_tokens=512"], roomy) == 512
-    assert micro_batch(folder, ["models.device=cpu"], roomy) == 4096
+    assert micro_batch(folder, ["models.device=cpu"], roomy) == 2048
     settings = load(folder / "config.toml", ["trainer.micro_batch_tokens=4096"])
     needs = expected(settings, devices_of(settings, roomy), load_of(settings, 64), roomy)
     least = sum(each.bytes.total for each in needs)
