@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oppo.hf.kv.reader import IncrementalPrefill, ReadState
+from oppo.hf.kv.prefill import IncrementalPrefill, ReadState
 
 AT = {"extend": 7, "finish": 2}
 """At which call of its kind, in one process, it dies."""

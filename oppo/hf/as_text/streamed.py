@@ -22,7 +22,7 @@ from oppo.errors import ModelError, ModelLost
 from oppo.events import Chunk, Drop, Finish, FloatArray, Prompt, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import longest, vocabulary
-from oppo.hf.kv.reader import IncrementalPrefill, TokenSpan
+from oppo.hf.kv.prefill import IncrementalPrefill, TokenSpan
 from oppo.hf.recipe import worker_maker
 from oppo.hf.serve.scorers import ScorerInput, read_back, score_reader
 from oppo.hf.tokenizer import HfTokenizer, Rendered

@@ -20,7 +20,7 @@ from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import FAILURES, longest
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
-from oppo.hf.kv.reader import TOKENS_PER_PASS
+from oppo.hf.kv.prefill import TOKENS_PER_PASS
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.placement import Hosting, Make

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from oppo.errors import ModelRefused
+from oppo.hf.head import AGREEMENT
+from oppo.hf.introspection import FAILURES, backbone, takes
 from oppo.hf.kv.length_bucketing import cheapest_groups
 
 AttentionKind: TypeAlias = Literal["segmented", "padded", "eager"]
@@ -237,6 +239,9 @@ LAUNCHED_SEGMENT_BYTES = 128 * 2**20
 In practice the rows of a decode step are one segment there.
 """
 
+PACKED_TRIAL: Final = (3, 5)
+"""Lengths of the rows, in tokens, on which a model shows that it can read packed rows."""
+
 UNUSUAL = ("position_bias", "softcap")
 """Arguments that some models give attention besides a mask and a scale."""
 
@@ -338,6 +343,27 @@ def packed_mask(model: PreTrainedModel) -> Tensor | dict[str, Tensor]:
     """Return a mask that transformers passes on as it is, and attention does not read."""
     mask, kinds = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device), layer_kinds(model.config)
     return mask if len(kinds) == 1 else dict.fromkeys(kinds, mask)
+
+
+@torch.no_grad()
+def reads_packed(model: PreTrainedModel) -> bool:
+    """Return whether a model reads packed rows as it reads each alone; it is tried on two short ones."""
+    if not (takes(backbone(model), "position_ids") and attend_in_segments(model) and packs(model, PACKED_TRIAL[-1])):
+        return False
+    if model.device.type == "meta":  # without weights there is nothing to compare
+        return True
+    trunk, device = backbone(model), model.device
+    ids = torch.arange(2, 2 + sum(PACKED_TRIAL), device=device)[None]
+    positions = torch.cat([torch.arange(length, device=device) for length in PACKED_TRIAL])[None]
+    try:
+        alone = [trunk(each, use_cache=False).last_hidden_state for each in ids.split(PACKED_TRIAL, dim=1)]
+        with rows_apart(Packed(PACKED_TRIAL)):
+            read = trunk(ids, attention_mask=packed_mask(trunk), position_ids=positions, use_cache=False)
+        apart = (read.last_hidden_state - torch.cat(alone, dim=1)).float().abs().max()
+    except FAILURES:
+        return False
+    largest = max(float(each.float().abs().max()) for each in alone)
+    return float(apart) <= max(AGREEMENT, 8 * torch.finfo(model.dtype).eps) * largest
 
 
 _packed: ContextVar[Packed | None] = ContextVar("packed", default=None)

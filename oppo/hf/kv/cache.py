@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from oppo.hf.kv.attention import Segments
+from oppo.hf.kv.attention import Segments, packed_rows
 
 ALIGNMENT = 8
 """Columns are a multiple of this: a slot then is a multiple of 64 bytes even with four two-byte numbers per column."""
@@ -179,6 +179,11 @@ class Slab(Slots):
 
     def store(self, layer: int, region: KVRegion, *news: Tensor, of: str = "attention") -> tuple[Tensor, ...]:
         """Write new keys and values, or an indexer's keys, [n, heads, q, size]; return those of all tokens."""
+        stores = self.write(layer, region, *news, of=of)
+        return tuple(store[region.slots, :, : region.end] for store in stores)
+
+    def write(self, layer: int, region: KVRegion, *news: Tensor, of: str = "attention") -> tuple[Tensor, ...]:
+        """Write new keys and values, [n, heads, q, size] or, of packed rows, [1, heads, tokens, size]."""
         stores = self._layers.get((layer, of))
         if stores is None:
             stores = self._layers[layer, of] = tuple(map(self._empty, news))
@@ -188,7 +193,7 @@ class Slab(Slots):
                 flat = flat.flatten(0, 1)[region.unpadded]
             size = new.shape[-1]
             store.view(-1, size).index_copy_(0, region.indices(new.shape[1], self.columns), flat.reshape(-1, size))
-        return tuple(store[region.slots, :, : region.end] for store in stores)
+        return stores
 
     def reserve(self, count: int, columns: int) -> None:
         """Make room for ``count`` more rows and for sequences of ``columns`` tokens, with one copy."""
@@ -360,6 +365,12 @@ class SlabLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write the new keys and values; return those the queries attend to, masked columns included."""
         del args, kwargs
+        if packed_rows() is not None:  # their first tokens: there are no earlier ones to attend to
+            sizes = [len(region.to_slots) for _, region in self.views]
+            parts = (each.split_with_sizes(sizes, dim=2) for each in (key_states, value_states))
+            for (slab, region), *news in zip(self.views, *parts, strict=True):
+                slab.write(self._number, region, *news)
+            return key_states, value_states
         if len(self.views) == 1:
             slab, region = self.views[0]
             keys, values = slab.store(self._number, region, key_states, value_states)

@@ -9,22 +9,14 @@
 A model that cannot attend in segments (:mod:`oppo.hf.kv.attention`) reads each length class in a pass of its own, and
 steps rows as one rectangle. Chunks are padded on the left: the last token of every row is in the last column, and a
 causal LM computes logits there only. The keys and values of padding are never stored.
-
-:class:`IncrementalPrefill` makes such calls from the events of growing rollouts::
-
-    Prompt | Chunk | ToolTokens  ->  ReadState.unread  ->  spans, batched  ->  keep(span, outputs)
-
-Tokens are read on arrival, in ragged batches; by a model that cannot continue a sequence (:class:`WholeRows`), when the
-rollout has ended. With ``deterministic`` each rollout is read alone, in blocks on an
-absolute grid of its sequence: neither the arrival pattern nor other rollouts can change a bit of the outputs.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -35,18 +27,25 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import Chunk, Prompt, Support, ToolTokens
 from oppo.hf.head import widen_head
 from oppo.hf.introspection import cache_argument, keeps_logits, longest, only_whole, require_pieces, takes
-from oppo.hf.kv.attention import Masks, attend_in_segments, expand_in_segments, overhead_of, segmented
+from oppo.hf.kv.attention import (
+    Masks,
+    Packed,
+    attend_in_segments,
+    expand_in_segments,
+    overhead_of,
+    packed_mask,
+    packed_rows,
+    packs,
+    reads_packed,
+    rows_apart,
+    segmented,
+)
 from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Slab, as_slice, sent
-from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
+from oppo.hf.kv.length_bucketing import cheapest_groups, filled, overhead_on, packed_row_on
 from oppo.hf.kv.states import Gates, RowCache, StateSlots
 from oppo.hf.routers import RouteRecords
-from oppo.scorers import RolloutSession, RolloutSessions
-
-EXACT_BLOCK = 32
-"""In deterministic mode rows are read alone, in blocks from multiples of this: bits then depend on that row only."""
 
 SHORTEST_CLASS = 64
 """Length of the first length class, in tokens; each next class is twice as long."""
@@ -115,6 +114,7 @@ class Incremental:
         self._gates = Gates(model)
         self._pads: bool | None = None if self._states is not None else True
         self.routes: RouteRecords | None = None
+        self._reads_packed: bool | None = None
 
     @property
     def device(self) -> torch.device:
@@ -162,6 +162,8 @@ class Incremental:
         if self._states is not None:
             self._states.admit(rows)
         alone = [{slab: members} for slab, members in by_slab.items()]
+        if rows and self._packs(rows, sizes):
+            return self._read_packed(by_slab, pieces, wanted)
         passes = [by_slab] if by_slab and self._segmented else alone
         if not self._pads:
             passes = _of_equal_sizes(passes, dict(zip(rows, sizes, strict=True)))
@@ -324,6 +326,66 @@ class Incremental:
                 )
         return lengths
 
+    def groups(self, rows: Sequence[int], lengths: Sequence[int], budget: float = math.inf) -> list[list[int]]:
+        """Return the indices of ``rows``, which so many tokens are to extend, in groups for :meth:`extend`.
+
+        Rows without a token so far are packed where the model reads packed rows, if that costs less. A group has at
+        most ``budget`` tokens, padding included, or one row.
+        """
+        overhead, new = overhead_on(self.device), [at for at, row in enumerate(rows) if not self.length(row)]
+
+        def padded(chosen: Iterable[int]) -> list[list[int]]:
+            return cheapest_groups(lengths, chosen, overhead=overhead, budget=budget)
+
+        def cost(groups: Sequence[Sequence[int]]) -> int:
+            return sum(overhead + self._cost([lengths[at] for at in group]) for group in groups)
+
+        packed = [[new[at] for at in group] for group in filled([lengths[at] for at in new], budget)]
+        if len(set(lengths)) < 2 or not self._can_pack(max(lengths)) or cost(packed) >= cost(padded(new)):
+            return padded(range(len(rows)))
+        return [*packed, *padded({*range(len(rows))}.difference(new))]
+
+    def _cost(self, sizes: Sequence[int]) -> int:
+        return min(self._cost_packed(sizes), len(sizes) * max(sizes))
+
+    def _cost_packed(self, sizes: Sequence[int]) -> int:
+        return sum(sizes) + packed_row_on(self.device) * len(sizes)
+
+    def _packs(self, rows: Sequence[int], sizes: Sequence[int]) -> bool:
+        return (
+            not any(map(self.length, rows))
+            and self._cost_packed(sizes) < len(sizes) * max(sizes)
+            and self._can_pack(max(sizes))
+        )
+
+    def _can_pack(self, longest_: int) -> bool:
+        if self._reads_packed is None:
+            self._reads_packed = self._states is None and reads_packed(self._model)
+        return self._reads_packed and self.routes is None and packs(self._model, longest_)
+
+    def _read_packed(
+        self, by_slab: Mapping[Slab, Sequence[int]], pieces: Mapping[int, Tensor], wanted: Mapping[int, int]
+    ) -> list[Tensor]:
+        members = [row for rows in by_slab.values() for row in rows]
+        sizes = np.array([len(pieces[row]) for row in members])
+        kept = [np.arange(end - wanted[row], end) for row, end in zip(members, sizes.cumsum(), strict=True)]
+        arrays = list[NDArray[np.int64]]()
+        for slab, rows in by_slab.items():
+            counts = [len(pieces[row]) for row in rows]
+            arrays += [np.repeat([*map(slab.slot, rows)], counts), np.concatenate([*map(np.arange, counts)])]
+        ids = torch.cat([pieces[row].cpu() for row in members])
+        ids, keep, *places = sent(self.device, ids, np.concatenate(kept), *arrays)
+        views = [
+            KVView(slab, KVRegion(slice(0, len(rows)), max(len(pieces[row]) for row in rows), slots, columns, None))
+            for (slab, rows), slots, columns in zip(by_slab.items(), places[::2], places[1::2], strict=True)
+        ]
+        with rows_apart(Packed(sizes.tolist())):
+            outputs = self._forward(views, members, ids[None], torch.cat(places[1::2])[None], keep=keep)[0]
+        for row in members:
+            self._lengths[row] = len(pieces[row])
+        found = dict(zip(members, outputs.split_with_sizes([wanted[row] for row in members]), strict=True))
+        return [found[row] for row in pieces]
+
     def _read(self, by_slab: Mapping[Slab, Sequence[int]], ragged: Sequence[Tensor], *, keep: int) -> Tensor:
         ids = pad_sequence([piece.cpu() for piece in ragged], batch_first=True, padding_side="left")
         sizes = np.array([len(piece) for piece in ragged])
@@ -396,7 +458,7 @@ class Incremental:
         ids: Tensor,
         positions: Tensor,
         *,
-        keep: int,
+        keep: int | Tensor,
         pads: NDArray[np.int64] | None = None,
     ) -> Tensor:
         options: dict[str, object] = {self._cache_argument: self._cache}
@@ -411,14 +473,22 @@ class Incremental:
             with self._cache.reading(views, rows, padding), self._gates.neutral(real), recorded:
                 output = self._model(
                     input_ids=ids,
-                    attention_mask=self._masks(positions, max(region.end for _, region in views)),
+                    attention_mask=self._mask(views, positions),
                     position_ids=positions,
                     use_cache=True,
                     **options,
                 )
             outputs: Tensor = output.logits if "logits" in output else output.last_hidden_state
-            outputs = outputs[:, -keep:]
+            if isinstance(keep, int):
+                outputs = outputs[:, -keep:]
+            elif not self._keeps_logits:
+                outputs = outputs[:, keep]
             return outputs if self._head is None else self._head(outputs)
+
+    def _mask(self, views: Sequence[KVView], positions: Tensor) -> Tensor | Mapping[str, Tensor | None] | None:
+        if packed_rows() is not None:
+            return packed_mask(self._model)
+        return self._masks(positions, max(region.end for _, region in views))
 
 
 def _of_equal_sizes(
@@ -482,6 +552,10 @@ class WholeRows:
             out[size - count - first : size - first] for out, size, count in zip(outputs, sizes, wanted, strict=True)
         ]
 
+    def groups(self, rows: Sequence[int], lengths: Sequence[int], budget: float = math.inf) -> list[list[int]]:
+        """Return the indices of ``rows`` in groups for :meth:`extend`, see :meth:`Incremental.groups`."""
+        return cheapest_groups(lengths, range(len(rows)), overhead=overhead_on(self.device), budget=budget)
+
     def rewind(self, row: int, length: int) -> int:
         """Return 0: no token of a row is kept."""
         del row, length
@@ -501,179 +575,3 @@ Reader: TypeAlias = Incremental | WholeRows
 def reader_of(model: PreTrainedModel, *, head: Callable[[Tensor], Tensor] | None = None) -> Reader:
     """Return what reads with ``model``: in pieces or, where the probe found that it cannot, whole sequences."""
     return WholeRows(model, head=head) if only_whole(model) else Incremental(model, head=head)
-
-
-TOKENS_PER_PASS = 4096
-"""Tokens of a forward pass, padding included: bounds the memory of activations and logits."""
-
-
-@dataclass(slots=True, eq=False)
-class ReadState(RolloutSession):
-    """One rollout while it grows.
-
-    Attributes:
-        read: tokens that the model has read.
-        unread: int64 [received - read].
-        support: of the unread tokens, if outputs predict tokens: the ids that each was sampled from.
-        kept: what the scorer kept of each span.
-        steps: which of the tokens that were kept end a step, bool [n] on the CPU, for scorers of steps.
-        tail: [1, D], the output at the last position read, for scorers that need it with the next token.
-    """
-
-    read: int = 0
-    unread: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    support: Support = field(default_factory=Support)
-    kept: list[Tensor] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
-    tail: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenSpan:
-    """Tokens ``start .. end`` of one rollout's sequence, int64 on the CPU, and their support."""
-
-    state: ReadState
-    start: int
-    tokens: Tensor
-    support: Support
-
-    @property
-    def end(self) -> int:
-        """The position after the last token."""
-        return self.start + len(self.tokens)
-
-    @property
-    def in_prompt(self) -> bool:
-        """Whether it holds no token of the response."""
-        return self.end <= self.state.prompt
-
-    @property
-    def predictive(self) -> int:
-        """Number of last positions that predict response tokens; at least 1, since the last may predict the next."""
-        return max(1, self.end - max(self.state.prompt - 1, self.start))
-
-
-class IncrementalPrefill:
-    """Reads rollouts with one model and hands the outputs to a scorer.
-
-    Args:
-        reader: of the model; of :class:`WholeRows` each rollout is read when it is finished, in one span.
-        name: of the model, for errors.
-        vocabulary: upper bound of token ids.
-        keep: called with the spans of a pass and the outputs of each, [k, D] at its last k positions: all of them, or,
-            with ``predictive``, those that predict the response.
-        deterministic: read each rollout alone, on the grid.
-        predictive: outputs are asked for where they predict the response only; supports of tokens are kept.
-    """
-
-    def __init__(
-        self,
-        reader: Reader,
-        *,
-        name: str,
-        vocabulary: int,
-        keep: Callable[[Sequence[TokenSpan], Sequence[Tensor]], None],
-        deterministic: bool,
-        predictive: bool = False,
-    ) -> None:
-        self._reader = reader
-        self._whole = isinstance(reader, WholeRows)
-        self._keep = keep
-        self._deterministic = deterministic
-        self._predictive = predictive
-        self._states = RolloutSessions(
-            name,
-            lambda prompt: ReadState(prompt.rollout, len(prompt.tokens)),
-            vocabulary=vocabulary,
-            longest=reader.max_length,
-        )
-
-    def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
-        """Receive the tokens of ``events`` and read them; with ``deterministic``, the whole blocks.
-
-        Raises:
-            ModelError: a token is outside the vocabulary, or a sequence is longer than the model reads.
-            ProtocolError: a rollout is opened twice, was never opened, or has a gap.
-        """
-        grown = {event.rollout: self._received(event) for event in events}
-        self._advance(list(grown.values()), final=False)
-
-    def finish(self, lengths: Mapping[int, int]) -> list[ReadState]:
-        """Read the rest of finished rollouts and forget them; return their states, in order.
-
-        Args:
-            lengths: tokens of each response, by rollout.
-
-        Raises:
-            ProtocolError: the tokens received are not the whole response.
-        """
-        states = [self._states.whole(rollout, length) for rollout, length in lengths.items()]
-        self._advance(states, final=True)
-        self.forget([state.rollout for state in states])
-        return states
-
-    def rewind(self, rollout: int, length: int) -> int:
-        """Take back tokens of a rollout from ``length`` on, prompt included; return how many tokens stay.
-
-        With ``deterministic`` those are whole blocks, and fewer: a block is read in one pass or not at all. What a
-        scorer kept of tokens that are gone is the scorer's to drop.
-
-        Raises:
-            ProtocolError: the rollout was never opened.
-        """
-        state = self._states[rollout]
-        if length >= state.read:
-            state.unread = state.unread[: length - state.read]
-        else:
-            length = length // EXACT_BLOCK * EXACT_BLOCK if self._deterministic else length
-            length = self._reader.rewind(rollout, length)
-            state.read, state.unread = length, state.unread[:0]
-        state.support = state.support.slice(0, len(state.unread))
-        state.received = min(length, state.received)
-        return state.received
-
-    def forget(self, rollouts: Iterable[int]) -> None:
-        """Drop rollouts and their memory; unknown rollouts are fine."""
-        rollouts = list(rollouts)
-        self._states.forget(rollouts)
-        self._reader.forget(rollouts)
-
-    def memory(self) -> tuple[int, int]:
-        """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
-        return self._reader.memory()
-
-    def _received(self, event: Prompt | Chunk | ToolTokens) -> ReadState:
-        support = event.support if self._predictive and isinstance(event, Chunk) else Support()
-        state = self._states.receive(event, support)
-        state.support = Support.concatenate([(state.support, len(state.unread)), (support, len(event.tokens))])
-        state.unread = np.concatenate((state.unread, event.tokens.astype(np.int64)))
-        return state
-
-    def _advance(self, states: Sequence[ReadState], *, final: bool) -> None:
-        if self._whole and not final:
-            return
-        for batch in self._blocks(states, final=final) if self._deterministic else self._batches(states):
-            last = [span.predictive for span in batch] if self._predictive else None
-            rows, tokens = [span.state.rollout for span in batch], [span.tokens for span in batch]
-            self._keep(batch, self._reader.extend(rows, tokens, last=last))
-
-    def _blocks(self, states: Sequence[ReadState], *, final: bool) -> Iterator[list[TokenSpan]]:
-        for state in states:
-            while len(state.unread) >= EXACT_BLOCK or (final and len(state.unread)):
-                yield [self._next_span(state, len(state.unread) if self._whole else EXACT_BLOCK)]
-
-    def _batches(self, states: Sequence[ReadState]) -> Iterator[list[TokenSpan]]:
-        waiting, overhead = list(states), overhead_on(self._reader.device)
-        while waiting := [state for state in waiting if len(state.unread)]:
-            spans = [self._next_span(state, len(state.unread) if self._whole else TOKENS_PER_PASS) for state in waiting]
-            lengths = [len(span.tokens) for span in spans]
-            for group in cheapest_groups(lengths, range(len(spans)), overhead=overhead, budget=TOKENS_PER_PASS):
-                yield [spans[at] for at in group]
-
-    def _next_span(self, state: ReadState, limit: int) -> TokenSpan:
-        tokens, state.unread = state.unread[:limit], state.unread[limit:]
-        support = state.support.slice(0, limit)
-        state.support = state.support.slice(limit, len(state.support.counts))
-        span = TokenSpan(state, state.read, torch.from_numpy(tokens), support)
-        state.read += len(tokens)
-        return span

@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 from oppo.errors import ModelError
 from oppo.events import FinishReason, Prompt, RoutedExperts
 from oppo.hf.kv.cache import take
-from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
-from oppo.hf.kv.reader import EXACT_BLOCK, Incremental
+from oppo.hf.kv.prefill import EXACT_BLOCK
+from oppo.hf.kv.reader import Incremental
 from oppo.hf.recipe import Loadable, source_of
 from oppo.hf.routers import RouteRecords, RouterReplay
 from oppo.hf.serve.sampling import Noise, draw
@@ -296,8 +296,9 @@ class ChunkedPrefill:
         lengths = [len(tokens) for _, tokens in portion]
         self.tokens += sum(lengths)
         logits: dict[int, Tensor] = {}
-        for group in cheapest_groups(lengths, range(len(portion)), overhead=overhead_on(self._reader.device)):
-            rows, tokens = [portion[at][0].key for at in group], [portion[at][1] for at in group]
+        keys = [row.key for row, _ in portion]
+        for group in self._reader.groups(keys, lengths):
+            rows, tokens = [keys[at] for at in group], [portion[at][1] for at in group]
             logits.update(zip(group, self._reader.extend(rows, tokens, last=[1] * len(group)), strict=True))
         return [logits[at] for at in range(len(portion))]
 

@@ -29,7 +29,8 @@ from oppo.events import BoolArray, Chunk, Finish, FloatArray, Prompt, Response, 
 from oppo.hf.devices import synchronised
 from oppo.hf.head import OwnHead, separable_head
 from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
-from oppo.hf.kv.reader import IncrementalPrefill, Reader, ReadState, TokenSpan, reader_of
+from oppo.hf.kv.prefill import IncrementalPrefill, ReadState, TokenSpan
+from oppo.hf.kv.reader import Reader, reader_of
 from oppo.hf.recipe import Loadable, ModelRecipe, worker_maker
 from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
 from oppo.losses import Input, SupportIndex, token_logprobs
@@ -100,7 +101,7 @@ class ScorerWorker(ABC, Generic[T]):
         model: whose weights are loaded.
         reader: reads with it, or with its backbone and score layer.
         deterministic: read each rollout alone, on the grid.
-        predictive: see :class:`~oppo.hf.kv.reader.IncrementalPrefill`.
+        predictive: see :class:`~oppo.hf.kv.prefill.IncrementalPrefill`.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,13 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.errors import ModelRefused
-from oppo.hf.head import AGREEMENT, Measure, OwnHead, require_own_head, separable_head, widen_head
-from oppo.hf.introspection import FAILURES, backbone, keeps_logits, score_head, takes
-from oppo.hf.kv.attention import Packed, attend_in_segments, packed_mask, packed_rows, packs, rows_apart
+from oppo.hf.head import Measure, OwnHead, require_own_head, separable_head, widen_head
+from oppo.hf.introspection import backbone, keeps_logits, score_head, takes
+from oppo.hf.kv.attention import Packed, packed_mask, packed_rows, packs, reads_packed, rows_apart
 from oppo.hf.recipe import ModelRecipe
 from oppo.hf.routers import record_routers, replayed, replaying
 from oppo.hf.train.packing import MicroBatch
 from oppo.losses import Input
-
-PACKED_TRIAL: Final = (3, 5)
-"""Lengths of the rows, in tokens, on which a model shows that it can read packed rows."""
 
 
 def value_model_on(actor: PreTrainedModel) -> PreTrainedModel:
@@ -140,7 +137,7 @@ class ActorCritic(nn.Module):
         From now on :meth:`packs` says whether rows can be packed. The models read a few tokens.
         """
         self._own_head = self._own_head or separable_head(self.actor)
-        self._packs = self._own_head is not None and all(map(_reads_packed, self._models()))
+        self._packs = self._own_head is not None and all(map(reads_packed, self._models()))
 
     def packs(self, longest: int) -> bool:
         """Return whether the models can read packed rows of at most ``longest`` tokens each."""
@@ -218,26 +215,6 @@ class ActorCritic(nn.Module):
                 hidden = read(self.critic)
         values: Tensor = self.critic.get_submodule("score")(hidden).squeeze(-1)
         return measured, values.float()
-
-
-@torch.no_grad()
-def _reads_packed(model: PreTrainedModel) -> bool:
-    if not (takes(backbone(model), "position_ids") and attend_in_segments(model) and packs(model, PACKED_TRIAL[-1])):
-        return False
-    if model.device.type == "meta":  # without weights there is nothing to compare
-        return True
-    trunk, device = backbone(model), model.device
-    ids = torch.arange(2, 2 + sum(PACKED_TRIAL), device=device)[None]
-    positions = torch.cat([torch.arange(length, device=device) for length in PACKED_TRIAL])[None]
-    try:
-        alone = [trunk(each, use_cache=False).last_hidden_state for each in ids.split(PACKED_TRIAL, dim=1)]
-        with rows_apart(Packed(PACKED_TRIAL)):
-            read = trunk(ids, attention_mask=packed_mask(trunk), position_ids=positions, use_cache=False)
-        apart = (read.last_hidden_state - torch.cat(alone, dim=1)).float().abs().max()
-    except FAILURES:
-        return False
-    largest = max(float(each.float().abs().max()) for each in alone)
-    return float(apart) <= max(AGREEMENT, 8 * torch.finfo(model.dtype).eps) * largest
 
 
 def _trained(model: PreTrainedModel, name: str, *, but: PreTrainedModel | None = None) -> list[nn.Parameter]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oppo.events import Batch, FloatArray, Support
-from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
+from oppo.hf.kv.length_bucketing import cheapest_groups, filled, overhead_on
 from oppo.losses import Input, Unit
 
 Name = TypeVar("Name", bound=str)
@@ -121,24 +121,14 @@ def micro_batches(
         budget = CPU_TOKENS if device.type == "cpu" else GPU_TOKENS
     units = sorted(units)  # of units of one length the earlier comes first
     if packed:
-        yield from _filled(batch, units, budget)
+        sizes = [sum(_read(batch, row) for row in unit) for unit in units]
+        for group in filled(sizes, budget):
+            yield list(chain.from_iterable(units[each] for each in group))
         return
     longest, counts = [max(_read(batch, row) for row in unit) for unit in units], [len(unit) for unit in units]
     overhead = overhead_on(device)
     for group in cheapest_groups(longest, range(len(units)), overhead=overhead, budget=budget, counts=counts):
         yield list(chain.from_iterable(units[each] for each in group))
-
-
-def _filled(batch: Batch, units: Sequence[list[int]], budget: int) -> Iterator[list[int]]:
-    sizes = [sum(_read(batch, row) for row in unit) for unit in units]
-    group, size = list[int](), 0
-    for at in sorted(range(len(units)), key=lambda each: -sizes[each]):
-        if group and size + sizes[at] > budget:
-            yield group
-            group, size = [], 0
-        group, size = [*group, *units[at]], size + sizes[at]
-    if group:
-        yield group
 
 
 def _read(batch: Batch, row: int) -> int:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
-from oppo.hf.kv.length_bucketing import cheapest_groups
+from oppo.hf.kv.length_bucketing import cheapest_groups, filled
+
+
+@given(st.lists(st.integers(1, 30), max_size=12), st.integers(1, 60))
+def test_groups_are_filled_up_to_the_budget(sizes: list[int], budget: int) -> None:
+    groups = [[sizes[at] for at in group] for group in filled(sizes, budget)]
+    assert sorted(at for group in filled(sizes, budget) for at in group) == list(range(len(sizes)))
+    assert all(len(group) == 1 or sum(group) <= budget for group in groups)
+    assert all(sum(group) + after[0] > budget for group, after in pairwise(groups))
 
 
 @given(

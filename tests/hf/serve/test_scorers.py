@@ -162,7 +162,7 @@ async def test_a_response_without_tokens_has_a_score_and_the_value_of_its_only_s
 
 
 async def test_a_long_chunk_is_read_in_several_passes(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oppo.hf.kv.reader.TOKENS_PER_PASS", 40)
+    monkeypatch.setattr("oppo.hf.kv.prefill.TOKENS_PER_PASS", 40)
     model = tiny.causal("llama")
     scorer = ReferenceLogprobs(model, sampling=Sampling(temperature=TEMPERATURE), place=thread)
     made = responses()

@@ -1,0 +1,203 @@
+"""Rollouts that grow, read as their tokens arrive.
+
+::
+
+    Prompt | Chunk | ToolTokens  ->  ReadState.unread  ->  spans, batched  ->  keep(span, outputs)
+
+Tokens are read on arrival, in ragged batches; by a model that cannot continue a sequence
+(:class:`~oppo.hf.kv.reader.WholeRows`), when the rollout has ended. With ``deterministic`` each rollout is read alone,
+in blocks on an absolute grid of its sequence: neither the arrival pattern nor other rollouts can change a bit of the
+outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from oppo.events import Chunk, Prompt, Support, ToolTokens
+from oppo.hf.kv.reader import Reader, WholeRows
+from oppo.scorers import RolloutSession, RolloutSessions
+
+EXACT_BLOCK = 32
+"""In deterministic mode rows are read alone, in blocks from multiples of this: bits then depend on that row only."""
+
+TOKENS_PER_PASS = 4096
+"""Tokens of a forward pass, padding included: bounds the memory of activations and logits."""
+
+
+@dataclass(slots=True, eq=False)
+class ReadState(RolloutSession):
+    """One rollout while it grows.
+
+    Attributes:
+        read: tokens that the model has read.
+        unread: int64 [received - read].
+        support: of the unread tokens, if outputs predict tokens: the ids that each was sampled from.
+        kept: what the scorer kept of each span.
+        steps: which of the tokens that were kept end a step, bool [n] on the CPU, for scorers of steps.
+        tail: [1, D], the output at the last position read, for scorers that need it with the next token.
+    """
+
+    read: int = 0
+    unread: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    support: Support = field(default_factory=Support)
+    kept: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    tail: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenSpan:
+    """Tokens ``start .. end`` of one rollout's sequence, int64 on the CPU, and their support."""
+
+    state: ReadState
+    start: int
+    tokens: Tensor
+    support: Support
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.tokens)
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether it holds no token of the response."""
+        return self.end <= self.state.prompt
+
+    @property
+    def predictive(self) -> int:
+        """Number of last positions that predict response tokens; at least 1, since the last may predict the next."""
+        return max(1, self.end - max(self.state.prompt - 1, self.start))
+
+
+class IncrementalPrefill:
+    """Reads rollouts with one model and hands the outputs to a scorer.
+
+    Args:
+        reader: of the model; of :class:`WholeRows` each rollout is read when it is finished, in one span.
+        name: of the model, for errors.
+        vocabulary: upper bound of token ids.
+        keep: called with the spans of a pass and the outputs of each, [k, D] at its last k positions: all of them, or,
+            with ``predictive``, those that predict the response.
+        deterministic: read each rollout alone, on the grid.
+        predictive: outputs are asked for where they predict the response only; supports of tokens are kept.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        name: str,
+        vocabulary: int,
+        keep: Callable[[Sequence[TokenSpan], Sequence[Tensor]], None],
+        deterministic: bool,
+        predictive: bool = False,
+    ) -> None:
+        self._reader = reader
+        self._whole = isinstance(reader, WholeRows)
+        self._keep = keep
+        self._deterministic = deterministic
+        self._predictive = predictive
+        self._states = RolloutSessions(
+            name,
+            lambda prompt: ReadState(prompt.rollout, len(prompt.tokens)),
+            vocabulary=vocabulary,
+            longest=reader.max_length,
+        )
+
+    def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
+        """Receive the tokens of ``events`` and read them; with ``deterministic``, the whole blocks.
+
+        Raises:
+            ModelError: a token is outside the vocabulary, or a sequence is longer than the model reads.
+            ProtocolError: a rollout is opened twice, was never opened, or has a gap.
+        """
+        grown = {event.rollout: self._received(event) for event in events}
+        self._advance(list(grown.values()), final=False)
+
+    def finish(self, lengths: Mapping[int, int]) -> list[ReadState]:
+        """Read the rest of finished rollouts and forget them; return their states, in order.
+
+        Args:
+            lengths: tokens of each response, by rollout.
+
+        Raises:
+            ProtocolError: the tokens received are not the whole response.
+        """
+        states = [self._states.whole(rollout, length) for rollout, length in lengths.items()]
+        self._advance(states, final=True)
+        self.forget([state.rollout for state in states])
+        return states
+
+    def rewind(self, rollout: int, length: int) -> int:
+        """Take back tokens of a rollout from ``length`` on, prompt included; return how many tokens stay.
+
+        With ``deterministic`` those are whole blocks, and fewer: a block is read in one pass or not at all. What a
+        scorer kept of tokens that are gone is the scorer's to drop.
+
+        Raises:
+            ProtocolError: the rollout was never opened.
+        """
+        state = self._states[rollout]
+        if length >= state.read:
+            state.unread = state.unread[: length - state.read]
+        else:
+            length = length // EXACT_BLOCK * EXACT_BLOCK if self._deterministic else length
+            length = self._reader.rewind(rollout, length)
+            state.read, state.unread = length, state.unread[:0]
+        state.support = state.support.slice(0, len(state.unread))
+        state.received = min(length, state.received)
+        return state.received
+
+    def forget(self, rollouts: Iterable[int]) -> None:
+        """Drop rollouts and their memory; unknown rollouts are fine."""
+        rollouts = list(rollouts)
+        self._states.forget(rollouts)
+        self._reader.forget(rollouts)
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
+        return self._reader.memory()
+
+    def _received(self, event: Prompt | Chunk | ToolTokens) -> ReadState:
+        support = event.support if self._predictive and isinstance(event, Chunk) else Support()
+        state = self._states.receive(event, support)
+        state.support = Support.concatenate([(state.support, len(state.unread)), (support, len(event.tokens))])
+        state.unread = np.concatenate((state.unread, event.tokens.astype(np.int64)))
+        return state
+
+    def _advance(self, states: Sequence[ReadState], *, final: bool) -> None:
+        if self._whole and not final:
+            return
+        for batch in self._blocks(states, final=final) if self._deterministic else self._batches(states):
+            last = [span.predictive for span in batch] if self._predictive else None
+            rows, tokens = [span.state.rollout for span in batch], [span.tokens for span in batch]
+            self._keep(batch, self._reader.extend(rows, tokens, last=last))
+
+    def _blocks(self, states: Sequence[ReadState], *, final: bool) -> Iterator[list[TokenSpan]]:
+        for state in states:
+            while len(state.unread) >= EXACT_BLOCK or (final and len(state.unread)):
+                yield [self._next_span(state, len(state.unread) if self._whole else EXACT_BLOCK)]
+
+    def _batches(self, states: Sequence[ReadState]) -> Iterator[list[TokenSpan]]:
+        waiting = list(states)
+        while waiting := [state for state in waiting if len(state.unread)]:
+            spans = [self._next_span(state, len(state.unread) if self._whole else TOKENS_PER_PASS) for state in waiting]
+            rows, lengths = [span.state.rollout for span in spans], [len(span.tokens) for span in spans]
+            for group in self._reader.groups(rows, lengths, TOKENS_PER_PASS):
+                yield [spans[at] for at in group]
+
+    def _next_span(self, state: ReadState, limit: int) -> TokenSpan:
+        tokens, state.unread = state.unread[:limit], state.unread[limit:]
+        support = state.support.slice(0, limit)
+        state.support = state.support.slice(limit, len(state.support.counts))
+        span = TokenSpan(state, state.read, torch.from_numpy(tokens), support)
+        state.read += len(tokens)
+        return span
