@@ -225,6 +225,10 @@ VLLM = """## `[vllm]`
 Arguments of vLLM's engine with `models.engine = "vllm"`, by the names that vLLM gives them (`AsyncEngineArgs`):
 `gpu_memory_utilization`, `tensor_parallel_size`, `max_num_seqs` and others. They are checked against the installed vLLM
 before anything is loaded. Those that the run sets itself are refused: [engines.md](engines.md#in-a-settings-file).
+
+With `urls`, servers that others start decode instead, and there are four keys: `urls`, `api_key_env` (the environment
+variable that holds their key), `weights_directory` (which both machines have) and `timeout` (60 seconds a call):
+[engines.md](engines.md#servers-by-their-urls).
 """
 
 OWN = """## `[admission]` and `[loss]`

@@ -59,7 +59,7 @@ class Assembly:
         environment: ``None`` where responses have no turns.
         positions: the longest sequence, in tokens, that every model can read.
         served_apart: a model is served from weights that were loaded apart from those that are trained, so it needs
-            those before the first step: a head may be new.
+            those before the first step: a head may be new, and a server may have the weights of an earlier run.
         ideal: the costs of what models read, by their names here, at the peak of their devices, where that is known.
         gauges: of the devices' memory, by metric.
     """
@@ -256,7 +256,7 @@ def _assembled(
         sampling=sampling,
         positions=min(serving.positions, *read),
         places=places,
-        served_apart=critic.is_apart or served is not actor,
+        served_apart=critic.is_apart or served is not actor or settings.on_server,
         ideal=_ideal(settings, devices, models, serving.gpus),
         gauges=memory_gauges(devices.distinct()),
     )

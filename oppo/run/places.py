@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
+import anyio.to_thread
 import torch
 from transformers import PreTrainedModel
 
@@ -39,11 +40,13 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.log import logger
 from oppo.models import Policy, Sampling
-from oppo.observe import SpanListener
-from oppo.placement import Place
+from oppo.observe import Reporter, SpanListener
+from oppo.placement import Place, PolicyPool
 
 if TYPE_CHECKING:
-    from oppo.vllm import VllmEngine, VllmServer
+    from oppo.vllm import VllmEngine, VllmPolicy, VllmServer
+    from oppo.vllm.engine import Engine
+    from oppo.vllm.server import ServerSettings
 
 
 def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
@@ -299,34 +302,72 @@ def _on_transformers(request: ServeRequest) -> Serving:
 
 
 def _on_vllm(request: ServeRequest) -> Serving:
-    from oppo.vllm import VllmPolicy  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
-    from oppo.vllm.sync import workers_of  # noqa: PLC0415
+    from oppo.vllm.sync import workers_of  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
 
-    settings = request.settings
-    engine = _server(request) if settings.on_server else _engine(request)
+    if request.settings.on_server:
+        return _on_servers(request)
+    engine = _engine(request)
+    policy = _policy_on(engine, request)
+    gpus = workers_of(request.settings.vllm)
+    return Serving(policy, engine.longest, (policy.reporter,), engine.abort, engine.close, gpus)
+
+
+def _policy_on(engine: Engine, request: ServeRequest) -> VllmPolicy:
+    from oppo.vllm import VllmPolicy  # noqa: PLC0415
+
     try:
-        policy = VllmPolicy(
+        return VllmPolicy(
             engine,
             sampling=request.sampling,
-            kv_on_sync=settings.step.kv_on_sync,
+            kv_on_sync=request.settings.step.kv_on_sync,
             decode=request.tokenizer.decode,
-            routed_experts=settings.trainer.router_replay,
+            routed_experts=request.settings.trainer.router_replay,
         )
     except BaseException:
         engine.close()
         raise
-    gpus = 0 if settings.on_server else workers_of(settings.vllm)
-    return Serving(policy, engine.longest, (policy.reporter,), engine.abort, engine.close, gpus)
 
 
-def _server(request: ServeRequest) -> VllmServer:
-    from oppo.vllm.server import ServerSettings, VllmServer  # noqa: PLC0415
+def _on_servers(request: ServeRequest) -> Serving:
+    from oppo.vllm.server import ServerSettings  # noqa: PLC0415
 
-    models, chosen = request.settings.models, ServerSettings.of(request.settings.vllm)
-    if chosen is None:
+    if (chosen := ServerSettings.of(request.settings.vllm)) is None:
         raise ConfigError("vllm.urls names no server")
+    connected: list[VllmServer] = []
+    reporters = [Reporter("policy" if len(chosen.urls) == 1 else f"policy {k}") for k in range(len(chosen.urls))]
+
+    def connect(index: int) -> VllmPolicy:
+        connected.append(server := _server(chosen.urls[index], chosen, request))
+        policy = _policy_on(server, request)
+        policy.reporter = reporters[index]
+        return policy
+
+    async def start(index: int) -> VllmPolicy:
+        return await anyio.to_thread.run_sync(connect, index)
+
+    def abort() -> None:
+        for server in connected:
+            server.abort()
+
+    def close() -> None:
+        for server in connected:
+            server.close()
+
+    with ExitStack() as stack:
+        stack.callback(close)
+        policies = [connect(index) for index in range(len(chosen.urls))]
+        policy = policies[0] if len(policies) == 1 else PolicyPool(policies, start=start)
+        stack.pop_all()
+    positions = min(server.longest for server in connected)
+    return Serving(policy, positions, tuple(reporters), abort, close, gpus=0)
+
+
+def _server(url: str, chosen: ServerSettings, request: ServeRequest) -> VllmServer:
+    from oppo.vllm import VllmServer  # noqa: PLC0415
+
+    models = request.settings.models
     server = VllmServer(
-        chosen.urls[0],
+        url,
         model=located(models.policy, weights=True, allow_pickle=models.allow_pickle),
         trainer=request.devices.weights,
         api_key=chosen.api_key,

@@ -173,6 +173,7 @@ class HttpEngine:
         model: as it is served.
         headers: of each request.
         timeout: seconds for a call that moves no weights.
+        synced: whether its weights are those that a run begins with: nobody has synced others since it was started.
         transport: of httpx, for tests.
 
     Attributes:
@@ -187,6 +188,7 @@ class HttpEngine:
         *,
         headers: Mapping[str, str],
         timeout: float,
+        synced: bool,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.error: ServerFault | None = None
@@ -204,6 +206,7 @@ class HttpEngine:
         )
         self._open: dict[str, Stream] = {}
         self._tasks: TaskGroup | None = None
+        self._synced = synced
         self._version = ""
         self._paused = self._pausing = False
 
@@ -283,6 +286,11 @@ class HttpEngine:
     async def resume_generation(self) -> None:
         """Have the server go on, if it still serves the weights that were synced last."""
         await self._check_version()
+        if not self._synced:
+            raise ServerFault(
+                f"{self._url} has the weights of an earlier run: load those that are trained before the first step, as "
+                "oppo train does (policy.load)"
+            )
         await self._call("POST", "/resume")
         self._paused = False
         for stream in self._open.values():
@@ -308,6 +316,7 @@ class HttpEngine:
         """End the update, and make sure that the server names its version."""
         body = {} if weight_version is None else {"weight_version": weight_version}
         await self._call("POST", "/finish_weight_update", body=body, seconds=DEADLINE)
+        self._synced = True
         if weight_version is not None:
             self._version = weight_version
             await self._check_version()

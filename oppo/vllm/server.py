@@ -40,6 +40,9 @@ VERSIONS: Final = SpecifierSet(">=0.32,<0.33")
 
 LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 
+UNSYNCED: Final = "default"
+"""What a server calls the weights that it was started with."""
+
 PROBE: Final = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "logit_bias": {str(2**30): 0.0}}}
 """A request that a server refuses before it reads a token, with the size of its vocabulary."""
 
@@ -61,7 +64,7 @@ class ServerSettings:
     """What the table ``[vllm]`` says of servers.
 
     Attributes:
-        urls: of servers.
+        urls: of servers, over which rollouts are spread.
         api_key_env: the environment variable that holds their key; empty: they ask for none.
         weights_directory: a directory that this machine and theirs have; empty: they are on this machine.
         timeout: seconds for each call that moves no weights.
@@ -77,7 +80,7 @@ class ServerSettings:
         """Return what a table says; ``None`` where it is of an engine that the run starts.
 
         Raises:
-            ConfigError: a setting is of an engine, or is none; or there are several servers.
+            ConfigError: a setting is of an engine, or is none; or a server is named twice.
         """
         if "urls" not in table:
             return None
@@ -93,10 +96,8 @@ class ServerSettings:
         except ValidationError as error:
             faults += [f"vllm.{each['loc'][0]}: expected {expectation(each)}" for each in error.errors()]
         else:
-            if len(found.urls) > 1:
-                faults.append(
-                    f"vllm.urls names {len(found.urls)} servers, and a run's policy is on one: name one of them"
-                )
+            if len(set(found.urls)) < len(found.urls):
+                faults.append("vllm.urls names a server twice: name each once")
         if faults:
             raise ConfigError("\n".join(faults))
         return found
@@ -259,20 +260,14 @@ class Inspection:
     def agree(self, path: Path, model: str | Path | None, *, trust_remote_code: bool) -> None:
         """Have the workers say whether they can read a file, and serve the model that is trained."""
         wanted = {} if model is None else compared(config_of(model, trust_remote_code=trust_remote_code))
-        before = len(self.faults)
         self.asked("POST", "/init_weight_transfer_engine", {"init_info": {"path": str(path), "model": wanted}})
-        if len(self.faults) > before:
-            self.faults.append(
-                "if the server is on another machine, or in a container: vllm.weights_directory (in a program: "
-                "weights_directory=) names a directory that both have"
-            )
 
 
 class VllmServer(Engine):
     """A vLLM server, which others start and end, as the engine of a policy.
 
     Tokens come by its route ``/inference/v1/generate``; weights go by its routes of reinforcement learning, through a
-    file, or by NCCL if it was started so. One run uses it at a time.
+    file, or by NCCL if it was started so. One run uses it at a time; the next one has to load its weights first.
 
     Args:
         url: of the server.
@@ -323,6 +318,7 @@ class VllmServer(Engine):
             self.vocabulary = found.vocabulary()
             found.settle()
             served = found.asked("GET", "/v1/models").get("data") or [{}]
+            version = found.asked("GET", "/weight_info").get("weight_version")
             device = torch.device(trainer)
             if found.backend == "nccl":
                 found.expect("the device of a trainer that sends by NCCL", "cuda", device.type)
@@ -340,7 +336,12 @@ class VllmServer(Engine):
         self.dtype_chosen = True
         self.weights = None if model is None else weights_of(model, trust_remote_code=trust_remote_code)
         self.llm: HttpEngine = HttpEngine(
-            self.url, str(served[0].get("id", "")), headers=self._headers, timeout=timeout, transport=transport
+            self.url,
+            str(served[0].get("id", "")),
+            headers=self._headers,
+            timeout=timeout,
+            synced=version == UNSYNCED,
+            transport=transport,
         )
         logger.info(f"the vLLM server at {self.url} serves {described['model']} in {self.dtype}")
 

@@ -116,13 +116,18 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
         """
         config = self.model_config.hf_text_config
         served = {name: getattr(config, name, None) for name in init_info.model}
-        if served != init_info.model:
-            raise ValueError(f"the model that is trained has {init_info.model}, and the one that is served {served}")
+        if other := [
+            f"{name} {value}, not {served[name]}" for name, value in init_info.model.items() if value != served[name]
+        ]:
+            raise ValueError(f"the model that is trained has {', '.join(other)} as the one that is served")
         if init_info.path:
             try:
                 Path(init_info.path).open("rb").close()
             except OSError as error:
-                raise ValueError(f"this worker cannot read the trainer's file: {error}") from error
+                raise ValueError(
+                    f"this worker cannot read the trainer's file ({error}): name a directory that both machines, or "
+                    "containers, have by vllm.weights_directory (in a program: weights_directory=)"
+                ) from error
         tables, heads = self._tables()
         for table in tables if heads and self.device.type == "cpu" else []:
             if type(table.quant_method) is UnquantizedEmbeddingMethod:

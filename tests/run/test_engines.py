@@ -5,6 +5,7 @@ It decodes with transformers, on weights of its own that only a weight sync reac
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -237,3 +238,64 @@ def test_an_engine_is_ended_also_if_a_place_cannot_be(workplace: Path, monkeypat
         session.assembly.close()
     session.assembly.places.scoring["reward"].close()
     session.assembly.places.acting.close()
+
+
+URLS = ("http://localhost:8001", "http://localhost:8002")
+
+
+@dataclass
+class StandInServer(StandIn):
+    """In the place of ``VllmServer``."""
+
+    url: str = ""
+    given: Mapping[str, object] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
+
+    @classmethod
+    def connect(cls, url: str, **given: Any) -> StandInServer:
+        server = cls(Path(given["model"]), {}, given["trainer"], None, None, url=url, given=given)
+        StandIn.started.append(server)
+        return server
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_servers_are_connected_to_by_their_urls_and_several_are_a_pool(
+    workplace: Path,
+    stand_in: list[StandIn],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    count: int,
+) -> None:
+    monkeypatch.setattr("oppo.vllm.VllmServer", StandInServer.connect)
+    monkeypatch.setenv("KEY_OF_THE_TEST", "canary-0123456789")
+    name, urls = f"servers-{count}", json.dumps(URLS[:count])
+    chosen = (f"vllm.urls={urls}", "vllm.api_key_env=KEY_OF_THE_TEST", "vllm.weights_directory=/shared")
+    assert on_vllm(workplace, name, "run.steps=2", *chosen) == 0
+    assert [line["trained"] for line in records(workplace, name, "metrics.jsonl")] == [4, 4]
+    said = capsys.readouterr().err
+    assert len(stand_in) == count
+    for server, url in zip(stand_in, URLS, strict=False):
+        assert isinstance(server, StandInServer)
+        assert server.loads == [0, 1, 2], "it may have those of an earlier run"
+        assert server.url == url
+        assert server.given["api_key"] == "canary-0123456789"
+        assert server.given["weights_directory"] == "/shared"
+        assert f"the vLLM server at {url} rounds the weights to torch.bfloat16" in said
+    text = (workplace / "runs" / name / "config.toml").read_text()
+    assert "KEY_OF_THE_TEST" in text
+    assert "canary" not in text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("vllm.max_num_seqs=3", "vllm.max_num_seqs is for an engine that the run starts"),
+        ("step.kv_on_sync=keep", "set step.kv_on_sync = 'recompute'"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused_before_anything_is_loaded(
+    workplace: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    assert on_vllm(workplace, "refused", f"vllm.urls={json.dumps(URLS)}", override) == 2
+    assert message in capsys.readouterr().err
+    assert not stand_in

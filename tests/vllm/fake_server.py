@@ -64,6 +64,7 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.llm.version = "default"
         self.config = self.config or described(self.llm.longest)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -78,6 +79,8 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
                 return httpx.Response(200, json={"vllm_config": self.config})
             case "/v1/models":
                 return httpx.Response(200, json={"data": [{"id": "fake"}]})
+            case "/weight_info":
+                return httpx.Response(200, json={"weight_version": self.llm.version})
             case "/inference/v1/generate":
                 return httpx.Response(400, json={"error": {"message": f"Vocabulary size: {VOCABULARY} (...)"}})
             case "/init_weight_transfer_engine":

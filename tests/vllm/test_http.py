@@ -257,6 +257,24 @@ def test_a_server_that_was_started_again_between_two_steps_is_noticed_before_it_
     bench.run(main)
 
 
+def test_a_server_with_the_weights_of_an_earlier_run_needs_those_of_this_one() -> None:
+    bench = ServerBench()
+
+    async def main() -> None:
+        await bench.policy.load(Weights(1, WEIGHTS))
+        policy = VllmPolicy(server_of(bench.fake), sampling=SAMPLING)
+        (decode,) = await policy.open(varied(1))
+        with pytest.raises(ModelLost, match="has the weights of an earlier run: load those that are trained"):
+            async with policy.decoding([decode], lambda ended: False):
+                await decode.read(1)
+        await policy.load(Weights(0, WEIGHTS))
+        (decode,) = await policy.open(varied(1))
+        async with policy.decoding([decode], lambda ended: False):
+            assert (await decode.read(1)).versions.tolist() == [0]
+
+    bench.run(main)
+
+
 def test_tokens_of_weights_that_nobody_synced_are_an_error() -> None:
     bench = ServerBench(FakeAsyncLLM(mislabelled=True))
 

@@ -1,0 +1,188 @@
+"""A real vLLM server on this machine, started by the command that errors name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import anyio
+import httpx
+import numpy as np
+import pytest
+from transformers import LlamaForCausalLM
+
+from oppo.errors import ConfigError, ModelLost
+from oppo.models import Piece, Sampling, Weights
+from oppo.testing import check_policy
+from oppo.vllm import VllmPolicy, VllmServer
+from oppo.vllm.server import start_command
+from oppo.vllm.sync import free_port
+from tests.vllm.real import reference
+from tests.vllm.real.conftest import VOCABULARY, tiny_actor
+from tests.vllm.real.test_policy import logprobs_of, read, some, tokens_of, until, whole
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[3]
+TOLERANCE = 1e-4
+SMALL = "--dtype float32 --skip-tokenizer-init --kv-cache-memory-bytes 268435456 --max-num-seqs 16"
+"""A model without a tokenizer on a small machine."""
+
+
+@dataclass
+class Served:
+    """A server that a test may kill and start again on its port."""
+
+    directory: Path
+    log: Path
+    url: str
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = f"exec env {start_command(self.directory, self.url, on_cpu=True)} --host 127.0.0.1 {SMALL}"
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_CPU_OMP_THREADS_BIND": "0",
+        }
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                ["/bin/sh", "-c", command], env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        for _ in range(900):
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health").is_success:
+                    return
+            time.sleep(0.2)
+        raise TimeoutError(self.log.read_text()[-3000:])
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@contextmanager
+def serving(directory: Path, folder: Path) -> Iterator[Served]:
+    served = Served(directory, folder / "server.log", f"http://127.0.0.1:{free_port()}")
+    try:
+        served.start()
+        yield served
+    finally:
+        served.kill()
+
+
+@pytest.fixture(scope="module")
+def served(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(directory, tmp_path_factory.mktemp("server")) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def server(served: Served) -> VllmServer:
+    return VllmServer(served.url, model=served.directory)
+
+
+async def test_it_says_what_a_run_needs_to_know(server: VllmServer) -> None:
+    assert (server.vocabulary, server.longest, str(server.dtype)) == (VOCABULARY, 1024, "torch.float32")
+
+
+async def test_another_model_is_refused_before_the_first_step(served: Served, tmp_path: Path) -> None:
+    other = tiny_actor().config
+    other.num_hidden_layers = 1
+    LlamaForCausalLM(other).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="num_hidden_layers 1, not 12 as the one that is served"):
+        VllmServer(served.url, model=tmp_path)
+
+
+async def test_it_keeps_the_contract_of_a_policy(server: VllmServer) -> None:
+    sampling = Sampling(max_new_tokens=60, seed=11, stop=tuple(range(2, 34)))
+
+    async def make() -> VllmPolicy:
+        return VllmPolicy(server, sampling=sampling, limit=lambda prompt: 6 + 18 * prompt.rollout)
+
+    await check_policy(make, some(4))
+
+
+async def test_tokens_have_the_log_probs_of_the_weights_that_they_name_across_deferrals(server: VllmServer) -> None:
+    models = [tiny_actor(seed) for seed in range(3)]
+    sampling = Sampling(max_new_tokens=100, top_k=VOCABULARY - 1, seed=1)
+    policy = VllmPolicy(server, sampling=sampling, limit=lambda prompt: 8 + 30 * prompt.rollout)
+    await policy.load(Weights(0, models[0].state_dict()))
+    prompts = some(3)
+    decodes = await policy.open(prompts)
+    pieces: list[list[Piece]] = [[] for _ in decodes]
+    for version in range(3):
+        live = [decode for decode in decodes if not decode.ended]
+        async with policy.decoding(live, lambda ended: True), anyio.create_task_group() as readers:
+            for decode in live:
+                readers.start_soon(read, decode, pieces[decode.prompt.rollout])
+        if version < 2:
+            await policy.load(Weights(version + 1, models[version + 1].state_dict()))
+    assert [len(tokens_of(each)) for each in pieces] == [8, 38, 68]
+    assert set(np.concatenate([piece.versions for piece in pieces[2]]).tolist()) == {0, 1, 2}
+    for prompt, each in zip(prompts, pieces, strict=True):
+        wanted = await reference.logprobs(models, prompt, each)
+        np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=2e-3)
+
+
+async def test_weights_are_synced_while_responses_are_decoded(server: VllmServer) -> None:
+    models = [tiny_actor(seed) for seed in range(4)]
+    policy = VllmPolicy(server, sampling=Sampling(max_new_tokens=300, seed=3))
+    await policy.load(Weights(0, models[0].state_dict()))
+    prompts = some(3)
+    decodes = await policy.open(prompts)
+    pieces: list[list[Piece]] = [[] for _ in decodes]
+    async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
+        for decode in decodes:
+            readers.start_soon(read, decode, pieces[decode.prompt.rollout])
+        for version in range(1, 4):
+            await until(lambda: policy.tokens >= 120 * version)  # noqa: B023 - it is over before the next
+            await policy.load(Weights(version, models[version].state_dict()))
+    for prompt, each in zip(prompts, pieces, strict=True):
+        versions = np.concatenate([piece.versions for piece in each])
+        assert len(versions) == 300
+        assert set(versions.tolist()) == {0, 1, 2, 3}
+        wanted = await reference.logprobs(models, prompt, each)
+        np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
+
+
+async def test_a_server_killed_while_it_decodes_is_lost_at_once_and_usable_when_it_is_back(
+    served: Served, server: VllmServer
+) -> None:
+    sampling = Sampling(max_new_tokens=900, seed=2)
+    policy = VllmPolicy(server, sampling=sampling)
+    decodes = await policy.open(some(3))
+
+    async def decode_and_kill() -> None:
+        async with policy.decoding(decodes, lambda ended: False):
+            await decodes[0].read(5)
+            served.kill()
+            await decodes[0].read(10_000)
+
+    with anyio.fail_after(10), pytest.raises(ModelLost, match=f"start the server at {served.url} again"):
+        await decode_and_kill()
+    with pytest.raises(ConfigError, match=r"(?s)no vLLM server answers at .* VLLM_SERVER_DEV_MODE=1 "):
+        VllmServer(served.url)
+    served.start()
+    again, model = VllmServer(served.url, model=served.directory), tiny_actor(9)
+    policy = VllmPolicy(again, sampling=replace(sampling, max_new_tokens=20))
+    await policy.load(Weights(1, model.state_dict()))
+    prompts = some(2)
+    for prompt, each in zip(prompts, await whole(policy, prompts), strict=True):
+        assert {version for piece in each for version in piece.versions.tolist()} == {1}
+        wanted = await reference.logprobs([model, model], prompt, each)
+        np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
