@@ -169,10 +169,10 @@ class _PooledDecoding(Round):
         self._report([each for each in rollouts if each.withheld])
         for rollout in rollouts:
             if rollout.member is not None:
-                self._seat(rollout, rollout.member)
+                self._assign(rollout, rollout.member)
         await self._place([each for each in rollouts if each.member is None and each.decodes])
 
-    def _seat(self, rollout: PooledDecode, member: Member) -> None:
+    def _assign(self, rollout: PooledDecode, member: Member) -> None:
         if member not in self._sessions and self._tasks is not None:
             session = self._sessions[member] = _Session(member)
             self._tasks.start_soon(self._serve, session, name=f"decode on {member.name}")
@@ -187,11 +187,11 @@ class _PooledDecoding(Round):
                 for _, group in groupby(rollouts, lambda each: each.prompt.admission):
                     waiting = [list(group)]
                     while waiting:
-                        waiting += await self._settled(waiting.pop(), rooms)
+                        waiting += await self._house(waiting.pop(), rooms)
             finally:
                 self._placing.discard(scope)
 
-    async def _settled(self, group: Sequence[PooledDecode], rooms: dict[Member, float]) -> list[list[PooledDecode]]:
+    async def _house(self, group: Sequence[PooledDecode], rooms: dict[Member, float]) -> list[list[PooledDecode]]:
         # Gives the rollouts of a prompt a home; returns them in parts where no member has room for all of them.
         while part := [each for each in group if each.decodes]:
             able = [member for member in self._members.living if self._can_take(member, part)]
@@ -210,8 +210,8 @@ class _PooledDecoding(Round):
                 logger.once(_CROWDED)
             rooms[best] -= needed
             for rollout in part:
-                rollout.settle(best)
-                self._seat(rollout, best)
+                rollout.move_in(best)
+                self._assign(rollout, best)
             break
         return []
 

@@ -2,8 +2,8 @@
 
 ::
 
-    settle -> begin -> pause -> begin -> pause ...        on one member, a step after the other
-    interrupt -> pause -> salvage -> leave -> settle      that is lost: what has come of it is read, and another goes on
+    move_in -> begin -> pause -> begin -> pause ...       on one member, a step after the other
+    interrupt -> pause -> salvage -> leave -> move_in     that is lost: what has come of it is read, and another goes on
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ class PooledDecode(Resident):
         self._live = False
         self.wake()
 
-    def settle(self, member: Member) -> None:
+    def move_in(self, member: Member) -> None:
         """Live there from now on; the member opens it, and sets its ``seat``."""
         self.member, self.seat, self.begun = member, None, 0
         self._live, self._drained = False, True
