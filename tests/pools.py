@@ -36,7 +36,8 @@ class Fate:
             reads raise. ``hangs``: it makes no token any more, and whatever it is asked never returns.
         keeps: whether what it has handed over can be read afterwards.
         loads: seconds that each load takes; a negative one raises.
-        returns: seconds until it can be started again; infinity: never.
+        returns: seconds until it can be started again.
+        after: responses that it ends at most: it dies when it has told the cut of the last.
     """
 
     at: float = math.inf
@@ -44,6 +45,7 @@ class Fate:
     keeps: bool = True
     loads: tuple[float, ...] = ()
     returns: float = 0.5
+    after: int = 1_000_000
 
 
 @dataclass(eq=False)
@@ -53,6 +55,7 @@ class Mortal(FakePolicy):
     fate: Fate = field(default_factory=Fate)
     seats: list[FakeDecode] = field(default_factory=list)
     loaded: int = 0
+    ended: int = 0
     dead: bool = False
 
     @property
@@ -60,7 +63,7 @@ class Mortal(FakePolicy):
         return self.tokens
 
     async def require_alive(self) -> None:
-        if anyio.current_time() >= self.fate.at:
+        if self.dead or anyio.current_time() >= self.fate.at:
             self.dead = True
             if self.fate.how == "hangs":
                 await anyio.sleep_forever()
@@ -96,6 +99,13 @@ class Mortal(FakePolicy):
                 tasks.cancel_scope.cancel()
         if self.dead:
             await self.require_alive()
+
+    def _end(self, ended: list[FakeDecode]) -> None:
+        self.ended += len(ended)
+        super()._end(ended)
+        if self.ended >= self.fate.after:
+            self.dead = True
+            self.stop([*self._live, *self._waiting])
 
     async def _die(self) -> None:
         await anyio.sleep(self.fate.at - anyio.current_time())

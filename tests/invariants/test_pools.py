@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,10 @@ from oppo.errors import ModelLost
 from oppo.events import Chunk, Defer, Prompt
 from oppo.log import routed
 from oppo.simulate.policy import FakeDecode
+from oppo.stages.conversations import TurnOutcome
 from oppo.testing import Fault, Flap, Garbage, Hang, LoseSessions, Raise, Script, Slow
 from oppo.testing.script import FaultKind, Method, Spoilt
-from oppo.turns import Answered, Turn, turns_answered
+from oppo.turns import Answer, Answered, Turn, turns_answered
 from tests.pipelines import Setting, motions, settings
 from tests.pools import Fate, PooledPipeline
 from tests.stages.test_conversations import Tool, some_turns
@@ -31,14 +33,19 @@ ERRORS = st.sampled_from([ModelLost, RuntimeError, TimeoutError, OSError])
 KEPT = Setting((5, 9, 3, 30, 12, 7, 22, 4, 40, 6, 18), batch=6, extra=3, steps=6)
 
 
+DEATHS = (math.inf, *(step / 100 for step in range(60)))
+"""Times at which members die, mostly with the end of a decode step."""
+
+
 @st.composite
 def fates(draw: st.DrawFn) -> Fate:
     return Fate(
-        at=draw(st.one_of(st.just(float("inf")), st.floats(0, 1).map(lambda at: round(at, 2)))),
+        at=draw(st.sampled_from(DEATHS)),
         how=draw(st.sampled_from(["raises", "falls silent", "hangs"])),
         keeps=draw(st.booleans()),
         loads=tuple(draw(st.lists(st.sampled_from([0.0, 0.0, 0.07, 1.0, 20.0, -1.0]), max_size=4))),
         returns=draw(st.sampled_from([0.0, 0.1, 2.0])),
+        after=draw(st.sampled_from([1, 2, 3, 1_000, 1_000])),
     )
 
 
@@ -87,7 +94,7 @@ def test_members_that_die_cost_time_and_nothing_else(case: Case) -> None:
 @example(Case(KEPT, (Fate(0.13), Fate())))
 @example(Case(KEPT, (Fate(0.13, "falls silent", keeps=False), Fate(0.2))))
 def test_turns_go_on_elsewhere_and_each_is_answered_once(case: Case) -> None:
-    check_talk(case.play(Talking, Tool(answer_seconds)))
+    check_talk(case.play(Talking, tool()))
 
 
 @st.composite
@@ -117,7 +124,7 @@ def scripted(draw: st.DrawFn) -> Case:
 @hypothesis_settings(max_examples=SCHEDULES // 2)
 @given(scripted())
 def test_whatever_a_member_does_wrong_costs_it_its_place_and_nothing_else(case: Case) -> None:
-    check_talk(case.play(Talking, Tool(answer_seconds)))
+    check_talk(case.play(Talking, tool()))
 
 
 def check_talk(run: PooledPipeline) -> None:
@@ -128,11 +135,22 @@ def check_talk(run: PooledPipeline) -> None:
     assert len({(each.rollout, each.turn) for each in answered}) == len(answered)
     for response in (each for batch in run.batches for each in batch.responses):
         ends = [end for end in some_turns(response.prompt) if end < run.setting.length(response.prompt)]
-        assert turns_answered(response) == len(ends)
+        assert turns_answered(response) == len(ends[:1] if finishes(response.prompt) else ends)
 
 
-def answer_seconds(turn: Turn) -> float:
-    return 0.02 * (turn.prompt.rollout % 3)
+def tool() -> Tool:
+    """Answers turns after some time; of every second rollout it ends the second turn."""
+
+    def outcome(turn: Turn) -> TurnOutcome:
+        if finishes(turn.prompt) and turn.number == 1:
+            return None
+        return Answer(np.full(2, 90_000 + turn.number, np.int32), {"answered": turn.number + 1})
+
+    return Tool(lambda turn: 0.04 * (turn.prompt.rollout % 4), outcome=outcome)
+
+
+def finishes(prompt: Prompt) -> bool:
+    return prompt.rollout % 2 == 0
 
 
 def check_ending(run: PooledPipeline) -> None:
