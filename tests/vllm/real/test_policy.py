@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from oppo.events import Prompt, Response
-from oppo.models import Piece, Sampling, Weights
+from oppo.models import Decode, Piece, Sampling, Weights
 from oppo.testing import check_policy
 from oppo.vllm import VllmDecode, VllmEngine, VllmPolicy
 from oppo.vllm.requests import Request
@@ -34,7 +34,7 @@ def some(count: int, length: int = 7) -> list[Prompt]:
     return [Prompt(n, n, random.integers(4, VOCABULARY, length, dtype=np.int32)) for n in range(count)]
 
 
-async def read(decode: VllmDecode, pieces: list[Piece], limit: int = 8) -> None:
+async def read(decode: Decode, pieces: list[Piece], limit: int = 8) -> None:
     while True:
         pieces.append(await decode.read(limit))
         if pieces[-1].state != "live":
