@@ -245,13 +245,13 @@ class _PooledDecoding(Round):
 
     async def _decode(self, session: _Session, due: list[PooledDecode]) -> None:
         member, patience = session.member, self._members.timeout
-        policy = member.drawing(self._sampling)
+        policy, inside = member.drawing(self._sampling), dict.fromkeys(due)
         with anyio.CancelScope(deadline=anyio.current_time() + patience) as scope:
             session.scope = scope
             try:
                 seats = await self._seats(policy, due)
                 async with policy.decoding(seats, partial(self._finished, session)) as decoding:
-                    await self._go_on(session, due, decoding, scope)
+                    await self._go_on(session, inside, decoding, scope)
                     scope.deadline = anyio.current_time() + (RESCUE if member.lost else patience)
             except Exception as error:
                 if error is self._refused:
@@ -260,7 +260,7 @@ class _PooledDecoding(Round):
         if scope.cancelled_caught:
             self._members.lose(member, TimeoutError(f"it did not begin or stop to decode within {patience:g} s"))
         session.scope = None
-        for rollout in due:
+        for rollout in inside:
             if rollout.member is member:
                 rollout.pause()
 
@@ -281,7 +281,7 @@ class _PooledDecoding(Round):
         return [each.seat for each in rollouts if each.seat is not None and not each.closed]
 
     async def _go_on(
-        self, session: _Session, inside: list[PooledDecode], decoding: Decoding, scope: anyio.CancelScope
+        self, session: _Session, inside: dict[PooledDecode, None], decoding: Decoding, scope: anyio.CancelScope
     ) -> None:
         # Until the round stops this member, or it must begin again with rollouts that cannot join.
         policy, timeout = session.member.drawing(self._sampling), self._members.timeout
@@ -300,7 +300,7 @@ class _PooledDecoding(Round):
                 scope.deadline = anyio.current_time() + timeout
                 await decoding.add(await self._seats(policy, joining))
                 scope.deadline = math.inf
-                inside += joining
+                inside |= dict.fromkeys(joining)
                 for rollout in joining:
                     rollout.begin()
                 continue
@@ -333,14 +333,13 @@ class _PooledDecoding(Round):
                 self.has_cut = self._cut([each.prompt.rollout for each in fresh])
             except Exception as error:  # noqa: BLE001 - no member is to blame: the round raises it
                 self.failure = error
-        if fresh:
-            self._loop.call_soon_threadsafe(self._wake)
+        self._loop.call_soon_threadsafe(self._wake, fresh)
         return self.stops
 
-    def _wake(self) -> None:
-        for session in self._sessions.values():
+    def _wake(self, fresh: Sequence[PooledDecode] = ()) -> None:
+        for session in self._sessions.values() if self.stops else ():
             session.wake()
-        for rollout in self._rollouts.values():
+        for rollout in self._rollouts.values() if self.stops else fresh:
             rollout.wake()
 
     def note_loss(self, member: Member) -> None:
