@@ -24,7 +24,7 @@ from oppo.errors import ConfigError, ModelError
 from oppo.log import logger
 from oppo.observe import SpanListener, silent
 from oppo.placement import Hosted, Hosting, Make, Place, Process, Ranks, Thread
-from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
+from oppo.scheduling import DEFAULT_TIME_SLICE, GPU_TIME_SLICE, Priority, TimeSlice
 from oppo.simulate.costs import gpu_named
 
 
@@ -387,12 +387,13 @@ class DeviceLayout:
         _require_cpu("trainer", trainer, devices.trainer)
 
         def place(name: str, home: Home, share: int, device: torch.device, restarts: int = 0) -> Place:
-            setup = partial(use_cores, share)
+            setup, slice_ = partial(use_cores, share), DEFAULT_TIME_SLICE if device.type == "cpu" else GPU_TIME_SLICE
             if home == "thread":
                 lends = name == "trainer" and device in (devices.actor, *devices.scoring().values())
-                return DeviceThread(name, device, setup=setup, lends=lends, first=name == "actor")
+                first = name == "actor"
+                return DeviceThread(name, device, setup=setup, time_slice=slice_, lends=lends, first=first)
             logger.info(f"starting the process of the {name}")
-            return Process(name, setup=setup, restarts=restarts)
+            return Process(name, setup=setup, time_slice=slice_, restarts=restarts)
 
         def home(model: str, device: torch.device) -> Home:
             if device.type == "cuda":  # what reads the actor's own weights is where these are

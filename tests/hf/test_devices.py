@@ -35,6 +35,7 @@ from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.ranks import Replicas
 from oppo.hf.weights import copies
 from oppo.placement import Process, Thread
+from oppo.scheduling import GPU_TIME_SLICE
 from tests.hf import tiny
 from tests.workplace import furnish, run
 
@@ -139,6 +140,7 @@ def test_scorers_on_a_gpu_may_have_a_process_and_what_reads_the_actor_s_weights_
         }
         assert places.scoring["critic"] is places.scoring["reference"] is places.scoring["reward"]
         assert places.place_of("proximal") is not places.place_of("critic")
+        assert places.place_of("critic").time_slice == GPU_TIME_SLICE
     finally:
         places.close()
 
