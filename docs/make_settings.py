@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from oppo.algorithms import ALGORITHMS
 from oppo.config.load import SEEDED
-from oppo.config.sections import REWARD_KINDS
+from oppo.config.rewards import REWARD_KINDS
 from oppo.config.settings import keys_of
 from oppo.declared import MOST, SEEDS, Declared, OneOf, declared as declared_of
 
@@ -72,6 +72,14 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "rewards.label": ("label of a classifier", ""),
     "rewards.column": ("reference answer, ground truth", ""),
     "rewards.separators": ("step separator of a process reward model", "`step_separator` of `PRMConfig`"),
+    "rewards.model": ("judge model", "`model` of a judge"),
+    "rewards.template": ("judge prompt", "`system_prompt` of a judge"),
+    "rewards.system": ("judge system message", ""),
+    "rewards.score": ("parsing of the judge's answer", ""),
+    "rewards.temperature": ("judge temperature", ""),
+    "rewards.max_tokens": ("judge answer length", ""),
+    "rewards.api_key_env": ("API key", ""),
+    "rewards.attempts": ("retries", ""),
     "environment.source": ("environment, tool calls, multi-turn rollouts", ""),
     "environment.on_failure": ("tool error policy", ""),
     "environment.process": ("tool in a subprocess", ""),

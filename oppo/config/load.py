@@ -20,16 +20,8 @@ from pydantic import ValidationError
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.ppo import PPO
 from oppo.config.own import NAMED, Kinds, find
-from oppo.config.sections import (
-    REWARD_KINDS,
-    SOURCE,
-    ModelRewardSection,
-    StepSection,
-    is_code,
-    resolved,
-    reward_kind_of,
-    within,
-)
+from oppo.config.rewards import REWARD_KINDS, SOURCE, ModelRewardSection, is_code, reward_kind_of
+from oppo.config.sections import StepSection, resolved, within
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import SEEDS, Declared, declared, expectation
 from oppo.errors import ConfigError, did_you_mean, shortened

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainValidator, Tag, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError
 
 from oppo.algorithms import ALGORITHMS
 from oppo.data.datasets_library import is_hub_name
@@ -25,7 +25,6 @@ from oppo.declared import (
     Rollouts,
     Seconds,
     Seed,
-    Table,
     adapter,
     declared,
     expectation,
@@ -34,8 +33,6 @@ from oppo.declared import (
 )
 from oppo.errors import ConfigError, DataError, did_you_mean, shortened
 from oppo.models import SamplingSettings
-from oppo.rewards import OnDrop, OnFailure
-from oppo.rewards.gym import LIBRARY
 from oppo.user_code import SPEC
 
 
@@ -49,143 +46,6 @@ def resolved(text: str, folder: Path) -> str:
         return str((folder / Path(text).expanduser()).resolve())
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, an unknown ~user, a NUL
         raise ConfigError(f"{text!r} is no path that can be followed: {error}") from error
-
-
-When: TypeAlias = Literal["auto", "whole"]
-"""When a reward model reads."""
-
-As: TypeAlias = Literal["auto", "tokens", "chat", "joined", "pair", "response"]
-"""The form in which a reward model reads a rollout."""
-
-OverLong: TypeAlias = Literal["error", "drop", "truncate"]
-Separators: TypeAlias = Annotated[tuple[Filled, ...], FromList()]
-
-SOURCE: Final = (
-    "directory or hub name of a reward model, or `file.py:name` of a function, of a scorer, of a function that makes "
-    "one in a `place`, or of several rewards `{name: (weight, function or scorer)}`; `reasoning-gym`: the verifier of "
-    "its tasks"
-)
-
-
-def is_code(source: object) -> bool:
-    """Whether a reward's source is Python code, and no reward model."""
-    return isinstance(source, str) and (source == LIBRARY or file_of(source) is not None)
-
-
-def file_of(spec: str) -> Path | None:
-    """Return the file of ``file.py:name``; ``None`` for another text."""
-    named = SPEC.match(spec)
-    return None if named is None else Path(named["file"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSection:
-    """``[[rewards]]``: one reward."""
-
-    source: Filled = required(SOURCE)
-    name: Name | None = setting(
-        None, "its name in the weighted sum and in metrics; absent: it is the only reward, and the score"
-    )
-    weight: float = setting(1.0, "its factor in the sum")
-    on_drop: OnDrop = setting(
-        "drop", "if it drops a rollout: drop the rollout, or leave it to the other rewards (`skip`)"
-    )
-
-    def __post_init__(self) -> None:
-        if self.name is None and self.weight != 1:
-            raise ValueError(f"weight = {self.weight!r} is the factor of a term, which has a name: give it one")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionRewardSection(RewardSection):
-    """``[[rewards]]`` whose source is code: a function, or what else a file names."""
-
-    on_failure: OnFailure = setting(
-        "fail", "if the function fails: stop the run, drop the rollout, or call it again and then stop"
-    )
-    process: bool | Literal["sync"] = setting(
-        default=False,
-        description="call a sync function in its own processes, where it may hold the interpreter lock for long; a "
-        "crash is then a failure like others; `sync`: only if it is a sync function",
-    )
-    concurrency: PositiveCount | None = setting(
-        None, "calls of the function that may overlap; absent: 64 of an async function, 1 of a sync one"
-    )
-    timeout: Positive | None = setting(
-        None,
-        "seconds after which a call of the function has failed, not counting the start of its process; an async "
-        "function is then cancelled, a process interrupted, or killed if it goes on",
-    )
-    each: bool = setting(default=False, description="call the function for each rollout alone")
-    keep_special_tokens: bool = setting(
-        default=False,
-        description="keep special tokens, the end of sequence included, in the text for what the file names",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRewardSection(RewardSection):
-    """``[[rewards]]`` whose source is a reward model."""
-
-    reading: When = setting(
-        "auto",
-        "when the model reads: `auto`: while responses are written, if its architecture allows that, else when "
-        "they have ended; `whole`: when they have ended",
-    )
-    form: As = setting(
-        "auto",
-        "what the model reads: `tokens`: those of the policy, whose tokenizer it must share; or text, by its own "
-        "tokenizer: `chat`: prompt and response by its chat template; `joined`: one after the other; `pair`: as two "
-        "segments; `response`: that alone; auto: tokens where the tokenizer is the same, else chat where it has a "
-        "template, else pair for an encoder, else joined",
-    )
-    over_long: OverLong = setting(
-        "error",
-        "what happens to a rollout whose text is longer than the model reads: stop the run, drop the rollout, or cut "
-        "it as the model's tokenizer does",
-    )
-    label: str = setting("", "the label whose logit is the score, if a classifier has several")
-    column: str = setting(
-        "",
-        "the column of the data with the text, or the list of texts, that a sentence encoder compares a response with",
-    )
-    separators: Separators = setting(
-        ("\n",), "texts that end a step, for a process reward model: a token that ends with one of them ends the step"
-    )
-
-
-REWARD_KINDS: Final[Mapping[str, type[RewardSection]]] = {
-    "function": FunctionRewardSection,
-    "model": ModelRewardSection,
-}
-
-
-def reward_kind_of(table: object) -> str:
-    """Return which of :data:`REWARD_KINDS` a table of ``[[rewards]]`` is, by its source."""
-    source = table.get("source") if isinstance(table, Mapping) else getattr(table, "source", None)
-    return "function" if is_code(source) else "model"
-
-
-def _summed(rewards: tuple[RewardSection, ...]) -> tuple[RewardSection, ...]:
-    if not rewards:
-        raise ValueError("expected at least one table, got none")
-    names = [each.name for each in rewards]
-    if len(names) > 1 and None in names:
-        raise ValueError(
-            f"several rewards are terms of a weighted sum, each with a name, and rewards.{names.index(None)} has none"
-        )
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"expected another name for each, got {twice[0]!r} twice")
-    return rewards
-
-
-Reward: TypeAlias = Annotated[
-    Annotated[FunctionRewardSection, Table(), Tag("function")] | Annotated[ModelRewardSection, Table(), Tag("model")],
-    Discriminator(reward_kind_of),
-]
-"""A reward, told apart by its source."""
-
-RewardList: TypeAlias = Annotated[tuple[Reward, ...], FromList(), AfterValidator(_summed)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,20 +27,17 @@ from oppo.admission import Admission
 from oppo.algorithms.base import Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.config.own import NAMED, OWN, Kinds, checked, loss_of
+from oppo.config.rewards import ModelRewardSection, RewardList, RewardSection, file_of
 from oppo.config.sections import (
     DataSection,
     EnvironmentSection,
     EvalSection,
-    ModelRewardSection,
     ModelsSection,
     PlacementSection,
     PromptSource,
-    RewardList,
-    RewardSection,
     RunSection,
     SamplingSection,
     StepSection,
-    file_of,
     named,
 )
 from oppo.declared import (

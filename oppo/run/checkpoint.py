@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from oppo.config.load import OF_REWARDS, OLD, RENAMED, load
-from oppo.config.sections import EvalSection, PlacementSection, RewardSection, RunSection
+from oppo.config.rewards import RewardSection
+from oppo.config.sections import EvalSection, PlacementSection, RunSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.durable import whole, writing

@@ -12,7 +12,8 @@ import torch
 from rich.filesize import decimal
 from transformers import PreTrainedModel
 
-from oppo.config.sections import ModelRewardSection, SamplingSection
+from oppo.config.rewards import ModelRewardSection
+from oppo.config.sections import SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelRefused

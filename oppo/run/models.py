@@ -14,7 +14,8 @@ import anyio
 import torch
 from transformers import PreTrainedModel
 
-from oppo.config.sections import ModelRewardSection, ModelsSection, SamplingSection
+from oppo.config.rewards import ModelRewardSection
+from oppo.config.sections import ModelsSection, SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.durable import whole, writing

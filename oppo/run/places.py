@@ -17,7 +17,8 @@ import anyio.to_thread
 import torch
 from transformers import PreTrainedModel
 
-from oppo.config.sections import FunctionRewardSection, ModelsSection
+from oppo.config.rewards import ModelRewardSection
+from oppo.config.sections import ModelsSection
 from oppo.config.settings import Settings
 from oppo.durable import make
 from oppo.errors import ConfigError
@@ -120,7 +121,7 @@ def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
 
 
 def _scored_here(settings: Settings) -> list[str]:
-    functions = any(isinstance(each, FunctionRewardSection) for each in settings.rewards)
+    functions = not all(isinstance(each, ModelRewardSection) for each in settings.rewards)
     here = [model for model in scored(settings) if model not in settings.remote]
     return [*here, "reward"] if functions and "reward" not in here else here
 

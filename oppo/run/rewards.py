@@ -7,13 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from oppo.config.sections import (
-    DataSection,
-    EnvironmentSection,
-    FunctionRewardSection,
-    ModelRewardSection,
-    RewardSection,
-)
+from oppo.config.rewards import FunctionRewardSection, JudgeRewardSection, ModelRewardSection, RewardSection
+from oppo.config.sections import DataSection, EnvironmentSection
 from oppo.config.settings import Settings
 from oppo.environments import FunctionEnvironment
 from oppo.errors import ConfigError
@@ -31,7 +26,21 @@ from oppo.models import Scorer
 from oppo.placement import Hosting
 from oppo.rewards import FunctionReward, Rewards, load_reward
 from oppo.rewards.gym import LIBRARY, verify
+from oppo.rewards.judge import columns_of, judge, key_of
 from oppo.run.loading import RoleLoader
+
+JUDGED: Final = (
+    "model",
+    "template",
+    "system",
+    "score",
+    "temperature",
+    "max_tokens",
+    "concurrency",
+    "timeout",
+    "attempts",
+)
+"""The settings of a judge that are arguments of :func:`oppo.rewards.judge.judge`."""
 
 OPTIONS: Final = ("on_failure", "process", "concurrency", "timeout", "each")
 """The settings of a reward that are arguments of its function."""
@@ -72,8 +81,12 @@ class UserCode:
                 return _of_tasks(key, decode, options)
             return load_reward(reward.source, decode, place=place, on_drop=reward.on_drop, **options)
 
-        tables = settings.reward_tables
-        rewards = {key: loaded(key, each) for key, each in tables.items() if isinstance(each, FunctionRewardSection)}
+        tables, rewards = settings.reward_tables, dict[str, Scorer[float | Drop]]()
+        for key, each in tables.items():
+            if isinstance(each, FunctionRewardSection):
+                rewards[key] = loaded(key, each)
+            elif isinstance(each, JudgeRewardSection):
+                rewards[key] = _judge(key, each, tokenizer.decode, settings.data.column)
         return cls(tables, _environment(settings.environment, settings.data, tokenizer), rewards)
 
     def check_columns(self, names: Collection[str]) -> None:
@@ -81,17 +94,21 @@ class UserCode:
 
         Raises:
             RewardError: one is not there, or bears the name of an argument of a reward function.
-            ConfigError: a sentence encoder would compare with a column that is not there.
+            ConfigError: a sentence encoder would compare with a column that is not there, or a judge be told one.
         """
         for scorer in self.rewards.values():
             for function in scorer.functions if isinstance(scorer, Rewards) else [scorer]:
                 if isinstance(function, FunctionReward):
                     function.arguments_of(names)
         for key, reward in self.settings.items():
-            if isinstance(reward, ModelRewardSection) and reward.column and reward.column not in names:
+            asked = columns_of(reward.template) if isinstance(reward, JudgeRewardSection) else frozenset()
+            if isinstance(reward, ModelRewardSection) and reward.column:
+                asked = frozenset({reward.column})
+            if missing := sorted(asked.difference(names)):
+                does = "compares responses with" if isinstance(reward, ModelRewardSection) else "asks a judge about"
                 raise ConfigError(
-                    f"{key} compares responses with {reward.column!r}, which is no column of the data; the columns "
-                    f"there are {', '.join(sorted(names))}"
+                    f"{key} {does} {missing[0]!r}, which is no column of the data; the columns there are "
+                    f"{', '.join(sorted(names))}"
                 )
 
     def reward(self, models: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
@@ -114,6 +131,30 @@ def _leave_retries_to_our_log() -> None:
         from stamina.instrumentation import set_on_retry_hooks  # noqa: PLC0415 - an extra
 
         set_on_retry_hooks(())
+
+
+def _judge(
+    key: str, section: JudgeRewardSection, decode: Callable[[Sequence[int]], str], prompt_column: str
+) -> FunctionReward:
+    require("http", f"{key}: a judge", module="httpx")
+    try:
+        asked = judge(
+            section.source,
+            api_key=key_of(section.api_key_env),
+            **{name: getattr(section, name) for name in JUDGED},
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    return FunctionReward(
+        asked,
+        decode,
+        name=asked.__name__,
+        prompt_column=prompt_column,
+        on_failure=section.on_failure,
+        concurrency=section.concurrency,
+        each=True,
+        optional=section.name is not None,
+    )
 
 
 def _of_tasks(key: str, decode: Callable[[Sequence[int]], str], options: Mapping[str, Any]) -> FunctionReward:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from oppo.config.load import OLD, RENAMED, converted, load, resolve
-from oppo.config.sections import EnvironmentSection, FunctionRewardSection, ModelRewardSection
+from oppo.config.rewards import FunctionRewardSection, ModelRewardSection
+from oppo.config.sections import EnvironmentSection
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
 from oppo.log import routed

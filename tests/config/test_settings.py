@@ -16,7 +16,7 @@ from oppo.algorithms.base import ClippedAlgorithm
 from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO
 from oppo.algorithms.ppo import PPO
 from oppo.config.load import load, resolve
-from oppo.config.sections import FunctionRewardSection, ModelRewardSection
+from oppo.config.rewards import FunctionRewardSection, ModelRewardSection
 from oppo.config.settings import Settings, keys_of
 from oppo.errors import ConfigError
 from oppo.losses import ClippedLoss, PPOLoss, SequenceLoss

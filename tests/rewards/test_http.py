@@ -536,7 +536,7 @@ def test_bad_arguments_are_refused(options: dict[str, object], message: str) -> 
 async def test_the_judge_of_the_example_grades_each_response(capsys: pytest.CaptureFixture[str]) -> None:
     await import_module("examples.05_judge").main()
     assert sorted(capsys.readouterr().out.splitlines()) == [
-        "[0.1]  Yes.",
-        "[0.5]  Yes, since water boils there.",
-        "[1.0]  Because the air is thinner the higher one climbs up a hill.",
+        "[1.0]  Yes.",
+        "[10.0]  Because the air is thinner the higher one climbs up a hill.",
+        "[5.0]  Yes, since water boils there.",
     ]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import ClassVar
 
 import pytest
 import torch
@@ -103,6 +107,77 @@ def test_a_model_that_cannot_be_served_is_named_by_its_key(folder: Path, capsys:
     wrong = 'rewards=[{name="first", source="reward"}, {name="second", source="nowhere/at-all", weight=0.5}]'
     assert oppo(folder, "--dry-run", wrong) == UNUSABLE
     assert "rewards.1: " in capsys.readouterr().err
+
+
+class Grader(BaseHTTPRequestHandler):
+    """Answers as a chat model that counts the letters of what it is asked, and has no answer to multiples of three.
+
+    Attributes:
+        questions: and the keys that came with them.
+    """
+
+    questions: ClassVar[list[tuple[str, str]]] = []
+
+    def do_POST(self) -> None:
+        """Grade a response."""
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
+        self.questions.append((asked, self.headers["Authorization"]))
+        content = f"grade: {len(asked)}" if len(asked) % 3 else "I cannot say."
+        body = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def service() -> Iterator[str]:
+    """Return the URL of a judge."""
+    Grader.questions.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Grader) as server:
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_judge_grades_each_response_and_one_without_a_grade_is_dropped(
+    folder: Path, service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    judge = f'source="{service}", model="grader", template="{{prompt}}|{{response}}", api_key_env="JUDGE_KEY"'
+    parts = (f'rewards=[{{{judge}, on_failure="drop"}}]', "run.name=judged", "run.steps=2", "run.panel=off")
+    assert oppo(folder, "", *parts) == DONE
+    assert {key for _, key in Grader.questions} == {"Bearer k"}
+    assert all("|" in asked for asked, _ in Grader.questions)
+    for step in lines(folder, "judged"):
+        assert step["objective/scores"] > 1
+    without = {asked for asked, _ in Grader.questions if len(asked) % 3 == 0}
+    assert sum(step["deferral/dropped"] for step in lines(folder, "judged")) == len(without) > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ('template="{answer}"', "rewards.0 asks a judge about 'answer', which is no column of the data"),
+        ('template="{"', "rewards.0: a judge's template has a brace that is no field"),
+        ('template="x", api_key_env="NOT_SET"', "rewards.0: the key of a judge is to be in the environment variable"),
+        ('template="x", score="best"', "rewards.0.score: expected 'number', 'regex:PATTERN', 'json:FIELD'"),
+        (
+            'template="x", process=true',
+            "unknown key 'rewards.0.process' (it is a key of a reward whose source is a function)",
+        ),
+    ],
+)
+def test_a_judge_that_cannot_be_asked_is_refused_before_anything_is_loaded(
+    folder: Path, service: str, keys: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(folder, "--dry-run", f'rewards=[{{source="{service}", model="grader", {keys}}}]') == UNUSABLE
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("choice", ["drop", "skip"])

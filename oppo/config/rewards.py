@@ -1,0 +1,184 @@
+"""The tables of ``[[rewards]]``: functions, reward models and judges, told apart by their source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Literal, TypeAlias
+
+from pydantic import AfterValidator, Discriminator, Tag
+
+from oppo.declared import Filled, FromList, Name, NonNegative, Positive, PositiveCount, Table, required, setting
+from oppo.rewards import OnDrop, OnFailure
+from oppo.rewards.gym import LIBRARY
+from oppo.rewards.judge import require_reading
+from oppo.user_code import SPEC
+
+When: TypeAlias = Literal["auto", "whole"]
+"""When a reward model reads."""
+
+As: TypeAlias = Literal["auto", "tokens", "chat", "joined", "pair", "response"]
+"""The form in which a reward model reads a rollout."""
+
+OverLong: TypeAlias = Literal["error", "drop", "truncate"]
+Separators: TypeAlias = Annotated[tuple[Filled, ...], FromList()]
+
+SOURCE: Final = (
+    "directory or hub name of a reward model, or `file.py:name` of a function, of a scorer, of a function that makes "
+    "one in a `place`, or of several rewards `{name: (weight, function or scorer)}`; `reasoning-gym`: the verifier of "
+    "its tasks; `http://host:8000/v1`: a judge behind a chat API"
+)
+
+
+def is_code(source: object) -> bool:
+    """Whether a reward's source is Python code, and no reward model."""
+    return isinstance(source, str) and (source == LIBRARY or file_of(source) is not None)
+
+
+def file_of(spec: str) -> Path | None:
+    """Return the file of ``file.py:name``; ``None`` for another text."""
+    named = SPEC.match(spec)
+    return None if named is None else Path(named["file"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSection:
+    """``[[rewards]]``: one reward."""
+
+    source: Filled = required(SOURCE)
+    name: Name | None = setting(
+        None, "its name in the weighted sum and in metrics; absent: it is the only reward, and the score"
+    )
+    weight: float = setting(1.0, "its factor in the sum")
+    on_drop: OnDrop = setting(
+        "drop", "if it drops a rollout: drop the rollout, or leave it to the other rewards (`skip`)"
+    )
+
+    def __post_init__(self) -> None:
+        if self.name is None and self.weight != 1:
+            raise ValueError(f"weight = {self.weight!r} is the factor of a term, which has a name: give it one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionRewardSection(RewardSection):
+    """``[[rewards]]`` whose source is code: a function, or what else a file names."""
+
+    on_failure: OnFailure = setting(
+        "fail", "if the function fails: stop the run, drop the rollout, or call it again and then stop"
+    )
+    process: bool | Literal["sync"] = setting(
+        default=False,
+        description="call a sync function in its own processes, where it may hold the interpreter lock for long; a "
+        "crash is then a failure like others; `sync`: only if it is a sync function",
+    )
+    concurrency: PositiveCount | None = setting(
+        None, "calls of the function that may overlap; absent: 64 of an async function, 1 of a sync one"
+    )
+    timeout: Positive | None = setting(
+        None,
+        "seconds after which a call of the function has failed, not counting the start of its process; an async "
+        "function is then cancelled, a process interrupted, or killed if it goes on",
+    )
+    each: bool = setting(default=False, description="call the function for each rollout alone")
+    keep_special_tokens: bool = setting(
+        default=False,
+        description="keep special tokens, the end of sequence included, in the text for what the file names",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRewardSection(RewardSection):
+    """``[[rewards]]`` whose source is a reward model."""
+
+    reading: When = setting(
+        "auto",
+        "when the model reads: `auto`: while responses are written, if its architecture allows that, else when "
+        "they have ended; `whole`: when they have ended",
+    )
+    form: As = setting(
+        "auto",
+        "what the model reads: `tokens`: those of the policy, whose tokenizer it must share; or text, by its own "
+        "tokenizer: `chat`: prompt and response by its chat template; `joined`: one after the other; `pair`: as two "
+        "segments; `response`: that alone; auto: tokens where the tokenizer is the same, else chat where it has a "
+        "template, else pair for an encoder, else joined",
+    )
+    over_long: OverLong = setting(
+        "error",
+        "what happens to a rollout whose text is longer than the model reads: stop the run, drop the rollout, or cut "
+        "it as the model's tokenizer does",
+    )
+    label: str = setting("", "the label whose logit is the score, if a classifier has several")
+    column: str = setting(
+        "",
+        "the column of the data with the text, or the list of texts, that a sentence encoder compares a response with",
+    )
+    separators: Separators = setting(
+        ("\n",), "texts that end a step, for a process reward model: a token that ends with one of them ends the step"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeRewardSection(RewardSection):
+    """``[[rewards]]`` whose source is the URL of a chat API: a generative judge."""
+
+    model: Filled = required("the judge's name at its service")
+    template: Filled = required(
+        "what it is asked, with `{prompt}`, `{response}` and columns of the data as `{column}`; `{{` is a brace"
+    )
+    system: str = setting("", "the system message before it; empty: none")
+    score: Annotated[str, AfterValidator(require_reading)] = setting(
+        "number",
+        "what of the answer is the score: `number`: the last number; `regex:PATTERN`: the last match, of its group if "
+        "it has one; `json:FIELD`: a field of the JSON in it; `rating:1-10`: the mean of the ratings that its first "
+        "token could be, by their probabilities",
+    )
+    temperature: NonNegative = setting(0.0, "of the judge's sampling")
+    max_tokens: PositiveCount = setting(512, "of its answer; `rating` takes 1")
+    api_key_env: str = setting("", "the environment variable that holds the service's key; empty: it asks for none")
+    on_failure: OnFailure = setting(
+        "fail",
+        "if it does not answer, or without a score: stop the run, drop the rollout, or ask again and then stop",
+    )
+    concurrency: PositiveCount = setting(64, "requests that may overlap")
+    timeout: Positive = setting(60.0, "seconds for a request")
+    attempts: PositiveCount = setting(4, "for a request that failed in a way that may pass, the first included")
+
+
+REWARD_KINDS: Final[Mapping[str, type[RewardSection]]] = {
+    "function": FunctionRewardSection,
+    "model": ModelRewardSection,
+    "judge": JudgeRewardSection,
+}
+
+
+def reward_kind_of(table: object) -> str:
+    """Return which of :data:`REWARD_KINDS` a table of ``[[rewards]]`` is, by its source."""
+    source = table.get("source") if isinstance(table, Mapping) else getattr(table, "source", None)
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        return "judge"
+    return "function" if is_code(source) else "model"
+
+
+def _summed(rewards: tuple[RewardSection, ...]) -> tuple[RewardSection, ...]:
+    if not rewards:
+        raise ValueError("expected at least one table, got none")
+    names = [each.name for each in rewards]
+    if len(names) > 1 and None in names:
+        raise ValueError(
+            f"several rewards are terms of a weighted sum, each with a name, and rewards.{names.index(None)} has none"
+        )
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"expected another name for each, got {twice[0]!r} twice")
+    return rewards
+
+
+Reward: TypeAlias = Annotated[
+    Annotated[FunctionRewardSection, Table(), Tag("function")]
+    | Annotated[ModelRewardSection, Table(), Tag("model")]
+    | Annotated[JudgeRewardSection, Table(), Tag("judge")],
+    Discriminator(reward_kind_of),
+]
+"""A reward, told apart by its source."""
+
+RewardList: TypeAlias = Annotated[tuple[Reward, ...], FromList(), AfterValidator(_summed)]
