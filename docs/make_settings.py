@@ -200,7 +200,7 @@ ABOUT: Mapping[str, str] = {
     "models": "The models that are trained or served, by directory or hub name, and how they are loaded.",
     "rewards": "The reward, or several with names, whose weighted sum is the score: [rewards.md](rewards.md). Each is "
     "a table of the list `[[rewards]]`; `--set rewards.0.weight=2` sets a key of the first. If its source is code, it "
-    "has the keys of a `function`, else those of a `model`.",
+    "has the keys of a `function`, if it is a URL those of a `judge`, else those of a `model`.",
     "environment": "What answers a response that has ended at a stop, as a tool does: "
     "[rewards.md](rewards.md#tools-and-turns).",
     "placement": "The device of each model, if they are not all on `models.device`: [scale.md](scale.md).",

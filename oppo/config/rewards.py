@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Discriminator, Tag
 from oppo.declared import Filled, FromList, Name, NonNegative, Positive, PositiveCount, Table, required, setting
 from oppo.rewards import OnDrop, OnFailure
 from oppo.rewards.gym import LIBRARY
-from oppo.rewards.judge import require_reading
+from oppo.rewards.judge import reading_of
 from oppo.user_code import SPEC
 
 When: TypeAlias = Literal["auto", "whole"]
@@ -118,6 +118,11 @@ class ModelRewardSection(RewardSection):
     )
 
 
+def _readable(text: str) -> str:
+    reading_of(text)
+    return text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeRewardSection(RewardSection):
     """``[[rewards]]`` whose source is the URL of a chat API: a generative judge."""
@@ -127,7 +132,7 @@ class JudgeRewardSection(RewardSection):
         "what it is asked, with `{prompt}`, `{response}` and columns of the data as `{column}`; `{{` is a brace"
     )
     system: str = setting("", "the system message before it; empty: none")
-    score: Annotated[str, AfterValidator(require_reading)] = setting(
+    score: Annotated[str, AfterValidator(_readable)] = setting(
         "number",
         "what of the answer is the score: `number`: the last number; `regex:PATTERN`: the last match, of its group if "
         "it has one; `json:FIELD`: a field of the JSON in it; `rating:1-10`: the mean of the ratings that its first "

@@ -130,16 +130,6 @@ NUMBER: Final = r"-?\d+(?:\.\d+)?"
 _RATING: Final = re.compile(r"(\d{1,3})-(\d{1,3})")
 
 
-def require_reading(text: str) -> str:
-    """Return ``text`` if it says how a score is read.
-
-    Raises:
-        ValueError: it does not.
-    """
-    reading_of(text)
-    return text
-
-
 def reading_of(text: str) -> Read:
     r"""Return what reads a score as ``number``, ``regex:PATTERN``, ``json:FIELD`` or ``rating:1-10`` say.
 
