@@ -23,10 +23,15 @@ def require(
     Raises:
         OppoError: of type ``error``: it is not, ``what`` needs it, and how to ``install`` it.
     """
-    if find_spec(module or extra) is None:
+    if not is_installed(module or extra):
         install = install or f"pip install 'oppo[{extra}]'"
         raise error(f"{what} needs {module or extra}, which is not installed: {install}")
     warn_of_untested(extra)
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be imported; it is not imported."""
+    return find_spec(module) is not None
 
 
 def warn_of_untested(extra: str = "") -> None:

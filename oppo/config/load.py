@@ -11,7 +11,6 @@ import os
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -25,6 +24,7 @@ from oppo.config.sections import StepSection, resolved, within
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import SEEDS, Declared, declared, expectation
 from oppo.errors import ConfigError, did_you_mean, shortened
+from oppo.libraries import is_installed
 from oppo.log import logger
 from oppo.redact import HIDDEN, holds_secret, names_secret, redacted
 from oppo.user_code import SPEC
@@ -131,7 +131,7 @@ def _with_engine(document: Mapping[str, object]) -> Mapping[str, object]:
 def _why_not_vllm(document: Mapping[str, object]) -> str:
     from oppo.hf.devices import device_of  # noqa: PLC0415 - takes seconds to import
 
-    if find_spec("vllm") is None:
+    if not is_installed("vllm"):
         return "vLLM is not installed"
     try:
         device = Settings.of(with_correction(seeded(document))).devices["policy"][0]

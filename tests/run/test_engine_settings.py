@@ -103,7 +103,7 @@ def test_vllm_decodes_by_itself_on_a_gpu_where_it_is_installed_and_can(
     request: pytest.FixtureRequest, installed: bool, gpu: bool, chosen: str, why: str
 ) -> None:
     patch, folder, messages = (request.getfixturevalue(each) for each in ("monkeypatch", "tmp_path", "messages"))
-    patch.setattr("oppo.config.load.find_spec", lambda name: name if installed else None)
+    patch.setattr("oppo.config.load.is_installed", lambda module: installed)
     patch.setattr("torch.cuda.is_available", lambda: gpu)
     patch.setattr("torch.cuda.device_count", lambda: 1)
     settings = loaded(folder, "[vllm]\nmax_num_seqs = 8\n", "models.engine=auto", chosen)
