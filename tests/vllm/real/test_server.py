@@ -19,7 +19,10 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from oppo.errors import ConfigError, ModelLost
+from oppo.hf.devices import ModelPlace
+from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Piece, Sampling, Weights
+from oppo.placement import PolicyPool, Thread
 from oppo.testing import check_policy
 from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.server import start_command
@@ -27,11 +30,13 @@ from oppo.vllm.sync import free_port
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor
 from tests.vllm.real.test_policy import logprobs_of, read, some, tokens_of, until, whole
+from tests.workplace import furnish, oppo, records
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 1e-4
+KEY = "canary-0123456789"
 SMALL = "--dtype float32 --skip-tokenizer-init --kv-cache-memory-bytes 268435456 --max-num-seqs 16"
 """A model without a tokenizer on a small machine."""
 
@@ -52,6 +57,7 @@ class Served:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "PYTHONWARNINGS": "ignore",
+            "VLLM_API_KEY": KEY,
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_CPU_OMP_THREADS_BIND": "0",
@@ -67,6 +73,9 @@ class Served:
                     return
             time.sleep(0.2)
         raise TimeoutError(self.log.read_text()[-3000:])
+
+    def connected(self) -> VllmServer:
+        return VllmServer(self.url, model=self.directory, api_key=KEY)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -91,9 +100,9 @@ def served(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield served
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server(served: Served) -> VllmServer:
-    return VllmServer(served.url, model=served.directory)
+    return served.connected()
 
 
 async def test_it_says_what_a_run_needs_to_know(server: VllmServer) -> None:
@@ -105,7 +114,13 @@ async def test_another_model_is_refused_before_the_first_step(served: Served, tm
     other.num_hidden_layers = 1
     LlamaForCausalLM(other).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="num_hidden_layers 1, not 12 as the one that is served"):
-        VllmServer(served.url, model=tmp_path)
+        VllmServer(served.url, model=tmp_path, api_key=KEY)
+
+
+async def test_a_key_is_needed_where_the_server_has_one(served: Served) -> None:
+    for key, fault in ((None, "requests without a key"), ("another", "the key")):
+        with pytest.raises(ConfigError, match=f"refuses {fault}: .*api_key_env"):
+            VllmServer(served.url, api_key=key)
 
 
 async def test_it_keeps_the_contract_of_a_policy(server: VllmServer) -> None:
@@ -160,6 +175,21 @@ async def test_weights_are_synced_while_responses_are_decoded(server: VllmServer
         np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
 
 
+def test_a_run_trains_on_it_from_the_weights_that_it_begins_with(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has those of the tests before."""
+    place = furnish(tmp_path)
+    tiny_actor().save_pretrained(place / "actor")
+    monkeypatch.setenv("KEY_OF_THE_TEST", KEY)
+    chosen = ("run.name=served", "run.steps=3", "run.panel=off", "models.engine=vllm", "step.max_deferrals=1")
+    servers = (f'vllm.urls=["{served.url}"]', "vllm.api_key_env=KEY_OF_THE_TEST")
+    assert oppo(place, "", *chosen, *servers) == 0
+    lines = records(place, "served", "metrics.jsonl")
+    assert [line["trained"] for line in lines] == [4, 4, 4]
+    assert all(abs(line["mismatch/kl_current"]) < 1e-4 for line in lines)
+
+
 async def test_a_server_killed_while_it_decodes_is_lost_at_once_and_usable_when_it_is_back(
     served: Served, server: VllmServer
 ) -> None:
@@ -178,11 +208,36 @@ async def test_a_server_killed_while_it_decodes_is_lost_at_once_and_usable_when_
     with pytest.raises(ConfigError, match=r"(?s)no vLLM server answers at .* VLLM_SERVER_DEV_MODE=1 "):
         VllmServer(served.url)
     served.start()
-    again, model = VllmServer(served.url, model=served.directory), tiny_actor(9)
+    again, model = served.connected(), tiny_actor(9)
     policy = VllmPolicy(again, sampling=replace(sampling, max_new_tokens=20))
     await policy.load(Weights(1, model.state_dict()))
     prompts = some(2)
     for prompt, each in zip(prompts, await whole(policy, prompts), strict=True):
         assert {version for piece in each for version in piece.versions.tolist()} == {1}
         wanted = await reference.logprobs([model, model], prompt, each)
+        np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
+
+
+async def test_rollouts_of_a_killed_server_go_on_in_another_engine_from_their_tokens(served: Served) -> None:
+    sampling, models = Sampling(max_new_tokens=150, seed=4), [tiny_actor(seed) for seed in range(2)]
+    with Thread("actor") as thread:
+        remote = VllmPolicy(served.connected(), sampling=sampling)
+        beside = HfPolicy(tiny_actor(), sampling=sampling, place=ModelPlace(thread, "policy", ""))
+        pool, prompts = PolicyPool([remote, beside], timeout=60), some(6)
+        await pool.load(Weights(1, models[1].state_dict()))
+        decodes = await pool.open(prompts)
+        pieces: list[list[Piece]] = [[] for _ in decodes]
+
+        async def kill() -> None:
+            await until(lambda: remote.tokens > 20)
+            served.kill()
+
+        async with pool.decoding(decodes, lambda ended: False), anyio.create_task_group() as tasks:
+            tasks.start_soon(kill)
+            for decode in decodes:
+                tasks.start_soon(read, decode, pieces[decode.prompt.rollout])
+        assert pool.living == (beside,)
+    for prompt, each in zip(prompts, pieces, strict=True):
+        assert len(tokens_of(each)) == 150
+        wanted = await reference.logprobs(models, prompt, each)
         np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
