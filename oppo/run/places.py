@@ -268,6 +268,8 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
             server.check_options(
                 keeps_kv=settings.step.kv_on_sync == "keep", routed_experts=settings.trainer.router_replay
             )
+            if assumed is None:
+                server.check_environment()
             return
         require_arguments(settings.vllm, settings=True, planned=assumed is not None)
         devices = devices_of(settings, assumed)
@@ -371,7 +373,7 @@ def _server(url: str, chosen: ServerSettings, request: ServeRequest) -> VllmServ
         url,
         model=located(models.policy, weights=True, allow_pickle=models.allow_pickle),
         trainer=request.devices.weights,
-        api_key=chosen.api_key,
+        api_key=chosen.api_key(),
         weights_directory=chosen.weights_directory or None,
         timeout=chosen.timeout,
         trust_remote_code=models.trust_remote_code,

@@ -48,6 +48,7 @@ class Engine(Closing):
         longest: the longest sequence, prompt and response, in tokens.
         dtype: of the weights that it serves.
         dtype_chosen: its arguments say so; else the model does.
+        kv_tokens: the tokens for which its KV cache has room; ``None`` where it does not say.
         requests: ids of the requests that policies have open.
         weights: those of its model; ``None`` for one that transformers cannot train, or that pools.
         defers: how requests go on after a pause, as :class:`oppo.models.Capabilities` has it.
@@ -62,6 +63,7 @@ class Engine(Closing):
     longest: int
     dtype: torch.dtype
     dtype_chosen: bool
+    kv_tokens: int | None
     weights: ServedWeights | None
 
     def __init__(self) -> None:
@@ -138,6 +140,7 @@ class VllmEngine(Engine):
         self.longest = int(self.config.model_config.max_model_len)
         self.dtype: torch.dtype = self.config.model_config.dtype
         self.dtype_chosen = dtype_chosen
+        self.kv_tokens = getattr(self.config.cache_config, "kv_cache_size_tokens", None)
         self.weights = weights
         self._children = children
         self._stack = stack

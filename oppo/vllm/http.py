@@ -215,7 +215,7 @@ class HttpEngine:
         return self.error is not None
 
     def die(self, reason: str) -> ServerFault:
-        """Count the server as lost, and tell whoever waits for tokens; safe to call from any thread without waiters."""
+        """Count the server as lost, and tell whoever waits for tokens."""
         self.error = self.error or ServerFault(f"{self._url} is lost: {reason}")
         for stream in self._open.values():
             stream.inbox.fail(self.error)
@@ -307,7 +307,14 @@ class HttpEngine:
         )
 
     async def start_weight_update(self) -> None:
-        await self._call("POST", "/start_weight_update", seconds=DEADLINE)
+        try:
+            await self._call("POST", "/start_weight_update", seconds=DEADLINE)
+        except ServerFault as fault:
+            if "already active" not in str(fault):
+                raise
+            # A run that ended in the midst of an update has left it open.
+            await self._call("POST", "/finish_weight_update", body={}, seconds=DEADLINE)
+            await self._call("POST", "/start_weight_update", seconds=DEADLINE)
 
     async def update_weights(self, request: Any) -> None:
         await self._call("POST", "/update_weights", body={"update_info": request.update_info}, seconds=DEADLINE)

@@ -125,6 +125,13 @@ class VllmPolicy:
         return self.tokens
 
     @property
+    def free_kv_tokens(self) -> int | None:
+        """Tokens for which the KV cache has room beside those of its requests; ``None`` if the engine does not say."""
+        if self.engine.kv_tokens is None:
+            return None
+        return self.engine.kv_tokens - sum(len(each.prompt.tokens) + each.written for each in self._submitted)
+
+    @property
     def sync_metrics(self) -> Mapping[str, float]:
         """Metrics of the last weight sync, by name."""
         return {} if self._rounded is None else {"sync/rounding_loss": self._rounded}

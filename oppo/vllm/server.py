@@ -102,9 +102,8 @@ class ServerSettings:
             raise ConfigError("\n".join(faults))
         return found
 
-    @property
     def api_key(self) -> str | None:
-        """The key that the environment holds.
+        """Return the key that the environment holds.
 
         Raises:
             ConfigError: it holds none.
@@ -117,6 +116,11 @@ class ServerSettings:
             "vllm.api_key_env: expected the name of an environment variable that holds the server's key, and none of "
             "this name is set"
         )
+
+    def check_environment(self) -> None:
+        """Raise ``ConfigError`` unless httpx is installed and a key that is named is set."""
+        require("http", "vllm.urls", module="httpx")
+        self.api_key()
 
     @staticmethod
     def check_options(*, keeps_kv: bool, routed_experts: bool) -> None:
@@ -334,6 +338,7 @@ class VllmServer(Engine):
         self.longest = int(described["max_model_len"])
         self.dtype = getattr(torch, str(described["dtype"]).removeprefix("torch."))
         self.dtype_chosen = True
+        self.kv_tokens = config.get("cache_config", {}).get("kv_cache_size_tokens")
         self.weights = None if model is None else weights_of(model, trust_remote_code=trust_remote_code)
         self.llm: HttpEngine = HttpEngine(
             self.url,

@@ -291,11 +291,14 @@ def test_servers_are_connected_to_by_their_urls_and_several_are_a_pool(
     [
         ("vllm.max_num_seqs=3", "vllm.max_num_seqs is for an engine that the run starts"),
         ("step.kv_on_sync=keep", "set step.kv_on_sync = 'recompute'"),
+        ("vllm.api_key_env=no-such-canary", "vllm.api_key_env: expected the name of an environment variable"),
     ],
 )
 def test_what_a_server_cannot_do_is_refused_before_anything_is_loaded(
     workplace: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
     assert on_vllm(workplace, "refused", f"vllm.urls={json.dumps(URLS)}", override) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert message in said.err
+    assert "canary" not in said.err + said.out
     assert not stand_in

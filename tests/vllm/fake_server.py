@@ -112,7 +112,10 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
             name = f"generate-tokens-{body['request_id']}"
             collector = await self.llm.add_request(name, prompt, params)
             return httpx.Response(200, stream=Body(self.llm, name, collector))
-        return httpx.Response(200, json=await self._controlled(path, request.url.params, body))
+        try:
+            return httpx.Response(200, json=await self._controlled(path, request.url.params, body))
+        except RuntimeError as error:
+            return httpx.Response(500, json={"error": {"message": f"Worker failed with error '{error}'"}})
 
     async def _controlled(self, path: str, parameters: httpx.QueryParams, body: dict[str, Any]) -> dict[str, Any]:
         llm = self.llm
@@ -146,8 +149,9 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
                 assert llm.paused, "weights change between decode steps"
                 await llm.update_weights(body["update_info"])
             case "/finish_weight_update":
-                await llm.finish_weight_update(None if self.forgets else body["weight_version"])
-                llm.updates.append(body["weight_version"])
+                version = body.get("weight_version")
+                await llm.finish_weight_update(None if self.forgets else version)
+                llm.updates.append(str(version))
             case _:
                 raise AssertionError(f"no such route: {path}")
         return {}

@@ -257,6 +257,20 @@ def test_a_server_that_was_started_again_between_two_steps_is_noticed_before_it_
     bench.run(main)
 
 
+def test_an_update_that_an_earlier_run_has_left_open_is_ended() -> None:
+    bench = ServerBench()
+
+    async def main() -> None:
+        await bench.llm.start_weight_update()
+        await bench.policy.load(Weights(1, WEIGHTS))
+        assert len(bench.llm.updates) == 2
+        bench.fake.instead["/start_weight_update"] = httpx.Response(500, json={"error": "another"})
+        with pytest.raises(ModelLost, match="/start_weight_update answered 500"):
+            await bench.policy.load(Weights(2, WEIGHTS))
+
+    bench.run(main)
+
+
 def test_a_server_with_the_weights_of_an_earlier_run_needs_those_of_this_one() -> None:
     bench = ServerBench()
 
@@ -308,6 +322,25 @@ def test_streams_that_do_not_end_at_a_pause_are_given_up() -> None:
 
     bench.run(main)
     assert bench.pieces[1][-1].state != "live"
+
+
+def test_the_room_in_the_kv_cache_is_what_requests_leave_of_it() -> None:
+    bench = ServerBench(FakeAsyncLLM(length=lambda prompt: 15))
+    assert bench.policy.free_kv_tokens is None
+    bench.fake.config["cache_config"] = {"kv_cache_size_tokens": 100}
+    policy = VllmPolicy(server_of(bench.fake), sampling=SAMPLING)
+
+    async def main() -> None:
+        decodes = await policy.open(varied(2))
+        async with policy.decoding(decodes, lambda ended: False):
+            await decodes[0].read(1)
+            assert policy.free_kv_tokens == 100 - 2 * (2 + 1)
+            for decode in decodes:
+                while (await decode.read(100)).state == "live":
+                    pass
+        assert policy.free_kv_tokens == 100
+
+    bench.run(main)
 
 
 def test_what_is_closed_ends_on_the_server() -> None:

@@ -215,9 +215,9 @@ def test_settings_of_servers_are_those_of_no_engine(monkeypatch: pytest.MonkeyPa
     assert found == ServerSettings((URL,), "SOME_KEY", timeout=5.0)
     monkeypatch.delenv("SOME_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"^vllm\.api_key_env: expected the name of an environment variable"):
-        assert found.api_key
+        found.api_key()
     monkeypatch.setenv("SOME_KEY", KEY)
-    assert found.api_key == KEY
+    assert found.api_key() == KEY
 
 
 @pytest.mark.parametrize(
