@@ -14,7 +14,7 @@ import pytest
 
 from oppo.models import Piece, Policy, Sampling, Weights
 from oppo.placement import PolicyPool
-from oppo.vllm import VllmPolicy, VllmServer
+from oppo.vllm import VllmPolicy
 from oppo.vllm.sync import free_port
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import tiny_actor
@@ -45,7 +45,7 @@ async def test_rollouts_of_a_killed_server_go_on_at_the_other_and_it_comes_back(
     sampling = Sampling(max_new_tokens=200, seed=5)
 
     def connect(server: Served) -> VllmPolicy:
-        return VllmPolicy(VllmServer(server.url, model=server.directory), sampling=sampling)
+        return VllmPolicy(server.connected(), sampling=sampling)
 
     async def start(index: int) -> Policy:
         await anyio.to_thread.run_sync(servers[index].start)

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 1e-4
 KEY = "canary-0123456789"
-SMALL = "--dtype float32 --skip-tokenizer-init --kv-cache-memory-bytes 268435456 --max-num-seqs 16"
+SMALL = "--dtype float32 --stream-interval 3 --skip-tokenizer-init --kv-cache-memory-bytes 268435456 --max-num-seqs 16"
 """A model without a tokenizer on a small machine."""
 
 
@@ -107,6 +107,8 @@ def server(served: Served) -> VllmServer:
 
 async def test_it_says_what_a_run_needs_to_know(server: VllmServer) -> None:
     assert (server.vocabulary, server.longest, str(server.dtype)) == (VOCABULARY, 1024, "torch.float32")
+    assert server.kv_tokens is not None
+    assert server.kv_tokens > 10_000
 
 
 async def test_another_model_is_refused_before_the_first_step(served: Served, tmp_path: Path) -> None:
@@ -195,6 +197,7 @@ async def test_a_server_killed_while_it_decodes_is_lost_at_once_and_usable_when_
 ) -> None:
     sampling = Sampling(max_new_tokens=900, seed=2)
     policy = VllmPolicy(server, sampling=sampling)
+    await policy.load(Weights(0, tiny_actor().state_dict()))
     decodes = await policy.open(some(3))
 
     async def decode_and_kill() -> None:
@@ -203,7 +206,7 @@ async def test_a_server_killed_while_it_decodes_is_lost_at_once_and_usable_when_
             served.kill()
             await decodes[0].read(10_000)
 
-    with anyio.fail_after(10), pytest.raises(ModelLost, match=f"start the server at {served.url} again"):
+    with anyio.fail_after(10), pytest.raises(ModelLost, match=f"is lost: .*start the server at {served.url} again"):
         await decode_and_kill()
     with pytest.raises(ConfigError, match=r"(?s)no vLLM server answers at .* VLLM_SERVER_DEV_MODE=1 "):
         VllmServer(served.url)
