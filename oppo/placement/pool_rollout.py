@@ -285,11 +285,14 @@ class PooledDecode(Resident):
         return None
 
     async def _fetch_turn(self, tokens: int) -> bool:
-        # So that the answer comes after tokens that are known, wherever it is read.
+        # So that the answer comes after tokens that are known, the answer before it included, wherever it is read.
+        def is_known() -> bool:
+            return self._answer is None and self._turn >= tokens
+
         begun = self.begun
-        while self._turn < tokens and self._sits and self._can_fetch and self.begun == begun:
-            await self._fetch(ALL, unless=lambda: self._turn >= tokens)
-        return self._turn >= tokens
+        while not is_known() and self._sits and self._can_fetch and self.begun == begun:
+            await self._fetch(ALL, unless=is_known)
+        return is_known()
 
     @property
     def _unissued(self) -> bool:

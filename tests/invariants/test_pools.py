@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import event, example, given, settings as hypothesis_settings, strategies as st
 
+from oppo.admission.chunking import WholeRollout
 from oppo.errors import ModelLost
 from oppo.events import Chunk, Defer, Prompt
 from oppo.log import routed
@@ -121,8 +122,14 @@ def scripted(draw: st.DrawFn) -> Case:
     return replace(case, script=tuple(draw(st.lists(faults(len(case.members)), min_size=1, max_size=4))))
 
 
+SLOW_READER = replace(KEPT, lengths=(4, 3, 3), batch=5, extra=0, chunks=WholeRollout(), steps=1, samples=2, capacity=1)
+"""The turns of a response are as long as one another, and answered before its reader has read the first."""
+
+
 @hypothesis_settings(max_examples=SCHEDULES // 2)
 @given(scripted())
+@example(Case(SLOW_READER, (Fate(after=1),), script=(Fault("member 0", "read", Slow(1.0), 12),)))
+@example(Case(SLOW_READER, (Fate(keeps=False, after=1),), script=(Fault("member 0", "read", Slow(1.0), 12),)))
 def test_whatever_a_member_does_wrong_costs_it_its_place_and_nothing_else(case: Case) -> None:
     check_talk(case.play(Talking, tool()))
 
