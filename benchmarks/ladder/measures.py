@@ -136,7 +136,7 @@ class Figures:
             samples_per_second=samples / took,
             tokens_per_step=sum(step.tokens for step in steps) / len(steps),
             samples_per_step=samples / len(steps),
-            hidden_fraction=1 - exposed / baseline.score if inside and baseline.score else None,
+            hidden_fraction=1 - exposed / baseline.score if inside and models and baseline.score else None,
             decode_slowdown=decode / alone if inside and alone else None,
             busy={model: math.fsum(step.busy.get(model, 0.0) for step in steps) / took for model in sorted(models)},
             shares={

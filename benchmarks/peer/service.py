@@ -11,7 +11,7 @@ written once, loaded  ``{"ready": {...}}``
 read                  ``{"run": n}``
 written               ``{"steps": [{"seconds", "tokens", "announced", "as_announced", "samples", "mean_length",
                       "capped"}, ...], "peak_rss_mb"}``, and ``"error"`` if the work is not the workload's; a program
-                      that can tell its phases apart adds ``"decode"``, ``"score"``, ``"exposed"`` and ``"update"``
+                      that can tell its phases apart adds ``"decode"``, ``"score"`` and ``"update"``
 end of input          ends the program
 ====================  ==============================================================================================
 """

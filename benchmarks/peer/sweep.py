@@ -1,6 +1,6 @@
 """The peers, and the settings under which each is fastest: ``python -m benchmarks.peer.sweep WORKLOAD_DIR...``.
 
-For each number of threads it tries numbers of passes and rollout batches, in turn until neither finds a faster cell;
+For each number of threads it tries rollout batches and numbers of passes, in turn until neither finds a faster cell;
 then, at the best of all cells, the peer's own options, one by one. Every cell is a process of its own and makes the
 same first steps of the workload, without warm-up: a first step costs extra in every cell alike. A comparison against
 any cell but the peer's best would flatter us.
@@ -266,15 +266,16 @@ def sweep(peer: Peer, spec: Spec, cores: int, measure: Measure) -> tuple[Mapping
                 cells.append(tried[cell])
         return min(candidates, key=lambda cell: tried[cell].seconds)
 
-    passes = [spec.batch // rows for rows in halves(spec.batch // spec.minibatches)]
     rollouts = [*halves(spec.batch), *([spec.samples] if peer.by_groups else [])]
     bests = []
     for threads in thread_counts(cores):
         best, before = Cell(rollout_batch=spec.batch, minibatches=spec.minibatches, threads=threads), None
         while best != before:
             before = best
-            best = best_of(peer.fitted(spec, [replace(best, minibatches=each) for each in passes]))
             best = best_of(peer.fitted(spec, [replace(best, rollout_batch=rows) for rows in rollouts]))
+            whole = best.rollout_batch if peer.by_groups else spec.batch // spec.minibatches
+            passes = [spec.batch // rows for rows in halves(whole)]
+            best = best_of(peer.fitted(spec, [replace(best, minibatches=each) for each in passes]))
         bests.append(best)
     best = best_of(bests)
     best_of([best, *(replace(best, options=options) for options in peer.options)])

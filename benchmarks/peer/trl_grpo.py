@@ -99,8 +99,7 @@ class Paced(TrainerCallback):
         seconds = self._service.lap()
         assert self.trainer is not None
         spent, self.trainer.spent = self.trainer.spent, defaultdict(float)
-        phases = {"decode": spent["decode"], "score": spent["score"], "exposed": spent["score"]}
-        phases["update"] = seconds - spent["decode"] - spent["score"]
+        phases = {**spent, "update": seconds - spent["decode"] - spent["score"]}
         taken = [prompt for prompt in next(self._batches) for _ in range(self._samples)]
         self._service.done(seconds, self.trainer.lengths(taken), taken, phases)
 

@@ -97,6 +97,9 @@ def test_a_peer_that_cannot_look_inside_has_speeds_only() -> None:
     assert peer.tokens_per_second == 12.5
     assert (peer.hidden_fraction, peer.decode_slowdown, peer.live_rows_per_decode_step) == (None, None, None)
     assert peer.shares == {}
+    phases = figures(StepRecord(seconds=8.0, tokens=100, samples=10, decode=4.0, score=2.0, update=2.0), score=1.2)
+    assert phases.shares == {"decode": 0.5, "score": 0.25, "update": 0.25}
+    assert phases.hidden_fraction is None, "what it hides is not of our scoring"
 
 
 def test_a_mode_is_compared_with_serial_with_what_it_adds_to_and_with_peers() -> None:
