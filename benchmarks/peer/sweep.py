@@ -198,8 +198,9 @@ def choose(sweep: Sweep, directory: Path, cores: int) -> Choice:
     name = spec["workload"]
     swept = sweep.workloads.get(name)
     if swept is None:
-        untried = Cell(rollout_batch=spec["batch"], minibatches=spec["minibatches"], threads=cores)
-        return Choice(untried, f"workload {name} was never swept for the peer: the whole batch at once, all cores")
+        rows = spec.get("samples", 0) or spec["batch"]
+        untried = Cell(rollout_batch=rows, minibatches=max(spec["minibatches"], spec["batch"] // rows), threads=cores)
+        return Choice(untried, f"workload {name} was never swept for the peer: {rows} rows at once, all cores")
     origin = f"the fastest of {len(swept.cells)} cells on {swept.machine} with {swept.cores} cores"
     if swept.fingerprint != fingerprint(directory):
         origin += f"; workload {name} has changed since: sweep again"

@@ -243,6 +243,8 @@ def test_a_choice_says_when_it_is_not_what_was_swept(tmp_path: Path) -> None:
     untried = choose(Sweep(), tmp_path, cores=2)
     assert untried.cell == Cell(8, 1, 2)
     assert "was never swept" in untried.origin
+    group = choose(Sweep(), workload(tmp_path, batch=8, samples=4), cores=2)
+    assert group.cell == Cell(4, 2, 2), "GRPO pads nothing then"
 
 
 def test_a_workload_is_another_when_the_work_of_a_peer_is(tmp_path: Path) -> None:
