@@ -251,6 +251,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
         Metric("timing_s/update", SECONDS, "The update; verl's is without a critic.", verl="timing_s/update_actor"),
         Metric("timing_s/weight_sync", SECONDS, "The weight sync.", "", "timing_s/update_weights", "timing_s/publish"),
         Metric("sync/members", COUNT, "Engines of a pool that have the new weights; absent without a pool."),
+        Metric("sync/bytes", "bytes", "Of the weights that went to each engine of vLLM; absent where none decodes."),
         Metric("sync/rounding_loss", SHARE,
                "Of the norm of what adapters add to the weights, the part that the dtype of vLLM rounds away; absent "
                "without adapters, or where transformers decodes."),

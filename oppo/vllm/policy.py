@@ -38,7 +38,7 @@ from oppo.turns import StopCriteria
 from oppo.vllm.engine import Engine
 from oppo.vllm.requests import Request, VllmDecode, reports_supports
 from oppo.vllm.surface import Output, answered, engine_calls
-from oppo.vllm.sync import GRACE, cancelled_after
+from oppo.vllm.sync import GRACE, cancelled_after, untied
 
 
 class VllmPolicy:
@@ -100,7 +100,7 @@ class VllmPolicy:
         self._numbers = itertools.count()
         self._gate = anyio.Lock()
         self._paused = self._prepared = False
-        self._rounded: float | None = None
+        self._synced = dict[str, float]()
         self._lost: ModelLost | None = None
         self._submitted: dict[Request, None] = {}  # an ordered set: those that are in the engine
         self._loop: DecodingLoop | None = None
@@ -134,7 +134,7 @@ class VllmPolicy:
     @property
     def sync_metrics(self) -> Mapping[str, float]:
         """Metrics of the last weight sync, by name."""
-        return {} if self._rounded is None else {"sync/rounding_loss": self._rounded}
+        return self._synced
 
     def with_sampling(self, sampling: Sampling) -> VllmSampling:
         """Return a policy on the same engine, with the same weights, that draws so.
@@ -378,6 +378,7 @@ class VllmPolicy:
                 self.engine.weights.require(tensors)
                 if self.engine.weights.outline is not None:
                     tensors = await anyio.to_thread.run_sync(self.engine.weights.as_saved, tensors)
+            self._synced["sync/bytes"] = float(sum(each.nbytes for each in untied(tensors).values()))
             async with self._gate:
                 try:
                     await self._prepare()
@@ -390,11 +391,12 @@ class VllmPolicy:
         from oppo.hf.lora import rounding_loss  # noqa: PLC0415 - transformers takes seconds to import
 
         actor, engine = weights.standalone(), self.engine
-        self._rounded = rounding_loss(weights.actor, actor, engine.dtype)
-        if self._rounded and not engine.dtype_chosen:
+        lost = rounding_loss(weights.actor, actor, engine.dtype)
+        self._synced["sync/rounding_loss"] = lost
+        if lost and not engine.dtype_chosen:
             raise ModelError(
                 f"adapters are merged into the weights of {engine.name}, which vLLM has in {engine.dtype}, and that "
-                f"rounds {self._rounded:.0%} of what they add away: start the engine with dtype = 'float32', or, if "
+                f"rounds {lost:.0%} of what they add away: start the engine with dtype = 'float32', or, if "
                 "it should be so, with this dtype in its arguments"
             )
         return actor

@@ -30,6 +30,7 @@ from pathlib import Path
 from tempfile import mkstemp
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeAlias
 from uuid import uuid4
+from zlib import crc32
 
 import anyio
 import anyio.to_thread
@@ -286,6 +287,26 @@ def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensors[name].detach().contiguous() for name in first.values()}
 
 
+SAMPLED: Final = 256
+"""Elements of a tensor that its fingerprint is of, at most."""
+
+
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what tells each tensor from another of its name: dtype, shape, and a checksum of elements all over it.
+
+    Example:
+        >>> fingerprints({"bias": torch.ones(2)})
+        {'bias': 'float32 [2] d5065190'}
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        step = max(1, -(-tensor.numel() // SAMPLED))
+        sample = tensor.detach().reshape(-1)[::step].contiguous().cpu().view(torch.uint8)
+        kind = str(tensor.dtype).removeprefix("torch.")
+        found[name] = f"{kind} {list(tensor.shape)} {crc32(sample.numpy().tobytes()):08x}"
+    return found
+
+
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
     # The length of the entries, 8 bytes, and the entries in JSON.
     entries, end = dict[str, object](), 0
@@ -440,15 +461,16 @@ class FileSender:
     async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
         """Write the file, and have the workers load it; see :class:`WeightSender`."""
         await anyio.to_thread.run_sync(self._file.write, tensors)
-        await self._load(llm, self._file.path, version)
+        prints = await anyio.to_thread.run_sync(fingerprints, untied(tensors))
+        await self._load(llm, {"path": str(self._file.path), "prints": prints}, version)
 
-    async def _load(self, llm: AsyncEngine, path: Path, version: str) -> None:
+    async def _load(self, llm: AsyncEngine, update: dict[str, Any], version: str) -> None:
         async with in_time(self._deadline, version):
             if not self._agreed:
                 await llm.init_weight_transfer_engine(InitRequest({}))
                 self._agreed = True
             await llm.start_weight_update()
-            await llm.update_weights(UpdateRequest({"path": str(path)}))
+            await llm.update_weights(UpdateRequest(update))
             await llm.finish_weight_update(weight_version=version)
 
 

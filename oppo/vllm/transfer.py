@@ -5,6 +5,7 @@ vLLM imports this in its workers; :mod:`oppo.vllm.sync` is the other side.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from oppo.vllm.sync import restored
+from oppo.vllm.sync import fingerprints, restored
 
 
 class Unpacked(UnquantizedEmbeddingMethod):
@@ -52,9 +53,11 @@ class FileUpdate(WeightTransferUpdateInfo):
 
     Attributes:
         path: a safetensors file, with tensors by the names of checkpoints.
+        prints: what the trainer sent, as :func:`oppo.vllm.sync.fingerprints` has it.
     """
 
     path: str
+    prints: dict[str, str]
 
 
 def layers_of(model: torch.nn.Module) -> frozenset[str]:
@@ -74,6 +77,20 @@ def check_taken(model: torch.nn.Module, layers: frozenset[str]) -> None:
     infos = {name: get_layerwise_info(layer) for name, layer in model.named_modules() if name in layers}
     if stale := [name for name, info in infos.items() if info.can_load() and not info.load_numel]:
         raise ValueError(f"{type(model).__name__} took no weights for {len(stale)} layers, {stale[0]} the first")
+
+
+def check_delivered(weights: Mapping[str, torch.Tensor], sent: Mapping[str, str]) -> None:
+    """Check, before anything is loaded, that these are the weights that were sent, and not those of another update.
+
+    Raises:
+        ValueError: they are not; it names the first tensor that differs.
+    """
+    got = fingerprints(weights)
+    if other := [name for name in {**sent, **got} if sent.get(name) != got.get(name)]:
+        raise ValueError(
+            f"{len(other)} of {len(sent)} tensors are not those that the trainer sent: {other[0]} is "
+            f"{got.get(other[0], 'not there')}, and was {sent.get(other[0], 'not sent')}"
+        )
 
 
 class CheckedTransfer(WeightTransferEngine[Any, Any]):
@@ -144,6 +161,7 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
 
     def receive_weights(self, update_info: FileUpdate) -> None:
         weights, layers = load_file(update_info.path), layers_of(self.model)
+        check_delivered(weights, update_info.prints)
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(weights.items()))
         check_taken(self.model, layers)

@@ -218,7 +218,7 @@ class RouteSender(FileSender):
     async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
         assert isinstance(llm, HttpEngine)
         await anyio.sleep(self.seconds)
-        await self._load(llm, self._file.path, version)
+        await self._load(llm, {"path": str(self._file.path), "prints": {}}, version)
 
 
 def server_of(fake: FakeServer, **given: Any) -> VllmServer:

@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,12 +25,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oppo.errors import ConfigError, ModelError, ModelLost
 from oppo.vllm.sync import (
     DTYPES,
+    SAMPLED,
     Backend,
     DeviceSender,
     FileSender,
     Route,
     ServedWeights,
     WeightFile,
+    fingerprints,
     plain,
     restored,
     route_of,
@@ -178,6 +181,21 @@ def test_a_lack_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     with pytest.raises(ModelError, match=r"no memory for .* bytes of weights on their way to vLLM, .* old"):
         WeightFile().write({"a": torch.ones(3)})
+
+
+@given(st.integers(0, 2000), st.integers(0, 1999), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_a_fingerprint_tells_tensors_apart_by_type_shape_and_what_is_all_over_them(
+    size: int, at: int, dtype: torch.dtype
+) -> None:
+    tensor = torch.arange(size, dtype=torch.float32).to(dtype)
+    (found,) = fingerprints({"it": tensor}).values()
+    assert fingerprints({"it": tensor.clone()}) == {"it": found}
+    assert fingerprints({"it": tensor[None]}) != {"it": found}
+    assert not size or fingerprints({"it": tensor + 3}) != {"it": found}
+    if at < size and at % max(1, -(-size // SAMPLED)) == 0:
+        changed = tensor.clone()
+        changed[at] -= 4096
+        assert fingerprints({"it": changed}) != {"it": found}
 
 
 def test_a_dtype_that_the_format_does_not_know_is_named() -> None:

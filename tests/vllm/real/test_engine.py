@@ -158,6 +158,18 @@ async def test_an_update_that_the_workers_refuse_ends_the_run(
             await decode.read(1)
 
 
+async def test_the_weights_of_another_update_are_not_served(
+    second: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a file system of several machines goes on reading what a name once held."""
+    policy, write = VllmPolicy(second, sampling=Sampling(max_new_tokens=8, seed=2)), WeightFile.write
+    stale = {name: tensor + (name == "model.norm.weight") for name, tensor in tied_actor(7).state_dict().items()}
+    monkeypatch.setattr(WeightFile, "write", lambda file, tensors: write(file, stale))
+    monkeypatch.setattr(second, "sender", FileSender())
+    with pytest.raises(ModelLost, match=r"tensors are not those that the trainer sent: model\.norm\.weight is float32"):
+        await policy.load(Weights(1, tied_actor(7).state_dict()))
+
+
 async def test_an_engine_killed_while_it_decodes_is_a_lost_model(second: VllmEngine) -> None:
     policy = VllmPolicy(second, sampling=Sampling(max_new_tokens=1500, seed=2))
     decodes = await policy.open([Prompt(k, k, np.arange(5, 15, dtype=np.int32)) for k in range(3)])

@@ -10,7 +10,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from oppo.vllm import VllmEngine
 from oppo.vllm.reward import PoolingCollector, PoolingEngine
 from oppo.vllm.surface import AsyncEngine, Collector
-from oppo.vllm.sync import WeightFile
+from oppo.vllm.sync import WeightFile, fingerprints, untied
 from tests.vllm import scenario
 from tests.vllm.real.conftest import tiny_actor
 
@@ -30,7 +30,9 @@ def test_it_has_the_calls_that_are_made() -> None:
 @pytest.mark.asyncio(loop_scope="session")
 async def test_it_does_what_the_fake_does(engine: VllmEngine) -> None:
     file = WeightFile()
-    file.write(tiny_actor().state_dict())
-    weights = WeightTransferUpdateRequest(update_info={"path": str(file.path)})
+    sent = tiny_actor().state_dict()
+    file.write(sent)
+    update = {"path": str(file.path), "prints": fingerprints(untied(sent))}
+    weights = WeightTransferUpdateRequest(update_info=update)
     block = int(engine.config.cache_config.block_size)
     await scenario.generating(scenario.Engine(engine.llm, engine.params, block, weights))
