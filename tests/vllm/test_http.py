@@ -54,9 +54,10 @@ def test_it_keeps_the_contract_of_a_policy() -> None:
 
 
 def parts_of(requests: Sequence[Request], prompt: Prompt) -> list[Request]:
-    """Return the requests that the server has had for a rollout, in order."""
+    """Return the requests of a rollout that the server has made tokens for, in order."""
     start = prompt.tokens.tolist()
-    return sorted((each for each in requests if each.prompt[: len(start)] == start), key=lambda each: len(each.prompt))
+    mine = [each for each in requests if each.tokens and each.prompt[: len(start)] == start]
+    return sorted(mine, key=lambda each: len(each.prompt))
 
 
 @dataclass(frozen=True)
