@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -429,12 +429,19 @@ def _scoring_bytes(
         worker = worker_of(strip(model))
         weights, rollouts = live.now, range(load.rollouts)
         worker.extend(ScorerInput([Prompt(each, each, np.zeros(load.prompt, np.int32)) for each in rollouts]))
-        for start in range(0, load.response, load.chunk):
-            tokens = np.zeros(min(load.chunk, load.response - start), np.int32)
+        for start, stop in pairwise(_reads(load)):
+            tokens = np.zeros(stop - start, np.int32)
             worker.extend(ScorerInput([_chunk(each, start, tokens) for each in rollouts]))
         cache = worker.memory()
         worker.reader.finish(dict.fromkeys(rollouts, load.response))  # where it is read now
         return _serving(live, weights, cache, whole, layers)
+
+
+def _reads(load: Load) -> list[int]:
+    # Passes have as many tokens whatever the chunks, so only the last ones, which take the most, are as they will be.
+    last = max(0, load.response - 2 * load.chunk)
+    step = max(load.chunk, -(-last // 4))
+    return [*range(0, last, step), *range(last, load.response, load.chunk), load.response]
 
 
 def of_trainer(

@@ -193,9 +193,37 @@ def expected(
         ConfigError: there is no such model.
         ModelRefused: one cannot be used.
     """
-    settings = with_dtype(settings, devices, assumed)
-    if load is not None:
-        settings = with_micro_batches(settings, devices, load, assumed)
+    return _planned(settings, devices, load, assumed)[1]
+
+
+def with_micro_batches(settings: Settings, devices: Devices, load: Load, assumed: Hardware | None = None) -> Settings:
+    """Return settings that name the tokens of a micro-batch, where these are by the device; all else stays."""
+    if settings.trainer.micro_batch_tokens is not None:
+        return settings
+    if devices.trainer[0].type == "cpu":
+        return _with_tokens(settings, CPU_TOKENS)
+    return _with_tokens(settings, _planned(settings, devices, load, assumed)[0])
+
+
+def _with_tokens(settings: Settings, count: int) -> Settings:
+    return settings.model_copy(update={"trainer": replace(settings.trainer, micro_batch_tokens=count)})
+
+
+def _planned(
+    settings: Settings, devices: Devices, load: Load | None, assumed: Hardware | None
+) -> tuple[int, list[Expected]]:
+    # The tokens of a micro-batch, and what is needed with these: activations grow in proportion to them, at most.
+    given, on_cpu = settings.trainer.micro_batch_tokens, devices.trainer[0].type == "cpu"
+    tokens = given or (CPU_TOKENS if on_cpu else GPU_TOKENS // 4)
+    needs = _needs(_with_tokens(with_dtype(settings, devices, assumed), tokens), devices, load, assumed)
+    for times in () if given or on_cpu or load is None else (8, 4, 2):
+        larger = [each.with_activations(times) if each.model.startswith("trainer") else each for each in needs]
+        if not crowded(larger, assumed, spread=settings.placement.spread):
+            return times * tokens, larger
+    return tokens, needs
+
+
+def _needs(settings: Settings, devices: Devices, load: Load | None, assumed: Hardware | None) -> list[Expected]:
     made = Outlines(settings)
     own_engine = settings.models.engine != "transformers"
     needs, uncounted = list[Expected](), own_engine and not settings.shares_weights
@@ -227,28 +255,6 @@ def expected(
     if own_engine and not settings.on_server:
         needs = [*_engine(settings, devices, made, needs, assumed), *needs]
     return needs
-
-
-def with_micro_batches(settings: Settings, devices: Devices, load: Load, assumed: Hardware | None = None) -> Settings:
-    """Return settings that name the tokens of a micro-batch, where these are by the device; all else stays.
-
-    Activations grow in proportion to them, at most.
-    """
-    if settings.trainer.micro_batch_tokens is not None:
-        return settings
-
-    def with_tokens(count: int) -> Settings:
-        return settings.model_copy(update={"trainer": replace(settings.trainer, micro_batch_tokens=count)})
-
-    if devices.trainer[0].type == "cpu":
-        return with_tokens(CPU_TOKENS)
-    fewest = with_tokens(GPU_TOKENS // 4)
-    needs = expected(fewest, devices, load, assumed)
-    for times in (8, 4, 2):
-        larger = [each.with_activations(times) if each.model.startswith("trainer") else each for each in needs]
-        if not crowded(larger, assumed, spread=settings.placement.spread):
-            return with_tokens(times * GPU_TOKENS // 4)
-    return fewest
 
 
 def _counting(model: str) -> None:

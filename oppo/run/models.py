@@ -48,6 +48,15 @@ from oppo.turns import Environment
 _TRAINING = "lower trainer.micro_batch_tokens"
 
 
+def _with_micro_batches(settings: Settings, devices: Devices) -> Settings:
+    load = load_of(settings, settings.data.max_prompt_tokens)
+    if settings.trainer.micro_batch_tokens is None and devices.trainer[0].type != "cpu":
+        logger.info("counting memory, for trainer.micro_batch_tokens")
+    with routed(), suppress(ConfigError, ModelRefused):  # loading says what is wrong
+        return with_micro_batches(settings, devices, replace(load, chunk=load.response))
+    return settings
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
     """The models of a run, the engine of the policy, and the places of the others; :meth:`close` closes them.
@@ -176,8 +185,7 @@ def assemble(
     devices = devices_of(settings)
     settings = with_dtype(settings, devices)
     require_memory(settings, devices)
-    with routed(), suppress(ConfigError, ModelRefused):  # loading says what is wrong
-        settings = with_micro_batches(settings, devices, load_of(settings, settings.data.max_prompt_tokens))
+    settings = _with_micro_batches(settings, devices)
     share = share_beside(settings, devices)
     places = layout_of(settings, devices)
     with ExitStack() as stack:

@@ -255,6 +255,18 @@ def test_the_plans_of_the_page_fit_the_machines_that_it_names(
     assert "free;" not in said.out, "nothing of this machine"
 
 
+@pytest.mark.usefixtures("counted")
+def test_the_example_of_two_machines_fits_the_first(large: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (PAGE.parents[1] / "examples" / "two_machines" / "config.toml").read_text(encoding="utf-8")
+    (large / "config.toml").write_text(text.replace("/shared/", f"{large}/"))
+    (assume,) = re.findall(r"oppo doctor config.toml (--assume \S+)", text)
+    assert doctor(large, *assume.split(), "--set", "step.chunk=whole") == DONE, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "for 72 rollouts in flight" in said
+    assert "trainer, rank 5" in said
+    assert "policy" not in said, "it is on the other machine"
+
+
 def test_there_is_a_plan_for_eight_gpus_and_for_two_machines() -> None:
     assert [assume.split()[1] for assume, _ in PLANS] == ["8xH100-80GB", "2x8xH100-80GB"]
 
