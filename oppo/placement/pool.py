@@ -433,6 +433,7 @@ class PolicyPool:
         return Capabilities(
             supports=all(each.supports for each in found),
             resumes=min((each.resumes for each in found), key=RESUMES.index),
+            defers=min((each.defers for each in found), key=RESUMES.index),
             adds_while_decoding=all(each.adds_while_decoding for each in found),
             loads_while_decoding=min((each.loads_while_decoding for each in found), key=LOADS.index),
             turns=all(each.turns for each in found),
