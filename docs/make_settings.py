@@ -27,6 +27,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "run.cores": ("CPU threads", ""),
     "run.policy": ("placement of the rollout engine", ""),
     "run.scorers": ("placement of the scoring models", ""),
+    "run.scorers_gpu_share": ("SM partition, MPS", ""),
     "run.trainer": ("placement of the trainer", ""),
     "run.panel": ("progress display", "disable_tqdm"),
     "run.track": ("experiment tracker, logger", "report_to"),

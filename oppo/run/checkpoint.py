@@ -437,6 +437,7 @@ MAY_CHANGE = frozenset(
         "run.watchdog_seconds",
         "run.call_timeout",
         "run.scorer_restarts",
+        "run.scorers_gpu_share",
         "run.trainer",
         "run.max_empty",
         "run.max_nonfinite",

@@ -30,6 +30,7 @@ from oppo.hf.devices import (
     RemotePlaces,
     acting_share,
     available_cores,
+    mps_runs,
     require_sharable_memory,
     use_cores,
 )
@@ -103,6 +104,8 @@ def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
                 "other process shares, and run.scorers = 'process': expected run.scorers = 'thread' or 'auto'"
             )
         require_sharable_memory("the process of the critic", "set run.scorers = 'thread'")
+    if run.scorers_gpu_share < 1:
+        _check_gpu_share(run.scorers_gpu_share, possible=bool(devices.apart - devices.remote))
     with ExitStack() as stack:
         remote = _remote_places(settings, devices)
         stack.callback(remote.close)
@@ -114,10 +117,24 @@ def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
             policy=run.policy,
             trainer=run.trainer,
             restarts=run.scorer_restarts,
+            gpu_share=run.scorers_gpu_share,
             remote=remote,
         )
         stack.pop_all()
     return layout
+
+
+def _check_gpu_share(share: float, *, possible: bool) -> None:
+    if not possible:
+        raise ConfigError(
+            f"run.scorers_gpu_share = {share} is for scorers of a process on a GPU, and there are none: set "
+            "run.scorers = 'process', or leave it out"
+        )
+    if not mps_runs():
+        raise ConfigError(
+            f"run.scorers_gpu_share = {share} needs NVIDIA MPS, and it is not at work here: start it (nvidia-cuda-mps-"
+            "control -d), say where by CUDA_MPS_PIPE_DIRECTORY, or leave the share out"
+        )
 
 
 def _scored_here(settings: Settings) -> list[str]:
