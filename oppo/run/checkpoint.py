@@ -452,6 +452,8 @@ MAY_CHANGE = frozenset(
         "rewards.N.concurrency",
         "rewards.N.process",
         "rewards.N.timeout",
+        "rewards.N.attempts",
+        "rewards.N.api_key_env",
         *(f"eval.{key}" for key in declared(EvalSection)),
     }
 )
