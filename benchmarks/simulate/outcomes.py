@@ -53,8 +53,13 @@ class Outcomes(Generic[Run]):
 
     def _save(self) -> None:
         ordered = sorted(self._outcomes.items(), key=lambda each: str(each[0]))
-        records = [{"cell": asdict(cell), "outcome": asdict(outcome)} for cell, outcome in ordered]
+        records = [{"cell": asdict(cell), "outcome": record_of(outcome)} for cell, outcome in ordered]
         self._path.write_text("[\n" + ",\n".join(json.dumps(each) for each in records) + "\n]\n", encoding="utf-8")
+
+
+def record_of(outcome: ScheduleOutcome) -> dict[str, Any]:
+    """Return what is kept of an outcome: what bounds a step is for people who look at one."""
+    return {name: value for name, value in asdict(outcome).items() if name != "parts"}
 
 
 def outcome_of(record: Mapping[str, Any]) -> ScheduleOutcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -25,6 +25,7 @@ from benchmarks.controllers import (
     page,
     system,
 )
+from benchmarks.simulate.outcomes import record_of
 from oppo.admission import Admission, Overcommit, TailAdaptive
 from oppo.models import Passes
 from oppo.simulate.costs import Decoder, Lognormal, Reader, System, Updater, Workload
@@ -99,7 +100,7 @@ def test_the_page_shows_the_results(results: Results) -> None:
 
 def assert_comes_out_again(results: Results, cell: Cell) -> None:
     """Simulate a cell; sums are rounded otherwise on another processor, and decisions are the same."""
-    ours, theirs = asdict(cell.run()), asdict(results[cell])
+    ours, theirs = record_of(cell.run()), record_of(results[cell])
     inexact = {name for name, value in theirs.items() if isinstance(value, float)}
     assert {name: ours[name] for name in ours.keys() - inexact} == {
         name: theirs[name] for name in ours.keys() - inexact

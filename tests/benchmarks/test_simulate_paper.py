@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from benchmarks.simulate import paper
 from benchmarks.simulate.__main__ import PAGE
+from benchmarks.simulate.outcomes import record_of
 from benchmarks.simulate.paper import ALL_LIVE, BY_NAME, HALF_LIVE, ONE_STEP_OFF, PAPER, Cell, Results
 from oppo.simulate.run import FORESEEN, ScheduleOutcome
 
@@ -25,7 +25,7 @@ def speed(row: paper.Row, engine: paper.Engine = TRL) -> float:
 
 def written(outcome: ScheduleOutcome) -> str:
     """Return an outcome as text, in which what was not predicted is alike."""
-    return json.dumps(asdict(outcome))
+    return json.dumps(record_of(outcome))
 
 
 def test_the_page_has_the_tables_of_the_committed_outcomes() -> None:
