@@ -174,5 +174,4 @@ async def test_a_machine_dies_and_the_run_is_the_same(
     ):
         there = await trained(folder, place, lose)
     assert there == await trained(folder, thread, lambda step: None)
-    assert len(messages) == 1, messages
-    assert "it is started again (1 of 1)" in messages[0]
+    assert sum("it is started again (1 of 1)" in each for each in messages) == 1, messages  # it may wait for room first
