@@ -1,4 +1,4 @@
-"""A pool of engines is a policy: its members decode side by side, and the rollouts of one that is lost go on elsewhere.
+"""A pool of engines is a policy: its members decode side by side, and others go on with the rollouts of a lost one.
 
 ::
 
@@ -253,7 +253,7 @@ class _PooledDecoding(Round):
                 async with policy.decoding(seats, partial(self._finished, session)) as decoding:
                     await self._go_on(session, inside, decoding, scope)
                     scope.deadline = anyio.current_time() + (RESCUE if member.lost else patience)
-            except Exception as error:
+            except Exception as error:  # what a member raises costs it its place
                 if error is self._refused:
                     raise
                 self._members.lose(member, error)
@@ -371,7 +371,7 @@ class PolicyPool:
     policy, the tokens for which its KV cache has room; where one does not say it, the member with the fewest tokens
     in its rollouts has the most.
 
-    A member that raises, or takes longer than ``timeout``, is left out, and its rollouts go on elsewhere from the
+    A member that raises, or takes longer than ``timeout``, is left out, and others go on with its rollouts from the
     tokens that came of it: in a weight sync, while it decodes, or when it is used next. As an async context manager,
     which :class:`oppo.Generate` opens for a run, a pool starts lost members again, by ``start``: again and again, with
     pauses that grow up to ``timeout``.

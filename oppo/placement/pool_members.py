@@ -209,8 +209,8 @@ class Members:
         member.lost, member.error = True, error
         starts = self._begin_start(member)
         logger.warning(
-            f"{member.name} of the pool is lost: {one_line(error)}; its {len(member.rollouts)} rollouts go on "
-            f"elsewhere, and {len(self.living)} of {len(self.all)} members are left"
+            f"{member.name} of the pool is lost: {one_line(error)}; others go on with its "
+            f"{len(member.rollouts)} rollouts, and {len(self.living)} of {len(self.all)} members are left"
             f"{', until it has been started again' if starts else ''}"
         )
         if self.round is not None:

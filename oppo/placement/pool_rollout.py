@@ -318,7 +318,7 @@ class PooledDecode(Resident):
         if not self._issued and self._over:
             self._answer, self._ending = None, False
             return False
-        self._unanswered = False  # what is not issued yet, the next engine is told
+        self._unanswered = False  # the next engine gets what is not issued yet
         return True
 
     def _issue(self) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, Unpack
 
 from oppo.errors import ConfigError
 
@@ -55,6 +55,14 @@ def key_of(variable: str) -> str:
     )
 
 
+class ServiceOptions(TypedDict, total=False):
+    """How a judge's service is asked, see :class:`~oppo.rewards.http.HttpReward`."""
+
+    concurrency: int
+    timeout: float
+    attempts: int
+
+
 def judge(
     url: str,
     *,
@@ -65,9 +73,7 @@ def judge(
     temperature: float = 0.0,
     max_tokens: int = 512,
     api_key: str = "",
-    concurrency: int = 64,
-    timeout: float = 60.0,
-    attempts: int = 4,
+    **service: Unpack[ServiceOptions],
 ) -> HttpReward:
     """Return a reward function that asks a judge for each response; give it to a ``FunctionReward`` with ``each=True``.
 
@@ -78,7 +84,8 @@ def judge(
         system: the message before it.
         score: how the score is read, see :func:`reading_of`; an answer without one is a failure.
         temperature, max_tokens: of its sampling.
-        concurrency, timeout, attempts: see :class:`~oppo.rewards.http.HttpReward`.
+        api_key: sent with each request.
+        service: how its service is asked, see :class:`~oppo.rewards.http.HttpReward`.
 
     Raises:
         ConfigError: the URL is none, or the template has a brace that is no field.
@@ -107,11 +114,9 @@ def judge(
     return HttpReward(
         f"{url.rstrip('/')}/chat/completions",
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-        timeout=timeout,
-        attempts=attempts,
-        concurrency=concurrency,
         request=request,
         scores=scores,
+        **service,
     )
 
 

@@ -94,7 +94,7 @@ class UserCode:
 
         Raises:
             RewardError: one is not there, or bears the name of an argument of a reward function.
-            ConfigError: a sentence encoder would compare with a column that is not there, or a judge be told one.
+            ConfigError: a sentence encoder or the template of a judge names a column that is not there.
         """
         for scorer in self.rewards.values():
             for function in scorer.functions if isinstance(scorer, Rewards) else [scorer]:
