@@ -5,6 +5,8 @@ Parts run in order while there are minutes left, and the results so far are writ
     facts     versions, memory, FLOP/s of a matrix product, bytes/s of a copy
     tests     ``pytest -m gpu``
     decode    a decode step of 64 rows: with contexts of one length, and ragged ones
+    launches  what a decode step launches, copies and waits for, and its longest kernels
+    agree     log-probs of the same tokens in 16 bits: of the decoder, a reference and the trainer
     score     a reward model of 7B reads 64 rows of 1024 tokens, in chunks of 128
     overlap   decoding and scoring, one after the other and at once
     update    an epoch on 32 rows of 1024 tokens, and its memory beside the estimate
@@ -17,12 +19,14 @@ try the command.
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -41,18 +45,24 @@ from oppo.errors import ConfigError
 from oppo.events import Chunk, Prompt
 from oppo.hf.devices import synchronised, use_stream
 from oppo.hf.memory import Load, longest_batch, of_trainer
-from oppo.hf.serve.decoder import Decoder, DecodeRow, Signals
-from oppo.hf.serve.scorers import RewardWorker, ScorerInput
+from oppo.hf.serve.decoder import Decoder, DecodeRow, Deliver, Signals
+from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput
 from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.losses import ClippedLoss
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
-from oppo.simulate.costs import TRAINED_PASSES, Gpu, Reached, Transformer
+from oppo.rollout_buffer import DecodeStep
+from oppo.simulate.costs import Gpu, Reached, Transformer
 from oppo.training import TrainerSettings
 
 TINY: Final = Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2)
 SAMPLING: Final = Sampling(max_new_tokens=4096, seed=1)
+
+
+PASSES: Final = 3
+"""Forward passes' worth of an update that keeps its activations: forward, and twice as much backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,21 +185,92 @@ def decode(day: Day) -> Mapping[str, object]:
     found: dict[str, object] = {}
     for name, spread in (("equal", 0), ("ragged", sizes.prompt // 2)):
         contexts = np.random.default_rng(0).integers(sizes.prompt - spread, sizes.prompt + spread + 1, sizes.rows)
-        step = day.seconds(partial(decode_rows, model, contexts.tolist(), sizes.steps)) / sizes.steps
-        read = float(contexts.sum()) + sizes.rows * sizes.steps / 2
+        short, long = (
+            day.seconds(partial(decode_rows, model, contexts.tolist(), times * sizes.steps)) for times in (1, 3)
+        )
+        step = (long - short) / (2 * sizes.steps)  # without reading the prompts
+        read = float(contexts.sum()) + sizes.rows * 2 * sizes.steps
         found |= {f"{name}, ms": 1e3 * step, f"{name}, predicted": 1e3 * costs.seconds(sizes.rows, read)}
     return found
 
 
 def decode_rows(
-    model: PreTrainedModel, contexts: Sequence[int], steps: int, until: Callable[[], bool] | None = None
-) -> None:
+    model: PreTrainedModel, contexts: Sequence[int], steps: int, deliver: Deliver = lambda step: None
+) -> list[DecodeRow]:
     decoder = Decoder(model, sampling=SAMPLING, deterministic=False, prefill_tokens=8192)
     rows = [DecodeRow(at, Prompt(at, at, np.ones(length, np.int32)), steps) for at, length in enumerate(contexts)]
-    signals = Signals.of(len(rows))
-    decoder.run(
-        rows, lambda ended: False, signals, lambda step: signals.stop() if until is not None and until() else None
+    decoder.run(rows, lambda ended: False, Signals.of(len(rows)), deliver)
+    return rows
+
+
+def launches(day: Day) -> Mapping[str, object]:
+    model, sizes = day.model(day.actor), day.sizes
+    contexts, steps = [sizes.prompt] * sizes.rows, max(4, sizes.steps // 8)
+    short, long = (counted(day, partial(decode_rows, model, contexts, steps * times)) for times in (1, 2))
+    found: dict[str, object] = {name: (long[name] - short[name]) / steps for name in COUNTED}
+    launched = Counter({name: long[name] - short[name] for name in long if name not in COUNTED})
+    return found | {f"{name[:60]}, us": us / steps for name, us in launched.most_common(8)}
+
+
+COUNTED: Final = ("launched", "to the device", "to the host", "waits")
+
+
+def counted(day: Day, work: Callable[[], object]) -> Counter[str]:
+    """Return how often work does each of ``COUNTED``, and the microseconds of each kernel."""
+    work()
+    with torch.profiler.profile(acc_events=True) as profile:
+        work()
+        synchronised(day.device)
+    found = Counter[str]()
+    for event in profile.events() or ():
+        found["launched"] += "LaunchKernel" in event.name
+        found["to the device"] += event.name.startswith("Memcpy HtoD")
+        found["to the host"] += event.name.startswith("Memcpy DtoH")
+        found["waits"] += event.name.endswith("Synchronize")
+        if event.device_type.name == "CUDA":
+            found[event.name] += int(event.device_time_total)
+    return found
+
+
+def agree(day: Day) -> Mapping[str, object]:
+    model, sizes = day.model(day.actor), day.sizes
+    with torch.no_grad():
+        model.get_input_embeddings().get_parameter("weight").mul_(6)  # logits as large as those of a trained model
+    drawn: list[list[float]] = [[] for _ in range(sizes.rows)]
+
+    def deliver(step: DecodeStep) -> None:
+        for key, logprob in zip(step.keys, step.logprobs.tolist(), strict=True):
+            drawn[key].append(logprob)
+
+    rows = decode_rows(model, [sizes.prompt] * sizes.rows, sizes.steps, deliver)
+    logprobs = np.array(drawn, np.float32)
+    reference = ReferenceWorker(model, deterministic=False, sampling=SAMPLING)
+    reference.extend(ScorerInput([row.prompt for row in rows]))
+    responses = [np.array(row.tokens, np.int32) for row in rows]
+    for start in range(0, sizes.steps, sizes.chunk):
+        parts = [tokens[start : start + sizes.chunk] for tokens in responses]
+        reference.extend(ScorerInput([Chunk(key, start, part, part * 0.0, part) for key, part in enumerate(parts)]))
+    read = np.stack(reference.finish({row.key: sizes.steps for row in rows}))
+    batch = longest_batch(sizes.rows, Load(sizes.rows, sizes.prompt, sizes.steps, sizes.chunk), critic=False)
+    batch = replace(
+        batch,
+        responses=tuple(
+            replace(response, prompt=row.prompt, tokens=tokens, logprobs=logprobs[row.key])
+            for response, row, tokens in zip(batch.responses, rows, responses, strict=True)
+        ),
+        tokens=np.concatenate(responses),
+        logprobs=logprobs.reshape(-1),
+        proximal=logprobs.reshape(-1),
+        reference=read.reshape(-1),
     )
+    core = HfTrainerCore(ActorCritic(model), SAMPLING, TrainerSettings(epochs=1), ClippedLoss(), TrainerCounts.new())
+    trained = core.update(batch).metrics
+    gap = read - logprobs
+    return {
+        "reference, k3": float(np.mean(np.expm1(gap) - gap)),
+        "reference, largest difference": float(np.abs(gap).max()),
+        **{name: trained[name] for name in sorted(trained) if name.startswith(("policy/", "mismatch/", "val/ratio"))},
+    }
 
 
 def score(day: Day) -> Mapping[str, object]:
@@ -240,13 +321,14 @@ def in_a_stream(device: torch.device, work: Callable[[], None]) -> None:
 def update(day: Day) -> Mapping[str, object]:
     model, sizes = day.model(day.actor), day.sizes
     load = Load(sizes.trained, sizes.read // 4, sizes.read - sizes.read // 4, sizes.chunk)
-    settings, loss = TrainerSettings(epochs=1), ClippedLoss()
+    settings = TrainerSettings(epochs=1, micro_batch_tokens=CPU_TOKENS if day.device.type == "cpu" else GPU_TOKENS)
+    loss = ClippedLoss()
     core = HfTrainerCore(ActorCritic(model), SAMPLING, settings, loss, TrainerCounts.new())
     batch = longest_batch(sizes.trained, load, critic=False)
     if day.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(day.device)
     took = day.seconds(lambda: core.update(batch))
-    flops = TRAINED_PASSES * sizes.trained * transformer(model).passes(1.0).reading(0, load.sequence)
+    flops = PASSES * sizes.trained * transformer(model).passes(1.0).reading(0, load.sequence)
     estimate = of_trainer(
         lambda: ActorCritic(day.model(day.actor, device=torch.device("meta"))), load, SAMPLING, settings, loss
     )
@@ -262,7 +344,7 @@ def update(day: Day) -> Mapping[str, object]:
 
 
 def ladder(day: Day) -> Mapping[str, object]:
-    chosen = ["--modes", "serial,chunk,adaptive", "--rounds", "2"]
+    chosen = ["--modes", "serial,chunk,fixed", "--rounds", "2", "--warm-up", "2", "--steps", "2"]
     if day.device.type == "cpu":
         chosen = ["--workload", "smoke", "--modes", "serial,chunk", "--rounds", "1", "--warm-up", "1", "--steps", "1"]
     with TemporaryDirectory() as folder:
@@ -280,7 +362,7 @@ def run_module(day: Day, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 PARTS: Final[Mapping[str, Callable[[Day], Mapping[str, object]]]] = {
-    part.__name__: part for part in (facts, tests, decode, score, overlap, update, ladder)
+    part.__name__: part for part in (facts, tests, decode, launches, agree, score, overlap, update, ladder)
 }
 
 
@@ -320,6 +402,7 @@ def gpu_day(
             if name == "facts":
                 raise
         finally:
+            gc.collect()  # models of the part lie in cycles
             out.write_text(json.dumps({"machine": machine, "parts": day.found}, indent=1) + "\n", encoding="utf-8")
             if place.type == "cuda":
                 torch.cuda.empty_cache()

@@ -84,7 +84,7 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 RATCHETS = {
-    "modules": 192,  # pools, members, rollouts; servers; rows apart from rollouts; judges; tables of rewards
+    "modules": 193,  # pools, members, rollouts; servers; rows apart from rollouts; judges; graphs of decode steps
     "files in the root": 22,
     # Repairs: estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to
     # user code, and what is checked at the seams; a limit for each kind of schedule, what a simulation leaves out.
@@ -95,8 +95,8 @@ RATCHETS = {
     # Utilisation of devices: FLOP counted from models and tokens, peaks of devices, their memory.
     # What bounds a simulated step; a process of scorers on a GPU, micro-batches by its memory, an engine by the device.
     # Pools of engines, which outlive their members' deaths; vLLM servers by their URLs.
-    # A judge by its URL; what an engine reads is what was sent.
-    "lines": 54_215,
+    # A judge by its URL; what an engine reads is what was sent. Decode steps are CUDA graphs.
+    "lines": 54_388,
     "protocols": 77,
     # Of metrics, that a batch has each rollout once, that names are distinct; that vLLM gives routed experts.
     "functions that only require": 90,

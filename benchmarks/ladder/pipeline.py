@@ -148,7 +148,7 @@ Act: TypeAlias = Callable[[Part], Acting]
 
 def on_transformers(part: Part) -> Acting:
     """Decode with the model that is trained, in a thread."""
-    thread = DeviceThread("actor", part.device, listener=part.listener, setup=part.seat.take)
+    thread = DeviceThread("actor", part.device, listener=part.listener, setup=part.seat.take, first=True)
     policy = HfPolicy(part.actor, sampling=part.sampling, place=thread, limit=part.limit)
     counters = policy.counters
     return Acting(policy, lambda: Progress(counters.decode_steps, counters.tokens), thread.close)

@@ -269,7 +269,7 @@ def on_gpu(workload: BenchWorkload, actor: str) -> BenchWorkload:
         batch=64,
         extra=2 * workload.extra,
         chunk=128,
-        lengths=replace(workload.lengths, median=256, sigma=0.85, cap=2048),
+        lengths=replace(workload.lengths, median=128, sigma=0.85, cap=1024),
         models=Models(
             actor=shape,
             reward=replace(REWARD_ON_A_GPU, architecture=workload.models.reward.architecture),

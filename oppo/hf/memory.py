@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Batch, Chunk, IntArray, Prompt, Response
 from oppo.hf.devices import CPU
-from oppo.hf.introspection import FAILURES, backbone, require_pieces, set_only_whole
+from oppo.hf.introspection import FAILURES, backbone, longest, require_pieces, set_only_whole
 from oppo.hf.kv.attention import attend, kinds_of
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.kv.states import RowCache
@@ -320,6 +320,10 @@ class Load:
         """Tokens of the longest prompt and response together."""
         return self.prompt + self.response
 
+    def within(self, positions: int) -> Self:
+        """Return the same with prompts that leave room for the response in so many positions."""
+        return replace(self, prompt=max(1, min(self.prompt, positions - self.response)))
+
 
 def at_rest(make: Callable[[], nn.Module]) -> Bytes:
     """Return what a model needs that does nothing: its weights, and what their training keeps if some are trained."""
@@ -343,6 +347,7 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
         ModelRefused: the model reads whole sequences only, so it cannot decode.
     """
     model, whole = _bare(make), at_rest(make).weights
+    load = load.within(longest(model))
     set_only_whole(model, known_reason(model))
     layers = _keep_one_layer(model)
     with _reading_in_pieces(model), without_data() as live, torch.inference_mode():
@@ -423,6 +428,7 @@ def _scoring_bytes(
     only_whole: str | None = None,
 ) -> Bytes:
     model, whole = _bare(make), at_rest(make).weights
+    load = load.within(longest(model))
     set_only_whole(model, only_whole or known_reason(model))
     layers = _keep_one_layer(model)
     with without_data() as live, torch.inference_mode():
@@ -455,9 +461,10 @@ def of_trainer(
 def _training(
     make: Callable[[], ActorCritic], load: Load, sampling: Sampling, settings: TrainerSettings, loss: Loss
 ) -> Bytes:
+    models = _bare(make)
+    load = load.within(longest(models.actor))
     budget = settings.micro_batch_tokens or CPU_TOKENS
     rows = min(load.rollouts, max(1, budget // (load.sequence - 1)))
-    models = _bare(make)
     models.prepare()  # here, where there is nothing to compare
     with without_data() as live:
         core = HfTrainerCore(strip(models), sampling, settings, loss, TrainerCounts.new())

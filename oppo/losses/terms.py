@@ -13,6 +13,7 @@ from typing import NamedTuple, assert_never
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from oppo.events import Support
 from oppo.returns import KLEstimator
@@ -79,8 +80,6 @@ def token_logprobs(
 ) -> Tensor:
     """Return the log-prob of each token: float32 [...], nats.
 
-    ``logsumexp`` and one gather: the forward pass in float32 keeps no second tensor of the logits' size.
-
     Args:
         logits: float [..., V]; [T, V] with a support.
         tokens: int64 [...].
@@ -88,8 +87,10 @@ def token_logprobs(
         support: normalises over the support of each token; ``None``: over the vocabulary.
     """
     scaled = _scaled(logits, temperature)
+    if support is None:  # fewer passes over the vocabulary than one to normalise, and one to take what was sampled
+        return -cross_entropy(scaled.flatten(0, -2), tokens.flatten(), reduction="none").view(tokens.shape)
     chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return chosen - (_normaliser(scaled) if support is None else support.each(scaled, _normaliser))
+    return chosen - support.each(scaled, _normaliser)
 
 
 def entropies(logits: Tensor, temperature: float = 1.0, support: SupportIndex | None = None) -> Tensor:
@@ -110,6 +111,9 @@ def _normaliser(scaled: Tensor) -> Tensor:
 
 def _entropies(scaled: Tensor) -> Tensor:
     probabilities = scaled.softmax(-1)
+    if not torch.is_grad_enabled() or not scaled.requires_grad:
+        summands: Tensor = torch.special.entr(probabilities)
+        return summands.sum(-1)
     # A token of probability 0 adds nothing, though its logit may be minus infinity: 0 * inf would be NaN.
     return scaled.logsumexp(-1) - (probabilities * torch.where(probabilities > 0, scaled, 0.0)).sum(-1)
 

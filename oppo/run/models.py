@@ -20,7 +20,7 @@ from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.durable import whole, writing
 from oppo.environments import FunctionEnvironment
-from oppo.errors import ConfigError, ModelError, ModelRefused
+from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
 from oppo.hf.devices import DeviceLayout, Devices, ModelPlace, available_cores, memory_gauges
@@ -52,7 +52,7 @@ def _with_micro_batches(settings: Settings, devices: Devices) -> Settings:
     load = load_of(settings, settings.data.max_prompt_tokens)
     if settings.trainer.micro_batch_tokens is None and devices.trainer[0].type != "cpu":
         logger.info("counting memory, for trainer.micro_batch_tokens")
-    with routed(), suppress(ConfigError, ModelRefused):  # loading says what is wrong
+    with routed(), suppress(ConfigError, ModelError):  # loading says what is wrong
         return with_micro_batches(settings, devices, replace(load, chunk=load.response))
     return settings
 

@@ -56,6 +56,27 @@ def test_streamed_logits_equal_one_forward_pass(name: str) -> None:
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "qwen2-moe"])
+def test_decode_steps_launched_as_graphs_give_what_single_kernels_give(name: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = on_gpu(tiny.causal(name, seed=1))
+    graphs, kernels = Incremental(model), Incremental(model)
+    kernels._graphs = None
+    prompts = [torch.arange(5, 9 + 7 * row) % tiny.VOCABULARY for row in range(11)]
+    for reader in (graphs, kernels):
+        reader.extend(range(11), prompts)
+    for step in range(60):
+        rows = list(range(min(11, 4 + step // 8)))[step // 20 :]
+        tokens = torch.tensor([(row + step) % tiny.VOCABULARY for row in rows], device="cuda")
+        if step % 20 == 0 and step:
+            for reader in (graphs, kernels):
+                reader.forget([step // 20 - 1])
+        got, expected = (reader.step(rows, tokens) for reader in (graphs, kernels))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert graphs._graphs is not None
+    assert (graphs._graphs.replayed > 20) == (name != "qwen2-moe")  # whose experts are looped over by the host
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_of_16_bits_are_products_in_float32(dtype: torch.dtype) -> None:
     head = on_gpu(tiny.causal("llama", seed=1), dtype).get_output_embeddings()

@@ -19,6 +19,7 @@ from oppo.config.load import load
 from oppo.errors import ConfigError
 from oppo.hf.devices import DeviceThread
 from oppo.hf.memory import Hardware
+from oppo.hf.recipe import ModelRecipe
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.placement import Place, Process, Ranks, Thread
 from oppo.run.memory import expected, load_of, with_micro_batches
@@ -234,6 +235,18 @@ def test_a_micro_batch_has_as_many_tokens_as_the_memory_of_its_device_holds(fold
     once = sum(each.bytes.activations for each in needs if each.model == "trainer")
     sizes = [micro_batch(folder, [], replace(roomy, bytes=least + times * once)) for times in (0, 1, 3, 6, 7)]
     assert sizes == [4096, 8192, 16384, 16384, 32768]
+
+
+def test_memory_is_counted_of_sequences_that_the_models_read(folder: Path) -> None:
+    """Prompts have up to data.max_prompt_tokens, which with the response can be more than the models' positions."""
+    roomy = Hardware.assumed("1xH100-80GB")
+    settings = load(folder / "config.toml")
+    longest = ModelRecipe(path=settings.models.policy).positions()
+    devices, most = devices_of(settings, roomy), load_of(settings, settings.data.max_prompt_tokens)
+    assert most.sequence > longest
+    assert with_micro_batches(settings, devices, most, roomy).trainer.micro_batch_tokens == 32768
+    fits = load_of(settings, longest - settings.sampling.max_new_tokens)
+    assert expected(settings, devices, most, roomy) == expected(settings, devices, fits, roomy)
 
 
 def test_the_type_of_the_weights_is_bfloat16_on_gpus_that_are_assumed(folder: Path) -> None:

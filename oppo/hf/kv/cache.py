@@ -95,6 +95,11 @@ class Slots(ABC):
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def capacity(self) -> int:
+        """Number of slots, with those that are free."""
+        return self._capacity
+
     def slot(self, row: int) -> int:
         """Return the slot that holds ``row``."""
         return self._slots[row]
@@ -164,12 +169,13 @@ class Slab(Slots):
     Attributes:
         longest: the same, rounded up to a multiple of :data:`ALIGNMENT`.
         columns: allocated for each slot.
+        version: of the memory: another once tensors lie elsewhere.
     """
 
     def __init__(self, longest: int) -> None:
         super().__init__()
         self.longest = _aligned(longest)
-        self.columns = 0
+        self.columns = self.version = 0
         self._layers: dict[tuple[int, str], tuple[Tensor, ...]] = {}
 
     @property
@@ -237,6 +243,8 @@ class Slab(Slots):
             setattr(self, name, getattr(source, name))
         source.rows, source._slots, source._layers = [], {}, {}
         source._capacity = source.columns = 0
+        self.version += 1
+        source.version += 1
         self._resize(capacity, columns)
 
     def _tensors(self) -> Iterable[Tensor]:
@@ -252,6 +260,7 @@ class Slab(Slots):
         if (capacity, columns) == (self._capacity, self.columns):
             return
         self._capacity, self.columns = capacity, columns
+        self.version += 1
         for layer, stores in self._layers.items():  # one by one, so that only one is in memory twice
             self._layers[layer] = tuple(map(self._resized, stores))
 

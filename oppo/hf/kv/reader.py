@@ -43,6 +43,7 @@ from oppo.hf.kv.attention import (
     segmented,
 )
 from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Slab, as_slice, sent
+from oppo.hf.kv.graphs import Capture, StepGraphs
 from oppo.hf.kv.length_bucketing import cheapest_groups, filled, overhead_on, packed_row_on
 from oppo.hf.kv.states import Gates, RowCache, StateSlots
 from oppo.hf.routers import RouteRecords
@@ -115,6 +116,17 @@ class Incremental:
         self._pads: bool | None = None if self._states is not None else True
         self.routes: RouteRecords | None = None
         self._reads_packed: bool | None = None
+        self._graphs: StepGraphs | None = None
+        if self.device.type == "cuda" and self._states is None and not ordered:
+            self.capture_steps(Capture(self.device))
+
+    def capture_steps(self, capture: Capture) -> None:
+        """Launch decode steps as graphs from now on: those of one segment, of a model without recurrent states."""
+
+        def forward(view: KVView, ids: Tensor, positions: Tensor) -> Tensor:
+            return self._forward([view], (), ids, positions, keep=1)[:, 0]
+
+        self._graphs = StepGraphs(forward, capture)
 
     @property
     def device(self) -> torch.device:
@@ -196,7 +208,9 @@ class Incremental:
         batch.make_room()
         ids, picks = tokens.to(batch.positions.device), batch.picks
         ids = ids if picks is None else ids[picks]
-        out = self._forward(batch.views, batch.members, ids[:, None], batch.positions[:, None], keep=1)[:, 0]
+        out = None if self._graphs is None or self.routes is not None else self._graphs.step(batch, ids)
+        if out is None:
+            out = self._forward(batch.views, batch.members, ids[:, None], batch.positions[:, None], keep=1)[:, 0]
         out = out if picks is None else out.index_copy(0, picks, out)
         for row in rows:
             self._lengths[row] = self.length(row) + 1

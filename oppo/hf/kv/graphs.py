@@ -1,0 +1,139 @@
+"""Decode steps launched as one: CUDA graphs of steps whose shapes and addresses stay.
+
+A decode step is over a thousand kernels, which take less time than their launches. A graph launches all at once, with
+the shapes and addresses of its capture. So rows are rounded up to a multiple of :data:`ROWS` and columns to one of
+:data:`COLUMNS`, tokens and positions lie in buffers, and graphs go when the slab gets other memory. Rows that are none
+read one token at position 0 of a free slot, where the first token of a later row is written over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Slab
+from oppo.log import logger
+
+ROWS: Final = 8
+COLUMNS: Final = 256
+
+Forward: TypeAlias = Callable[[KVView, Tensor, Tensor], Tensor]
+"""Returns the outputs [n, D] of tokens, int64 [n, 1], at positions, int64 [n, 1], for the rows of a view."""
+
+
+class Capture:
+    """Captures passes as CUDA graphs, which share their memory: one is replayed at a time.
+
+    Passes are made in a stream of their own, since the default stream cannot capture; graphs have its priority.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None  # torch exports no name for its type
+
+    def once(self, work: Callable[[], Tensor]) -> Tensor:
+        """Return the outputs of a pass that is made as it is, and with it what libraries make at their first call."""
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(stream := self._waiting()):
+            result = work()
+        current.wait_stream(stream)
+        return result
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Return what launches a pass, and its outputs, which have values once it is launched.
+
+        Raises:
+            RuntimeError: the pass cannot be captured, as where the host reads what the device computed.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._waiting()):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")  # other threads work in their streams
+            try:
+                output = work()
+            finally:
+                graph.capture_end()
+        self._pool = graph.pool()
+        return graph.replay, output
+
+    def begin_anew(self) -> None:
+        """Share no memory with earlier graphs, which are gone."""
+        self._pool = None
+
+    def _waiting(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._stream
+
+
+class StepGraphs:
+    """The graphs of one reader's decode steps.
+
+    Args:
+        forward: a pass of the model.
+        capture: makes graphs.
+
+    Attributes:
+        replayed: steps that were launched as one.
+    """
+
+    def __init__(self, forward: Forward, capture: Capture) -> None:
+        self.replayed = 0
+        self._forward = forward
+        self._capture: Capture | None = capture
+        self._memory: tuple[Slab, int] | None = None
+        self._graphs: dict[tuple[int, int], tuple[Callable[[], None], Tensor] | None] = {}
+        self._ids = self._positions = torch.empty(0, 1)
+
+    def step(self, batch: DecodeBatch, ids: Tensor) -> Tensor | None:
+        """Return the outputs [n, D] of the next token of each row, good until the next step.
+
+        ``None``: the batch is of several segments, or the model cannot be captured.
+        """
+        if len(batch.views) > 1 or self._capture is None:
+            return None
+        ((slab, region),) = batch.views
+        rows = len(batch.rows)
+        most = slab.capacity if len(slab) == rows else rows  # slots of others are not free
+        shape = min(_rounded(rows, ROWS), most), min(_rounded(region.end, COLUMNS), slab.columns)
+        if self._memory != (slab, slab.version):
+            self._memory = slab, slab.version
+            self._graphs.clear()
+            self._capture.begin_anew()
+            self._ids, self._positions = ids.new_zeros(slab.capacity, 1), ids.new_zeros(slab.capacity, 1)
+        self._ids[:rows, 0] = ids
+        self._positions[:rows, 0] = batch.positions
+        self._positions[rows : shape[0]].zero_()
+        return self._made(self._capture, slab, shape)[:rows]
+
+    def _made(self, capture: Capture, slab: Slab, shape: tuple[int, int]) -> Tensor:
+        work = partial(self._pass, slab, *shape)
+        if shape not in self._graphs:
+            self._graphs[shape] = None
+            return capture.once(work)
+        if (captured := self._graphs[shape]) is None:
+            try:
+                captured = self._graphs[shape] = capture(work)
+            except RuntimeError as error:
+                logger.info(f"decode steps are launched kernel by kernel: the model cannot be captured ({error})")
+                self._capture = None
+                self._graphs.clear()
+                return work()
+        launch, output = captured
+        launch()
+        self.replayed += 1
+        return output
+
+    def _pass(self, slab: Slab, rows: int, end: int) -> Tensor:
+        ids, positions = self._ids[:rows], self._positions[:rows]
+        slots = torch.arange(rows, device=ids.device)
+        return self._forward(KVView(slab, KVRegion(slice(0, rows), end, slots, positions[:, 0], None)), ids, positions)
+
+
+def _rounded(count: int, to: int) -> int:
+    return -(-count // to) * to
