@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Final, Literal, Protocol, Self, TypeAlias
 
 from annotated_types import Ge, Lt
 
@@ -32,9 +32,67 @@ from oppo.placement import Thread
 from oppo.weight_sync import SyncsByReference
 
 LearningRateSchedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
-Aggregation: TypeAlias = Literal["tokens", "responses", "constant"]
+Aggregation: TypeAlias = Literal["tokens", "responses", "constant", "response_sums"]
 """How the losses of tokens become the loss of a minibatch; see :meth:`oppo.losses.Inputs.mean`."""
+SurrogateKind: TypeAlias = Literal["clip", "dual_clip", "cispo", "sapo", "dppo_tv"]
 Beta: TypeAlias = Annotated[float, Ge(0), Lt(1)]
+
+
+CLIP: Final = 0.2
+"""How far a ratio may move unless a clip is given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surrogate:
+    """How ratio and advantage of a token become its loss; see :func:`oppo.losses.surrogate_losses`.
+
+    Attributes:
+        kind: ``clip``, PPO's; ``dual_clip``, which bounds the loss of tokens with negative advantage too; ``cispo``,
+            which clips a token's weight and keeps its gradient; ``sapo``, a smooth gate in place of the clip;
+            ``dppo_tv``, which masks tokens by how far their probability moved.
+        clip, clip_high: how far the ratio may fall below 1, and rise above it (absent: as ``clip``); of ``dppo_tv`` how
+            far the probability may fall and rise.
+        dual_clip: of ``dual_clip``: the largest ratio that counts against a token; 3 unless given.
+        gates: of ``sapo``: the steepness of the gate of tokens with positive and with negative advantage; 1 and 1.05
+            unless given.
+
+    Raises:
+        ConfigError: a value is out of range, or this kind does not read it.
+    """
+
+    kind: SurrogateKind = "clip"
+    clip: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    gates: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        reads = {"dual_clip": self.kind == "dual_clip", "gates": self.kind == "sapo"}
+        reads |= dict.fromkeys(("clip", "clip_high"), self.kind != "sapo")
+        if idle := [name for name, read in reads.items() if getattr(self, name) is not None and not read]:
+            raise ConfigError(f"surrogate = {self.kind!r} does not read {' and '.join(idle)}: leave it out")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"dual_clip bounds ratios above 1: expected a number above 1, got {self.dual_clip}")
+        if self.gates is not None and min(self.gates) <= 0:
+            raise ConfigError(f"gates have a steepness above 0, got {self.gates}")
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        """Return the surrogate of a dataclass with fields of these names, ``surrogate`` for the kind.
+
+        Raises:
+            ConfigError: as above; a default that this kind does not read is none that was given.
+        """
+        kind, names = settings.surrogate, ("clip", "clip_high", "dual_clip", "gates")
+        given = changed(settings, names) if kind == "sapo" else {name: getattr(settings, name) for name in names}
+        return cls(kind=kind, **given)
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """How far a ratio may fall below 1, and rise above it."""
+        low = CLIP if self.clip is None else self.clip
+        return low, low if self.clip_high is None else self.clip_high
+
 
 OF_THE_CRITIC = frozenset({"critic_learning_rate", "critic_warmup"})
 """The settings that need a critic."""

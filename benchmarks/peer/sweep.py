@@ -108,7 +108,7 @@ PEERS: Final = MappingProxyType(
                 "trl-grpo",
                 Path("benchmarks/peer/trl_grpo.py"),
                 by_groups=True,
-                options=(("--attention", "eager"), ("--cache", "static"), ("--generation", "continuous")),
+                options=(("--attention", "eager"), ("--cache", "static")),
             ),
         )
     }

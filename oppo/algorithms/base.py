@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, TypeAlias
 
 from oppo.admission import Admission
 from oppo.admission.chunking import ChunkSize
-from oppo.declared import AtLeastOne, Fraction, NonNegative, Positive, PositiveCount, require_declared, setting
+from oppo.declared import (
+    AtLeastOne,
+    Fraction,
+    FromList,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    require_declared,
+    setting,
+)
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, StepReport
 from oppo.graph import Graph
 from oppo.models import Policy, Scorer, Trainer
 from oppo.returns import CAP, AdaptiveKL, Correction, KLEstimator, RatioBase, ScoreShaping
-from oppo.training import Aggregation
+from oppo.training import Aggregation, Surrogate, SurrogateKind
 
 if TYPE_CHECKING:
     from oppo.losses import Loss
@@ -96,13 +105,22 @@ class ClippedAlgorithm:
         default=False,
         description="leave responses that ended at max_new_tokens out of the loss; they stay in the baseline",
     )
+    surrogate: SurrogateKind = setting(
+        "clip",
+        "loss of a token by its ratio and advantage: PPO's `clip`; `dual_clip`, bounded for negative advantages too; "
+        "`cispo`, whose clipped tokens keep their gradient; `sapo`, a smooth gate; `dppo_tv`, a mask by probabilities",
+    )
+    dual_clip: float | None = setting(None, "the largest ratio that counts against a token (`dual_clip`); absent: 3")
+    gates: Annotated[tuple[Positive, Positive], FromList()] | None = setting(
+        None, "steepness of the gate (`sapo`) for positive and negative advantages; absent: 1 and 1.05"
+    )
     clip: Positive = setting(0.2, "how far the probability ratio may move from 1, or fall below it")
     clip_high: Positive | None = setting(None, "how far the ratio may rise above 1; absent: as `clip`")
     entropy_coefficient: NonNegative = setting(0.0, "weight of the entropy bonus")
     aggregation: Aggregation = setting(
         "tokens",
-        "mean of the loss: over all `tokens` of a minibatch; over `responses`, each the mean of its tokens; or "
-        "`constant`: over responses, each the sum of its tokens divided by `sampling.max_new_tokens`",
+        "mean of the loss: over all `tokens` of a minibatch; over `responses`, each the mean of its tokens; "
+        "`response_sums`, each their sum; or `constant`, their sum divided by `sampling.max_new_tokens`",
     )
     ratio_base: RatioBase = setting(
         "behaviour",
@@ -120,6 +138,7 @@ class ClippedAlgorithm:
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
+        Surrogate.of(self)
         if (self.kl_target is None) != (self.kl_horizon is None):
             raise ConfigError("kl_target and kl_horizon go together: give both (adaptive KL) or neither (constant)")
         if self.kl_target is not None and not self.kl:
@@ -174,8 +193,11 @@ class ClippedAlgorithm:
         from oppo.losses import ClippedLoss  # noqa: PLC0415 - torch takes seconds to import
 
         loss = ClippedLoss(
+            surrogate=self.surrogate,
             clip=self.clip,
             clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+            gates=self.gates,
             entropy_coefficient=self.entropy_coefficient,
             aggregation=self.aggregation,
             correction=self.correction,

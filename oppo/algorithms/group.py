@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Lt
 
@@ -223,6 +223,7 @@ class GSPO(GRPO):
     """GSPO: as `grpo`, but with ratio, clip and importance weight of a whole response; no KL penalty."""
 
     kl: NonNegative = 0.0
+    surrogate: Literal["clip"] = "clip"
     clip: Positive = 3e-4
     clip_high: Positive | None = 4e-4
 

@@ -14,6 +14,7 @@ from oppo.losses.terms import (
     masked_mean,
     policy_loss,
     policy_losses,
+    surrogate_losses,
     token_logprobs,
     value_loss,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "means",
     "policy_loss",
     "policy_losses",
+    "surrogate_losses",
     "token_logprobs",
     "value_loss",
 ]

@@ -122,7 +122,7 @@ class Inputs:
         counts by its length. ``responses``: over the means of its responses (GRPO: Shao et al. 2024, arXiv 2402.03300,
         equation 3), so that a token of a long response counts less. ``constant``: the sums of its responses, divided by
         the length cap and averaged (Dr. GRPO: Liu et al. 2025, arXiv 2503.20783, section 3.2), so that a token counts
-        the same in every minibatch.
+        the same in every minibatch. ``response_sums``: the same without the cap.
         """
         match aggregation:
             case "tokens":
@@ -131,6 +131,8 @@ class Inputs:
                 return self.row_means(x).sum() / self.whole.rows
             case "constant":
                 return masked_mean(x, self.mask, self.whole.rows * self.whole.cap)
+            case "response_sums":
+                return masked_mean(x, self.mask, self.whole.rows)
             case _:
                 assert_never(aggregation)
 

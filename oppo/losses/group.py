@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +14,9 @@ from oppo.declared import Positive, require_declared
 from oppo.errors import ConfigError
 from oppo.losses.base import Divisor, Input, Inputs, LossValue, Unit, means
 from oppo.losses.ppo import ClippedLoss
-from oppo.losses.terms import PolicyTerm, surrogates
+from oppo.losses.terms import PolicyTerm, surrogate_losses
 from oppo.returns import Correction
-from oppo.training import Aggregation
+from oppo.training import Aggregation, Surrogate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class SequenceLoss(ClippedLoss):
         ConfigError: a value is out of range, or stale tokens are corrected for one by one.
     """
 
+    surrogate: Literal["clip"] = "clip"
     clip: Positive = 3e-4
     clip_high: Positive | None = 4e-4
     aggregation: Aggregation = "responses"
@@ -54,11 +56,11 @@ class SequenceLoss(ClippedLoss):
         weight = torch.ones_like(difference) if weights is None else inputs.row_means(weights)
         difference = torch.where(weight > 0, difference, torch.zeros_like(difference))
         ratio = difference.exp()
-        plain, clipped = surrogates(ratio, inputs.row_means(inputs["advantages"]), self.clip, self.clip_high)
-        losses = weight * torch.maximum(plain, clipped)
+        advantages = inputs.row_means(inputs["advantages"])
+        each, beyond = surrogate_losses(Surrogate.of(self), difference, torch.zeros_like(difference), advantages)
+        losses = weight * each
         loss = inputs.mean(losses[inputs.rows], self.aggregation)
         with torch.no_grad():
-            beyond = clipped > plain
             term = PolicyTerm(
                 loss,
                 approxkl=(0.5 * difference.square()).sum() / rows,

@@ -15,7 +15,7 @@ from oppo.errors import ConfigError
 from oppo.losses.base import OF_A_CRITIC, Divisor, Input, Inputs, Loss, LossValue, Unit, means
 from oppo.losses.terms import PolicyTerm, kl_losses, policy_losses, value_loss
 from oppo.returns import Correction, KLEstimator
-from oppo.training import Aggregation
+from oppo.training import CLIP, Aggregation, Surrogate, SurrogateKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,11 @@ class ClippedLoss:
     unless ``aggregation`` says otherwise. Names and defaults are TRL 1.12's.
 
     Attributes:
+        surrogate: how ratio and advantage of a token become its loss, see :func:`oppo.losses.surrogate_losses`.
         clip: the probability ratio has no gradient outside of ``1 - clip .. 1 + clip_high``.
         clip_high: as ``clip`` by default; a larger one lets unlikely tokens grow (DAPO: Yu et al. 2025, arXiv
             2503.14476, section 3.1).
+        dual_clip, gates: of surrogates that read them, see :class:`oppo.training.Surrogate`.
         entropy_coefficient: weight of the entropy bonus.
         kl: weight of the KL to the reference in the loss; 0 if it is in the reward.
         kl_estimator: estimator of that KL; ``k2`` has the right gradient, see :func:`oppo.losses.kl_losses`.
@@ -37,11 +39,14 @@ class ClippedLoss:
         correction: of stale tokens.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range, or the surrogate does not read it.
     """
 
-    clip: Positive = 0.2
+    surrogate: SurrogateKind = "clip"
+    clip: Positive = CLIP
     clip_high: Positive | None = None
+    dual_clip: float | None = None
+    gates: tuple[float, float] | None = None
     entropy_coefficient: NonNegative = 0.0
     kl: NonNegative = 0.0
     kl_estimator: KLEstimator = "k2"
@@ -50,6 +55,7 @@ class ClippedLoss:
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
+        Surrogate.of(self)
 
     @property
     def unit(self) -> Unit:
@@ -104,7 +110,7 @@ class ClippedLoss:
         return LossValue(loss, measured, clipped, weights)
 
     def policy_term(self, inputs: Inputs, weights: Tensor | None) -> tuple[PolicyTerm, Tensor]:
-        """Return the clipped surrogate, and the tokens that it clips, bool [T].
+        """Return the surrogate, and the tokens that it clips, bool [T].
 
         ``weights``: importance weights of stale tokens, float32 [T].
         """
@@ -113,8 +119,7 @@ class ClippedLoss:
             inputs[self.correction.ratio_base],
             inputs["advantages"],
             inputs.mask,
-            self.clip,
-            clip_high=self.clip_high,
+            Surrogate.of(self),
             weights=weights,
         )
         loss = inputs.mean(each.loss, self.aggregation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, assert_never
+from typing import Final, NamedTuple, assert_never
 
 import numpy as np
 import torch
@@ -17,6 +17,10 @@ from torch.nn.functional import cross_entropy
 
 from oppo.events import Support
 from oppo.returns import KLEstimator
+from oppo.training import Surrogate
+
+DUAL_CLIP: Final = 3.0
+GATES: Final = (1.0, 1.05)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,35 +201,78 @@ def policy_losses(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    clip: float,
+    surrogate: Surrogate,
     *,
-    clip_high: float | None = None,
     weights: Tensor | None = None,
 ) -> PolicyLosses:
-    """Return PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, equation 7), negated, of each token.
-
-    ``w * max(-A * ratio, -A * clamp(ratio, 1 - clip, 1 + clip_high))``, with ``ratio = exp(logprobs - old_logprobs)``.
+    """Return the surrogate loss of each token, times its weight, with its metrics.
 
     Args:
         logprobs: float32 [T], current, with gradient.
         old_logprobs: float32 [T], of the policy that sampled the tokens, or of the one before the update.
         advantages: float32 [T].
         mask: bool [T], the tokens that count.
-        clip: how far below 1 the band of the ratio reaches, and above it unless ``clip_high`` is given.
-        clip_high: how far above 1 it reaches (DAPO: Yu et al. 2025, arXiv 2503.14476, section 3.1).
+        surrogate: see :func:`surrogate_losses`.
         weights: float32 [T], see :class:`oppo.Correction`; 1 by default. A token of weight 0 has loss 0 and ratio 1.
     """
     weighted = mask if weights is None else mask & (weights > 0)
     difference = torch.where(weighted, logprobs - old_logprobs, torch.zeros_like(logprobs))
-    ratio = difference.exp()
-    plain, clipped = surrogates(ratio, advantages, clip, clip_high)
-    losses = torch.maximum(plain, clipped)
+    old = torch.where(weighted, old_logprobs, torch.zeros_like(old_logprobs))
+    losses, clipped = surrogate_losses(surrogate, difference, old, advantages)
     return PolicyLosses(
         losses if weights is None else weights * losses,
         approxkl=0.5 * difference.detach().square(),
-        clipped=mask & (clipped > plain),
-        ratio=ratio.detach(),
+        clipped=mask & clipped,
+        ratio=difference.detach().exp(),
     )
+
+
+def surrogate_losses(
+    surrogate: Surrogate, difference: Tensor, old: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token, float32 [T], and whether it is clipped, bool [T].
+
+    With the ratio ``r = exp(difference)``, advantage A and the band ``1 - low .. 1 + high``::
+
+        clip       max(-A r, -A clamp(r, band))              Schulman et al. 2017, arXiv 1707.06347, equation 7; a band
+                                                             of two widths: Yu et al. 2025, arXiv 2503.14476, 3.1
+        dual_clip  the same, at most -A dual_clip if A < 0   Ye et al. 2020, arXiv 1912.09729, equation 5
+        cispo      -A stop(clamp(r, band)) log pi            MiniMax 2025, arXiv 2506.13585, equation 4
+        sapo       -A 4 / tau sigmoid(tau (r - 1))           Gao et al. 2025, arXiv 2511.20347; tau by the sign of A
+        dppo_tv    -A r, but 0 where the probability has     Qi et al. 2026, arXiv 2602.04879; the mask has no gradient
+                   moved by more than high in the direction of A > 0, or low in that of A < 0
+
+    Args:
+        difference: float32 [T], current log-probs minus old ones, with gradient.
+        old: float32 [T], old log-probs.
+        advantages: float32 [T].
+    """
+    ratio, (low, high) = difference.exp(), surrogate.band
+    plain = -advantages * ratio
+    match surrogate.kind:
+        case "clip" | "dual_clip":
+            losses = torch.maximum(plain, -advantages * ratio.clamp(1.0 - low, 1.0 + high))
+            clipped = losses > plain
+            if surrogate.kind == "dual_clip":
+                most = -advantages * (DUAL_CLIP if surrogate.dual_clip is None else surrogate.dual_clip)
+                bounded = (advantages < 0) & (losses > most)
+                losses, clipped = torch.where(bounded, most, losses), clipped | bounded
+            return losses, clipped
+        case "cispo":
+            weight = ratio.detach().clamp(1.0 - low, 1.0 + high)
+            return -advantages * weight * (difference + old), weight != ratio.detach()
+        case "sapo":
+            above, below = surrogate.gates or GATES
+            tau = torch.full_like(advantages, below).masked_fill(advantages > 0, above)
+            return -advantages * 4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)), torch.zeros_like(
+                ratio, dtype=torch.bool
+            )
+        case "dppo_tv":
+            moved = (difference.detach() + old).exp() - old.exp()
+            masked = torch.where(advantages > 0, moved > high, (advantages < 0) & (moved < -low))
+            return torch.where(masked, 0.0, plain), masked
+        case _:
+            assert_never(surrogate.kind)
 
 
 def policy_loss(
@@ -233,26 +280,19 @@ def policy_loss(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    clip: float,
+    surrogate: Surrogate,
     *,
-    clip_high: float | None = None,
     weights: Tensor | None = None,
     total: float | None = None,
 ) -> PolicyTerm:
     """Return the mean of :func:`policy_losses` over the tokens, with TRL's metrics.
 
     Args:
-        logprobs, old_logprobs, advantages, mask, clip, clip_high, weights: of the tokens.
+        logprobs, old_logprobs, advantages, mask, surrogate, weights: of the tokens.
         total: see :func:`masked_mean`.
     """
-    each = policy_losses(logprobs, old_logprobs, advantages, mask, clip, clip_high=clip_high, weights=weights)
+    each = policy_losses(logprobs, old_logprobs, advantages, mask, surrogate, weights=weights)
     return each.term(masked_mean(each.loss, mask, total), mask, total)
-
-
-def surrogates(ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return the loss of each ratio, float32 [n], without and with the clip: float32 [n] each."""
-    high = clip if clip_high is None else clip_high
-    return -advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + high)
 
 
 def value_loss(

@@ -447,6 +447,12 @@ class PolicyPool:
         return sum(cast("ReportsProgress", member.policy).progress for member in self._members.all)
 
     @property
+    def free_kv_tokens(self) -> int | None:
+        """Tokens for which the members' KV caches have room; ``None`` if one does not say."""
+        found = [member.free for member in self._members.living]
+        return None if None in found else sum(each or 0 for each in found)
+
+    @property
     def living(self) -> tuple[Policy, ...]:
         """The policies of the members that serve."""
         return tuple(member.policy for member in self._members.living)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ from oppo.stages.ledger import InFlightRollout, Ledger, RolloutSnapshot, Unit, r
 from oppo.stages.metrics import DecodeMeter, StepMetrics, observation
 from oppo.stages.selection import Round, Selection
 from oppo.turns import Environment, MultiTurnPolicy
+
+LENGTHS: Final = 256
+"""Rollouts that ended last, by which the tokens of the next ones are expected."""
 
 Groups: TypeAlias = Sequence[tuple[Prompt, ...]]
 """The rollouts of some units, by their prompts."""
@@ -106,6 +110,7 @@ class Generate:
         self._in_flight: dict[int, InFlightRollout] = {}
         self._restored: dict[int, RolloutSnapshot] = {}
         self._unheard: list[Observation] = []
+        self._lengths = deque[int](maxlen=LENGTHS)
 
     @property
     def _refills(self) -> bool:
@@ -335,12 +340,21 @@ class Generate:
         del self._in_flight[rollout.prompt.rollout]
 
     async def _admit(self, prompts: Receiver[Prompt], step: Step) -> list[tuple[Prompt, ...]]:
-        wanted = self._ledger.wanted(step.remaining)
+        wanted = self._ledger.wanted(step.remaining, self._room())
         for controller in (self.admission, self.chunks):
             if isinstance(controller, ReportsMetrics):
                 with blaming(f"{type(controller).__name__}.metrics()"):
                     step.record(StepMetrics(controller.metrics()))
         return await self._take(prompts, wanted)
+
+    def _room(self) -> float:
+        # For how many new units the policy's KV cache has room, if they become as long as those that ended.
+        free: int | None = getattr(self.policy, "free_kv_tokens", None)
+        if free is None or not self._lengths:
+            return math.inf
+        expected = sum(self._lengths) / len(self._lengths)
+        growing = sum(max(0.0, expected - len(each.prompt.tokens) - each.length) for each in self._live)
+        return max(0.0, free - growing) / (expected * self.samples)
 
     async def _take(self, prompts: Receiver[Prompt], wanted: int) -> list[tuple[Prompt, ...]]:
         groups: list[tuple[Prompt, ...]] = []
@@ -416,6 +430,7 @@ class Generate:
         for number in [prompt.rollout for prompt in unit.prompts]:
             rollout = self._in_flight[number]
             ending = rollout.ending()
+            self._lengths.append(len(rollout.prompt.tokens) + rollout.length)
             await self._close(rollout)
             await out.send(ending)
 

@@ -30,6 +30,7 @@ from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView,
 from oppo.declared import require_whole
 from oppo.errors import AdmissionError, DataError, ProtocolError, blaming, noted, shown
 from oppo.events import Chunk, Drop, Finish, FinishReason, Prompt, Response, RoutedExperts, Support, ToolTokens
+from oppo.log import logger
 from oppo.models import Decode
 
 
@@ -85,10 +86,11 @@ class Ledger:
         """Whether deferred units restart instead of continuing."""
         return isinstance(self.admission, Restarting)
 
-    def wanted(self, remaining: int) -> int:
+    def wanted(self, remaining: int, room: float = math.inf) -> int:
         """Return how many new units enter a step: as admission decides, at most what the run can still train.
 
-        ``remaining`` counts the steps left, this one included. Raises ``AdmissionError`` for a number that may not be.
+        Beyond a batch no more enter than the policy has room for. ``remaining`` counts the steps left, this one
+        included. Raises ``AdmissionError`` for a number that may not be.
         """
         oldest = max((unit.age for unit in self.deferred), default=0)
         deferred = len(self.deferred)
@@ -100,7 +102,13 @@ class Ledger:
             raise AdmissionError(
                 f"{self._name}.admit() returned 0 where nothing is deferred: the step would train nothing"
             )
-        return trainable
+        bound = max(self.admission.batch - deferred, int(min(room, trainable)))
+        if bound < trainable:
+            logger.once(
+                "the engine's KV cache has no room for as many rollouts as admission asks for: fewer enter a step "
+                "beyond its batch; give the engine more memory, or lower step.overcommit"
+            )
+        return min(trainable, max(0, bound))
 
     @property
     def refills(self) -> bool:

@@ -74,7 +74,7 @@ def test_decode_steps_launched_as_graphs_give_what_single_kernels_give(name: str
         got, expected = (reader.step(rows, tokens) for reader in (graphs, kernels))
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert graphs._graphs is not None
-    assert (graphs._graphs.replayed > 20) == (name != "qwen2-moe")  # whose experts are looped over by the host
+    assert graphs._graphs.replayed > 20 or name == "qwen2-moe"  # whose experts the host may loop over
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -23,9 +23,11 @@ from oppo.losses import (
     value_loss,
 )
 from oppo.returns import KLEstimator, kl_estimate
+from oppo.training import Surrogate
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "ppo.json").read_text(encoding="utf-8"))["loss"]
 CLIP = 0.2
+BAND = Surrogate(clip=CLIP)
 
 
 def golden(name: str) -> Tensor:
@@ -42,7 +44,7 @@ COUNT, SLOTS = int(MASK.sum()), MASK.numel()
 
 def test_the_policy_loss_and_its_gradient_equal_trl() -> None:
     logprobs = golden("logprobs").requires_grad_()
-    ours = policy_loss(logprobs, golden("old_logprobs"), golden("advantages"), MASK, CLIP)
+    ours = policy_loss(logprobs, golden("old_logprobs"), golden("advantages"), MASK, BAND)
     ours.loss.backward()
     assert logprobs.grad is not None
     close(ours.loss, golden("pg_loss"))
@@ -51,7 +53,7 @@ def test_the_policy_loss_and_its_gradient_equal_trl() -> None:
 
 
 def test_approxkl_and_ratio_equal_trl_once_its_padding_is_taken_out() -> None:
-    ours = policy_loss(golden("logprobs"), golden("old_logprobs"), golden("advantages"), MASK, CLIP)
+    ours = policy_loss(golden("logprobs"), golden("old_logprobs"), golden("advantages"), MASK, BAND)
     close(ours.approxkl, golden("approxkl") * SLOTS / COUNT)
     close(ours.ratio, (golden("ratio_mean") * SLOTS - (SLOTS - COUNT)) / COUNT)
 
@@ -122,9 +124,9 @@ def test_bfloat16_logits_are_read_in_float32() -> None:
 
 def test_parts_of_a_minibatch_add_up_to_the_whole() -> None:
     new, old, advantages = golden("logprobs"), golden("old_logprobs"), golden("advantages")
-    whole = policy_loss(new, old, advantages, MASK, CLIP)
+    whole = policy_loss(new, old, advantages, MASK, BAND)
     parts = [
-        policy_loss(new[rows], old[rows], advantages[rows], MASK[rows], CLIP, total=COUNT)
+        policy_loss(new[rows], old[rows], advantages[rows], MASK[rows], BAND, total=COUNT)
         for rows in (slice(0, 3), slice(3, 6))
     ]
     for name in whole._fields:
@@ -136,7 +138,7 @@ def test_masked_out_nans_reach_neither_loss_nor_gradient() -> None:
     logprobs = torch.tensor([-1.0, float("nan")], requires_grad=True)
     values = torch.tensor([0.5, float("inf")], requires_grad=True)
     zeros = torch.zeros(2)
-    policy = policy_loss(logprobs, torch.tensor([-1.0, float("nan")]), torch.ones(2), mask, CLIP).loss
+    policy = policy_loss(logprobs, torch.tensor([-1.0, float("nan")]), torch.ones(2), mask, BAND).loss
     value = value_loss(values, zeros, zeros, mask, CLIP).loss
     (policy + value).backward()
     assert policy.item() == -1.0
@@ -197,10 +199,10 @@ def test_a_tokens_loss_is_multiplied_by_its_weight() -> None:
     weights = torch.linspace(0, 2, MASK.numel()).reshape(MASK.shape)
     plain, ratio = -advantages, (logprobs - old).exp()
     each = torch.maximum(plain * ratio, plain * ratio.clamp(1 - CLIP, 1 + CLIP))
-    close(policy_loss(logprobs, old, advantages, MASK, CLIP, weights=weights).loss, (weights * each)[MASK].mean())
-    ones = policy_loss(logprobs, old, advantages, MASK, CLIP, weights=torch.ones_like(weights))
+    close(policy_loss(logprobs, old, advantages, MASK, BAND, weights=weights).loss, (weights * each)[MASK].mean())
+    ones = policy_loss(logprobs, old, advantages, MASK, BAND, weights=torch.ones_like(weights))
     assert [field.item() for field in ones] == [
-        field.item() for field in policy_loss(logprobs, old, advantages, MASK, CLIP)
+        field.item() for field in policy_loss(logprobs, old, advantages, MASK, BAND)
     ]
 
 
@@ -208,7 +210,7 @@ def test_a_token_of_weight_zero_leaves_the_others_gradients_as_they_are() -> Non
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     old = torch.tensor([-1.1, -900.0])  # its ratio is infinite
     weights = torch.tensor([1.0, 0.0])
-    policy = policy_loss(logprobs, old, torch.ones(2), torch.ones(2, dtype=torch.bool), CLIP, weights=weights)
+    policy = policy_loss(logprobs, old, torch.ones(2), torch.ones(2, dtype=torch.bool), BAND, weights=weights)
     policy.loss.backward()
     assert logprobs.grad is not None
     close(logprobs.grad, torch.tensor([-0.5 * math.exp(0.1), 0.0]))
@@ -217,8 +219,8 @@ def test_a_token_of_weight_zero_leaves_the_others_gradients_as_they_are() -> Non
 
 def test_clipped_tokens_are_those_of_the_clipped_fraction() -> None:
     new, old, advantages = golden("logprobs"), golden("old_logprobs"), golden("advantages")
-    beyond = policy_losses(new, old, advantages, MASK, CLIP).clipped
-    close(beyond[MASK].float().mean(), policy_loss(new, old, advantages, MASK, CLIP).clipfrac)
+    beyond = policy_losses(new, old, advantages, MASK, BAND).clipped
+    close(beyond[MASK].float().mean(), policy_loss(new, old, advantages, MASK, BAND).clipfrac)
     assert not beyond[~MASK].any()
 
 

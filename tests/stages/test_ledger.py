@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +29,7 @@ from oppo.admission import (
 from oppo.errors import AdmissionError, ProtocolError
 from oppo.events import Prompt
 from oppo.stages.ledger import Ledger, Unit
-from oppo.testing import check_admission, run_virtual
+from oppo.testing import check_admission, prompts, run_virtual
 from tests.pipelines import Pipeline, Setting
 
 pytestmark = pytest.mark.schedules
@@ -410,3 +412,29 @@ def test_decisions_that_cannot_be_repeated_are_found_out(kind: type[Overcommit],
 
     with pytest.raises(ProtocolError, match=words):
         run_virtual(check_admission, make)
+
+
+def test_no_more_units_enter_beyond_a_batch_than_the_policy_has_room_for(messages: list[str]) -> None:
+    ledger = Ledger(Overcommit(batch=4, overcommit=3))
+    assert [ledger.wanted(9, room) for room in (math.inf, 7.0)] == [7, 7]
+    assert not messages
+    assert [ledger.wanted(9, room) for room in (6.9, 4.0, 0.0)] == [6, 4, 4]
+    assert ["no room for as many rollouts as admission asks for" in each for each in messages] == [True]
+
+
+def test_a_step_has_as_many_rollouts_as_the_cache_will_hold_by_what_others_needed() -> None:
+    pipeline = Pipeline(Setting(lengths=(10,), batch=4, extra=3, steps=4))
+    setattr(pipeline.policy, "free_kv_tokens", 10**6)  # noqa: B010 - no field of fakes
+
+    async def main() -> None:
+        async with pipeline.graph().open(prompts(100), observers=[pipeline.tap]) as run:
+            async for report in run.steps(8):
+                if report.index == 1:
+                    needed = 10 + len(pipeline.batches[0].responses[0].prompt.tokens)
+                    setattr(pipeline.policy, "free_kv_tokens", 2 * needed)  # noqa: B010
+
+    run_virtual(main)
+    entered = Counter(
+        step for step, stage, item in pipeline.tap.items if stage == "generate" and isinstance(item, Prompt)
+    )
+    assert [entered[step] for step in range(5)] == [7, 4, 2, 3, 4]  # as many as fit, or as make the batch full

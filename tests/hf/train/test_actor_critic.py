@@ -39,7 +39,7 @@ from oppo.losses import ClippedLoss, Input, PPOLoss, Whole, policy_loss, token_l
 from oppo.placement import Place, Process, Ranks, Thread
 from oppo.placement.trainer import TrainerCounts
 from oppo.testing import check_trainer
-from oppo.training import TrainerSettings
+from oppo.training import Surrogate, TrainerSettings
 from tests.hf import child, tiny
 from tests.hf.train.test_trainer import SAMPLING, Served, rollouts, trainer_of
 from tests.invariants import test_equivalence as equivalence
@@ -152,7 +152,7 @@ def test_the_gradient_is_that_of_the_sum_of_the_two_losses(thread: Thread, name:
     loss, given = PPOLoss(), part.given
     logits, values = two_passes(actor, critic, part)
     logprobs = token_logprobs(logits, part.tokens, SAMPLING.temperature)
-    policy = policy_loss(logprobs, part.behaviour, given["advantages"], part.mask, loss.clip, total=total)
+    policy = policy_loss(logprobs, part.behaviour, given["advantages"], part.mask, Surrogate.of(loss), total=total)
     value = value_loss(values, given["old_values"], given["returns"], part.mask, loss.value_clip, total=total)
     (policy.loss + 0.3 * value.loss).backward()
     assert any("score" in name for name in got)
