@@ -21,6 +21,9 @@ from oppo.log import logger
 ROWS: Final = 8
 COLUMNS: Final = 256
 
+MOST: Final = 32
+"""Graphs that are kept: each takes some memory of the device."""
+
 Forward: TypeAlias = Callable[[KVView, Tensor, Tensor], Tensor]
 """Returns the outputs [n, D] of tokens, int64 [n, 1], at positions, int64 [n, 1], for the rows of a view."""
 
@@ -104,7 +107,6 @@ class StepGraphs:
         if self._memory != (slab, slab.version):
             self._memory = slab, slab.version
             self._graphs.clear()
-            self._capture.begin_anew()
             self._ids, self._positions = ids.new_zeros(slab.capacity, 1), ids.new_zeros(slab.capacity, 1)
         self._ids[:rows, 0] = ids
         self._positions[:rows, 0] = batch.positions
@@ -114,9 +116,13 @@ class StepGraphs:
     def _made(self, capture: Capture, slab: Slab, shape: tuple[int, int]) -> Tensor:
         work = partial(self._pass, slab, *shape)
         if shape not in self._graphs:
+            if len(self._graphs) == MOST:
+                del self._graphs[next(iter(self._graphs))]
             self._graphs[shape] = None
             return capture.once(work)
         if (captured := self._graphs[shape]) is None:
+            if not any(self._graphs.values()):
+                capture.begin_anew()
             try:
                 captured = self._graphs[shape] = capture(work)
             except RuntimeError as error:
