@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Protocol, TypeAlias
 
 from oppo.admission import Admission
 from oppo.admission.chunking import ChunkSize
@@ -73,6 +73,14 @@ class Algorithm(Protocol):
     def loss(self) -> Loss:
         """Return the trainer's loss; this loads torch."""
 
+
+OF_THE_LOSS: Final = frozenset(
+    {
+        *("surrogate", "dual_clip", "gates", "clip", "clip_high", "value_clip"),
+        *("entropy_coefficient", "value_coefficient", "aggregation", "beta"),
+    }
+)
+"""The settings that an algorithm's loss alone reads."""
 
 KLPlace: TypeAlias = Literal["reward", "loss"]
 

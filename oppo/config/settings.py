@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from oppo.admission import Admission
-from oppo.algorithms.base import Algorithm
+from oppo.algorithms.base import OF_THE_LOSS, Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.config.own import NAMED, OWN, Kinds, checked, loss_of
 from oppo.config.rewards import ModelRewardSection, RewardList, RewardSection, file_of
@@ -290,6 +290,17 @@ def keys_of(algorithm: type[Algorithm], kinds: Kinds | None = None) -> dict[str,
     }
 
 
+def _refuse_idle(settings: Settings) -> None:
+    algorithm: Any = settings.algorithm
+    penalty = {"kl", "kl_estimator"} if getattr(algorithm, "kl_in", "") == "loss" else set()
+    if idle := changed(algorithm, OF_THE_LOSS | penalty):
+        names = ", ".join(f"algorithm.{name}" for name in idle)
+        raise ValueError(
+            f"step.loss = {settings.step.loss!r} is trained in place of the algorithm's loss, which alone reads "
+            f"{names}: leave that out, or make it a setting of yours in [loss]"
+        )
+
+
 OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
 """The keys of ``[models]`` for a critic."""
 
@@ -302,6 +313,8 @@ def require_consistent(settings: Settings) -> None:
         ConfigError: an admission of one's own cannot be made of them.
     """
     settings.own_admission()  # which may refuse its settings
+    if settings.step.loss:
+        _refuse_idle(settings)
     if settings.run.deterministic:
         _require_exactness(settings)
     if settings.models.engine == "vllm":

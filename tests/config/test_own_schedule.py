@@ -174,6 +174,14 @@ def test_a_function_makes_a_loss(folder: Path) -> None:
         (("step.admission=eager",), "step.admission: expected 'overcommit', 'continuous', 'adaptive', "),
         (("admission.share=0.5",), "[admission]: it holds the settings of a part of your own: name that in"),
         (("loss.factor=0.5",), "[loss]: it holds the settings of a part of your own: name that in step.loss"),
+        (
+            ("step.loss=mine.py:clipped", "algorithm.clip=0.1", "algorithm.kl=0.1", "algorithm.aggregation=responses"),
+            "which alone reads algorithm.clip, algorithm.aggregation: leave that out, or make it a setting of yours in [loss]",
+        ),
+        (
+            ("step.loss=mine.py:Reinforce", "step.algorithm=grpo", "algorithm.kl=0.1"),
+            "the algorithm's loss, which alone reads algorithm.kl: leave that out",
+        ),
         (("step.loss=clipped",), "step.loss: expected '' or file.py:name, got 'clipped'"),
         (
             ("step.loss=mine.py:Reinforce", "step.algorithm=grpo", "run.trainer=process"),
