@@ -176,7 +176,7 @@ def test_a_function_makes_a_loss(folder: Path) -> None:
         (("loss.factor=0.5",), "[loss]: it holds the settings of a part of your own: name that in step.loss"),
         (
             ("step.loss=mine.py:clipped", "algorithm.clip=0.1", "algorithm.kl=0.1", "algorithm.aggregation=responses"),
-            "which alone reads algorithm.clip, algorithm.aggregation: leave that out, or make it a setting of yours in [loss]",
+            "which alone reads algorithm.clip, algorithm.aggregation: leave that out, or make it a setting of yours",
         ),
         (
             ("step.loss=mine.py:Reinforce", "step.algorithm=grpo", "algorithm.kl=0.1"),
