@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, Self, SupportsFloat, TypeAlias
+from typing import Final, Literal, Self, SupportsFloat, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from oppo.errors import ConfigError
 from oppo.events import BoolArray, FloatArray
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
-GroupAdvantage: TypeAlias = Literal["leave_one_out", "standardised", "centred"]
+GroupAdvantage: TypeAlias = Literal["leave_one_out", "standardised", "centred", "batch_standardised", "max_rl"]
 
 WHITEN_EPSILON = 1e-8
 """Added to the variance under the square root, as in TRL."""
@@ -172,7 +172,7 @@ def whiten(x: FloatArray, mask: BoolArray, *, shift_mean: bool = True) -> FloatA
     return np.where(mask, whitened if shift_mean else whitened + mean, 0.0).astype(np.float32)
 
 
-def group_advantages(scores: FloatArray, estimator: GroupAdvantage) -> FloatArray:
+def group_advantages(scores: FloatArray, estimator: GroupAdvantage, deviation: float = 0.0) -> FloatArray:
     """Return the advantage of each response over the other responses to its prompt: float32 [n], of sum 0.
 
     ``leave_one_out``: ``s[i] - mean(s[j], j != i)``, whose baseline does not depend on the response itself (Kool et al.
@@ -180,11 +180,14 @@ def group_advantages(scores: FloatArray, estimator: GroupAdvantage) -> FloatArra
     2402.14740). ``standardised``: ``(s[i] - mean(s)) / (std(s) + 1e-4)`` (GRPO: Shao et al. 2024, arXiv
     2402.03300, section 4.1.2), with the unbiased deviation, as in TRL. ``centred``: ``s[i] - mean(s)``, which does not
     favour prompts whose scores are nearly alike (Dr. GRPO: Liu et al. 2025, arXiv 2503.20783, section 3); it is
-    ``(n - 1) / n`` times the first.
+    ``(n - 1) / n`` times the first. ``batch_standardised``: ``(s[i] - mean(s)) / (deviation + 1e-4)``, as TRL's
+    ``scale_rewards = "batch"``. ``max_rl``: ``(s[i] - mean(s)) / mean(s)``, or 0 where the mean is not positive, for
+    scores that are not negative: rare successes count most (Tajwar et al. 2026, arXiv 2602.02710).
 
     Args:
         scores: float32 [n], of all responses to one prompt; at least two.
-        estimator: one of the three.
+        estimator: one of the five.
+        deviation: of the scores of the whole batch, for ``batch_standardised``.
 
     Raises:
         ValueError: there are fewer than two, the array is not one-dimensional, or the estimator is unknown.
@@ -198,11 +201,15 @@ def group_advantages(scores: FloatArray, estimator: GroupAdvantage) -> FloatArra
         advantages = centred * (len(scores) / (len(scores) - 1))
     elif estimator == "standardised":
         advantages = centred / (exact.std(ddof=1) + GROUP_EPSILON)
+    elif estimator == "batch_standardised":
+        advantages = centred / (deviation + GROUP_EPSILON)
+    elif estimator == "max_rl":
+        advantages = centred / exact.mean() if exact.mean() > 0 else np.zeros_like(exact)
     elif estimator == "centred":
         advantages = centred
     else:
         raise ValueError(
-            f"the advantage in a group must be 'leave_one_out', 'standardised' or 'centred', not {estimator!r}"
+            f"the advantage in a group must be {', '.join(map(repr, get_args(GroupAdvantage)))}, not {estimator!r}"
         )
     return np.asarray(advantages, np.float32)
 

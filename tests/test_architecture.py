@@ -96,8 +96,9 @@ RATCHETS = {
     # What bounds a simulated step; a process of scorers on a GPU, micro-batches by its memory, an engine by the device.
     # Pools of engines, which outlive their members' deaths; vLLM servers by their URLs.
     # A judge by its URL; what an engine reads is what was sent. Decode steps are CUDA graphs.
-    # No more enter than a KV cache has room for; surrogates besides the clip; what a loss of your own does not read.
-    "lines": 54_576,
+    # No more enter than a KV cache has room for; surrogates and scales besides PPO's; what a loss of your own
+    # does not read.
+    "lines": 54_600,
     "protocols": 77,
     # Of metrics, that a batch has each rollout once, that names are distinct; that vLLM gives routed experts.
     "functions that only require": 90,

@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from random import Random
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -154,7 +155,7 @@ def test_arrays_of_different_length_are_refused() -> None:
 
 
 def test_an_unknown_kl_estimator_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be 'k1', 'k2' or 'k3', not 'k4'"):
+    with pytest.raises(ValueError, match=r"must be 'k1', 'k2' or 'k3', not 'k4'"):
         kl_estimate(floats([0]), floats([0]), "k4")  # type: ignore[arg-type] # the point of the test
 
 
@@ -212,10 +213,12 @@ def test_k2_is_half_the_squared_difference() -> None:
         ("leave_one_out", [1 - 20 / 3, 2 - 19 / 3, 8 - 13 / 3, 10 - 11 / 3]),
         ("centred", [-4.25, -3.25, 2.75, 4.75]),
         ("standardised", [-4.25 / 4.425406, -3.25 / 4.425406, 2.75 / 4.425406, 4.75 / 4.425406]),
+        ("batch_standardised", [-4.25 / 2.0001, -3.25 / 2.0001, 2.75 / 2.0001, 4.75 / 2.0001]),
+        ("max_rl", [-4.25 / 5.25, -3.25 / 5.25, 2.75 / 5.25, 4.75 / 5.25]),
     ],
 )
 def test_the_advantages_in_a_group_are_those_computed_by_hand(estimator: GroupAdvantage, expected: list[float]) -> None:
-    advantages = group_advantages(floats([1, 2, 8, 10]), estimator)
+    advantages = group_advantages(floats([1, 2, 8, 10]), estimator, 2.0)
     np.testing.assert_allclose(advantages, floats(expected), rtol=1e-6)
     assert advantages.dtype == np.float32
 
@@ -255,7 +258,13 @@ def test_a_standardised_group_has_the_deviation_that_its_epsilon_leaves(scores: 
     )
 
 
-@pytest.mark.parametrize("estimator", ["leave_one_out", "standardised", "centred"])
+def test_a_mean_of_scores_that_is_not_positive_divides_nothing() -> None:
+    for scores in ([0, 0, 0], [-1, 0, 1], [-3, 0, 1]):
+        assert group_advantages(floats(scores), "max_rl").tolist() == [0, 0, 0]
+    np.testing.assert_allclose(group_advantages(floats([0, 0, 0, 1]), "max_rl"), [-1, -1, -1, 3])
+
+
+@pytest.mark.parametrize("estimator", get_args(GroupAdvantage))
 def test_scores_that_are_alike_teach_nothing(estimator: GroupAdvantage) -> None:
     assert group_advantages(floats([0.1] * 7), estimator).tolist() == [0] * 7
 
@@ -267,7 +276,7 @@ def test_a_score_alone_is_compared_with_nothing(count: int) -> None:
 
 
 def test_an_unknown_advantage_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be 'leave_one_out', 'standardised' or 'centred', not 'median'"):
+    with pytest.raises(ValueError, match=r"must be 'leave_one_out', 'standardised', 'centred', .*, not 'median'"):
         group_advantages(floats([0, 1]), "median")  # type: ignore[arg-type] # the point of the test
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from annotated_types import Ge, Lt
 
@@ -86,12 +87,14 @@ def grpo(
 class GroupAlgorithm(ClippedAlgorithm):
     """The settings of an algorithm without a critic, which compares the responses to a prompt with one another."""
 
-    compared: ClassVar[GroupAdvantage]
-    """The estimator; see :func:`oppo.returns.group_advantages`."""
-
     samples: Annotated[int, Ge(2), Lt(MOST)] = setting(
         8, "responses to each prompt, which are compared; `step.batch` and `step.overcommit` count prompts"
     )
+
+    @property
+    def compared(self) -> GroupAdvantage:
+        """The estimator; see :func:`oppo.returns.group_advantages`."""
+        return "leave_one_out"
 
     @property
     def responses(self) -> int:
@@ -123,12 +126,18 @@ class GroupAlgorithm(ClippedAlgorithm):
         )
 
 
+SCALES: Final[Mapping[str, GroupAdvantage]] = {"group": "standardised", "batch": "batch_standardised", "mean": "max_rl"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class GRPO(GroupAlgorithm):
     """GRPO: scores are standardised within the group; the loss, KL included, is a mean over responses."""
 
-    compared: ClassVar[GroupAdvantage] = "standardised"
-
+    scale_scores: Literal["group", "batch", "mean"] = setting(
+        "group",
+        "what divides the distance of a score from the mean of its group: the deviation of the `group` or of the "
+        "`batch`; or that `mean`, for scores that are not negative (MaxRL)",
+    )
     kl_in: KLPlace = "loss"
     kl_estimator: KLEstimator = "k3"
     aggregation: Aggregation = "responses"
@@ -141,6 +150,10 @@ class GRPO(GroupAlgorithm):
                 "KL in them is of full size at any coefficient; put it into the loss, kl_in = 'loss', or take 'rloo'"
             )
 
+    @property
+    def compared(self) -> GroupAdvantage:
+        return SCALES[self.scale_scores]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RLOO(GroupAlgorithm):
@@ -148,8 +161,6 @@ class RLOO(GroupAlgorithm):
 
     The loss of a response is the sum of its tokens', as of one action, up to a constant factor.
     """
-
-    compared: ClassVar[GroupAdvantage] = "leave_one_out"
 
     aggregation: Aggregation = "constant"
 
@@ -162,10 +173,12 @@ class DrGRPO(GroupAlgorithm):
     and dividing by the length of a response favours long wrong ones.
     """
 
-    compared: ClassVar[GroupAdvantage] = "centred"
-
     kl: NonNegative = 0.0
     aggregation: Aggregation = "constant"
+
+    @property
+    def compared(self) -> GroupAdvantage:
+        return "centred"
 
 
 LONG_PART = 5

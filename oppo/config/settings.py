@@ -395,6 +395,7 @@ def _require_a_sum(settings: Settings) -> None:
             algorithm.has_critic or algorithm.responses < 2
         ),
         f"trainer.router_aux_loss = {trainer.router_aux_loss}": bool(trainer.router_aux_loss),
+        "algorithm.scale_scores = 'batch'": getattr(algorithm, "scale_scores", "") == "batch",
         "algorithm.score_norm = true": getattr(algorithm, "score_norm", False),
         "algorithm.kl_target": getattr(algorithm, "kl_target", None) is not None,
         "algorithm.dynamic_sampling = true": getattr(algorithm, "dynamic_sampling", False),

@@ -310,8 +310,8 @@ class GroupRelative(AdaptiveObjective):
     left alone is dropped too. It has the named inputs of :class:`BatchStage`.
 
     Attributes:
-        advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO) or ``centred`` (Dr. GRPO); see
-            :func:`oppo.returns.group_advantages`.
+        advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO), ``centred`` (Dr. GRPO), ``batch_standardised`` or
+            ``max_rl``; see :func:`oppo.returns.group_advantages`.
         kl: coefficient of the KL penalty in the return of a response, as in RLOO: a number, or a controller that adapts
             it to a target. GRPO has its KL in the loss instead, ``ClippedLoss.kl``: standardising gives a KL the same
             size at any coefficient, and where scores tie only the KL is left. Both need a reference.
@@ -334,10 +334,10 @@ class GroupRelative(AdaptiveObjective):
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
         self.control = controlled(self.kl)
-        if self.advantage == "standardised" and self.refers:
+        if self.advantage in {"standardised", "max_rl"} and self.refers:
             raise ConfigError(
-                f"advantage = 'standardised' cannot have a KL in the reward, got kl = {self.kl}: where the scores of a "
-                "group tie, only the KL is standardised, to full size at any coefficient; put it into the "
+                f"advantage = {self.advantage!r} cannot have a KL in the reward, got kl = {self.kl}: where the scores "
+                "of a group tie, only the KL is left, scaled to full size at any coefficient; put it into the "
                 'loss, with algorithm.kl_in="loss" or ClippedLoss(kl=..., kl_estimator="k3"), or choose \'centred\' or '
                 "'leave_one_out'"
             )
@@ -357,9 +357,10 @@ class GroupRelative(AdaptiveObjective):
         returns = np.array([rewards[row].sum(dtype=np.float64) for row in batch.sampled_rows()], np.float32)
         group_of = np.array([response.prompt.group for response in batch.responses], np.int64)
         groups = [np.flatnonzero(group_of == group) for group in np.unique(group_of)]
+        deviation = float(returns.std(ddof=1, dtype=np.float64)) if len(returns) > 1 else 0.0
         relative = np.zeros(len(batch), np.float32)
         for members in groups:
-            relative[members] = group_advantages(returns[members], self.advantage)
+            relative[members] = group_advantages(returns[members], self.advantage, deviation)
         advantages = np.where(batch.sampled, np.repeat(relative, np.diff(batch.offsets)), np.float32(0))
         metrics = {**objective.metrics(batch), **_spread([objective.shaped[members] for members in groups])}
         return replace(batch, rewards=rewards, advantages=advantages, metrics=metrics)
@@ -402,6 +403,8 @@ class InParts:
                 f"{type(self.estimator).__name__} estimates advantages from the whole batch, so no group can be "
                 "trained before: expected a GroupRelative, as in RLOO, GRPO and Dr. GRPO"
             )
+        if self.estimator.advantage == "batch_standardised":
+            raise ConfigError("scores divided by the deviation of the batch cannot come in parts: divide by a group's")
         if self.estimator.shaping.norm:
             raise ConfigError("scores normalised by the moments of all cannot come in parts: leave norm out")
         if not isinstance(self.estimator.control, FixedKL):

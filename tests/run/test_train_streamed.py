@@ -42,6 +42,7 @@ def test_what_is_streamed_is_the_same_update(folder: Path, trainer: str) -> None
         ("trainer.router_aux_loss=0.1", "trainer.router_aux_loss = 0.1"),
         ("step.algorithm=ppo", "step.algorithm = 'ppo', whose advantages are not those of a group alone"),
         ("algorithm.score_norm=true", "algorithm.score_norm = true"),
+        ("step.algorithm=grpo algorithm.scale_scores=batch", "algorithm.scale_scores = 'batch'"),
         ("algorithm.entropy_coefficient=0.1", "a loss, ClippedLoss, that divides by sizes of several kinds"),
         ("models.share_weights=true", "models.share_weights = true"),
         ("run.deterministic=true", "run.deterministic = true"),
@@ -51,6 +52,6 @@ def test_what_cannot_be_streamed_is_refused_before_anything_is_loaded(
     folder: Path, override: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [each for each in GROUPS if "samples" not in each or "ppo" not in override]
-    chosen = (*given, "step.stream_updates=true", "models.policy=nowhere", "run.name=refused", override)
+    chosen = (*given, "step.stream_updates=true", "models.policy=nowhere", "run.name=refused", *override.split())
     assert oppo(folder, "", *chosen) not in {DONE, FAILED}
     assert said in capsys.readouterr().err

@@ -58,6 +58,8 @@ def firsts(batch: Batch) -> list[float]:
     [
         ("leave_one_out", [-1.5, 0, 1.5, 6, -3, -3]),
         ("centred", [-1, 0, 1, 4, -2, -2]),
+        ("max_rl", [-1 / 2, 0, 1 / 2, 4 / 3, -2 / 3, -2 / 3]),
+        ("batch_standardised", [each / (5.5**0.5 + GROUP_EPSILON) for each in (-1, 0, 1, 4, -2, -2)]),
         ("standardised", [-1 / (1 + GROUP_EPSILON), 0, 1 / (1 + GROUP_EPSILON), 2 / 3**0.5, -(3**-0.5), -(3**-0.5)]),
     ],
 )
@@ -274,11 +276,15 @@ def test_a_step_without_a_rollout_sends_nothing_and_one_that_only_carries_sends_
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"advantage": "median"}, "advantage must be 'leave_one_out', 'standardised' or 'centred', not 'median'"),
+        (
+            {"advantage": "median"},
+            "advantage must be 'leave_one_out', 'standardised', 'centred', 'batch",
+        ),
         ({"kl_estimator": "k9"}, "kl_estimator must be 'k1', 'k2' or 'k3', not 'k9'"),
         ({"kl": "0.1"}, "kl must be a number, or a controller such as oppo.AdaptiveKL, not '0.1'"),
         ({"kl": -0.1}, "the KL coefficient must be 0 or more and finite, not -0.1"),
-        ({"kl": 0.1}, "advantage = 'standardised' cannot have a KL in the reward, got kl = 0.1: where the scores of a"),
+        ({"kl": 0.1}, "advantage = 'standardised' cannot have a KL in the reward, got kl = 0.1: where the scores"),
+        ({"advantage": "max_rl", "kl": 0.1}, "advantage = 'max_rl' cannot have a KL in the reward"),
         ({"kl": AdaptiveKL(0.01)}, 'put it into the loss, with algorithm.kl_in="loss"'),
     ],
 )
