@@ -18,11 +18,14 @@ def test_each_part_stands_beside_its_prediction_and_is_written(
 ) -> None:
     torch.set_num_threads(1)
     out = tmp_path / "day.json"
-    assert gpu_day(device="cpu", parts="decode,score,update", out=out) == 0
+    assert gpu_day(device="cpu", parts="decode,launches,agree,score,update", out=out) == 0
     parts = json.loads(out.read_text())["parts"]
-    assert list(parts) == ["facts", "decode", "score", "update"]
+    assert list(parts) == ["facts", "decode", "launches", "agree", "score", "update"]
     assert parts["facts"]["flops"] > 0
     assert all(parts["decode"][f"{rows}, {what}"] > 0 for rows in ("equal", "ragged") for what in ("ms", "predicted"))
+    assert parts["launches"]["to the device"] == 0
+    assert 0 <= parts["agree"]["mismatch/kl_current"] < 1e-9
+    assert parts["agree"]["policy/clipfrac_avg"] == 0
     for name in ("score", "update"):
         assert 0 < parts[name]["mfu"] < 2
         assert parts[name]["predicted"] > 0
