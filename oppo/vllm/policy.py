@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal, cast
 from uuid import uuid4
 
 import anyio
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from oppo.errors import ModelError, ModelLost, ProtocolError, leaves
 from oppo.events import Prompt, Response
+from oppo.log import logger
 from oppo.models import Capabilities, Cut, Decode, Decoding, Detokenize, Sampling, Weights
 from oppo.observe import Reporter
 from oppo.rollout_buffer import raise_first, response_to, unfinished
@@ -39,6 +40,9 @@ from oppo.vllm.engine import Engine
 from oppo.vllm.requests import Request, VllmDecode, reports_supports
 from oppo.vllm.surface import Output, answered, engine_calls
 from oppo.vllm.sync import GRACE, cancelled_after, untied
+
+TOLERATED: Final = 0.01
+"""The share of what adapters add that rounding may take away without a warning."""
 
 
 class VllmPolicy:
@@ -101,6 +105,7 @@ class VllmPolicy:
         self._gate = anyio.Lock()
         self._paused = self._prepared = False
         self._synced = dict[str, float]()
+        self._warned = False
         self._lost: ModelLost | None = None
         self._submitted: dict[Request, None] = {}  # an ordered set: those that are in the engine
         self._loop: DecodingLoop | None = None
@@ -398,6 +403,12 @@ class VllmPolicy:
                 f"adapters are merged into the weights of {engine.name}, which vLLM has in {engine.dtype}, and that "
                 f"rounds {lost:.0%} of what they add away: start the engine with dtype = 'float32', or, if "
                 "it should be so, with this dtype in its arguments"
+            )
+        if lost > TOLERATED and not self._warned:
+            self._warned = True
+            logger.warning(
+                f"syncing version {weights.version}: {engine.dtype}, the dtype of {engine.name} in vLLM, rounds {lost:.0%} "
+                "of what the adapters add to its weights away; sync/rounding_loss has the share of each sync"
             )
         return actor
 

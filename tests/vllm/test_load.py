@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt
+from oppo.log import routed
 from oppo.models import Weights
 from oppo.vllm.sync import GRACE, ServedWeights
 from tests.hf import tiny
@@ -82,6 +83,26 @@ def test_adapters_that_rounding_would_take_away_are_refused_unless_the_dtype_was
     bench.run(main, threads=True)
     lost = bench.policy.sync_metrics["sync/rounding_loss"]
     assert lost == (0.0 if served == torch.float32 else pytest.approx(3**0.5 * 1e-4 / 0.25, rel=0.01))
+
+
+@pytest.mark.parametrize(("served", "told"), [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_rounding_that_takes_more_than_a_hundredth_is_warned_of_once(served: torch.dtype, told: int) -> None:
+    bench = Bench(FakeAsyncLLM(dtype=served))
+    base = torch.full((4,), 0.5)
+    state = {"head.base_layer.weight": base}
+    said: list[str] = []
+
+    async def main() -> None:
+        await bench.policy.load(Weights(1, state, merge=lambda: {"head.weight": base + 0.25}))
+        assert not said, "nothing is lost"
+        for version in (2, 3):
+            await bench.policy.load(Weights(version, state, merge=lambda: {"head.weight": base + 1e-4}))
+
+    with routed(said.append):
+        bench.run(main, threads=True)
+    assert len(said) == told
+    assert all("syncing version 2" in each and "bfloat16" in each and "100%" in each for each in said)
+    assert bench.policy.sync_metrics["sync/rounding_loss"] == told
 
 
 def test_versions_are_compared_with_those_that_the_engine_names() -> None:
