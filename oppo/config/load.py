@@ -72,7 +72,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     models = settings.models
     rewards = tuple(replace(each, source=_model(each.source, folder)) for each in settings.rewards)
     settings = settings.model_copy(update={"rewards": rewards})
-    policy = _model(models.policy, folder)
+    policy, adapter = _model(models.policy, folder), _model(models.adapter, folder)
     own_critic = next(iter(settings.reward_models), policy)
     if models.shared_trunk or not settings.algorithm.has_critic:
         own_critic = ""
@@ -82,7 +82,8 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
             "models": replace(
                 models,
                 policy=policy,
-                reference=_model(models.reference, folder) or (policy if settings.has_reference else ""),
+                reference=_model(models.reference, folder) or ((adapter or policy) if settings.has_reference else ""),
+                adapter=adapter,
                 critic=_model(models.critic, folder) or own_critic,
             ),
             "environment": replace(settings.environment, source=_model(settings.environment.source, folder)),

@@ -27,6 +27,7 @@ from oppo.declared import (
     Seconds,
     Seed,
     adapter,
+    changed,
     declared,
     expectation,
     required,
@@ -406,6 +407,11 @@ class ModelsSection:
     lora_rank: Count = setting(0, "train adapters of this rank, of a mixture in its attention; 0: all weights")
     lora_alpha: PositiveCount = setting(32, "adapters are scaled by lora_alpha / lora_rank")
     lora_experts: bool = setting(default=False, description="add adapters to the experts of a mixture too")
+    adapter: str = setting(
+        "",
+        "directory or hub name of a LoRA adapter for the policy, which is trained on, with the rank that it has; empty: "
+        "none, or a new one of `lora_rank`",
+    )
     trust_remote_code: bool = setting(default=False, description="run code that comes with a model")
     allow_pickle: bool = setting(
         default=False,
@@ -422,6 +428,16 @@ class ModelsSection:
                 "shared_trunk = true makes the critic a head on the policy's trunk: leave critic out; got "
                 f"{self.critic!r}"
             )
+        if self.adapter and (given := changed(self, {"lora_rank", "lora_alpha", "lora_experts"})):
+            raise ValueError(
+                f"adapter = {self.adapter!r} has a rank, a scale and layers of its own: leave {', '.join(given)} out, or "
+                "adapter, for a new one"
+            )
+
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters are trained, and not all weights."""
+        return bool(self.lora_rank or self.adapter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

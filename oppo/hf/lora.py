@@ -6,12 +6,16 @@ The reference is a second module over the same base parameters: both are served 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
@@ -20,7 +24,17 @@ from transformers.utils.peft_utils import check_peft_version
 
 from oppo.errors import ConfigError, ModelRefused, one_line
 from oppo.hf.introspection import has_experts
+from oppo.hf.model_files import ADAPTER
 from oppo.libraries import require
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""Ways to begin a LoRA adapter after which its base is not the model of that name any more."""
+
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+"""The file of an adapter's matrices, beside its configuration."""
 
 
 def share_base(model: PreTrainedModel) -> PreTrainedModel:
@@ -78,28 +92,103 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0, ex
             f"models.lora_rank = {rank} is more than the rank of any layer of {type(model).__name__}, which is at most "
             f"{largest}: expected a lower one, or 0, which trains all weights"
         )
-    fused = [
-        f"{name}.{part}"
-        for name, module in model.named_modules()
-        if hasattr(module, "time_step_limit") or (hasattr(module, "x_proj") and hasattr(module, "dt_proj"))
-        for part in ("x_proj", "dt_proj", "out_proj")
-    ]
     adapter = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=0.0,
         target_modules="all-linear" if of_every else list(linear),
         target_parameters=list(fused_experts) or None,
-        exclude_modules=fused or None,
+        exclude_modules=_read_past_adapters(model) or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in linear.values()),
     )
+    _add(model, adapter, seed, "set models.lora_rank = 0")
+
+
+def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, trained: bool = True) -> None:
+    """Add the LoRA adapter that PEFT has saved in a directory; from now on only it requires a gradient.
+
+    Its weights are kept in float32, and its dropout has no effect.
+
+    Args:
+        model: changed in place.
+        directory: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        weights: load them; without, it has the shapes of new ones.
+        trained: ``False``: it requires no gradient, and may be on any layer.
+
+    Raises:
+        ConfigError: PEFT is not installed, or not in a version that works with that of transformers; or the adapter
+            does not fit the model, or changes more than products added to layers that :func:`add_lora` would choose.
+        ModelRefused: PEFT cannot add it to the model.
+    """
+    require_peft(f"the adapter in {directory}")
+    from peft import PeftConfig  # noqa: PLC0415 - an extra, for adapters only
+
+    try:
+        config = PeftConfig.from_pretrained(str(directory))
+        tensors = load_file(directory / ADAPTER_WEIGHTS) if weights else {}
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise ConfigError(
+            f"the adapter in {directory} cannot be used ({one_line(error)}): expected {ADAPTER} and {ADAPTER_WEIGHTS}, "
+            "as PEFT's save_pretrained writes them"
+        ) from error
+    begun = getattr(config, "init_lora_weights", True)
+    if config.peft_type != "LORA" or (isinstance(begun, str) and begun.startswith(CHANGES_BASE)):
+        kind = f"LoRA begun with {begun}, whose base was changed" if config.peft_type == "LORA" else config.peft_type
+        raise ConfigError(f"the adapter in {directory} is {kind}: expected LoRA over the base as it is")
+    config.inference_mode, config.lora_dropout, config.init_lora_weights = False, 0.0, True
+    fit = _linear(model)[1].keys() - {*_read_past_adapters(model)}
+    fit |= {name.rpartition(".")[0] for name in _fused_experts(model)}
+    _add(model, config, 0, "leave models.adapter out")
+    added = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    layers = {_plain(name.partition(".lora_")[0]) for name in added}
+    if trained and (other := sorted(layers - fit)):
+        raise ConfigError(
+            f"the adapter in {directory} is on {other[0]}{f' and {len(other) - 1} more' * (len(other) > 1)}, and "
+            f"{type(model).__name__} has adapters on its inner linear layers only, as a mixture in its attention and on "
+            "the tensors of its experts: expected an adapter on these"
+        )
+    given = {_of_model(name): each for name, each in tensors.items()}
+    wrong = sorted(name for name in {*given, *added} if _shape(given, name) != _shape(added, name)) if weights else []
+    if wrong:
+        raise ConfigError(
+            f"the adapter in {directory} does not fit {type(model).__name__}: of {len(wrong)} tensors that differ the "
+            f"first is {wrong[0]}, {_shape(given, wrong[0])} there and {_shape(added, wrong[0])} here: expected the "
+            "matrices of LoRA, and nothing else, for this model"
+        )
+    with torch.no_grad():
+        for name, each in given.items():
+            added[name].copy_(each)
+    for each in () if trained else added.values():
+        each.requires_grad_(False)
+
+
+def _of_model(name: str) -> str:
+    # The name in a model of a tensor in an adapter's file.
+    return re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.removeprefix("base_model.model."))
+
+
+def _shape(tensors: Mapping[str, Tensor], name: str) -> object:
+    return list(tensors[name].shape) if name in tensors else "nothing"
+
+
+def _read_past_adapters(model: nn.Module) -> list[str]:
+    # Projections of Mamba layers whose weights fused kernels read.
+    return [
+        f"{name}.{part}"
+        for name, module in model.named_modules()
+        if hasattr(module, "time_step_limit") or (hasattr(module, "x_proj") and hasattr(module, "dt_proj"))
+        for part in ("x_proj", "dt_proj", "out_proj")
+    ]
+
+
+def _add(model: PreTrainedModel, adapter: PeftConfig, seed: int, remedy: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             model.add_adapter(adapter)
         except ValueError as error:  # it takes layers of some names for parts of the experts' tensors
             raise ModelRefused(
-                f"PEFT cannot add adapters to {type(model).__name__} ({one_line(error)}): set models.lora_rank = 0"
+                f"PEFT cannot add adapters to {type(model).__name__} ({one_line(error)}): {remedy}"
             ) from error
     allow_threads(model)
     for parameter in model.parameters():

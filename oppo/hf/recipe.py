@@ -26,7 +26,7 @@ from oppo.hf.devices import device_of
 from oppo.hf.introspection import longest, reach, vocabulary
 from oppo.hf.kv.attention import Choice
 from oppo.hf.loading import load_causal, load_process, load_scalar, require_supported
-from oppo.hf.lora import add_lora
+from oppo.hf.lora import add_lora, load_lora
 from oppo.hf.model_files import located, require_adapter
 from oppo.hf.shared_memory import SharedModel, Source
 from oppo.log import routed
@@ -52,6 +52,7 @@ class ModelRecipe:
         device: by name; ``auto`` is the first CUDA device of the process that loads it, or the CPU without one.
         new_head: of a ``scalar`` model, see :func:`oppo.hf.load_scalar`.
         lora_rank, lora_alpha, lora_seed, lora_experts: of adapters that are added to it; rank 0: none.
+        adapter: directory or hub name of one that is loaded and trained instead; empty: none.
 
     Example:
         >>> ModelRecipe(path="Qwen/Qwen3-0.6B", dtype="bfloat16", device="cuda").kind
@@ -71,6 +72,7 @@ class ModelRecipe:
     lora_alpha: int = 32
     lora_seed: int = 0
     lora_experts: bool = False
+    adapter: str = ""
 
     def load(self) -> PreTrainedModel:
         """Return the model, in evaluation mode, probed.
@@ -95,6 +97,8 @@ class ModelRecipe:
         require_supported(model.dtype, model.device)
         if self.lora_rank:
             add_lora(model, self.lora_rank, self.lora_alpha, seed=self.lora_seed, experts=self.lora_experts)
+        if self.adapter:
+            load_lora(model, located(self.adapter, weights=True))
         return model
 
     def config(self) -> PreTrainedConfig:

@@ -16,7 +16,15 @@ from oppo.hf.as_text.whole import Encoder
 from oppo.hf.devices import Devices, attributed
 from oppo.hf.introspection import require_pieces
 from oppo.hf.loading import LoadOptions, load_causal, load_encoder, load_scalar, load_tokenizer, require_supported
-from oppo.hf.model_files import RewardKind, holds_tokenizer, located, reward_kind
+from oppo.hf.model_files import (
+    ADAPTER,
+    RewardKind,
+    holds_tokenizer,
+    located,
+    read_object,
+    require_adapter,
+    reward_kind,
+)
 from oppo.hf.recipe import LOADERS, Loadable, ModelKind, ModelRecipe, vocabulary_of
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.log import logger
@@ -27,6 +35,33 @@ _AS_FUNCTION = (
     "A reward of another kind is served as a function: set its source to 'file.py:function', which is given "
     "prompts and completions as text (oppo.rewards.FunctionReward)."
 )
+
+
+def adapter_of(models: ModelsSection) -> Path:
+    """Return where the files of ``models.adapter`` are, which says that it is for ``models.policy``; nothing is loaded.
+
+    Raises:
+        ConfigError: there is no such adapter, or it is for another model.
+    """
+    try:
+        directory = located(models.adapter, weights=True)
+        base = str(read_object(directory / ADAPTER).get("base_model_name_or_path"))
+        here = [Path(name).expanduser() for name in (base, models.policy)]
+        is_dir = [path.is_dir() for path in here]
+        if all(is_dir):
+            same = here[0].resolve() == here[1].resolve()
+        else:  # a model of a hub may have a copy here
+            same = base == models.policy or (any(is_dir) and here[0].name == here[1].name)
+        if not same:
+            raise ConfigError(
+                f"{models.adapter} is for the model {base!r}, and models.policy is {models.policy!r}: set models.policy "
+                f"= {base!r}, or name an adapter for the policy; if both are the same model, say so by "
+                f"base_model_name_or_path in {directory / ADAPTER}"
+            )
+        require_adapter(directory, allow_pickle=False)
+    except ConfigError as error:
+        raise ConfigError(f"models.adapter: {error}") from error
+    return directory
 
 
 class RoleLoader:

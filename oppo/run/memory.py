@@ -19,7 +19,7 @@ from oppo.declared import declared
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.devices import CPU, Devices
 from oppo.hf.loading import outline, transformer_of
-from oppo.hf.lora import add_lora
+from oppo.hf.lora import add_lora, load_lora
 from oppo.hf.memory import (
     Bytes,
     Hardware,
@@ -40,7 +40,7 @@ from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
 from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
-from oppo.run.loading import critic_source
+from oppo.run.loading import adapter_of, critic_source
 from oppo.run.places import scored, served_dtype, with_dtype
 from oppo.run.rewards import kind_of, named_reward
 from oppo.vllm.arguments import GIB
@@ -121,6 +121,8 @@ class Outlines:
         actor = self._made("models.policy", CAUSAL, models.policy)
         if models.lora_rank:
             add_lora(actor, models.lora_rank, models.lora_alpha, experts=models.lora_experts)
+        if models.adapter:
+            load_lora(actor, adapter_of(models), weights=False)
         return actor
 
     def reference(self) -> PreTrainedModel:
@@ -320,7 +322,7 @@ def _shares_the_policy_s(settings: Settings, devices: Devices, model: str) -> bo
     models = settings.models
     if model == "reference":
         apart = devices.reference != devices.actor or model in devices.apart
-        return bool(models.lora_rank) and models.reference == models.policy and not apart
+        return models.adapts and models.reference in {models.policy, models.adapter} and not apart
     if model == "proximal":
         return settings.shares_weights or "policy" not in devices.remote
     return model == "critic" and models.shared_trunk

@@ -26,7 +26,7 @@ from oppo.graph.stage import Gauge
 from oppo.hf.devices import DeviceLayout, Devices, ModelPlace, available_cores, memory_gauges
 from oppo.hf.introspection import end_ids, passes_at, vocabulary
 from oppo.hf.loading import load_tokenizer
-from oppo.hf.lora import add_lora, share_base
+from oppo.hf.lora import add_lora, load_lora, share_base
 from oppo.hf.model_files import ADAPTER, CONFIG, located, processor_files, quiet, read_object
 from oppo.hf.recipe import Loadable, ModelRecipe, positions_of
 from oppo.hf.serve.scorers import ProximalLogprobs, RecomputedLogprobs, ReferenceLogprobs, ValueModel
@@ -38,7 +38,7 @@ from oppo.models import Passes, Policy, ReportsProgress, ResumableTrainer, Sampl
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting, Thread
 from oppo.run.checkpoint import Checkpoints, State, write_state
-from oppo.run.loading import RoleLoader, critic_source
+from oppo.run.loading import RoleLoader, adapter_of, critic_source
 from oppo.run.memory import load_of, require_memory, share_beside, with_micro_batches
 from oppo.run.places import SERVING, Serve, ServeRequest, Serving, devices_of, layout_of, serve, with_dtype
 from oppo.run.rewards import RewardModels, ServedRewardModel, UserCode
@@ -69,7 +69,8 @@ class Assembly:
         environment: ``None`` where responses have no turns.
         positions: the longest sequence, in tokens, that every model can read.
         served_apart: a model is served from weights that were loaded apart from those that are trained, so it needs
-            those before the first step: a head may be new, and a server may have the weights of an earlier run.
+            those before the first step: a head may be new, an engine has the policy without its adapter, and a server
+            may have the weights of an earlier run.
         ideal: the costs of what models read, by their names here, at the peak of their devices, where that is known.
         gauges: of the devices' memory, by metric.
     """
@@ -154,7 +155,7 @@ def policy_tokenizer(models: ModelsSection) -> HfTokenizer:
     raise ConfigError(
         f"models.policy: {path} holds an adapter of PEFT for the model {base!r}, and a policy is a whole model: merge "
         "the two, PeftModel.from_pretrained(base, adapter).merge_and_unload(), and save that with its tokenizer; or "
-        "name the base, and train new adapters with models.lora_rank"
+        "name the base, and train this adapter on with models.adapter, or new ones with models.lora_rank"
     )
 
 
@@ -265,7 +266,10 @@ def _assembled(
         sampling=sampling,
         positions=min(serving.positions, *read),
         places=places,
-        served_apart=critic.is_apart or served is not actor or settings.on_server,
+        served_apart=critic.is_apart
+        or served is not actor
+        or settings.on_server
+        or bool(settings.models.adapter and settings.models.engine == "vllm"),
         ideal=_ideal(settings, devices, models, serving.gpus),
         gauges=memory_gauges(devices.distinct()),
     )
@@ -297,14 +301,20 @@ def _actor_and_reference(
     models: ModelsSection, load: RoleLoader, *, apart: bool, seed: int
 ) -> tuple[PreTrainedModel, Loadable | None]:
     # With adapters both are over the same base in memory, unless they are apart: on two devices or machines.
+    adapter = adapter_of(models) if models.adapter else None
     actor = load.policy()
-    reference: Loadable | None = None
-    if models.reference:
-        shared = models.lora_rank > 0 and models.reference == models.policy and not apart
-        reference = share_base(actor) if shared else load.reference()
+    shared = models.adapts and models.reference in {models.policy, models.adapter} and not apart
+    base = share_base(actor) if models.reference and shared else None
     if models.lora_rank:
         add_lora(actor, models.lora_rank, models.lora_alpha, seed=seed, experts=models.lora_experts)
-    return actor, reference
+    if adapter is not None:
+        with load.attributed("policy", "models.adapter"):
+            load_lora(actor, adapter)
+            if base is not None and models.reference == models.adapter:
+                load_lora(base, adapter, trained=False)
+    if models.reference and base is None:
+        return actor, load.reference()
+    return actor, base
 
 
 def _reward_models(
@@ -336,6 +346,7 @@ def _actor_recipe(models: ModelsSection, load: RoleLoader, device: torch.device,
         lora_alpha=models.lora_alpha,
         lora_seed=seed,
         lora_experts=models.lora_experts,
+        adapter=models.adapter,
     )
 
 

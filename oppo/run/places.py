@@ -305,7 +305,7 @@ def served_dtype(models: ModelsSection, arguments: Mapping[str, object], trained
     chosen = arguments.get("dtype", "auto")
     if chosen != "auto":
         return str(chosen)
-    return "float32" if models.lora_rank else str(trained).removeprefix("torch.")
+    return "float32" if models.adapts else str(trained).removeprefix("torch.")
 
 
 def _on_transformers(request: ServeRequest) -> Serving:

@@ -184,6 +184,16 @@ def test_adapters_of_experts_have_a_rank(tmp_path: Path) -> None:
     assert "models.lora_rank = 0" in said
 
 
+def test_the_reference_of_a_policy_with_an_adapter_has_it_too(tmp_path: Path) -> None:
+    models = loaded(tmp_path, "", "models.adapter=./old", "algorithm.kl=0.1").models
+    assert (models.adapter, models.reference) == (str(tmp_path / "old"), str(tmp_path / "old"))
+    assert models.adapts
+    named = loaded(tmp_path, "", "models.adapter=./old", "models.reference=./actor").models
+    assert named.reference == named.policy
+    for given in ("lora_rank=2", "lora_alpha=8"):
+        assert f"leave {given[:-2]} out" in refused(tmp_path, "", "models.adapter=./old", f"models.{given}")
+
+
 def test_experts_are_not_replayed_where_log_probs_are_recomputed_without(tmp_path: Path) -> None:
     assert loaded(tmp_path, "", "trainer.router_replay=true").trainer.router_replay
     said = refused(tmp_path, "", "trainer.router_replay=true", "algorithm.ratio_base=proximal")

@@ -7,18 +7,19 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import anyio
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oppo.admission.chunking import Fixed
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.kv.states import CONTINUED
 from oppo.hf.loading import load_causal
-from oppo.hf.lora import add_lora, merged, rounding_loss, share_base
+from oppo.hf.lora import add_lora, load_lora, merged, rounding_loss, share_base
 from oppo.hf.probe import probe
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.train.trainer import HfTrainer
@@ -354,6 +355,79 @@ async def test_what_was_learned_is_saved_as_adapters_and_loads(tmp_path: Path) -
     assert {each.name for each in written.glob("*.safetensors")} == {"adapter_model.safetensors"}
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(written).train(mode=False)), logits(actor))
     assert not torch.allclose(logits(actor), logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-4)
+
+
+def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
+    """Write an adapter that PEFT itself makes of a base, whose products are not zero."""
+    from peft import LoraConfig  # noqa: PLC0415 - an extra
+
+    model = tiny.causal(name, seed=1)
+    given: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], **options}
+    model.add_adapter(LoraConfig(**given))
+    with torch.no_grad():
+        for parameter in trained(model).values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"lora_dropout": 0.5}, {"rank_pattern": {"q_proj": 2}}])
+def test_an_adapter_that_peft_has_saved_is_trained_on_in_float32(tmp_path: Path, options: dict[str, Any]) -> None:
+    saved(tmp_path, **options)
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    expected = tiny.causal("llama", seed=1)
+    expected.load_adapter(str(tmp_path))
+    model, half = tiny.causal("llama", seed=1), tiny.causal("llama", seed=1).bfloat16()
+    base = share_base(model)
+    for each in (model, half):
+        load_lora(each, tmp_path)
+        own = trained(each)
+        assert {name.replace(".default", "") for name in own} == {
+            name.removeprefix("base_model.model.") for name in written
+        }
+        assert all(parameter.dtype == torch.float32 for parameter in own.values())
+        for name, tensor in written.items():
+            assert torch.equal(own[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")], tensor)
+    assert torch.equal(logits(model), logits(expected.train(mode=False)))
+    load_lora(base, tmp_path, trained=False)
+    assert torch.equal(logits(base), logits(model)), "a reference is the policy as it begins"
+    assert not trained(base)
+    with torch.no_grad():
+        next(iter(trained(model).values())).add_(1.0)
+    assert torch.equal(logits(base), logits(expected)), "and stays so"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"use_dora": True}, "lora_magnitude_vector"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "is on lm_head"),
+        ({"modules_to_save": ["norm"]}, "norm"),
+        ({"bias": "all", "target_modules": ["q_proj"]}, None),
+        ({"init_lora_weights": "pissa"}, "begun with pissa, whose base was changed"),
+    ],
+)
+def test_adapters_that_change_more_than_inner_layers_are_refused(
+    tmp_path: Path, options: dict[str, Any], said: str | None
+) -> None:
+    saved(tmp_path, **options)
+    if said is None:  # a model without biases has none to train
+        load_lora(tiny.causal("llama", seed=1), tmp_path)
+        return
+    with pytest.raises(ConfigError, match=said):
+        load_lora(tiny.causal("llama", seed=1), tmp_path)
+
+
+def test_an_adapter_of_another_shape_or_kind_is_refused_by_what_differs(tmp_path: Path) -> None:
+    saved(tmp_path)
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    name = min(name for name in written if "q_proj.lora_A" in name)
+    save_file({**written, name: torch.zeros(4, 7)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"does not fit .* of 1 tensors .*q_proj.*, \[4, 7\] there and \[4, \d+\] here"):
+        load_lora(tiny.causal("llama", seed=1), tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        load_lora(tiny.causal("llama", seed=1), tmp_path)
 
 
 class Receiver:

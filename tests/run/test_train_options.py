@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Words, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from oppo.cli import main
+from oppo.hf.lora import add_lora
 from tests.hf import tiny
 
 CONFIG = """
@@ -98,3 +99,25 @@ def test_all_options_of_the_trainer_together_make_a_run(folder: Path, capsys: py
     with safe_open(final / "adapter_model.safetensors", "pt") as adapters:
         assert all("lora_" in name for name in adapters.keys())  # noqa: SIM118 - it has keys, but cannot be iterated
     AutoModelForCausalLM.from_pretrained(final)
+
+
+@pytest.mark.adapters
+def test_an_adapter_is_trained_on_and_compared_with_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = AutoModelForCausalLM.from_pretrained(folder / "actor")
+    add_lora(base, 2, 4)
+    begun = {name: each for name, each in base.named_parameters() if each.requires_grad}
+    with torch.no_grad():
+        for each in begun.values():
+            each.add_(0.1 * torch.randn(each.shape, generator=torch.Generator().manual_seed(0)))
+    base.save_pretrained(folder / "begun")
+    chosen = ("models.lora_rank=0", "models.adapter=begun", "trainer.critic_warmup=0", "run.steps=2")
+    assert main(["train", str(folder / "config.toml"), *chosen]) == 0, capsys.readouterr().err
+    run = folder / "runs" / "run"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert records[0]["objective/kl"] == pytest.approx(0, abs=1e-5), "the reference is the policy as it begins"
+    assert records[1]["objective/kl"] != pytest.approx(0, abs=1e-5)
+    final = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "final" / "actor")
+    learned = {name: each for name, each in final.named_parameters() if name in begun}
+    assert learned.keys() == begun.keys()
+    change = [float((learned[name] - each).detach().abs().max()) for name, each in begun.items()]
+    assert 0 < max(change) < 0.05
