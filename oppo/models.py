@@ -180,12 +180,15 @@ class Weights:
         critic: empty without one.
         merge: returns the actor's weights with the products of its adapters added, under the names of a model without
             adapters; ``None``: it has none.
+        adapters: returns the matrices of its adapters by PEFT's names, scaled, so that their products are what they
+            add; ``None``: it has none.
     """
 
     version: int
     actor: Mapping[str, object] = field(default_factory=dict)
     critic: Mapping[str, object] = field(default_factory=dict)
     merge: Callable[[], Mapping[str, object]] | None = None
+    adapters: Callable[[], Mapping[str, object]] | None = None
 
     def standalone(self) -> Mapping[str, object]:
         """Return the actor's weights for an engine that knows no adapters; this may compute, in any thread."""

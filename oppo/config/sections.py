@@ -409,8 +409,13 @@ class ModelsSection:
     lora_experts: bool = setting(default=False, description="add adapters to the experts of a mixture too")
     adapter: str = setting(
         "",
-        "directory or hub name of a LoRA adapter for the policy, which is trained on, with the rank that it has; empty: "
-        "none, or a new one of `lora_rank`",
+        "directory or hub name of a LoRA adapter for the policy, which is trained on, with the rank that it has; "
+        "empty: none, or a new one of `lora_rank`",
+    )
+    lora_sync: Literal["adapter", "merged"] = setting(
+        "merged",
+        "what vLLM gets of adapters: `adapter`: the adapters alone, which it computes with beside the base in its own "
+        "dtype; `merged`: all weights with the adapters' products added, in float32",
     )
     trust_remote_code: bool = setting(default=False, description="run code that comes with a model")
     allow_pickle: bool = setting(
@@ -430,8 +435,18 @@ class ModelsSection:
             )
         if self.adapter and (given := changed(self, {"lora_rank", "lora_alpha", "lora_experts"})):
             raise ValueError(
-                f"adapter = {self.adapter!r} has a rank, a scale and layers of its own: leave {', '.join(given)} out, or "
-                "adapter, for a new one"
+                f"adapter = {self.adapter!r} has a rank, a scale and layers of its own: leave {', '.join(given)} out, "
+                "or adapter, for a new one"
+            )
+        unfit = {
+            f"engine = {self.engine!r}, which is not given adapters apart": self.engine != "vllm",
+            "all weights being trained: set lora_rank or adapter": not self.adapts,
+            "lora_experts = true, adapters that vLLM does not load": self.lora_experts,
+        }
+        if self.lora_sync == "adapter" and (found := [fault for fault, holds in unfit.items() if holds]):
+            raise ValueError(
+                "lora_sync = 'adapter' gives vLLM the adapters of linear layers alone, which does not go with "
+                f"{'; '.join(found)}: change that, or leave lora_sync out"
             )
 
     @property

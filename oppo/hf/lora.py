@@ -144,8 +144,8 @@ def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, 
     if trained and (other := sorted(layers - fit)):
         raise ConfigError(
             f"the adapter in {directory} is on {other[0]}{f' and {len(other) - 1} more' * (len(other) > 1)}, and "
-            f"{type(model).__name__} has adapters on its inner linear layers only, as a mixture in its attention and on "
-            "the tensors of its experts: expected an adapter on these"
+            f"{type(model).__name__} has adapters on its inner linear layers only, as a mixture in its attention and "
+            "on the tensors of its experts: expected an adapter on these"
         )
     given = {_of_model(name): each for name, each in tensors.items()}
     wrong = sorted(name for name in {*given, *added} if _shape(given, name) != _shape(added, name)) if weights else []
@@ -328,3 +328,54 @@ def rounding_loss(state: Mapping[str, object], merged: Mapping[str, object], dty
             added += float((whole.float() - weight.float()).square().sum())
             lost += float((whole.to(dtype).float() - whole.float()).square().sum())
     return (lost / added) ** 0.5 if added else 0.0
+
+
+@torch.no_grad()
+def adapter_matrices(model: nn.Module) -> dict[str, Tensor]:
+    """Return the matrices of a model's adapters by the names that PEFT gives them in files, those of B scaled.
+
+    Raises:
+        ModelRefused: the experts of a mixture have some, in tensors.
+    """
+    from peft.tuners.lora import Linear  # noqa: PLC0415 - an extra, installed if there are adapters
+
+    found = dict[str, Tensor]()
+    for name, layer in model.named_modules():
+        if _of_tensor(layer):
+            raise ModelRefused(
+                f"the adapters of the experts of {type(model).__name__} are on tensors, which vLLM does not load: set "
+                "models.lora_sync = 'merged'"
+            )
+        if isinstance(layer, Linear):
+            linear: Any = layer
+            (adapter,) = linear.active_adapters
+            path = f"base_model.model.{_plain(name)}"
+            found[f"{path}.lora_A.weight"] = linear.lora_A[adapter].weight.detach()
+            found[f"{path}.lora_B.weight"] = linear.lora_B[adapter].weight.detach() * linear.scaling[adapter]
+    return found
+
+
+def rank_of(matrices: Mapping[str, Tensor]) -> int:
+    """Return the largest rank among those of :func:`adapter_matrices`."""
+    return max(each.shape[0] for name, each in matrices.items() if ".lora_A." in name)
+
+
+@torch.no_grad()
+def adapter_rounding_loss(matrices: Mapping[str, Tensor], dtype: torch.dtype) -> float:
+    """Return which part of the products of :func:`adapter_matrices` is lost when the matrices are rounded.
+
+    Example:
+        >>> whole = {"a.lora_A.weight": torch.ones(1, 1), "a.lora_B.weight": torch.full((1, 1), 1.0 + 2**-8)}
+        >>> round(adapter_rounding_loss(whole, torch.bfloat16), 4)
+        0.0039
+    """
+    added = lost = 0.0
+    for name, first in matrices.items():
+        if ".lora_A." not in name:
+            continue
+        second = matrices[name.replace(".lora_A.", ".lora_B.")]
+        a, b, rounded_a, rounded_b = (each.double() for each in (first, second, first.to(dtype), second.to(dtype)))
+        left, right = torch.cat([b, -rounded_b], 1), torch.cat([a, rounded_a], 0)  # whose product is what is lost
+        lost += float((left.T @ left * (right @ right.T)).sum())
+        added += float((b.T @ b * (a @ a.T)).sum())
+    return (max(lost, 0.0) / added) ** 0.5 if added else 0.0

@@ -46,22 +46,26 @@ def adapter_of(models: ModelsSection) -> Path:
     try:
         directory = located(models.adapter, weights=True)
         base = str(read_object(directory / ADAPTER).get("base_model_name_or_path"))
-        here = [Path(name).expanduser() for name in (base, models.policy)]
-        is_dir = [path.is_dir() for path in here]
-        if all(is_dir):
-            same = here[0].resolve() == here[1].resolve()
-        else:  # a model of a hub may have a copy here
-            same = base == models.policy or (any(is_dir) and here[0].name == here[1].name)
-        if not same:
-            raise ConfigError(
-                f"{models.adapter} is for the model {base!r}, and models.policy is {models.policy!r}: set models.policy "
-                f"= {base!r}, or name an adapter for the policy; if both are the same model, say so by "
-                f"base_model_name_or_path in {directory / ADAPTER}"
-            )
-        require_adapter(directory, allow_pickle=False)
+        same = _same_model(base, models.policy)
+        if same:
+            require_adapter(directory, allow_pickle=False)
     except ConfigError as error:
         raise ConfigError(f"models.adapter: {error}") from error
+    if not same:
+        raise ConfigError(
+            f"models.adapter: {models.adapter} is for the model {base!r}, and models.policy is {models.policy!r}: set "
+            f"models.policy = {base!r}, or name an adapter for the policy; if both are the same model, say so by "
+            f"base_model_name_or_path in {directory / ADAPTER}"
+        )
     return directory
+
+
+def _same_model(*names: str) -> bool:
+    one, other = (Path(name).expanduser() for name in names)
+    if one.is_dir() and other.is_dir():
+        return one.resolve() == other.resolve()
+    # a model of a hub may have a copy here
+    return names[0] == names[1] or ((one.is_dir() or other.is_dir()) and one.name == other.name)
 
 
 class RoleLoader:

@@ -43,8 +43,7 @@ from oppo.models import Sampling, SamplingSettings
 from oppo.run.loading import adapter_of, critic_source
 from oppo.run.places import scored, served_dtype, with_dtype
 from oppo.run.rewards import kind_of, named_reward
-from oppo.vllm.arguments import GIB
-from oppo.vllm.sync import gpus_of, placed, workers_of
+from oppo.vllm.arguments import GIB, gpus_of, placed, workers_of
 
 SHARE: Final = "gpu_memory_utilization"
 """The engine's argument with its share of a GPU's memory."""

@@ -269,7 +269,9 @@ def _assembled(
         served_apart=critic.is_apart
         or served is not actor
         or settings.on_server
-        or bool(settings.models.adapter and settings.models.engine == "vllm"),
+        or bool(
+            settings.models.engine == "vllm" and (settings.models.adapter or settings.models.lora_sync == "adapter")
+        ),
         ideal=_ideal(settings, devices, models, serving.gpus),
         gauges=memory_gauges(devices.distinct()),
     )

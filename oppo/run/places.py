@@ -21,7 +21,7 @@ from oppo.config.rewards import ModelRewardSection
 from oppo.config.sections import ModelsSection
 from oppo.config.settings import Settings
 from oppo.durable import make
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.devices import (
     SCORED,
     DeviceLayout,
@@ -35,6 +35,7 @@ from oppo.hf.devices import (
     use_cores,
 )
 from oppo.hf.introspection import longest
+from oppo.hf.lora import adapter_matrices, rank_of
 from oppo.hf.memory import Hardware
 from oppo.hf.model_files import located
 from oppo.hf.recipe import Loadable
@@ -275,11 +276,12 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
     if settings.models.engine == "vllm":
         from oppo.vllm.arguments import (  # noqa: PLC0415 - takes seconds to import
             computes_on_cpu,
+            placed,
             require_arguments,
             require_routed_experts,
+            route_of,
         )
         from oppo.vllm.server import ServerSettings  # noqa: PLC0415
-        from oppo.vllm.sync import placed, route_of  # noqa: PLC0415
 
         if (server := ServerSettings.of(settings.vllm)) is not None:
             server.check_options(
@@ -294,18 +296,29 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
         if settings.trainer.router_replay:
             require_routed_experts(settings.vllm, on_cpu=on_cpu)
         gpus = None if assumed is None else assumed.gpus
-        route_of(placed(settings.vllm, devices.policy), devices.weights, on_cpu=on_cpu, gpus=gpus)
+        sender = devices.weights if settings.models.lora_sync == "merged" else torch.device("cpu")
+        route_of(placed(settings.vllm, devices.policy), sender, on_cpu=on_cpu, gpus=gpus)
 
 
 def served_dtype(models: ModelsSection, arguments: Mapping[str, object], trained: torch.dtype) -> str:
     """Return the name of the type in which vLLM serves the policy: that of the trained weights, unless chosen.
 
-    Merged adapters are served in float32: they change a weight by less than 16 bits can hold.
+    Merged adapters are served in float32: they change a weight by less than 16 bits can hold. Alone they are not.
     """
     chosen = arguments.get("dtype", "auto")
     if chosen != "auto":
         return str(chosen)
-    return "float32" if models.adapts else str(trained).removeprefix("torch.")
+    merges = models.adapts and models.lora_sync == "merged"
+    return "float32" if merges else str(trained).removeprefix("torch.")
+
+
+def _adapter_rank(request: ServeRequest) -> int:
+    if request.settings.models.lora_sync == "merged":
+        return 0
+    try:
+        return rank_of(adapter_matrices(request.actor))
+    except ModelRefused as error:
+        raise ModelRefused(f"models.lora_sync = 'adapter': {error}") from error
 
 
 def _on_transformers(request: ServeRequest) -> Serving:
@@ -322,7 +335,7 @@ def _on_transformers(request: ServeRequest) -> Serving:
 
 
 def _on_vllm(request: ServeRequest) -> Serving:
-    from oppo.vllm.sync import workers_of  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
+    from oppo.vllm.arguments import workers_of  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
 
     if request.settings.on_server:
         return _on_servers(request)
@@ -391,6 +404,7 @@ def _server(url: str, chosen: ServerSettings, request: ServeRequest) -> VllmServ
         model=located(models.policy, weights=True, allow_pickle=models.allow_pickle),
         trainer=request.devices.weights,
         api_key=chosen.api_key(),
+        adapters=_adapter_rank(request),
         weights_directory=chosen.weights_directory or None,
         timeout=chosen.timeout,
         trust_remote_code=models.trust_remote_code,
@@ -406,7 +420,7 @@ def _server(url: str, chosen: ServerSettings, request: ServeRequest) -> VllmServ
 
 def _engine(request: ServeRequest) -> VllmEngine:
     from oppo.vllm import VllmEngine  # noqa: PLC0415
-    from oppo.vllm.sync import placed  # noqa: PLC0415
+    from oppo.vllm.arguments import placed  # noqa: PLC0415
 
     settings, models, data = request.settings, request.settings.models, request.settings.data
     directory = located(models.policy, weights=True, allow_pickle=models.allow_pickle)
@@ -425,6 +439,7 @@ def _engine(request: ServeRequest) -> VllmEngine:
         arguments=placed({**given, **settings.vllm}, request.devices.policy),
         trainer=request.devices.weights,
         cores=acting_share(settings.run.cores or available_cores()),
+        adapters=_adapter_rank(request),
         log=request.log,
     )
 

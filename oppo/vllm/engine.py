@@ -19,10 +19,16 @@ from oppo.log import logger, with_route
 from oppo.observe import now
 from oppo.placement.place import Closing
 from oppo.signals import SIGNALS
-from oppo.vllm.arguments import computes_on_cpu, engine_arguments, require_arguments
+from oppo.vllm.arguments import (
+    computes_on_cpu,
+    engine_arguments,
+    lora_arguments,
+    require_arguments,
+    route_of,
+)
 from oppo.vllm.plugin import register, transfer_of
 from oppo.vllm.processes import Children, EngineLog, cores_of, environment, guarded, logging_to
-from oppo.vllm.sync import DeviceSender, FileSender, ServedWeights, WeightSender, route_of
+from oppo.vllm.sync import AdapterSender, DeviceSender, FileSender, ServedWeights, WeightSender
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,6 +49,7 @@ class Engine(Closing):
     Attributes:
         llm: vLLM's ``AsyncLLM``, or what stands for it.
         sender: gives it the weights of an update.
+        adapters: the same, where it gives the adapters alone; ``None`` where it gives all weights.
         name: of its model.
         vocabulary: upper bound of token ids.
         longest: the longest sequence, prompt and response, in tokens.
@@ -65,6 +72,10 @@ class Engine(Closing):
     dtype_chosen: bool
     kv_tokens: int | None
     weights: ServedWeights | None
+
+    @property
+    def adapters(self) -> AdapterSender | None:
+        return self.sender if isinstance(self.sender, AdapterSender) else None
 
     def __init__(self) -> None:
         self.requests: set[str] = set()
@@ -154,6 +165,7 @@ class VllmEngine(Engine):
         arguments: Mapping[str, object] | None = None,
         trainer: torch.device | str = "cuda",
         cores: int | None = None,
+        adapters: int = 0,
         log: Path | None = None,
     ) -> Self:
         """Start an engine and wait until it is ready; blocks, so call it before the event loop or in the main thread.
@@ -164,6 +176,8 @@ class VllmEngine(Engine):
             model: a directory or hub name, as transformers loads it.
             arguments: of vLLM's engine, by the names of its ``AsyncEngineArgs``.
             trainer: the device of the weights that will be synced; for an engine on a CPU it does not matter.
+            adapters: rank of the adapters that will be synced, without the weights that they are added to; 0: all
+                weights are synced.
             cores: CPU cores that it computes on, the first ones of this process; ``None``: as vLLM chooses.
             log: the file for everything that it writes; ``None``: a temporary one, which stays if the engine fails.
 
@@ -184,7 +198,7 @@ class VllmEngine(Engine):
             with _progress_logged(began, file.path), guarded(), chosen:
                 try:
                     with heeded():
-                        llm, sender = _async_llm(str(model), arguments or {}, trainer, on_cpu=on_cpu)
+                        llm, sender = _async_llm(str(model), arguments or {}, trainer, on_cpu=on_cpu, adapters=adapters)
                 except (KeyboardInterrupt, SystemExit, ConfigError):
                     raise
                 except BaseException as error:
@@ -247,16 +261,27 @@ def _nothing(timeout: float | None = None) -> None:
 
 
 def _async_llm(
-    model: str, given: Mapping[str, object], trainer: torch.device | str, *, on_cpu: bool
+    model: str, given: Mapping[str, object], trainer: torch.device | str, *, on_cpu: bool, adapters: int
 ) -> tuple[Any, WeightSender]:
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds to import
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
     register()
-    route = route_of(given, torch.device(trainer), on_cpu=on_cpu)
-    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=transfer_of(route.backend))
-    sender = FileSender() if route.backend == "file" else DeviceSender(route)
+    sender: WeightSender
+    if adapters:
+        given, backend, sender = {**given, **lora_arguments(adapters)}, "file", AdapterSender(_adapter)
+    else:
+        route = route_of(given, torch.device(trainer), on_cpu=on_cpu)
+        backend, sender = route.backend, FileSender() if route.backend == "file" else DeviceSender(route)
+    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=transfer_of(backend))
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), sender
+
+
+def _adapter(name: str, path: str, replaces: bool) -> object:
+    # Requests in progress go on with an adapter of the same number.
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - takes seconds to import
+
+    return LoRARequest(name, 1, path, load_inplace=replaces)
 
 
 def served_by(config: VllmConfig) -> ServedWeights | None:

@@ -207,7 +207,7 @@ class HttpEngine:
         self._open: dict[str, Stream] = {}
         self._tasks: TaskGroup | None = None
         self._synced = synced
-        self._version = ""
+        self._version = self._adapter = ""
         self._paused = self._pausing = False
 
     @property
@@ -242,8 +242,9 @@ class HttpEngine:
             except ServerFault as error:
                 self.die(one_line(error))
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any) -> Inbox:
-        """Open a stream; a server that is paused gets its request when it is resumed."""
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *, lora_request: Any = None) -> Inbox:
+        """Open a stream, with the adapter that was loaded last; a server that is paused gets it when it is resumed."""
+        del lora_request
         stream = Stream(request_id, prompt["prompt_token_ids"], params, Inbox(request_id))
         self._open[request_id] = self.output_processor.request_states[request_id] = stream
         if not self._paused:
@@ -306,6 +307,16 @@ class HttpEngine:
             "POST", "/init_weight_transfer_engine", body={"init_info": request.init_info}, seconds=DEADLINE
         )
 
+    async def add_lora(self, lora_request: Any) -> bool:
+        """Load an adapter for all streams that begin from now on, and unload the one before."""
+        name = str(lora_request["lora_name"])
+        await self._call("POST", "/v1/load_lora_adapter", body=lora_request, seconds=DEADLINE, reads=False)
+        if self._adapter:
+            await self._call("POST", "/v1/unload_lora_adapter", body={"lora_name": self._adapter}, reads=False)
+        self._model = self._adapter = name
+        self._synced = True
+        return True
+
     async def start_weight_update(self) -> None:
         try:
             await self._call("POST", "/start_weight_update", seconds=DEADLINE)
@@ -350,6 +361,7 @@ class HttpEngine:
         *,
         body: object = None,
         seconds: float | None = None,
+        reads: bool = True,
     ) -> dict[str, Any]:
         timeout = self._client.timeout if seconds is None else httpx.Timeout(seconds)
         try:
@@ -358,6 +370,8 @@ class HttpEngine:
             raise self.die(f"{path}: {one_line(error)}") from error
         if not answer.is_success:
             raise ServerFault(f"{self._url}{path} answered {said(answer)}")
+        if not reads:
+            return {}
         try:
             found = answer.json() if answer.content else {}
         except ValueError:

@@ -201,6 +201,11 @@ class VllmPolicy:
         """
         if self._loop is not None:
             raise ProtocolError("the policy is decoding already: leave that context before opening another")
+        if self.engine.adapters is not None and self.engine.adapters.adapter is None:
+            raise ProtocolError(
+                f"{self.model_name} was started for adapters and has none yet: load those that are trained first, as "
+                "oppo train does (policy.load)"
+            )
         requests = self.unfinished(live)
         with self.reporter.reported("decode"):
             loop = self._loop = DecodingLoop(self, requests, cut)
@@ -240,8 +245,10 @@ class VllmPolicy:
         self.engine.requests.add(request.id)
         prompt = request.sequence(self._label(self.version))
         params = self.engine.params(request.params(self.engine.vocabulary))
+        adapters = self.engine.adapters
+        named = {} if adapters is None else {"lora_request": adapters.adapter}
         async with answered(self.engine, shield=True):
-            request.submitted(await self.engine.llm.add_request(request.id, prompt, params))
+            request.submitted(await self.engine.llm.add_request(request.id, prompt, params, **named))
 
     def collect(self) -> None:
         """Do nothing: pumps put tokens into the buffers as they come."""
@@ -366,7 +373,7 @@ class VllmPolicy:
                 self.notice()
 
     async def load(self, weights: Weights) -> None:
-        """Serve the actor's weights from the next decode step on, those of adapters merged; the engine is paused.
+        """Serve the actor's weights from the next decode step on, adapters merged or alone; the engine is paused.
 
         An empty ``weights.actor`` changes the version only: the actor was not trained. A cancellation waits
         :data:`GRACE` seconds for the engine to have the weights.
@@ -377,9 +384,11 @@ class VllmPolicy:
             ProtocolError: the engine is closed, or works on another event loop.
         """
         with self.reporter.reported("load"):
-            actor = await anyio.to_thread.run_sync(self._merged, weights) if weights.merge else weights.actor
+            by_adapters = self.engine.adapters is not None or weights.merge is not None
+            adapted = bool(weights.actor) and by_adapters
+            actor = await anyio.to_thread.run_sync(self._adapted, weights) if adapted else weights.actor
             tensors = cast("Mapping[str, Tensor]", actor)
-            if tensors and self.engine.weights is not None:
+            if tensors and self.engine.weights is not None and self.engine.adapters is None:
                 self.engine.weights.require(tensors)
                 if self.engine.weights.outline is not None:
                     tensors = await anyio.to_thread.run_sync(self.engine.weights.as_saved, tensors)
@@ -392,13 +401,24 @@ class VllmPolicy:
                 finally:
                     await self._resume()
 
-    def _merged(self, weights: Weights) -> Mapping[str, object]:
-        from oppo.hf.lora import rounding_loss  # noqa: PLC0415 - transformers takes seconds to import
+    def _adapted(self, weights: Weights) -> Mapping[str, object]:
+        # What is sent of weights with adapters; transformers takes seconds to import.
+        from oppo.hf.lora import adapter_rounding_loss, rounding_loss  # noqa: PLC0415
 
-        actor, engine = weights.standalone(), self.engine
-        lost = rounding_loss(weights.actor, actor, engine.dtype)
+        engine = self.engine
+        if engine.adapters is None:
+            actor = weights.standalone()
+            lost = rounding_loss(weights.actor, actor, engine.dtype)
+        elif weights.adapters is None:
+            raise ModelError(
+                f"{engine.name} was started for adapters, and these weights have none: train some, or start the engine "
+                "without (adapters=)"
+            )
+        else:
+            actor = weights.adapters()
+            lost = adapter_rounding_loss(cast("Mapping[str, Tensor]", actor), engine.dtype)
         self._synced["sync/rounding_loss"] = lost
-        if lost and not engine.dtype_chosen:
+        if lost and engine.adapters is None and not engine.dtype_chosen:
             raise ModelError(
                 f"adapters are merged into the weights of {engine.name}, which vLLM has in {engine.dtype}, and that "
                 f"rounds {lost:.0%} of what they add away: start the engine with dtype = 'float32', or, if "
@@ -407,8 +427,8 @@ class VllmPolicy:
         if lost > TOLERATED and not self._warned:
             self._warned = True
             logger.warning(
-                f"syncing version {weights.version}: {engine.dtype}, the dtype of {engine.name} in vLLM, rounds {lost:.0%} "
-                "of what the adapters add to its weights away; sync/rounding_loss has the share of each sync"
+                f"syncing version {weights.version}: {engine.dtype}, the dtype of {engine.name} in vLLM, rounds "
+                f"{lost:.0%} of what the adapters add to its weights away; see sync/rounding_loss"
             )
         return actor
 

@@ -28,9 +28,10 @@ from oppo.declared import expectation
 from oppo.errors import ConfigError, ModelRefused, one_line, shortened
 from oppo.libraries import require
 from oppo.log import logger
+from oppo.vllm.arguments import Route, room_for
 from oppo.vllm.engine import Engine
 from oppo.vllm.plugin import transfer_of
-from oppo.vllm.sync import DeviceSender, FileSender, Route, ServedWeights, SharedFile, WeightFile, WeightSender
+from oppo.vllm.sync import AdapterSender, DeviceSender, FileSender, ServedWeights, SharedFile, WeightFile, WeightSender
 
 if TYPE_CHECKING:
     import httpx
@@ -137,14 +138,21 @@ class ServerSettings:
             )
 
 
-def start_command(model: str | Path, url: str, *, backend: str = "file", on_cpu: bool = False) -> str:
+LOAD: Final = "/v1/load_lora_adapter"
+
+
+def start_command(
+    model: str | Path, url: str, *, backend: str = "file", on_cpu: bool = False, adapters: int = 0
+) -> str:
     """Return the command that starts a server for a run; on a CPU vLLM's other command finds no package of its name."""
     program = "python -m vllm.entrypoints.openai.api_server --model" if on_cpu else "vllm serve"
     port = urlsplit(url).port
     config = shlex.quote(json.dumps({"backend": transfer_of(backend)}))
+    loads = " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" if adapters else ""
     return (
-        f"VLLM_SERVER_DEV_MODE=1 {program} {shlex.quote(str(model))}{f' --port {port}' if port else ''} "
+        f"VLLM_SERVER_DEV_MODE=1{loads} {program} {shlex.quote(str(model))}{f' --port {port}' if port else ''} "
         f"--enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1 --weight-transfer-config {config}"
+        f"{f' --enable-lora --max-lora-rank {room_for(adapters)}' if adapters else ''}"
         f"{' --no-enable-chunked-prefill --enforce-eager' if on_cpu else ''}"
     )
 
@@ -158,6 +166,7 @@ class Inspection:
         keyed: whether requests carry a key.
         backend: by which weights should come.
         on_cpu: whether the server is known to compute there.
+        adapters: rank of the adapters that are synced by themselves; 0: none are.
         faults: what is missing.
     """
 
@@ -167,11 +176,12 @@ class Inspection:
     keyed: bool
     backend: str = "file"
     on_cpu: bool = False
+    adapters: int = 0
     faults: list[str] = field(default_factory=list)
 
     @property
     def _start(self) -> str:
-        command = start_command(self.model, self.url, backend=self.backend, on_cpu=self.on_cpu)
+        command = start_command(self.model, self.url, backend=self.backend, on_cpu=self.on_cpu, adapters=self.adapters)
         return f"start it, with oppo installed beside vLLM, as\n  {command}"
 
     def asked(self, method: str, path: str, body: object = None, *, status: int = 200) -> dict[str, Any]:
@@ -244,7 +254,15 @@ class Inspection:
         if self.on_cpu:  # a part of a prompt whose request has a seed ends the engine
             self.expect("--enable-chunked-prefill on a CPU", False, scheduler.get("enable_chunked_prefill"))
         served = (config.get("weight_transfer_config") or {}).get("backend")
-        backends = [transfer_of(each) for each in ("file", "nccl")]
+        backends = [transfer_of(each) for each in (("file",) if self.adapters else ("file", "nccl"))]
+        if self.adapters:
+            rank = (config.get("lora_config") or {}).get("max_lora_rank", 0)
+            self.expect(
+                "--max-lora-rank, with --enable-lora", f"at least {self.adapters}", rank, ok=rank >= self.adapters
+            )
+            self.asked("POST", LOAD, {}, status=400)
+        else:
+            self.expect("--enable-lora", False, config.get("lora_config") is not None)
         self.expect("the backend of --weight-transfer-config", " or ".join(backends), served, ok=served in backends)
         if served == transfer_of("nccl"):
             self.backend = "nccl"
@@ -279,6 +297,8 @@ class VllmServer(Engine):
             of another model are noticed at the first weight sync.
         trainer: the device of the weights that will be synced.
         api_key: what it was started with, as ``--api-key``.
+        adapters: rank of the adapters that will be synced, without the weights that they are added to; 0: all weights
+            are synced.
         weights_directory: where the file of weights is, for a server on another machine that has this directory too.
         timeout: seconds for each call that moves no weights.
         trust_remote_code: the config of ``model`` may come with code.
@@ -304,6 +324,7 @@ class VllmServer(Engine):
         model: str | Path | None = None,
         trainer: torch.device | str = "cpu",
         api_key: str | None = None,
+        adapters: int = 0,
         weights_directory: str | Path | None = None,
         timeout: float = 60.0,
         trust_remote_code: bool = False,
@@ -317,7 +338,7 @@ class VllmServer(Engine):
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._timeout, self._transport = timeout, transport
         with self._client() as client:
-            found = Inspection(self.url, client, model or "MODEL", api_key is not None)
+            found = Inspection(self.url, client, model or "MODEL", api_key is not None, adapters=adapters)
             config = found.config()
             self.vocabulary = found.vocabulary()
             found.settle()
@@ -331,7 +352,8 @@ class VllmServer(Engine):
             else:
                 file = _weight_file(self.url, weights_directory)
                 found.agree(file.path, model, trust_remote_code=trust_remote_code)
-                self.sender = FileSender(file=file)
+                directory = Path(weights_directory) if weights_directory else None
+                self.sender = AdapterSender(_adapter, directory) if adapters else FileSender(file=file)
             found.settle()
         described = config["model_config"]
         self.name = Path(str(model or described["model"])).name
@@ -392,6 +414,11 @@ class VllmServer(Engine):
         if not self.llm.errored:
             with suppress(Exception), self._client() as client:  # it may have ended meanwhile
                 client.post("/resume", timeout=5.0)
+
+
+def _adapter(name: str, path: str, replaces: bool) -> object:
+    del replaces  # the requests that used the one before have ended
+    return {"lora_name": name, "lora_path": path}
 
 
 def _address(url: str) -> str:

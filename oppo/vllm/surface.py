@@ -90,8 +90,11 @@ class AsyncEngine(Protocol):
     def errored(self) -> bool:
         """Whether the engine is dead."""
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any) -> Collector:
-        """Submit a request; a paused engine holds it."""
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *, lora_request: Any = None) -> Collector:
+        """Submit a request, with an adapter; a paused engine holds it."""
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        """Load an adapter, maybe in the place of another one, for requests in progress too."""
 
     async def abort(self, request_id: Sequence[str]) -> None:
         """Discard requests; those that are over are ignored."""

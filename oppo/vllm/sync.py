@@ -6,6 +6,7 @@
                                       a server on another machine has too
     trainer on the GPU of vLLM        CUDA IPC: handles of the tensors
     trainer on another GPU            NCCL
+    adapters alone                    a directory for each version, from which vLLM loads them in place of the last
 
 All workers serve the new weights, or none does. vLLM drives its own transfers (IPC, NCCL) from a thread that blocks,
 through a client of blocking calls; here it runs in a worker thread, and the client calls back to the event loop of the
@@ -22,13 +23,13 @@ import mmap
 import os
 import socket
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
-from tempfile import mkstemp
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeAlias
+from shutil import rmtree
+from tempfile import mkdtemp, mkstemp
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
 from uuid import uuid4
 from zlib import crc32
 
@@ -41,120 +42,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from oppo.errors import ConfigError, ModelError, ModelLost, as_itself, one_line
-from oppo.hf.devices import require_sharable_memory
+from oppo.vllm.arguments import Route
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from oppo.vllm.surface import AsyncEngine
-
-
-Backend: TypeAlias = Literal["file", "ipc", "nccl"]
-
-SIZES: Final = (
-    "data_parallel_size",
-    "pipeline_parallel_size",
-    "tensor_parallel_size",
-    "prefill_context_parallel_size",
-)
-"""The engine's arguments whose product is the number of its workers; each has a GPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """How weights reach the workers.
-
-    Attributes:
-        workers: their number.
-        trainer: the device that the weights come from.
-        address: of this machine, as the workers reach it.
-    """
-
-    backend: Backend
-    workers: int
-    trainer: torch.device
-    address: str = "127.0.0.1"
-
-
-def workers_of(arguments: Mapping[str, object]) -> int:
-    """Return the number of an engine's workers."""
-    return prod(int(str(arguments.get(size) or 1)) for size in SIZES)
-
-
-def placed(arguments: Mapping[str, object], device: torch.device) -> dict[str, object]:
-    """Return the arguments of an engine whose GPUs begin with a device, unless they name others."""
-    if not device.index or arguments.get("device_ids"):
-        return dict(arguments)
-    return {**arguments, "device_ids": list(range(device.index, device.index + workers_of(arguments)))}
-
-
-def route_of(arguments: Mapping[str, object], trainer: torch.device, *, on_cpu: bool, gpus: int | None = None) -> Route:
-    """Return the way of weights to an engine with these arguments.
-
-    An engine with several workers needs NCCL, which takes no two processes on one GPU.
-
-    Args:
-        arguments: of the engine; ``device_ids`` are the GPUs that it has, by number among those that are visible or by
-            UUID. Without it they are the first ones.
-        trainer: the device that the weights come from.
-        on_cpu: whether vLLM computes on a CPU.
-        gpus: how many GPUs there are on the machine that is meant; ``None``: this one.
-
-    Raises:
-        ConfigError: trainer and workers are on GPUs between which weights cannot go, or there are too few GPUs; what to
-            set is named.
-    """
-    workers = workers_of(arguments)
-    used = () if on_cpu else gpus_of(arguments, gpus)
-    if on_cpu or trainer.type != "cuda":
-        return Route("file", workers, trainer)
-    number = torch.cuda.current_device() if trainer.index is None else trainer.index
-    trainer = torch.device("cuda", number)
-    if number not in used:
-        return Route("nccl", workers, trainer)
-    if workers == 1:
-        if gpus is None:
-            require_sharable_memory(
-                "vLLM, on the GPU of the trainer,", "give the trainer another GPU than vLLM (placement.trainer)"
-            )
-        return Route("ipc", workers, trainer)
-    free = next(each for each in range(len(used) + 1) if each not in used)
-    sizes = ", ".join(f"vllm.{size} = {arguments[size]}" for size in SIZES if arguments.get(size, 1) != 1)
-    raise ConfigError(
-        f"{sizes} puts vLLM on the GPUs {', '.join(map(str, used))}, and the trainer is on GPU {number}, but weights "
-        f"go from one GPU to several only if none of these is its own: set placement.trainer = 'cuda:{free}', or "
-        "placement.policy to the first of other GPUs"
-    )
-
-
-def gpus_of(arguments: Mapping[str, object], gpus: int | None = None) -> Sequence[int]:
-    """Return the numbers of an engine's GPUs among those that are visible.
-
-    Args:
-        arguments: as :func:`route_of` has them.
-        gpus: likewise.
-
-    Raises:
-        ConfigError: there is no such GPU.
-    """
-    chosen, workers = arguments.get("device_ids"), workers_of(arguments)
-    count = torch.cuda.device_count() if gpus is None else gpus
-    if not isinstance(chosen, Sequence) or isinstance(chosen, str) or not chosen:
-        chosen = range(workers)
-    numbers = {uuid_of(number): number for number in range(count)} if gpus is None else {}
-    ids = [each if isinstance(each, int) else numbers.get(str(each).removeprefix("GPU-"), -1) for each in chosen]
-    if not all(0 <= each < count for each in ids[:workers]) or len(ids) < workers:
-        known = f", or some of {', '.join(f'GPU-{each}' for each in numbers)}" if numbers else ""
-        raise ConfigError(
-            f"vLLM has {workers} workers, a GPU for each, and they would be on the GPUs {list(chosen)}: expected "
-            f"numbers from 0 to {count - 1}{known}, as placement.policy (the first) or vllm.device_ids name them"
-        )
-    return ids[:workers]
-
-
-def uuid_of(number: int) -> str:
-    """Return the UUID of a visible GPU."""
-    return str(torch.cuda.get_device_properties(number).uuid)
 
 
 DTYPES: Final[Mapping[torch.dtype, str]] = {
@@ -472,6 +365,80 @@ class FileSender:
             await llm.start_weight_update()
             await llm.update_weights(UpdateRequest(update))
             await llm.finish_weight_update(weight_version=version)
+
+
+class AdapterSender:
+    """Sends adapters alone: the workers put their products beside the base, which they keep.
+
+    Each version has a directory of its own, since vLLM knows what it has cached by an adapter's name and path.
+
+    Args:
+        made: returns vLLM's request for the adapter of a name and a path; ``replaces``: in the place of the one before.
+        directory: in which the directories are; ``None``: one in memory, for workers on this machine.
+        deadline: seconds that the engine has.
+
+    Attributes:
+        adapter: vLLM's request for the newest, which each request of a policy names; ``None`` before the first.
+    """
+
+    def __init__(
+        self,
+        made: Callable[[str, str, bool], object],
+        directory: Path | None = None,
+        deadline: float = DEADLINE,
+    ) -> None:
+        self._made = made
+        memory = Path("/dev/shm")  # noqa: S108 - the name that mkdtemp gives in it is new
+        parent = directory or (memory if memory.is_dir() else None)
+        try:
+            self._folder = Path(mkdtemp(prefix="oppo-adapters-", dir=parent))
+        except OSError as error:
+            raise ConfigError(
+                f"adapters on their way to vLLM cannot be written to {parent} ({one_line(error)}): name a directory "
+                "that this machine and the server's both have"
+            ) from error
+        weakref.finalize(self, rmtree, self._folder, ignore_errors=True)
+        self._deadline = deadline
+        self._newest: Path | None = None
+        self.adapter: object | None = None
+
+    async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
+        """Write the adapter, and have the workers load it and compare what they hold; see :class:`WeightSender`."""
+        path = await anyio.to_thread.run_sync(self._written, tensors, version)
+        prints = await anyio.to_thread.run_sync(fingerprints, tensors)
+        async with in_time(self._deadline, version):
+            await llm.add_lora(self._made(version, str(path), True))
+            # an update of the weights would unload it
+            await llm.init_weight_transfer_engine(InitRequest({"adapter": str(path / MATRICES), "prints": prints}))
+            await llm.update_weight_version(version)
+        self.adapter = self._made(version, str(path), False)
+        before, self._newest = self._newest, path
+        if before is not None:
+            await anyio.to_thread.run_sync(rmtree, before, True)
+
+    def _written(self, tensors: Mapping[str, Tensor], version: str) -> Path:
+        path, rank = self._folder / version, max(each.shape[0] for name, each in tensors.items() if ".lora_A." in name)
+        config = {
+            "peft_type": "LORA",
+            "r": rank,
+            "lora_alpha": rank,  # the matrices are scaled
+            "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+            "bias": "none",
+        }
+        try:
+            path.mkdir()
+            (path / "adapter_config.json").write_text(json.dumps(config))
+            save_file({name: each.detach().contiguous() for name, each in tensors.items()}, path / MATRICES)
+        except (OSError, SafetensorError) as error:
+            rmtree(path, ignore_errors=True)
+            raise ModelError(
+                f"the adapter could not be written to {path}, and vLLM goes on with the old one ({one_line(error)})"
+            ) from error
+        return path
+
+
+MATRICES: Final = "adapter_model.safetensors"
+"""The file of an adapter's matrices."""
 
 
 @asynccontextmanager

@@ -5,7 +5,8 @@ vLLM imports this in its workers; :mod:`oppo.vllm.sync` is the other side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,14 @@ class FileInit(WeightTransferInitInfo):
     Attributes:
         path: a file that has to be there; empty: none.
         model: what the config of the served model has to say.
+        adapter: the file of an adapter that vLLM has loaded; empty: none.
+        prints: what the trainer sent in it, as :func:`oppo.vllm.sync.fingerprints` has it.
     """
 
     path: str = ""
     model: dict[str, Any] = field(default_factory=dict)
+    adapter: str = ""
+    prints: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -93,6 +98,36 @@ def check_delivered(weights: Mapping[str, torch.Tensor], sent: Mapping[str, str]
         )
 
 
+def check_adapter(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> None:
+    """Check that an adapter that is in use has these matrices, each in the dtype in which vLLM holds adapters.
+
+    vLLM joins those of layers that it has joined, so they are compared as they are, without their names.
+
+    Raises:
+        ValueError: none has.
+    """
+    manager: Any = model.lora_manager
+    dtype = manager.lora_config.lora_dtype
+    active = [manager.get_adapter(each) for each in manager.lora_index_to_id if each is not None]
+    wanted = Counter(fingerprints({name: tensor.to(dtype) for name, tensor in sent.items()}).values())
+    held = [Counter(fingerprints(dict(enumerate_matrices(adapter))).values()) for adapter in active if adapter]
+    if wanted not in held:
+        missing = max(((wanted - each).total() for each in held), default=wanted.total())
+        raise ValueError(
+            f"of {wanted.total()} matrices of the adapter that the trainer sent, vLLM does not serve {missing}"
+        )
+
+
+def enumerate_matrices(adapter: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the matrices of an adapter as vLLM holds it, by names that no two have."""
+    for name, layer in adapter.loras.items():
+        for kind in ("lora_a", "lora_b"):
+            found = getattr(layer, kind)
+            for number, each in enumerate(found if isinstance(found, list | tuple) else [found]):
+                if each is not None:
+                    yield f"{name} {kind} {number}", each
+
+
 class CheckedTransfer(WeightTransferEngine[Any, Any]):
     """A transfer whose layers all have to take weights."""
 
@@ -129,8 +164,13 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
         """Have embeddings beside an output layer packed no more, as only the output layer multiplies.
 
         Raises:
-            ValueError: the file cannot be read here, or another model is served.
+            ValueError: the file cannot be read here, or another model or adapter is served.
         """
+        if init_info.adapter:
+            weights = load_file(init_info.adapter)
+            check_delivered(weights, init_info.prints)
+            check_adapter(self.model, weights)
+            return
         config = self.model_config.hf_text_config
         served = {name: getattr(config, name, None) for name in init_info.model}
         if other := [

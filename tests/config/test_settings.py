@@ -194,6 +194,22 @@ def test_the_reference_of_a_policy_with_an_adapter_has_it_too(tmp_path: Path) ->
         assert f"leave {given[:-2]} out" in refused(tmp_path, "", "models.adapter=./old", f"models.{given}")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (("models.lora_rank=2",), "engine = 'transformers'"),
+        (("models.engine=vllm",), "set lora_rank or adapter"),
+        (("models.engine=vllm", "models.lora_rank=2", "models.lora_experts=true"), "lora_experts = true"),
+    ],
+)
+def test_adapters_alone_go_to_vllm_from_linear_layers(tmp_path: Path, overrides: tuple[str, ...], fault: str) -> None:
+    said = refused(tmp_path, "", "models.lora_sync=adapter", *overrides)
+    assert "lora_sync = 'adapter'" in said
+    assert fault in said
+    fitting = ("models.lora_sync=adapter", "models.engine=vllm", "models.adapter=./old")
+    assert loaded(tmp_path, "", *fitting).models.lora_sync == "adapter"
+
+
 def test_experts_are_not_replayed_where_log_probs_are_recomputed_without(tmp_path: Path) -> None:
     assert loaded(tmp_path, "", "trainer.router_replay=true").trainer.router_replay
     said = refused(tmp_path, "", "trainer.router_replay=true", "algorithm.ratio_base=proximal")

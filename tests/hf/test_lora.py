@@ -19,7 +19,16 @@ from oppo.admission.chunking import Fixed
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.kv.states import CONTINUED
 from oppo.hf.loading import load_causal
-from oppo.hf.lora import add_lora, load_lora, merged, rounding_loss, share_base
+from oppo.hf.lora import (
+    adapter_matrices,
+    adapter_rounding_loss,
+    add_lora,
+    load_lora,
+    merged,
+    rank_of,
+    rounding_loss,
+    share_base,
+)
 from oppo.hf.probe import probe
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.train.trainer import HfTrainer
@@ -359,7 +368,7 @@ async def test_what_was_learned_is_saved_as_adapters_and_loads(tmp_path: Path) -
 
 def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
     """Write an adapter that PEFT itself makes of a base, whose products are not zero."""
-    from peft import LoraConfig  # noqa: PLC0415 - an extra
+    from peft import LoraConfig
 
     model = tiny.causal(name, seed=1)
     given: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], **options}
@@ -387,7 +396,9 @@ def test_an_adapter_that_peft_has_saved_is_trained_on_in_float32(tmp_path: Path,
         }
         assert all(parameter.dtype == torch.float32 for parameter in own.values())
         for name, tensor in written.items():
-            assert torch.equal(own[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")], tensor)
+            assert torch.equal(
+                own[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")], tensor
+            )
     assert torch.equal(logits(model), logits(expected.train(mode=False)))
     load_lora(base, tmp_path, trained=False)
     assert torch.equal(logits(base), logits(model)), "a reference is the policy as it begins"
@@ -401,12 +412,13 @@ def test_an_adapter_that_peft_has_saved_is_trained_on_in_float32(tmp_path: Path,
     ("options", "said"),
     [
         ({"use_dora": True}, "lora_magnitude_vector"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "is on lm_head"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
         ({"modules_to_save": ["norm"]}, "norm"),
         ({"bias": "all", "target_modules": ["q_proj"]}, None),
         ({"init_lora_weights": "pissa"}, "begun with pissa, whose base was changed"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 def test_adapters_that_change_more_than_inner_layers_are_refused(
     tmp_path: Path, options: dict[str, Any], said: str | None
 ) -> None:
@@ -423,7 +435,9 @@ def test_an_adapter_of_another_shape_or_kind_is_refused_by_what_differs(tmp_path
     written = load_file(tmp_path / "adapter_model.safetensors")
     name = min(name for name in written if "q_proj.lora_A" in name)
     save_file({**written, name: torch.zeros(4, 7)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=r"does not fit .* of 1 tensors .*q_proj.*, \[4, 7\] there and \[4, \d+\] here"):
+    with pytest.raises(
+        ConfigError, match=r"does not fit .* of 1 tensors .*q_proj.*, \[4, 7\] there and \[4, \d+\] here"
+    ):
         load_lora(tiny.causal("llama", seed=1), tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="cannot be used"):
@@ -453,6 +467,34 @@ def test_an_engine_without_adapters_is_given_merged_weights(name: str) -> None:
     anyio.run(main)
     plain.load_state_dict(receiver.weights)
     assert torch.allclose(logits(plain), logits(actor), atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}}])
+def test_matrices_alone_are_by_the_names_of_peft_and_scaled(tmp_path: Path, options: dict[str, Any]) -> None:
+    saved(tmp_path, **options)
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    model = tiny.causal("llama", seed=1)
+    before = model.state_dict()
+    load_lora(model, tmp_path)
+    found = adapter_matrices(model)
+    assert found.keys() == written.keys()
+    assert rank_of(found) == 4
+    whole = merged(model)
+    for name, first in found.items():
+        if ".lora_A." in name:
+            weight = name.removeprefix("base_model.model.").replace("lora_A.", "")
+            product = found[name.replace(".lora_A.", ".lora_B.")] @ first
+            assert torch.allclose(whole[weight] - before[weight], product, atol=1e-5)
+
+
+def test_rounded_matrices_lose_what_their_products_do() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(4, 30, generator=generator), torch.randn(20, 4, generator=generator)
+    matrices = {"x.lora_A.weight": a, "x.lora_B.weight": b}
+    rounded = (b.bfloat16().double() @ a.bfloat16().double() - b.double() @ a.double()).norm() / (b @ a).norm()
+    assert adapter_rounding_loss(matrices, torch.bfloat16) == pytest.approx(float(rounded), rel=1e-3)
+    assert adapter_rounding_loss(matrices, torch.bfloat16) < 0.01
+    assert adapter_rounding_loss(matrices, torch.float32) == 0.0
 
 
 def test_small_steps_of_adapters_reach_16_bit_weights_in_float32_only() -> None:

@@ -18,7 +18,7 @@ from oppo.hf.devices import CPU, Devices
 from oppo.hf.memory import Bytes, Hardware
 from oppo.run.memory import ALONE, Expected, advice, crowded, engine_share, expected, load_of
 from oppo.run.places import devices_of
-from oppo.vllm.sync import placed, route_of
+from oppo.vllm.arguments import placed, route_of
 from tests.hf import tiny
 from tests.workplace import furnish, oppo, tokenizer
 

@@ -111,7 +111,8 @@ def test_an_adapter_is_trained_on_and_compared_with_itself(folder: Path, capsys:
             each.add_(0.1 * torch.randn(each.shape, generator=torch.Generator().manual_seed(0)))
     base.save_pretrained(folder / "begun")
     chosen = ("models.lora_rank=0", "models.adapter=begun", "trainer.critic_warmup=0", "run.steps=2")
-    assert main(["train", str(folder / "config.toml"), *chosen]) == 0, capsys.readouterr().err
+    overrides = [part for each in chosen for part in ("--set", each)]
+    assert main(["train", str(folder / "config.toml"), *overrides]) == 0, capsys.readouterr().err
     run = folder / "runs" / "run"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert records[0]["objective/kl"] == pytest.approx(0, abs=1e-5), "the reference is the policy as it begins"
@@ -120,4 +121,4 @@ def test_an_adapter_is_trained_on_and_compared_with_itself(folder: Path, capsys:
     learned = {name: each for name, each in final.named_parameters() if name in begun}
     assert learned.keys() == begun.keys()
     change = [float((learned[name] - each).detach().abs().max()) for name, each in begun.items()]
-    assert 0 < max(change) < 0.05
+    assert 0 < max(change) < 0.15, "a new one would be further from it"

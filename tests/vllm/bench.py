@@ -15,6 +15,7 @@ from oppo.events import Prompt
 from oppo.models import Piece, Sampling, Weights
 from oppo.testing import run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
+from oppo.vllm.sync import WeightSender
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender, engine_of, running
 
 SAMPLING = Sampling(max_new_tokens=20, stop=(2, 3), seed=5)
@@ -32,7 +33,7 @@ class Bench:
 
     llm: FakeAsyncLLM = field(default_factory=FakeAsyncLLM)
     sampling: Sampling = SAMPLING
-    sender: FakeSender = field(default_factory=FakeSender)
+    sender: WeightSender = field(default_factory=FakeSender)
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

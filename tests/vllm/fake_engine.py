@@ -24,6 +24,7 @@ from oppo.simulate.models import noise
 from oppo.vllm import VllmEngine
 from oppo.vllm.processes import Children, EngineLog
 from oppo.vllm.surface import AsyncEngine
+from oppo.vllm.sync import WeightSender
 
 VOCABULARY = 1000
 LOG = Path("fake.log")
@@ -119,6 +120,7 @@ class Request:
     delivered: int = 0
     weight_version_starts: list[tuple[str, int]] = field(default_factory=list)
     routed_experts_chunks: list[NDArray[np.uint8]] = field(default_factory=list)
+    lora: Any = None
 
 
 @dataclass(eq=False)
@@ -134,6 +136,8 @@ class FakeAsyncLLM:
         logprob: of a token, by the length of the sequence before it.
         cached: heads of sequences whose keys and values it has, by salt.
         rows: the requests of each decode step.
+        adapters: vLLM's requests for them, as they were loaded.
+        agreed: what was said of how weights travel.
     """
 
     length: Callable[[Sequence[int]], int] = lambda prompt: 4 + prompt[0] % 7
@@ -154,6 +158,8 @@ class FakeAsyncLLM:
     recomputed: int = 0
     cached: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     rows: list[int] = field(default_factory=list)
+    adapters: list[Any] = field(default_factory=list)
+    agreed: list[Any] = field(default_factory=list)
     output_processor: Any = field(default_factory=lambda: SimpleNamespace(request_states={}))
     _updating: bool = False
     _open: dict[str, Request] = field(default_factory=dict)
@@ -176,15 +182,24 @@ class FakeAsyncLLM:
     def shutdown(self, timeout: float | None = None) -> None:
         self.errored = True
 
-    async def add_request(self, request_id: str, prompt: Mapping[str, Any], params: Any) -> Collector:
+    async def add_request(
+        self, request_id: str, prompt: Mapping[str, Any], params: Any, *, lora_request: Any = None
+    ) -> Collector:
         self._require_alive()
         await anyio.lowlevel.checkpoint()
         salt, collector = str(prompt["cache_salt"]), Collector(f"{request_id}-inside")
-        request = Request(request_id, list(prompt["prompt_token_ids"]), salt, params, collector)
+        request = Request(request_id, list(prompt["prompt_token_ids"]), salt, params, collector, lora=lora_request)
         self.requests[request_id] = self._open[request_id] = request
         self.output_processor.request_states[collector.request_id] = request
         self._work.set()
         return request.collector
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        self._require_alive()
+        assert self.paused, "adapters change between decode steps"
+        await anyio.lowlevel.checkpoint()
+        self.adapters.append(lora_request)
+        return True
 
     async def abort(self, request_id: Sequence[str]) -> None:
         for each in request_id:
@@ -224,6 +239,7 @@ class FakeAsyncLLM:
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self._require_alive()
+        self.agreed.append(request)
 
     async def start_weight_update(self) -> None:
         self._require_alive()
@@ -367,7 +383,7 @@ class FakeSender:
         fake.updates.append(version)
 
 
-def engine_of(llm: FakeAsyncLLM, sender: FakeSender | None = None) -> VllmEngine:
+def engine_of(llm: FakeAsyncLLM, sender: WeightSender | None = None) -> VllmEngine:
     """Return an engine around a fake."""
     engine = VllmEngine(llm, sender or FakeSender(), Children(), ExitStack(), log=EngineLog(LOG))
     engine.params = lambda keywords: SimpleNamespace(**keywords)  # type: ignore[method-assign]  # vLLM is not installed

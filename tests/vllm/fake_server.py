@@ -50,6 +50,8 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
         instead: answers of routes in the place of its own.
         key: that requests must have.
         forgets: it takes updates without naming their version.
+        loads: it loads adapters while it runs.
+        adapters: names of those that it has.
         init: what the last ``/init_weight_transfer_engine`` said.
         asked: paths, in order.
     """
@@ -59,6 +61,8 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
     instead: dict[str, httpx.Response] = field(default_factory=dict)
     key: str = ""
     forgets: bool = False
+    loads: bool = False
+    adapters: list[str] = field(default_factory=list)
     init: Mapping[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -86,6 +90,8 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
             case "/init_weight_transfer_engine":
                 self.init = body["init_info"]
                 return httpx.Response(200, json={})
+            case "/v1/load_lora_adapter" if self.loads:
+                return httpx.Response(400, json={"error": {"message": "Field required"}})
             case "/resume":
                 self.llm.paused = False
                 return httpx.Response(200, json={})
@@ -112,6 +118,13 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
             name = f"generate-tokens-{body['request_id']}"
             collector = await self.llm.add_request(name, prompt, params)
             return httpx.Response(200, stream=Body(self.llm, name, collector))
+        if path.endswith("_lora_adapter"):
+            assert self.llm.paused, "adapters change between decode steps"
+            if path == "/v1/load_lora_adapter":
+                self.adapters.append(body["lora_name"])
+            else:
+                self.adapters.remove(body["lora_name"])
+            return httpx.Response(200, text="Success")
         try:
             return httpx.Response(200, json=await self._controlled(path, request.url.params, body))
         except RuntimeError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import numpy as np
@@ -10,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oppo.errors import ModelError, ModelLost, ProtocolError
+from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt
 from oppo.log import routed
 from oppo.models import Weights
-from oppo.vllm.sync import GRACE, ServedWeights
+from oppo.vllm.sync import GRACE, AdapterSender, ServedWeights, fingerprints
 from tests.hf import tiny
 from tests.vllm.bench import WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender
@@ -314,3 +316,95 @@ def test_a_closed_engine_is_named_and_its_rollouts_can_be_closed() -> None:
             await bench.policy.load(Weights(1, WEIGHTS))
 
     bench.run(main)
+
+
+def made(name: str, path: str, replaces: bool) -> SimpleNamespace:
+    return SimpleNamespace(name=name, path=path, replaces=replaces)
+
+
+def adapted(version: int) -> Weights:
+    """Return weights with an adapter that differs in each version, and cannot be merged."""
+
+    def merge() -> dict[str, object]:
+        raise AssertionError("adapters alone are sent")
+
+    path = "base_model.model.layers.0.q_proj"
+    matrices = {f"{path}.lora_A.weight": torch.ones(2, 4), f"{path}.lora_B.weight": torch.full((4, 2), 1.0 + version)}
+    return Weights(version, WEIGHTS, merge=merge, adapters=lambda: matrices)
+
+
+def test_adapters_alone_are_sent_each_version_by_a_path_of_its_own(tmp_path: Path) -> None:
+    bench = Bench(sender=AdapterSender(made, tmp_path))
+    bench.engine.weights = ServedWeights("fake", {"other": (1,)}, (frozenset({"other"}),))
+    seen: list[dict[str, torch.Tensor]] = []
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(3))
+        with pytest.raises(ProtocolError, match=r"fake was started for adapters and has none yet.*policy.load"):
+            await bench.step(decodes)
+        for version in (1, 2, 3):
+            await bench.policy.load(adapted(version))
+            seen.append(load_file(Path(bench.llm.adapters[-1].path) / "adapter_model.safetensors"))
+            await bench.step(decodes, cut_at=1)
+            decodes = [each for each in decodes if not each.ended]
+        await bench.policy.load(Weights(4))
+
+    bench.run(main, threads=True)
+    labels = [bench.policy._label(version) for version in (1, 2, 3)]
+    assert [(each.name, each.replaces) for each in bench.llm.adapters] == [(label, True) for label in labels]
+    assert [float(each.popitem()[1].max()) for each in map(dict, seen)] == [2.0, 3.0, 4.0]
+    assert [request.lora.name for request in bench.llm.done] == [labels[0]] * 3, "deferred requests stay as they are"
+    assert not any(request.lora.replaces for request in bench.llm.done), "vLLM would load it in each decode step"
+    assert bench.policy.version == 4
+    assert bench.policy.sync_metrics["sync/rounding_loss"] == 0.0
+    (folder,) = tmp_path.iterdir()
+    assert [each.name for each in folder.iterdir()] == [labels[2]], "older ones are gone"
+    assert json.loads((folder / labels[2] / "adapter_config.json").read_text())["target_modules"] == ["q_proj"]
+    checked = bench.llm.agreed[-1].init_info
+    assert checked == {
+        "adapter": str(folder / labels[2] / "adapter_model.safetensors"),
+        "prints": fingerprints(seen[-1]),
+    }
+
+
+def test_an_adapter_is_synced_while_its_requests_decode_and_its_bytes_are_counted(tmp_path: Path) -> None:
+    bench = Bench(sender=AdapterSender(made, tmp_path), llm=FakeAsyncLLM(length=lambda prompt: 15))
+
+    async def main() -> None:
+        await bench.policy.load(adapted(1))
+        decodes = await bench.policy.open(varied(2))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(bench.step, decodes)
+            await anyio.sleep(0.05)
+            await bench.policy.load(adapted(2))
+
+    bench.run(main, threads=True)
+    for rollout in range(2):
+        assert bench.versions(rollout) == sorted(bench.versions(rollout))
+        assert set(bench.versions(rollout)) == {1, 2}
+    assert bench.policy.sync_metrics["sync/bytes"] == 16 * 4
+
+
+def test_an_engine_of_adapters_refuses_weights_without_and_goes_on_with_the_old_one(tmp_path: Path) -> None:
+    bench = Bench(sender=AdapterSender(made, tmp_path))
+
+    def in_the_way(name: str) -> None:
+        (folder,) = tmp_path.iterdir()
+        (folder / name).write_text("no directory")
+
+    async def main() -> None:
+        await bench.policy.load(adapted(1))
+        with pytest.raises(ModelError, match=r"fake was started for adapters, and these weights have none"):
+            await bench.policy.load(Weights(2, WEIGHTS))
+        in_the_way(bench.policy._label(3))
+        with pytest.raises(ModelError, match=r"could not be written to .* goes on with the old one"):
+            await bench.policy.load(adapted(3))
+        await bench.step(await bench.policy.open(varied(1)))
+
+    bench.run(main, threads=True)
+    assert set(bench.versions(0)) == {1}
+
+
+def test_a_directory_for_adapters_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"adapters on their way to vLLM cannot be written to .*nowhere"):
+        AdapterSender(made, tmp_path / "nowhere")

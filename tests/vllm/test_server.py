@@ -18,8 +18,10 @@ from oppo.models import Sampling, Weights
 from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.server import ServerSettings
 from oppo.vllm.sync import FileSender, SharedFile
-from tests.vllm.fake_engine import VOCABULARY
+from tests.vllm.bench import varied
+from tests.vllm.fake_engine import VOCABULARY, running
 from tests.vllm.fake_server import URL, FakeServer, server_of
+from tests.vllm.test_load import adapted
 
 KEY = "sk-canary-of-the-tests-0123456789"
 
@@ -233,3 +235,37 @@ def test_settings_of_servers_are_those_of_no_engine(monkeypatch: pytest.MonkeyPa
 def test_settings_that_are_none_of_a_server_are_refused(table: dict[str, object], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         ServerSettings.of(table)
+
+
+def test_a_server_for_adapters_has_room_for_their_rank_and_loads_them_while_it_runs(tmp_path: Path) -> None:
+    fake = FakeServer()
+    said = refused(fake, adapters=4)
+    assert "--max-lora-rank, with --enable-lora should be at least 4, and is 0" in said
+    assert "/v1/load_lora_adapter should answer 400, and answers 404" in said
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in said
+    assert "--enable-lora --max-lora-rank 8" in said
+    fake.config["lora_config"], fake.loads = {"max_lora_rank": 8}, True
+    assert VllmServer(URL, transport=fake, adapters=4).adapters is not None
+    assert "--enable-lora should be False, and is True" in refused(fake)
+
+
+def test_a_server_serves_the_newest_adapter_and_no_older_one(tmp_path: Path) -> None:
+    fake = FakeServer(loads=True)
+    fake.config["lora_config"] = {"max_lora_rank": 8}
+    server = VllmServer(URL, transport=fake, adapters=4, weights_directory=tmp_path)
+    policy = VllmPolicy(server, sampling=Sampling(max_new_tokens=3))
+
+    async def main() -> None:
+        async with running(fake.llm):
+            for version in (1, 2):
+                await policy.load(adapted(version))
+                (decode,) = await policy.open(varied(1))
+                async with policy.decoding([decode], lambda ended: True):
+                    while (await decode.read(8)).state == "live":
+                        pass
+
+    anyio.run(main)
+    labels = [policy._label(version) for version in (1, 2)]
+    assert fake.adapters == labels[1:]
+    assert [body["model"] for body in fake.bodies] == labels
+    assert [each.name for each in tmp_path.glob("oppo-adapters-*/*")] == labels[1:]

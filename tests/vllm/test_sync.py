@@ -23,19 +23,17 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from oppo.errors import ConfigError, ModelError, ModelLost
+from oppo.vllm.arguments import Backend, Route, route_of
 from oppo.vllm.sync import (
     DTYPES,
     SAMPLED,
-    Backend,
     DeviceSender,
     FileSender,
-    Route,
     ServedWeights,
     WeightFile,
     fingerprints,
     plain,
     restored,
-    route_of,
 )
 
 CPU, FIRST, SECOND, THIRD, FOURTH = (torch.device(each) for each in ("cpu", "cuda:0", "cuda:1", "cuda:2", "cuda:3"))

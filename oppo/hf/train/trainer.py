@@ -30,7 +30,7 @@ from oppo.durable import writing
 from oppo.errors import ConfigError
 from oppo.events import Batch
 from oppo.hf.devices import use_stream
-from oppo.hf.lora import has_adapters, merged
+from oppo.hf.lora import adapter_matrices, has_adapters, merged
 from oppo.hf.model_files import quiet
 from oppo.hf.routers import LoadBalancing, RouterReplay, expert_loads, recorded_routes
 from oppo.hf.shared_memory import SharedModel, Source
@@ -172,8 +172,11 @@ class HfTrainerCore:
 
     def weights(self) -> Weights:
         critic = {} if self.critic is None else self.critic.state_dict()
-        merge = partial(merged, self.actor, torch.float32) if has_adapters(self.actor) else None
-        return Weights(self.counts.version, actor=self.actor.state_dict(), critic=critic, merge=merge)
+        state, version = self.actor.state_dict(), self.counts.version
+        if not has_adapters(self.actor):
+            return Weights(version, actor=state, critic=critic)
+        merge, adapters = partial(merged, self.actor, torch.float32), partial(adapter_matrices, self.actor)
+        return Weights(version, actor=state, critic=critic, merge=merge, adapters=adapters)
 
     def write(self, directory: Path) -> None:
         counts = {"version": self.counts.version, "episodes": self.counts.episodes}
