@@ -56,13 +56,20 @@ def actor(folder: Path, name: str) -> Mapping[str, bytes]:
     return {key: tensor.tobytes() for key, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_streaming_changes_no_bit(folder: Path, algorithm: str) -> None:
-    exact = ("run.deterministic=true", "step.overcommit=0", "run.steps=3")
-    streamed = trained(folder, f"{algorithm}-streamed", algorithm, *exact, "step.chunk=3")
-    whole = trained(folder, f"{algorithm}-whole", algorithm, *exact, "step.chunk=whole")
-    weights = actor(folder, f"{algorithm}-streamed")
-    assert weights == actor(folder, f"{algorithm}-whole")
+@pytest.mark.parametrize(
+    ("algorithm", "chosen"),
+    [
+        *((each, ()) for each in ALGORITHMS),
+        ("grpo", ("algorithm.surrogate=sapo", "algorithm.scale_scores=batch")),
+        ("ppo", ("algorithm.surrogate=cispo", "algorithm.aggregation=response_sums")),
+    ],
+)
+def test_streaming_changes_no_bit(folder: Path, algorithm: str, chosen: tuple[str, ...]) -> None:
+    exact, name = ("run.deterministic=true", "step.overcommit=0", "run.steps=3", *chosen), f"{algorithm}{len(chosen)}"
+    streamed = trained(folder, f"{name}-streamed", algorithm, *exact, "step.chunk=3")
+    whole = trained(folder, f"{name}-whole", algorithm, *exact, "step.chunk=whole")
+    weights = actor(folder, f"{name}-streamed")
+    assert weights == actor(folder, f"{name}-whole")
     assert weights != {key: tensor.tobytes() for key, tensor in load_file(folder / "actor/model.safetensors").items()}
     assert [step["objective/scores"] for step in streamed] == [step["objective/scores"] for step in whole]
     assert all("loss/policy_avg" in step for step in streamed)
