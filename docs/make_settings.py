@@ -69,20 +69,23 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "rewards.timeout": ("reward timeout", ""),
     "rewards.each": ("reward calls per response", ""),
     "rewards.keep_special_tokens": ("`skip_special_tokens`", ""),
+    "rewards.engine": ("inference backend of the reward model", ""),
     "rewards.reading": ("streamed or whole-rollout reward model", ""),
     "rewards.form": ("chat template of the reward model, cross-encoder input", ""),
     "rewards.over_long": ("truncation of the reward model", ""),
     "rewards.label": ("label of a classifier", ""),
     "rewards.column": ("reference answer, ground truth", ""),
     "rewards.separators": ("step separator of a process reward model", "`step_separator` of `PRMConfig`"),
+    "rewards.vllm": ("engine arguments of the reward model", ""),
+    "rewards.url": ("reward server", ""),
+    "rewards.api_key_env": ("API key", ""),
+    "rewards.attempts": ("retries", ""),
     "rewards.model": ("judge model", "`model` of a judge"),
     "rewards.template": ("judge prompt", "`system_prompt` of a judge"),
     "rewards.system": ("judge system message", ""),
     "rewards.score": ("parsing of the judge's answer", ""),
     "rewards.temperature": ("judge temperature", ""),
     "rewards.max_tokens": ("judge answer length", ""),
-    "rewards.api_key_env": ("API key", ""),
-    "rewards.attempts": ("retries", ""),
     "environment.source": ("environment, tool calls, multi-turn rollouts", ""),
     "environment.on_failure": ("tool error policy", ""),
     "environment.process": ("tool in a subprocess", ""),
@@ -207,7 +210,8 @@ ABOUT: Mapping[str, str] = {
     "models": "The models that are trained or served, by directory or hub name, and how they are loaded.",
     "rewards": "The reward, or several with names, whose weighted sum is the score: [rewards.md](rewards.md). Each is "
     "a table of the list `[[rewards]]`; `--set rewards.0.weight=2` sets a key of the first. If its source is code, it "
-    "has the keys of a `function`, if it is a URL those of a `judge`, else those of a `model`.",
+    "has the keys of a `function`, if it is a URL those of a `judge`, else those of a `model`, or with "
+    '`engine = "vllm"` of a `model on vLLM`.',
     "environment": "What answers a response that has ended at a stop, as a tool does: "
     "[rewards.md](rewards.md#tools-and-turns).",
     "placement": "The device of each model, if they are not all on `models.device`: [scale.md](scale.md).",
@@ -351,7 +355,9 @@ def _kinds(annotation: object) -> list[str]:
         return [kind for argument in arguments for kind in _kinds(argument)]
     if origin is tuple:
         return [f"list of {' or '.join(_kinds(arguments[0]))}"]
-    return ["table"] if is_dataclass(annotation) else [WORDS[annotation]] if annotation in WORDS else []
+    return (
+        ["table"] if origin is dict or is_dataclass(annotation) else [WORDS[annotation]] if annotation in WORDS else []
+    )
 
 
 def _limits(rules: Iterable[object]) -> list[str]:

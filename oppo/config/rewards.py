@@ -1,15 +1,26 @@
-"""The tables of ``[[rewards]]``: functions, reward models and judges, told apart by their source."""
+"""The tables of ``[[rewards]]``: functions, reward models and judges, told apart by their source and engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, Discriminator, Tag
 
-from oppo.declared import Filled, FromList, Name, NonNegative, Positive, PositiveCount, Table, required, setting
+from oppo.declared import (
+    Filled,
+    FromList,
+    Name,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    Table,
+    changed,
+    required,
+    setting,
+)
 from oppo.rewards import OnDrop, OnFailure
 from oppo.rewards.gym import LIBRARY
 from oppo.rewards.judge import reading_of
@@ -22,6 +33,10 @@ As: TypeAlias = Literal["auto", "tokens", "chat", "joined", "pair", "response"]
 """The form in which a reward model reads a rollout."""
 
 OverLong: TypeAlias = Literal["error", "drop", "truncate"]
+
+ScoringEngine: TypeAlias = Literal["transformers", "vllm"]
+"""What a reward model is served by."""
+
 Separators: TypeAlias = Annotated[tuple[Filled, ...], FromList()]
 
 SOURCE: Final = (
@@ -91,6 +106,11 @@ class FunctionRewardSection(RewardSection):
 class ModelRewardSection(RewardSection):
     """``[[rewards]]`` whose source is a reward model."""
 
+    engine: ScoringEngine = setting(
+        "transformers",
+        "what serves the model; `vllm`: an engine of its own, or a server (`url`), for a causal model with one label "
+        "and the policy's tokenizer",
+    )
     reading: When = setting(
         "auto",
         "when the model reads: `auto`: while responses are written, if its architecture allows that, else when "
@@ -116,6 +136,39 @@ class ModelRewardSection(RewardSection):
     separators: Separators = setting(
         ("\n",), "texts that end a step, for a process reward model: a token that ends with one of them ends the step"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmRewardSection(RewardSection):
+    """``[[rewards]]`` whose source is a reward model that vLLM serves."""
+
+    engine: ScoringEngine = setting("vllm", "")
+    vllm: dict[str, object] = field(
+        default_factory=dict,
+        metadata={
+            "description": "arguments of its engine, by vLLM's names, as `{tensor_parallel_size = 2}`; those that the "
+            "run sets itself are refused"
+        },
+    )
+    url: str = setting(
+        "", "a server that serves the model (`vllm serve SOURCE --runner pooling`); empty: the run starts an engine"
+    )
+    api_key_env: str = setting("", "the environment variable that holds the server's key; empty: it asks for none")
+    timeout: Positive = setting(60.0, "seconds for a request to the server")
+    attempts: PositiveCount = setting(4, "for a request that failed in a way that may pass, the first included")
+
+    def __post_init__(self) -> None:
+        super(VllmRewardSection, self).__post_init__()
+        of_server = changed(self, {"api_key_env", "timeout", "attempts"})
+        if self.url and self.vllm:
+            raise ValueError(
+                f"vllm.{next(iter(self.vllm))} is for an engine that the run starts, and url names a server: give it "
+                "to the server's command, or leave one of the two out"
+            )
+        if of_server and not self.url:
+            raise ValueError(
+                f"{', '.join(of_server)} is for a server, and none is named: give its url, or leave it out"
+            )
 
 
 def _readable(text: str) -> str:
@@ -153,16 +206,19 @@ class JudgeRewardSection(RewardSection):
 REWARD_KINDS: Final[Mapping[str, type[RewardSection]]] = {
     "function": FunctionRewardSection,
     "model": ModelRewardSection,
+    "model on vLLM": VllmRewardSection,
     "judge": JudgeRewardSection,
 }
 
 
 def reward_kind_of(table: object) -> str:
-    """Return which of :data:`REWARD_KINDS` a table of ``[[rewards]]`` is, by its source."""
+    """Return which of :data:`REWARD_KINDS` a table of ``[[rewards]]`` is, by its source and its engine."""
     source = table.get("source") if isinstance(table, Mapping) else getattr(table, "source", None)
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         return "judge"
-    return "function" if is_code(source) else "model"
+    engine = table.get("engine") if isinstance(table, Mapping) else getattr(table, "engine", None)
+    model = "model on vLLM" if engine == "vllm" else "model"
+    return "function" if is_code(source) else model
 
 
 def _summed(rewards: tuple[RewardSection, ...]) -> tuple[RewardSection, ...]:
@@ -181,9 +237,10 @@ def _summed(rewards: tuple[RewardSection, ...]) -> tuple[RewardSection, ...]:
 Reward: TypeAlias = Annotated[
     Annotated[FunctionRewardSection, Table(), Tag("function")]
     | Annotated[ModelRewardSection, Table(), Tag("model")]
+    | Annotated[VllmRewardSection, Table(), Tag("model on vLLM")]
     | Annotated[JudgeRewardSection, Table(), Tag("judge")],
     Discriminator(reward_kind_of),
 ]
-"""A reward, told apart by its source."""
+"""A reward, told apart by its source and its engine."""
 
 RewardList: TypeAlias = Annotated[tuple[Reward, ...], FromList(), AfterValidator(_summed)]

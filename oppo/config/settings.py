@@ -27,7 +27,7 @@ from oppo.admission import Admission
 from oppo.algorithms.base import OF_THE_LOSS, Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.config.own import NAMED, OWN, Kinds, checked, loss_of
-from oppo.config.rewards import ModelRewardSection, RewardList, RewardSection, file_of
+from oppo.config.rewards import ModelRewardSection, RewardList, RewardSection, VllmRewardSection, file_of
 from oppo.config.sections import (
     DataSection,
     EnvironmentSection,
@@ -189,7 +189,14 @@ class Settings(BaseModel):
     @property
     def reward_models(self) -> Sequence[str]:
         """Directories or hub names of the rewards that are models."""
-        return [each.source for each in self.rewards if isinstance(each, ModelRewardSection)]
+        kinds = ModelRewardSection | VllmRewardSection
+        return [each.source for each in self.rewards if isinstance(each, kinds)]
+
+    @property
+    def reward_engines(self) -> Mapping[str, VllmRewardSection]:
+        """The rewards whose models are served by engines that this run starts, by their place in the file."""
+        found = {key: each for key, each in self.reward_tables.items() if isinstance(each, VllmRewardSection)}
+        return {key: each for key, each in found.items() if not each.url}
 
     @property
     def can_be_remote(self) -> frozenset[str]:
@@ -198,7 +205,7 @@ class Settings(BaseModel):
         can = {
             "policy": models.engine == "transformers" and not models.shared_trunk and self.run.policy == "thread",
             "reference": self.has_reference,
-            "reward": bool(self.reward_models),
+            "reward": any(isinstance(each, ModelRewardSection) for each in self.rewards) and not self.reward_engines,
             "critic": self.algorithm.has_critic and not models.shared_trunk,
             "trainer": len(self.devices["trainer"]) > 1,
         }
@@ -418,6 +425,12 @@ def _require_exactness(settings: Settings) -> None:
             "run.deterministic makes every bit independent of timing, and vLLM chooses its batches by time: leave it "
             "out, or set models.engine = 'transformers'"
         )
+    on_vllm = [key for key, each in settings.reward_tables.items() if isinstance(each, VllmRewardSection)]
+    if on_vllm:
+        raise ValueError(
+            f"run.deterministic makes every bit independent of timing, and {on_vllm[0]}.engine = 'vllm' has vLLM "
+            "choose its batches by time: leave one of the two out"
+        )
     if settings.step.admission == "adaptive":
         raise ValueError(
             "run.deterministic makes every bit independent of timing, and step.admission = 'adaptive' decides by time: "
@@ -496,7 +509,9 @@ def _refuse_remote(settings: Settings, model: str) -> NoReturn:
     why = {
         "policy": _why_the_policy_is_here(settings),
         "reference": f"step.algorithm = {settings.step.algorithm!r} refers to none, and models.reference names none",
-        "reward": "[[rewards]] names no model",
+        "reward": f"{next(iter(settings.reward_engines))}.engine = 'vllm' starts an engine on this machine"
+        if settings.reward_engines
+        else "[[rewards]] names no model that transformers serves",
         "critic": "models.shared_trunk = true makes it a head on the policy's trunk"
         if settings.models.shared_trunk
         else f"step.algorithm = {settings.step.algorithm!r} has none",

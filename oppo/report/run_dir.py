@@ -12,7 +12,7 @@
                       each rollout
 ``summary.json``      totals and means of the run; ``complete``: whether it reached its end, its models saved
 ``report.html``       timeline of the latest two steps, charts, summary and samples, self-contained
-``vllm.log``          only where vLLM decodes: what its processes write
+``vllm.log``          only where vLLM decodes or scores: what its processes write
 ``hang-report.json``  only where a run was ended because nothing moved (:mod:`oppo.liveness`)
 ``nonfinite/``        only where a run was ended because it diverged: its last batch (:mod:`oppo.report.log`)
 ``*.damaged``         lines that were no records any more when the run was resumed

@@ -50,8 +50,7 @@ def key_of(variable: str) -> str:
     if key := os.environ.get(variable):
         return key
     raise ConfigError(
-        f"the key of a judge is to be in the environment variable {variable!r}, which is not set: set it, or leave "
-        "api_key_env out"
+        f"the key is to be in the environment variable {variable!r}, which is not set: set it, or leave api_key_env out"
     )
 
 

@@ -454,6 +454,7 @@ MAY_CHANGE = frozenset(
         "rewards.N.timeout",
         "rewards.N.attempts",
         "rewards.N.api_key_env",
+        "rewards.N.url",
         *(f"eval.{key}" for key in declared(EvalSection)),
     }
 )
@@ -471,6 +472,8 @@ ROUNDING = frozenset(
         "run.policy",
         "run.scorers",
         "models.device",
+        "rewards.N.engine",
+        "rewards.N.vllm",
         "trainer.micro_batch_tokens",
         "trainer.gradient_checkpointing",
         *(f"placement.{key}" for key in declared(PlacementSection) if key != "spread"),

@@ -100,7 +100,7 @@ class RoleLoader:
         """Return the critic that is trained, at ``path``; its head may be new."""
         with self.attributed("critic"):
             model = self._loaded("critic", partial(load_scalar, new_head=True), path)
-            self._require_the_policy_s_tokens(path, model)
+            self.check_tokens(path, model)
         return model
 
     def reward_kind(self, path: str) -> RewardKind:
@@ -170,10 +170,11 @@ class RoleLoader:
         return model
 
     def _checked(self, path: str, model: Loadable) -> Loadable:
-        self._require_the_policy_s_tokens(path, model)
+        self.check_tokens(path, model)
         return model
 
-    def _require_the_policy_s_tokens(self, path: str, model: Loadable) -> None:
+    def check_tokens(self, path: str, model: Loadable) -> None:
+        """Raise ``ConfigError`` unless a model reads the policy's tokens."""
         if (difference := self._difference(path, model)) is not None:
             raise ConfigError(f"{path} {difference}: expected a model with the policy's tokenizer")
 

@@ -12,7 +12,7 @@ import torch
 from rich.filesize import decimal
 from transformers import PreTrainedModel
 
-from oppo.config.rewards import ModelRewardSection
+from oppo.config.rewards import ModelRewardSection, VllmRewardSection
 from oppo.config.sections import SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
@@ -136,6 +136,18 @@ class Outlines:
             return Bytes(at_rest(make).weights)
         return (of_process if found == "process" else of_reward)(make, load)
 
+    def on_vllm(
+        self, key: str, reward: VllmRewardSection, on: torch.device, assumed: Hardware | None
+    ) -> Iterator[Expected]:
+        """Yield what each worker of a reward model's engine needs; what a server needs is no matter of this run."""
+        if reward.url:
+            return
+        arguments, make = placed(reward.vllm, on), partial(self._made, key, SCALAR, reward.source)
+        share, dtype = float(str(arguments.get(SHARE) or ALONE)), str(arguments.get("dtype", "auto"))
+        needs = _on_engine(named_reward(reward), make, arguments, dtype=dtype, on=on, share=share, assumed=assumed)
+        for each in needs:
+            yield replace(each, share=None)  # which is that of the policy's engine
+
     def kind(self, key: str, reward: ModelRewardSection) -> RewardKind:
         trusted = self.settings.models.trust_remote_code
         return kind_of(key, reward, reward_kind(self._located(reward.source), trusted=trusted))
@@ -149,9 +161,12 @@ class Outlines:
         models = self.settings.models
         if models.shared_trunk:
             return value_model_on(self._made("models.policy", CAUSAL, models.policy))
-        rewards = self.settings.reward_tables.items()
-        read = {key: each for key, each in rewards if isinstance(each, ModelRewardSection)}
-        fit = [each.source for key, each in read.items() if self.kind(key, each) == "scalar"]
+        fit = [
+            each.source
+            for key, each in self.settings.reward_tables.items()
+            if isinstance(each, VllmRewardSection)
+            or (isinstance(each, ModelRewardSection) and self.kind(key, each) == "scalar")
+        ]
         return self._made("models.critic", SCALAR, critic_source(models, self.settings.reward_models, fit))
 
     def trained(self) -> ActorCritic:
@@ -246,6 +261,9 @@ def _needs(settings: Settings, devices: Devices, load: Load | None, assumed: Har
             if isinstance(reward, ModelRewardSection):
                 _counting(name := named_reward(reward))
                 needs.append(Expected(name, device, made.reward(key, reward, load), remote))
+            elif isinstance(reward, VllmRewardSection):
+                _counting(named_reward(reward))
+                needs += made.on_vllm(key, reward, device, assumed)
     unshared = None
     if settings.shares_weights:
         apart = {"policy": made.actor, "critic": made.critic}
@@ -265,13 +283,29 @@ def _counting(model: str) -> None:
 def _engine(
     settings: Settings, devices: Devices, made: Outlines, others: Sequence[Expected], assumed: Hardware | None
 ) -> list[Expected]:
-    arguments, trained = placed(settings.vllm, devices.policy), made.actor().dtype
-    served = getattr(torch, served_dtype(settings.models, settings.vllm, trained), trained)
-    replicas = int(str(arguments.get("data_parallel_size") or 1))
-    each = at_rest(made.actor).weights * served.itemsize // trained.itemsize * replicas // workers_of(arguments)
-    if devices.policy.type == "cpu":
-        return [Expected("policy", CPU, Bytes(each, keys_values=int(str(arguments.get(CACHE) or GIB))))]
+    arguments = placed(settings.vllm, devices.policy)
+    dtype = served_dtype(settings.models, settings.vllm, made.actor().dtype)
     share = engine_share(settings.vllm, devices, others, assumed)
+    return _on_engine("policy", made.actor, arguments, dtype=dtype, on=devices.policy, share=share, assumed=assumed)
+
+
+def _on_engine(
+    model: str,
+    make: Callable[[], PreTrainedModel],
+    arguments: Mapping[str, object],
+    *,
+    dtype: str,
+    on: torch.device,
+    share: float | None,
+    assumed: Hardware | None,
+) -> list[Expected]:
+    # Of each worker; a type that torch does not know leaves that of the weights.
+    stored = make().dtype
+    served = getattr(torch, dtype, stored)
+    replicas = int(str(arguments.get("data_parallel_size") or 1))
+    each = at_rest(make).weights * served.itemsize // stored.itemsize * replicas // workers_of(arguments)
+    if on.type == "cpu":
+        return [Expected(model, CPU, Bytes(each, keys_values=int(str(arguments.get(CACHE) or GIB))))]
     gpus = gpus_of(arguments, None if assumed is None else assumed.gpus)
     needs = []
     for number, gpu in enumerate(gpus):
@@ -279,7 +313,7 @@ def _engine(
         memory = memory_of(device, assumed)
         taken = int(share * memory[1]) if memory is not None and share is not None else 0
         cache = int(str(arguments[CACHE])) if arguments.get(CACHE) else max(LEAST_CACHE, taken - each)
-        name = "policy" if len(gpus) == 1 else f"policy, worker {number}"
+        name = model if len(gpus) == 1 else f"{model}, worker {number}"
         needs.append(Expected(name, device, Bytes(each, keys_values=cache), share=share))
     return needs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -14,7 +14,7 @@ import anyio
 import torch
 from transformers import PreTrainedModel
 
-from oppo.config.rewards import ModelRewardSection
+from oppo.config.rewards import ModelRewardSection, VllmRewardSection
 from oppo.config.sections import ModelsSection, SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
@@ -40,10 +40,11 @@ from oppo.placement import Hosting, Thread
 from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.loading import RoleLoader, adapter_of, critic_source
 from oppo.run.memory import load_of, require_memory, share_beside, with_micro_batches
-from oppo.run.places import SERVING, Serve, ServeRequest, Serving, devices_of, layout_of, serve, with_dtype
-from oppo.run.rewards import RewardModels, ServedRewardModel, UserCode
+from oppo.run.places import SERVING, Serve, ServeRequest, Serving, Worker, devices_of, layout_of, serve, with_dtype
+from oppo.run.rewards import RewardModels, ServedRewardModel, UserCode, served_by_vllm, track_of
 from oppo.scorers import capabilities_of
 from oppo.turns import Environment
+from oppo.vllm import VllmReward
 
 _TRAINING = "lower trainer.micro_batch_tokens"
 
@@ -73,6 +74,7 @@ class Assembly:
             may have the weights of an earlier run.
         ideal: the costs of what models read, by their names here, at the peak of their devices, where that is known.
         gauges: of the devices' memory, by metric.
+        scoring: the reward models on vLLM, each on an engine of its own or a server.
     """
 
     serving: Serving
@@ -90,6 +92,7 @@ class Assembly:
     served_apart: bool = False
     ideal: Mapping[str, Passes] = field(default_factory=dict)
     gauges: Mapping[str, Gauge] = field(default_factory=dict)
+    scoring: tuple[VllmReward, ...] = ()
 
     @property
     def policy(self) -> Policy:
@@ -102,8 +105,12 @@ class Assembly:
             for listener in listeners:
                 listener(span)
 
-        for worker in (*self.places, *self.serving.workers):
+        for worker in self._workers:
             worker.listener = pass_on
+
+    @property
+    def _workers(self) -> tuple[Worker, ...]:
+        return *self.places, *self.serving.workers, *(each.reporter for each in self.scoring)
 
     def progress(self) -> tuple[object, ...]:
         """Return a value that changes while models work and when a call begins, even if no item is sent."""
@@ -113,7 +120,7 @@ class Assembly:
 
     def at_work(self) -> tuple[str, ...]:
         """Return the names of the calls in progress, of models and of a reward function."""
-        calls = [worker.at_work for worker in (*self.places, *self.serving.workers)]
+        calls = [worker.at_work for worker in self._workers]
         calls.append(capabilities_of(self.reward).at_work())
         calls.append(getattr(self.environment, "at_work", ""))
         return tuple(filter(None, calls))
@@ -125,11 +132,15 @@ class Assembly:
     def abort(self) -> None:
         """Kill processes whose calls may hang, so that what was learned can be saved; safe to call from any thread."""
         self.serving.abort()
+        for each in self.scoring:
+            each.engine.abort()
         self.places.abort()
 
     def close(self) -> None:
         """End the process of a reward function, the places, and the engine, also if one of them fails to end."""
         with ExitStack() as stack:
+            for each in self.scoring:
+                stack.callback(each.engine.close)
             stack.callback(self.serving.close)
             stack.callback(self.places.close)
             stack.callback(capabilities_of(self.reward).close)
@@ -201,7 +212,16 @@ def assemble(
             return serving
 
         load = RoleLoader(settings.models, tokenizer, devices)
-        assembly = _assembled(settings, tokenizer, places, code, devices=devices, load=load, serve=started)
+
+        def on_vllm(key: str, reward: VllmRewardSection) -> ServedRewardModel:
+            served = served_by_vllm(key, reward, settings, load, devices=devices, log=engine_log)
+            if isinstance(served.scorer, VllmReward):
+                stack.callback(served.scorer.engine.close)
+            return served
+
+        assembly = _assembled(
+            settings, tokenizer, places, code, devices=devices, load=load, serve=started, on_vllm=on_vllm
+        )
         stack.pop_all()
     return assembly
 
@@ -215,11 +235,13 @@ def _assembled(
     devices: Devices,
     load: RoleLoader,
     serve: Serve,
+    on_vllm: Callable[[str, VllmRewardSection], ServedRewardModel],
 ) -> Assembly:
     deterministic, seed = settings.run.deterministic, settings.trainer.seed
     apart = devices.reference != devices.actor or "reference" in devices.apart
     actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=seed)
-    rewards = _reward_models(settings, tokenizer, places, load)
+    rewards = _reward_models(settings, tokenizer, places, load, on_vllm)
+    scoring = tuple(each.scorer for each in rewards.values() if isinstance(each.scorer, VllmReward))
     critic = load_critic(settings, actor, [*rewards.values()], load, devices=devices)
     models: dict[str, list[Loadable | None]] = {
         "policy": [actor],
@@ -264,7 +286,7 @@ def _assembled(
         saving=Saving(trainer, tokenizer, ("actor", "critic") if critic.trained else ("actor",), places.saving),
         tokenizer=tokenizer,
         sampling=sampling,
-        positions=min(serving.positions, *read),
+        positions=min(serving.positions, *read, *(each.longest for each in scoring)),
         places=places,
         served_apart=critic.is_apart
         or served is not actor
@@ -274,6 +296,7 @@ def _assembled(
         ),
         ideal=_ideal(settings, devices, models, serving.gpus),
         gauges=memory_gauges(devices.distinct()),
+        scoring=scoring,
     )
 
 
@@ -320,14 +343,19 @@ def _actor_and_reference(
 
 
 def _reward_models(
-    settings: Settings, tokenizer: HfTokenizer, places: DeviceLayout, load: RoleLoader
+    settings: Settings,
+    tokenizer: HfTokenizer,
+    places: DeviceLayout,
+    load: RoleLoader,
+    on_vllm: Callable[[str, VllmRewardSection], ServedRewardModel],
 ) -> dict[str, ServedRewardModel]:
     models = RewardModels(tokenizer, load, settings.data.column, settings.run.deterministic)
     served = {}
     for key, reward in settings.reward_tables.items():
         if isinstance(reward, ModelRewardSection):
-            name = "reward model" if reward.name is None else f"reward model {reward.name!r}"
-            served[key] = models.serve(key, reward, _scoring(places, "reward", name))
+            served[key] = models.serve(key, reward, _scoring(places, "reward", track_of(reward)))
+        elif isinstance(reward, VllmRewardSection):
+            served[key] = on_vllm(key, reward)
     return served
 
 

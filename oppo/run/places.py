@@ -17,7 +17,7 @@ import anyio.to_thread
 import torch
 from transformers import PreTrainedModel
 
-from oppo.config.rewards import ModelRewardSection
+from oppo.config.rewards import ModelRewardSection, VllmRewardSection
 from oppo.config.sections import ModelsSection
 from oppo.config.settings import Settings
 from oppo.durable import make
@@ -41,10 +41,12 @@ from oppo.hf.model_files import located
 from oppo.hf.recipe import Loadable
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.libraries import require
 from oppo.log import logger
 from oppo.models import Policy, Sampling
 from oppo.observe import Reporter, SpanListener
 from oppo.placement import Place, PolicyPool
+from oppo.rewards.judge import key_of
 
 if TYPE_CHECKING:
     from oppo.vllm import VllmEngine, VllmPolicy, VllmServer
@@ -273,6 +275,12 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
     Args:
         assumed: the hardware that is meant, where the engine need not be installed here; ``None``: this machine.
     """
+    for key, reward in settings.reward_tables.items():
+        if isinstance(reward, VllmRewardSection):
+            try:
+                _check_reward_engine(reward, settings, assumed)
+            except ConfigError as error:
+                raise ConfigError(f"{key}: {error}") from error
     if settings.models.engine == "vllm":
         from oppo.vllm.arguments import (  # noqa: PLC0415 - takes seconds to import
             computes_on_cpu,
@@ -298,6 +306,26 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
         gpus = None if assumed is None else assumed.gpus
         sender = devices.weights if settings.models.lora_sync == "merged" else torch.device("cpu")
         route_of(placed(settings.vllm, devices.policy), sender, on_cpu=on_cpu, gpus=gpus)
+
+
+def _check_reward_engine(reward: VllmRewardSection, settings: Settings, assumed: Hardware | None) -> None:
+    from oppo.vllm.arguments import computes_on_cpu, require_arguments  # noqa: PLC0415 - takes seconds to import
+    from oppo.vllm.sync import gpus_of, placed  # noqa: PLC0415
+
+    if reward.url:
+        if assumed is None:
+            require("http", "url", module="httpx")
+            key_of(reward.api_key_env)
+        return
+    require_arguments(reward.vllm, reward=True, planned=assumed is not None)
+    device, key = devices_of(settings, assumed).reward, settings.placement.key_of("reward")
+    if device.type == "cuda":
+        gpus_of(placed(reward.vllm, device), None if assumed is None else assumed.gpus)
+    elif assumed is None and not computes_on_cpu():
+        raise ConfigError(
+            f"engine = 'vllm' computes on a GPU here, and {key} has the reward on a CPU: set placement.reward = 'cuda' "
+            "or leave engine out"
+        )
 
 
 def served_dtype(models: ModelsSection, arguments: Mapping[str, object], trained: torch.dtype) -> str:

@@ -91,6 +91,18 @@ SETTINGS: Final[Mapping[str, str]] = {
 }
 """Arguments that a program may choose and a settings file may not, and why."""
 
+_REWARD: Final = "`source` names the reward model"
+
+OF_REWARDS: Final[Mapping[str, str]] = {
+    **dict.fromkeys([name for name, reason in OWNED.items() if reason == _MODEL], _REWARD),
+    "trust_remote_code": SETTINGS["trust_remote_code"],
+    "runner": "a reward model pools",
+    "convert": "a reward model classifies",
+    "pooler_config": "the score is the logit at the last token",
+    "enable_prefix_caching": "what was read of a response is not to be read again",
+}
+"""Arguments that the engine of a reward in a settings file does not take, or not for the reason in :data:`OWNED`."""
+
 VALUES: Final[Mapping[str, tuple[tuple[str | None, ...], str]]] = {
     "distributed_executor_backend": ((None, "mp", "uni"), _MACHINE),
     "data_parallel_backend": (("mp",), _MACHINE),
@@ -151,22 +163,26 @@ def lora_arguments(rank: int) -> dict[str, object]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for(rank)}
 
 
-def require_installed() -> None:
-    """Raise ``ConfigError`` unless vLLM is installed."""
-    require("vllm", "models.engine = 'vllm'", install=INSTALL)
+def require_installed(asked: str = "models.engine = 'vllm'") -> None:
+    """Raise ``ConfigError`` unless vLLM is installed, which a setting asks for."""
+    require("vllm", asked, install=INSTALL)
 
 
-def require_arguments(arguments: Mapping[str, object], *, settings: bool = False, planned: bool = False) -> None:
+def require_arguments(
+    arguments: Mapping[str, object], *, settings: bool = False, planned: bool = False, reward: bool = False
+) -> None:
     """Check arguments of the engine before anything is loaded.
 
     Args:
         arguments: by the names of vLLM's ``AsyncEngineArgs``.
         settings: they are the table ``[vllm]`` of a settings file.
         planned: they are for another machine, so that vLLM need not be installed here, which alone knows their names.
+        reward: they are of a reward of a settings file.
     """
     if not planned:
-        require_installed()
-    owned, known = {**OWNED, **(SETTINGS if settings else {})}, None if planned else known_arguments()
+        require_installed("engine = 'vllm'" if reward else "models.engine = 'vllm'")
+    more = OF_REWARDS if reward else SETTINGS if settings else {}
+    owned, known = {**OWNED, **more}, None if planned else known_arguments()
     faults = [fault for name, value in arguments.items() if (fault := _fault(name, value, owned, known))]
     if faults:
         raise ConfigError("\n".join(faults))

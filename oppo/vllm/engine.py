@@ -164,7 +164,7 @@ class VllmEngine(Engine):
         *,
         arguments: Mapping[str, object] | None = None,
         trainer: torch.device | str = "cuda",
-        cores: int | None = None,
+        cores: int | slice | None = None,
         adapters: int = 0,
         log: Path | None = None,
     ) -> Self:
@@ -178,7 +178,8 @@ class VllmEngine(Engine):
             trainer: the device of the weights that will be synced; for an engine on a CPU it does not matter.
             adapters: rank of the adapters that will be synced, without the weights that they are added to; 0: all
                 weights are synced.
-            cores: CPU cores that it computes on, the first ones of this process; ``None``: as vLLM chooses.
+            cores: CPU cores that it computes on, the first ones of this process, or a slice of its cores; ``None``: as
+                vLLM chooses.
             log: the file for everything that it writes; ``None``: a temporary one, which stays if the engine fails.
 
         Raises:

@@ -195,8 +195,12 @@ class Children:
             return dict(self._found)
 
 
-def cores_of(count: int | None) -> list[int] | None:
-    """Return the first ``count`` cores that this process may use; ``None`` without a count or where none are known."""
-    if count is None or sys.platform != "linux":
+def cores_of(chosen: int | slice | None) -> list[int] | None:
+    """Return the first ``chosen`` cores that this process may use, or a slice of them; all where that is empty.
+
+    ``None`` without a choice or where none are known.
+    """
+    if chosen is None or sys.platform != "linux":
         return None
-    return sorted(os.sched_getaffinity(0))[:count]
+    available = sorted(os.sched_getaffinity(0))
+    return available[slice(chosen) if isinstance(chosen, int) else chosen] or available

@@ -167,6 +167,7 @@ class Inspection:
         backend: by which weights should come.
         on_cpu: whether the server is known to compute there.
         adapters: rank of the adapters that are synced by themselves; 0: none are.
+        command: that starts it; empty: as the policy needs it.
         faults: what is missing.
     """
 
@@ -177,10 +178,13 @@ class Inspection:
     backend: str = "file"
     on_cpu: bool = False
     adapters: int = 0
+    command: str = ""
     faults: list[str] = field(default_factory=list)
 
     @property
     def _start(self) -> str:
+        if self.command:
+            return f"start it as\n  {self.command}"
         command = start_command(self.model, self.url, backend=self.backend, on_cpu=self.on_cpu, adapters=self.adapters)
         return f"start it, with oppo installed beside vLLM, as\n  {command}"
 
@@ -204,7 +208,7 @@ class Inspection:
             raise ConfigError(
                 f"the vLLM server at {self.url} refuses {'the key' if self.keyed else 'requests without a key'}: "
                 f"{path} answered {answer.status_code}; expected the key that it was started with (--api-key or "
-                "VLLM_API_KEY) in the environment variable that vllm.api_key_env names (in a program: api_key=)"
+                "VLLM_API_KEY) in the environment variable that api_key_env names (in a program: api_key=)"
             )
         if not isinstance(found, dict) and (path == "/version" or answer.status_code != 404):
             kind = answer.headers.get("content-type", "nothing")
@@ -230,14 +234,18 @@ class Inspection:
             listed = "\n".join(f"- {fault}" for fault in self.faults)
             raise ConfigError(f"the vLLM server at {self.url} cannot serve this run:\n{listed}\n{self._start}")
 
+    def check_version(self) -> None:
+        """Note a fault unless the server is of a version whose routes are known."""
+        version = self.asked("GET", "/version").get("version")
+        self.expect("the version of vLLM", VERSIONS, version, ok=_is_known(version))
+
     def config(self) -> dict[str, Any]:
         """Return the server's own configuration, checked for what a policy needs.
 
         Raises:
             ConfigError: something is missing; all of it is named.
         """
-        version = self.asked("GET", "/version").get("version")
-        self.expect("the version of vLLM", VERSIONS, version, ok=_is_known(version))
+        self.check_version()
         config = self.asked("GET", "/server_info?config_format=json").get("vllm_config", {})
         if not config:
             self.faults.append(
@@ -334,7 +342,7 @@ class VllmServer(Engine):
         from oppo.vllm.http import HttpEngine  # noqa: PLC0415 - httpx is an extra
 
         super().__init__()
-        self.url = _address(url)
+        self.url = address_of(url)
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._timeout, self._transport = timeout, transport
         with self._client() as client:
@@ -421,14 +429,19 @@ def _adapter(name: str, path: str, replaces: bool) -> object:
     return {"lora_name": name, "lora_path": path}
 
 
-def _address(url: str) -> str:
+def address_of(url: str) -> str:
+    """Return the URL of a server, without a slash at its end.
+
+    Raises:
+        ConfigError: it is none, or holds more than an address.
+    """
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ConfigError(f"expected the URL of a vLLM server, such as http://localhost:8000; got {url!r}")
     if parts.username or parts.password or parts.query:
         raise ConfigError(
             f"the URL of the vLLM server at {parts.hostname} holds more than its address, and URLs are shown: give its "
-            "key by vllm.api_key_env (in a program: api_key=)"
+            "key by api_key_env (in a program: api_key=)"
         )
     return url.rstrip("/")
 

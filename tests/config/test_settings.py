@@ -16,7 +16,7 @@ from oppo.algorithms.base import ClippedAlgorithm
 from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO
 from oppo.algorithms.ppo import PPO
 from oppo.config.load import load, resolve
-from oppo.config.rewards import FunctionRewardSection, ModelRewardSection
+from oppo.config.rewards import FunctionRewardSection, ModelRewardSection, VllmRewardSection
 from oppo.config.settings import Settings, keys_of
 from oppo.errors import ConfigError
 from oppo.losses import ClippedLoss, PPOLoss, SequenceLoss
@@ -117,6 +117,59 @@ def test_several_rewards_are_a_list_and_come_out_as_they_went_in(tmp_path: Path)
     assert settings.changed({}) == settings
 
 
+ON_VLLM = """
+[models]
+policy = "actor"
+[[rewards]]
+name = "own"
+source = "org/reward"
+engine = "vllm"
+[rewards.vllm]
+tensor_parallel_size = 2
+[[rewards]]
+name = "served"
+source = "org/other"
+engine = "vllm"
+url = "http://host:8000"
+timeout = 5
+[data]
+prompts = "prompts.jsonl"
+"""
+
+
+def test_a_reward_model_on_vllm_has_an_engine_or_a_server(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, base=ON_VLLM)
+    own, served = settings.rewards
+    assert own == VllmRewardSection(name="own", source="org/reward", vllm={"tensor_parallel_size": 2})
+    assert served == VllmRewardSection(name="served", source="org/other", url="http://host:8000", timeout=5)
+    assert list(settings.reward_engines) == ["rewards.0"]
+    assert (settings.reward_models, settings.models.critic) == (["org/reward", "org/other"], "org/reward")
+    assert loaded(tmp_path, base=settings.toml()) == settings
+    with_more = loaded(tmp_path, "", "rewards.0.vllm.block_size=32", base=ON_VLLM).rewards[0]
+    assert getattr(with_more, "vllm", None) == {"tensor_parallel_size": 2, "block_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("override", "messages"),
+    [
+        ("rewards.1.vllm.dtype=float32", ["[rewards.1]", "vllm.dtype is for an engine", "leave one of the two out"]),
+        ("rewards.0.attempts=3", ["[rewards.0]", "attempts is for a server, and none is named"]),
+        ("rewards.0.form=chat", ["unknown key 'rewards.0.form'", "whose source is a model)"]),
+        ("rewards.0.engine=vlm", ["rewards.0.engine: expected 'transformers' or 'vllm'", "'vlm'"]),
+        ("rewards.0.vllm=3", ["rewards.0.vllm: expected a section, got 3"]),
+        ("run.deterministic=true", ["run.deterministic makes every bit", "rewards.0.engine = 'vllm'"]),
+        ("rewards.0.source=reward.py:score", ["unknown key 'rewards.0.engine'"]),
+        ('placement.remote=["reward"]', ["rewards.0.engine = 'vllm' starts an engine on this machine"]),
+    ],
+)
+def test_what_means_nothing_for_a_reward_model_on_vllm_is_refused(
+    tmp_path: Path, override: str, messages: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, "", override, *(["placement.cluster=auto"] if "remote" in override else []), base=ON_VLLM)
+    assert all(message in str(caught.value) for message in messages), str(caught.value)
+
+
 def test_a_setting_of_a_reward_is_overridden_by_its_number(tmp_path: Path) -> None:
     said = ("rewards.1.weight=2", "rewards.2.source=reward.py:other", "rewards.2.name=new")
     rewards = loaded(tmp_path, "", *said, base=SEVERAL).rewards
@@ -139,7 +192,7 @@ def test_an_override_may_be_the_whole_list_of_rewards(tmp_path: Path) -> None:
     [
         ("reward", ["[rewards]: expected tables [[rewards]], each with a source: ", ", got 'reward'"]),
         ([], ["[rewards]: expected at least one table, got none"]),
-        ([1], ["[rewards.0]: expected a section with the keys source, name, weight, on_drop, reading,"]),
+        ([1], ["[rewards.0]: expected a section with the keys source, name, weight, on_drop, engine,"]),
         ([{}], ["rewards.0.source is missing: directory or hub name of a reward model"]),
         (
             [{"source": "x", "weigth": 1}],

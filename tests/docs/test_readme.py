@@ -180,6 +180,14 @@ def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> Non
     assert found == [["helpful", "short", "judge", "close"], [None]]
 
 
+def test_the_reward_on_vllm_of_the_page_on_engines_is_settings(tmp_path: Path) -> None:
+    base = '[models]\npolicy = "actor"\n[data]\nprompts = "prompts.jsonl"\n'
+    (text,) = [text for text in fenced(ROOT / "docs" / "engines.md", "toml") if "[[rewards]]" in text]
+    (tmp_path / "config.toml").write_text(base + text)
+    (reward,) = load(tmp_path / "config.toml").reward_engines.values()
+    assert reward.vllm == {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_python_on_a_page_is_labelled_so_that_it_is_run(page: Path) -> None:
     for block in fenced(page, ""):

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import pytest
@@ -26,7 +29,11 @@ from oppo.models import Sampling, Weights
 from oppo.observe import Reporter
 from oppo.placement import Thread
 from oppo.run.train import prepare
-from tests.workplace import furnish, oppo, records
+from oppo.vllm.reward import RewardServer
+from tests.hf import tiny
+from tests.vllm.fake_pooling import FakePooling, FakeScoringServer, PoolingParams
+from tests.vllm.test_reward import LONGEST, config
+from tests.workplace import furnish, oppo, records, tokenizer
 
 
 @dataclass
@@ -302,3 +309,137 @@ def test_what_a_server_cannot_do_is_refused_before_anything_is_loaded(
     assert message in said.err
     assert "canary" not in said.err + said.out
     assert not stand_in
+
+
+@dataclass
+class ScoringStandIn(StandIn):
+    """In the place of the ``VllmEngine`` of a reward model."""
+
+    llm: FakePooling = field(default_factory=FakePooling)
+    name: str = "reward"
+    advice: str = "look into its log"
+    pools: object = field(default_factory=config)
+
+    @property
+    def config(self) -> object:
+        return self.pools
+
+    def require_usable(self) -> None:
+        return
+
+
+@pytest.fixture
+def scoring(stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
+    def require(arguments: Mapping[str, object], **given: object) -> None:
+        assert given in ({"settings": True, "planned": False}, {"reward": True, "planned": False})
+        if "max_num_seq" in arguments:
+            raise ConfigError("unknown argument 'max_num_seq'")
+
+    def start(model: str | Path, *, arguments: Mapping[str, object], **given: Any) -> StandIn:
+        kind = ScoringStandIn if arguments.get("runner") == "pooling" else StandIn
+        return kind.start(model, arguments=arguments, **given)
+
+    vllm = ModuleType("vllm")
+    vllm.__dict__["PoolingParams"] = PoolingParams
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr("oppo.vllm.VllmEngine", SimpleNamespace(start=start))
+    monkeypatch.setattr("oppo.vllm.arguments.require_arguments", require)
+    return stand_in
+
+
+REWARD_ON_VLLM = ("rewards.0.engine=vllm", "run.panel=off")
+
+
+@pytest.mark.parametrize("policy", ["transformers", "vllm"])
+def test_a_reward_model_has_an_engine_of_its_own_which_ends_with_the_run(
+    workplace: Path, scoring: list[StandIn], policy: str
+) -> None:
+    name = f"scored-beside-{policy}"
+    chosen = (f"run.name={name}", f"models.engine={policy}", "rewards.0.vllm.block_size=8", "run.cores=2")
+    assert oppo(workplace, "", *REWARD_ON_VLLM, *chosen) == 0
+    assert [line["trained"] for line in records(workplace, name, "metrics.jsonl")] == [4, 4]
+    engine = scoring[0]
+    assert isinstance(engine, ScoringStandIn)
+    assert len(scoring) == 1 + (policy == "vllm")
+    assert (engine.directory, str(engine.trainer)) == (workplace / "reward", "cpu")
+    assert repr(engine.cores) == "slice(1, 2, None)"
+    assert engine.log == workplace / "runs" / name / "vllm.log"
+    assert engine.arguments == {
+        "runner": "pooling",
+        "convert": "classify",
+        "dtype": "float32",
+        "trust_remote_code": False,
+        "max_model_len": 512,
+        "block_size": 8,
+    }
+    assert len(engine.llm.sequences) > 8, "prefixes were read while responses were written"
+    assert not engine.llm.open
+    saved = load(workplace / "runs" / name / "config.toml").reward_engines["rewards.0"]
+    assert saved.vllm == {"block_size": 8}
+
+
+def test_its_calls_are_seen_and_it_is_killed_where_a_run_hangs(workplace: Path, scoring: list[StandIn]) -> None:
+    with prepare(load(workplace / "config.toml", REWARD_ON_VLLM), dry_run=True) as session:
+        (scorer,) = session.assembly.scoring
+        with scorer.reporter.reported("extend"):
+            assert session.assembly.at_work() == ("reward model: extend",)
+        session.assembly.abort()
+        assert scoring[0].closed
+    assert session.assembly.positions == LONGEST
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("rewards.0.vllm.max_num_seq=3",), "rewards.0: unknown argument 'max_num_seq'"),
+        (("rewards.0.url=http://localhost:1", "rewards.0.api_key_env=NOT_SET"), "rewards.0: the key is to be in the"),
+        (("rewards.0.source=several",), "several is no causal model with one label"),
+        (("rewards.0.source=foreign",), "rewards.0: "),
+    ],
+)
+def test_a_reward_that_vllm_cannot_serve_is_refused_before_an_engine_starts(
+    workplace: Path,
+    scoring: list[StandIn],
+    capsys: pytest.CaptureFixture[str],
+    overrides: tuple[str, ...],
+    message: str,
+) -> None:
+    several = tiny.CONFIGS["llama"]()
+    several.num_labels = 2
+    tiny.scalar_of(several).save_pretrained(workplace / "several")
+    tokenizer().save_pretrained(workplace / "several")
+    tiny.scalar("llama").save_pretrained(workplace / "foreign")
+    tokenizer(shifted=True).save_pretrained(workplace / "foreign")
+    assert oppo(workplace, "", "run.name=refused", *REWARD_ON_VLLM, *overrides) == 2
+    said = capsys.readouterr().err
+    assert message in said, said
+    assert not scoring
+    assert not (workplace / "runs" / "refused").exists(), (said, [*(workplace / "runs" / "refused").iterdir()])
+
+
+def test_an_engine_whose_model_it_cannot_score_with_is_ended(
+    workplace: Path, scoring: list[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ScoringStandIn, "config", config(pooling="MEAN"))
+    assert oppo(workplace, "", "run.name=mean", *REWARD_ON_VLLM) == 2
+    assert "rewards.0: reward pools MEAN with a prefix cache" in capsys.readouterr().err
+    assert scoring[0].closed
+
+
+def test_a_reward_model_is_asked_by_its_url(
+    workplace: Path, scoring: list[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeScoringServer(key="canary-of-the-reward", longest=500)
+
+    class Served(RewardServer):
+        __init__ = partialmethod(RewardServer.__init__, transport=fake)
+
+    monkeypatch.setattr("oppo.vllm.reward.RewardServer", Served)
+    monkeypatch.setenv("KEY_OF_THE_REWARD", "canary-of-the-reward")
+    chosen = ("rewards.0.url=http://localhost:8009", "rewards.0.api_key_env=KEY_OF_THE_REWARD", "run.name=by-url")
+    assert oppo(workplace, "", *REWARD_ON_VLLM, *chosen) == 0
+    assert [line["trained"] for line in records(workplace, "by-url", "metrics.jsonl")] == [4, 4]
+    assert not scoring
+    assert len(fake.bodies) > 2
+    assert "calls its model 'served', and the reward is" in capsys.readouterr().err
+    assert "canary" not in (workplace / "runs" / "by-url" / "config.toml").read_text()

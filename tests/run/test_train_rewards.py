@@ -165,7 +165,7 @@ def test_a_judge_grades_each_response_and_one_without_a_grade_is_dropped(
     [
         ('template="{answer}"', "rewards.0 asks a judge about 'answer', which is no column of the data"),
         ('template="{"', "rewards.0: a judge's template has a brace that is no field"),
-        ('template="x", api_key_env="NOT_SET"', "rewards.0: the key of a judge is to be in the environment variable"),
+        ('template="x", api_key_env="NOT_SET"', "rewards.0: the key is to be in the environment variable"),
         ('template="x", score="best"', "rewards.0.score: expected 'number', 'regex:PATTERN', 'json:FIELD'"),
         (
             'template="x", process=true',

@@ -1,11 +1,14 @@
-"""A fake of the calls of vLLM's ``AsyncLLM`` that scoring uses, with a prefix cache of a few blocks."""
+"""Fakes of what scoring uses: the calls of vLLM's ``AsyncLLM``, with a prefix cache of a few blocks; and a server."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
+import httpx
 
 from oppo.simulate.models import noise
 
@@ -115,6 +118,49 @@ class FakePooling:
         while len(self.cached) > self.room:
             del self.cached[next(iter(self.cached))]
         return hit
+
+
+@dataclass
+class FakeScoringServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """A server that scores as :class:`FakePooling` does, as a transport of httpx.
+
+    Attributes:
+        instead: answers of routes in the place of its own.
+        failing: so many requests to score are answered with 503 first.
+        bodies: of the requests to score.
+    """
+
+    key: str = ""
+    longest: int = 160
+    instead: dict[str, httpx.Response] = field(default_factory=dict)
+    failing: int = 0
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        path, body = request.url.path, json.loads(request.content or b"{}")
+        if path in self.instead:
+            return self.instead[path]
+        if self.key and path != "/version" and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return httpx.Response(401, json={"error": "Unauthorized"})
+        match path:
+            case "/version":
+                return httpx.Response(200, json={"version": "0.32.0"})
+            case "/v1/models":
+                return httpx.Response(200, json={"data": [{"id": "served", "max_model_len": self.longest}]})
+            case "/pooling":
+                self.bodies.append(body)
+                return self._scored(body["input"])
+        return httpx.Response(404, json={"detail": "Not Found"})
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return self.handle_request(request)
+
+    def _scored(self, sequences: list[list[int]]) -> httpx.Response:
+        if self.failing and sequences != [[0]]:
+            self.failing -= 1
+            return httpx.Response(503, text="busy")
+        scored = [{"index": at, "object": "pooling", "data": [score(each)]} for at, each in enumerate(sequences)]
+        return httpx.Response(200, json={"object": "list", "model": "served", "data": scored})
 
 
 def score(sequence: Sequence[int]) -> float:

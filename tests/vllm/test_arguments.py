@@ -12,6 +12,7 @@ import pytest
 
 from oppo.errors import ConfigError
 from oppo.vllm.arguments import (
+    OF_REWARDS,
     OWNED,
     SETTINGS,
     VALUES,
@@ -70,6 +71,13 @@ def test_what_oppo_needs_is_refused_with_the_reason(name: str) -> None:
 def test_what_other_settings_say_is_refused_in_a_file_and_not_in_a_program(name: str) -> None:
     assert refused(**{name: "x"}) == f"vllm.{name} is set by oppo, since {SETTINGS[name]}: leave it out"
     require_arguments({name: "x"})
+
+
+@pytest.mark.parametrize("name", OF_REWARDS)
+def test_what_a_reward_says_elsewhere_is_refused_in_its_table(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_arguments({name: "x"}, reward=True)
+    assert str(caught.value) == f"vllm.{name} is set by oppo, since {OF_REWARDS[name]}: leave it out"
 
 
 def test_values_that_cannot_work_are_refused() -> None:

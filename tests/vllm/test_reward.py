@@ -1,20 +1,26 @@
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import anyio
+import httpx
 import numpy as np
 import pytest
+from transformers import LlamaConfig
 
-from oppo.errors import ModelError, ModelLost, ModelRefused, ProtocolError
+from oppo.errors import ConfigError, ModelError, ModelLost, ModelRefused, ProtocolError, RewardError
 from oppo.events import Finish, Prompt, Response
+from oppo.observe import Span
 from oppo.testing import check_scorer, run_virtual
-from oppo.vllm.reward import ScalarModel, VllmReward
+from oppo.vllm.reward import RewardServer, ScalarModel, VllmReward
 from tests.responses import EOS, PADDING, VOCABULARY, answered, chunk, endings, responses, stream
 from tests.vllm import fake_pooling
-from tests.vllm.fake_pooling import BLOCK, FakePooling, score
+from tests.vllm.fake_pooling import BLOCK, FakePooling, FakeScoringServer, score
 
 LONGEST = 160
 MODEL = ScalarModel("tiny", VOCABULARY, LONGEST, BLOCK, PADDING)
@@ -52,6 +58,12 @@ class Engine:
     closed: bool = False
 
     def require_usable(self) -> None:
+        return
+
+    def abort(self) -> None:
+        return
+
+    def close(self) -> None:
         return
 
 
@@ -209,3 +221,105 @@ def test_the_facts_of_a_model_are_those_of_its_engine() -> None:
 def test_a_model_that_cannot_score_growing_prefixes_is_refused(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(ModelRefused, match=reason):
         served(**changes)
+
+
+def test_its_work_is_reported_and_its_errors_name_the_table() -> None:
+    engine, spans = FakePooling(seconds=5), list[Span]()
+    reward = VllmReward(Engine(engine, config()), key="rewards.1")
+    reward.reporter.listener = spans.append
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(reward.extend, [Prompt(0, 0, np.full(BLOCK, 5, np.int32))])
+            await anyio.sleep(1)
+            assert reward.reporter.at_work == "reward model: extend"
+        engine.errored = True
+        with pytest.raises(ModelLost, match=r"^rewards\.1: vLLM has failed"):
+            await reward.extend([Prompt(1, 1, np.full(BLOCK, 5, np.int32))])
+
+    run_virtual(main)
+    assert [span.label for span in spans] == ["extend", "extend"]
+    assert reward.reporter.at_work == ""
+
+
+URL = "http://localhost:8000"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    config = LlamaConfig(vocab_size=VOCABULARY, pad_token_id=PADDING)
+    config.num_labels = 1
+    config.save_pretrained(tmp_path / "served")
+    return tmp_path / "served"
+
+
+def on_server(fake: FakeScoringServer, source: Path, **given: Any) -> VllmReward:
+    return VllmReward(RewardServer(URL, source, transport=fake, **given), key="rewards.0")
+
+
+async def test_a_server_keeps_the_contract_and_gives_the_score_of_the_whole_sequence(source: Path) -> None:
+    async def make() -> VllmReward:
+        return on_server(FakeScoringServer(), source)
+
+    finished = [Finish(each.prompt.rollout, each, "eos") for each in responses() if len(each) >= 4]
+    await check_scorer(make, finished, lambda a, b: a == b)
+    async with await make() as reward:
+        assert await stream(reward, responses(), 3) == {each.prompt.rollout: score(whole(each)) for each in responses()}
+
+
+async def test_all_that_grow_together_are_one_request_for_logits(source: Path) -> None:
+    fake = FakeScoringServer(key="secret")
+    reward = on_server(fake, source, api_key="secret")
+    await reward.extend([Prompt(n, n, np.full(20, 5 + n, np.int32)) for n in range(3)])
+    assert fake.bodies[1:] == [
+        {"model": "served", "task": "classify", "use_activation": False, "input": [[5 + n] * 16 for n in range(3)]}
+    ]
+    await reward.extend([Prompt(9, 9, np.full(3, 5, np.int32))])
+    assert len(fake.bodies) == 2, "no whole block, no request"
+
+
+async def test_a_request_that_may_pass_is_made_again_and_one_that_still_fails_names_the_table(source: Path) -> None:
+    fake = FakeScoringServer(failing=1)
+    reward = on_server(fake, source, attempts=2)
+    assert isinstance(reward.engine, RewardServer)
+    reward.engine.service.pause = 0.0
+    prompt = Prompt(0, 0, np.full(20, 5, np.int32))
+    await reward.extend([prompt])
+    fake.instead["/pooling"] = httpx.Response(400, text="no")
+    with pytest.raises(RewardError, match=r"^rewards\.0: http://localhost:8000/pooling answered 400"):
+        await reward.extend([Prompt(1, 1, prompt.tokens)])
+    for wrong in ([], [{"index": 0, "data": [1.0, 2.0]}], [{"index": 0, "data": [float("nan")]}], [{"data": 3}]):
+        fake.instead["/pooling"] = httpx.Response(200, content=json.dumps({"data": wrong}))
+        with pytest.raises(RewardError, match=r"^rewards\.0: http://localhost:8000"):
+            await reward.extend([Prompt(2 + len(str(wrong)), 2, prompt.tokens)])
+
+
+@pytest.mark.parametrize(
+    ("instead", "faults"),
+    [
+        ({"/version": httpx.Response(200, html="<html>hello</html>")}, ["is no vLLM server", "text/html"]),
+        ({"/version": httpx.Response(200, json={"version": "0.26.0"})}, ["the version of vLLM should be", "0.26.0"]),
+        ({"/v1/models": httpx.Response(401, json={})}, ["refuses requests without a key", "api_key_env"]),
+        ({"/pooling": httpx.Response(404, json={"detail": "Not Found"})}, ["/pooling should answer 200", "Not Found"]),
+        ({"/pooling": httpx.Response(200, json={"data": [{"index": 0, "data": [1.0, 2.0]}]})}, ["should be a number"]),
+        ({"/pooling": httpx.Response(200, json={"other": 1})}, ["should be a number"]),
+        ({"/v1/models": httpx.Response(200, json={"data": [{"id": "x"}]})}, ["max_model_len", "a number of tokens"]),
+    ],
+)
+def test_a_server_that_does_not_score_is_refused_with_the_command_that_does(
+    source: Path, instead: dict[str, httpx.Response], faults: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        on_server(FakeScoringServer(instead=instead), source)
+    said = str(caught.value)
+    assert all(fault in said for fault in faults), said
+    if "401" not in said and "is no vLLM server" not in said:
+        assert said.endswith(f"vllm serve {source} --runner pooling --convert classify --port 8000")
+
+
+def test_a_server_of_a_model_with_labels_is_refused(tmp_path: Path) -> None:
+    several = LlamaConfig()
+    several.num_labels = 3
+    several.save_pretrained(tmp_path / "several")
+    with pytest.raises(ModelRefused, match="several has 3 labels"):
+        on_server(FakeScoringServer(), tmp_path / "several")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import anyio
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -18,9 +25,12 @@ from oppo.hf.serve.scorers import RewardModel
 from oppo.placement import Thread
 from oppo.testing import check_scorer
 from oppo.vllm import VllmEngine, VllmReward
-from oppo.vllm.reward import SCALAR
+from oppo.vllm.reward import SCALAR, RewardServer
+from oppo.vllm.sync import free_port
 from tests.responses import EOS, PADDING, VOCABULARY, answered, endings, responses, stream
 from tests.vllm import scenario
+from tests.vllm.real.conftest import engine_processes
+from tests.workplace import furnish, oppo, records
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -111,3 +121,72 @@ async def test_the_cache_spares_what_was_read_before(engine: VllmEngine) -> None
         await reward.extend([made.chunk(start, start + 16)])
     await reward.finish(finishes([made]))
     assert (reward.tokens.computed, reward.tokens.again) == (320, 0)
+
+
+@pytest.fixture(scope="module")
+def url(model: tuple[PreTrainedModel, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the URL of a server, started as errors say, but for a model without a tokenizer on a small machine."""
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "server.log"
+    small = "--dtype float32 --skip-tokenizer-init --kv-cache-memory-bytes 268435456 --enforce-eager --host 127.0.0.1"
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model[1]),
+        "--port",
+        str(port),
+    ]
+    environment = {
+        **os.environ,
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        "PYTHONWARNINGS": "ignore",
+    }
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [*command, "--runner", "pooling", "--convert", "classify", *small.split()],
+            env=environment,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        for _ in range(900):
+            assert process.poll() is None, log.read_text()[-3000:]
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
+                    break
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def test_a_server_gives_the_scores_of_transformers(
+    model: tuple[PreTrainedModel, Path], url: str, thread: Thread
+) -> None:
+    model[0].config.pad_token_id = PADDING
+    made, library = responses(8), RewardModel(model[0], place=thread)
+    await library.extend([event for each in made for event in (each.prompt, each.chunk())])
+    async with VllmReward(RewardServer(url, model[1])) as reward:
+        values = await stream(reward, made, seed=3)
+    assert_close([values[each.prompt.rollout] for each in made], await library.finish(finishes(made)))
+
+
+def test_a_run_scores_on_an_engine_that_ends_with_it_as_on_transformers(
+    model: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
+    before, folder = engine_processes(), furnish(tmp_path)
+    model[0].config.pad_token_id = PADDING
+    model[0].save_pretrained(folder / "reward")  # its heads are such that vLLM's kernels take them
+    chosen = ("run.panel=off", "run.steps=1", "run.scorers=thread", "step.overcommit=0")
+    assert oppo(folder, "", "run.name=plain", *chosen) == 0
+    on_vllm = ("rewards.0.engine=vllm", f"rewards.0.vllm.block_size={BLOCK}")
+    assert oppo(folder, "", "run.name=vllm", *chosen, *on_vllm) == 0
+    (plain,), (engine,) = (records(folder, name, "metrics.jsonl") for name in ("plain", "vllm"))
+    assert abs(plain["score"] - engine["score"]) < TOLERANCE
+    assert "EngineCore" in (folder / "runs" / "vllm" / "vllm.log").read_text()
+    assert engine_processes() == before
