@@ -417,9 +417,13 @@ def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, sprea
     messages = []
     for device, models in by_device(needs).items():
         total, memory = sum(each.bytes.total for each in models), memory_of(device, assumed)
+        each = ", ".join(map(str, models))
         if memory is not None and total > memory[0]:
-            each = ", ".join(map(str, models))
             messages.append(f"{device} has {decimal(memory[0])} free, and its models need {decimal(total)} ({each})")
+        elif memory is not None and any(model.share == 0 for model in models):
+            messages.append(
+                f"{device} has {decimal(memory[0])} free, of which its models leave an engine none ({each})"
+            )
     return messages if assumed is None else [*messages, *_crowded_cluster(needs, assumed, spread=spread)]
 
 

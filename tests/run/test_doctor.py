@@ -367,3 +367,22 @@ def test_weights_begin_where_they_lie_and_the_actor_is_not_on_the_gpu_of_an_engi
     assert route_of({}, ranks.weights, on_cpu=False, gpus=8).backend == "file"
     assert route_of({}, alone.weights, on_cpu=False, gpus=8).backend == "nccl"
     assert placed({"tensor_parallel_size": 2}, torch.device("cuda", 4))["device_ids"] == [4, 5]
+
+
+def test_the_engine_of_a_reward_is_counted_on_its_gpus_and_a_server_is_not(folder: Path) -> None:
+    on_vllm = ("rewards.0.engine=vllm", "placement.reward=cuda:1")
+    found = engine(folder, *on_vllm, "rewards.0.vllm.tensor_parallel_size=2")
+    workers = [found[f"reward, worker {number}"] for number in range(2)]
+    assert [str(each.device) for each in workers] == ["cuda:1", "cuda:2"]
+    assert all(each.bytes.total == pytest.approx(ALONE * 80e9, rel=0.01) for each in workers)
+    assert found["policy"].share == ALONE, "it is on another GPU"
+    shared = engine(folder, "rewards.0.engine=vllm", "rewards.0.vllm.gpu_memory_utilization=0.3")
+    assert shared["reward"].bytes.total == pytest.approx(24e9, rel=0.01)
+    assert shared["policy"].share == pytest.approx((80 - 1.1 * 24) / 80, abs=0.05), "what that one leaves"
+    assert not crowded([*shared.values()], Hardware.assumed("1xH100-80GB"))
+    (fault,) = crowded([*engine(folder, "rewards.0.engine=vllm").values()], Hardware.assumed("1xH100-80GB"))
+    assert "of which its models leave an engine none" in fault
+    assert "reward 73" in fault
+    small = engine(folder, "rewards.0.engine=vllm", "rewards.0.vllm.kv_cache_memory_bytes=5000000")
+    assert small["reward"].bytes.keys_values == 5_000_000
+    assert "reward" not in engine(folder, "rewards.0.engine=vllm", "rewards.0.url=http://host:8000")
