@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel, Qwen2Config
 from vllm import PoolingParams
 
 from oppo.events import Finish, Response
@@ -29,8 +29,7 @@ from oppo.vllm.reward import SCALAR, RewardServer
 from oppo.vllm.sync import free_port
 from tests.responses import EOS, PADDING, VOCABULARY, answered, endings, responses, stream
 from tests.vllm import scenario
-from tests.vllm.real.conftest import engine_processes
-from tests.workplace import furnish, oppo, records
+from tests.workplace import tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -38,10 +37,9 @@ TOLERANCE = 1e-4
 BLOCK = 32
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
-    """Return a tiny reward model, and the directory it is saved in."""
-    config = Qwen2Config(
+def saved(directory: Path, kind: type[LlamaConfig | Qwen2Config] = Qwen2Config) -> PreTrainedModel:
+    """Return a tiny reward model that vLLM's kernels take, saved in a directory with a tokenizer."""
+    config = kind(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
@@ -58,9 +56,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pa
     with torch.random.fork_rng():
         torch.manual_seed(0)
         made: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    directory = tmp_path_factory.mktemp("reward")
     made.save_pretrained(directory)
-    return made, directory
+    tokenizer().save_pretrained(directory)
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    """Return a tiny reward model, and the directory it is saved in."""
+    directory = tmp_path_factory.mktemp("reward")
+    return saved(directory), directory
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +130,9 @@ async def test_the_cache_spares_what_was_read_before(engine: VllmEngine) -> None
 
 @pytest.fixture(scope="module")
 def url(model: tuple[PreTrainedModel, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the URL of a server, started as errors say, but for a model without a tokenizer on a small machine."""
+    """Return the URL of a server, started as errors say, but for a small machine."""
     port, log = free_port(), tmp_path_factory.mktemp("server") / "server.log"
-    small = "--dtype float32 --skip-tokenizer-init --kv-cache-memory-bytes 268435456 --enforce-eager --host 127.0.0.1"
+    small = "--dtype float32 --kv-cache-memory-bytes 268435456 --enforce-eager --host 127.0.0.1"
     command = [
         sys.executable,
         "-m",
@@ -174,19 +179,3 @@ async def test_a_server_gives_the_scores_of_transformers(
     async with VllmReward(RewardServer(url, model[1])) as reward:
         values = await stream(reward, made, seed=3)
     assert_close([values[each.prompt.rollout] for each in made], await library.finish(finishes(made)))
-
-
-def test_a_run_scores_on_an_engine_that_ends_with_it_as_on_transformers(
-    model: tuple[PreTrainedModel, Path], tmp_path: Path
-) -> None:
-    before, folder = engine_processes(), furnish(tmp_path)
-    model[0].config.pad_token_id = PADDING
-    model[0].save_pretrained(folder / "reward")  # its heads are such that vLLM's kernels take them
-    chosen = ("run.panel=off", "run.steps=1", "run.scorers=thread", "step.overcommit=0")
-    assert oppo(folder, "", "run.name=plain", *chosen) == 0
-    on_vllm = ("rewards.0.engine=vllm", f"rewards.0.vllm.block_size={BLOCK}")
-    assert oppo(folder, "", "run.name=vllm", *chosen, *on_vllm) == 0
-    (plain,), (engine,) = (records(folder, name, "metrics.jsonl") for name in ("plain", "vllm"))
-    assert abs(plain["score"] - engine["score"]) < TOLERANCE
-    assert "EngineCore" in (folder / "runs" / "vllm" / "vllm.log").read_text()
-    assert engine_processes() == before
