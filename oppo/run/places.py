@@ -309,8 +309,12 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
 
 
 def _check_reward_engine(reward: VllmRewardSection, settings: Settings, assumed: Hardware | None) -> None:
-    from oppo.vllm.arguments import computes_on_cpu, require_arguments  # noqa: PLC0415 - takes seconds to import
-    from oppo.vllm.sync import gpus_of, placed  # noqa: PLC0415
+    from oppo.vllm.arguments import (  # noqa: PLC0415 - takes seconds to import
+        computes_on_cpu,
+        gpus_of,
+        placed,
+        require_arguments,
+    )
 
     if reward.url:
         if assumed is None:

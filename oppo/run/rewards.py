@@ -423,8 +423,8 @@ def _started(
     reward: VllmRewardSection, model: ModelRecipe, settings: Settings, devices: Devices, log: Path | None
 ) -> VllmEngine:
     from oppo.vllm import VllmEngine  # noqa: PLC0415
+    from oppo.vllm.arguments import placed  # noqa: PLC0415
     from oppo.vllm.reward import SCALAR  # noqa: PLC0415
-    from oppo.vllm.sync import placed  # noqa: PLC0415
 
     if log is not None:
         make(log.parent)
