@@ -147,6 +147,12 @@ class PlacementSection:
     spread: bool = setting(
         default=False, description="with a cluster, put each rank of the trainer on a machine of its own"
     )
+    policy_replicas: Annotated[int, Field(ge=1, le=1024)] = setting(
+        1,
+        "engines that decode as one pool, which outlives the death of any: processes of this machine, each with a GPU, "
+        "from that of `placement.policy` on, or its share of the cores; with the policy in `placement.remote`, Ray "
+        "actors",
+    )
 
     def names(self, device: str) -> Mapping[str, tuple[str, ...]]:
         """Return the devices by model, where ``device`` is that of models that have none of their own."""

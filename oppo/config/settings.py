@@ -155,11 +155,17 @@ class Settings(BaseModel):
         Ranks on GPUs have the whole weights on the CPU only. What reads the policy again is then beside the reference.
         """
         devices = self.devices
-        if self.models.engine == "transformers" and "policy" not in self.remote:
+        if self.serves_here:
             return devices["policy"][0]
         ranks = devices["trainer"]
         by_ranks = len(ranks) > 1 and ranks[0] != "cpu" and "reference" not in self.remote
         return devices["reference"][0] if by_ranks else ranks[0]
+
+    @property
+    def serves_here(self) -> bool:
+        """Whether transformers decodes with weights that lie in this process."""
+        apart = "policy" in self.remote or self.placement.policy_replicas > 1
+        return self.models.engine == "transformers" and not apart
 
     @property
     def trains_where_it_serves(self) -> bool:
@@ -168,7 +174,7 @@ class Settings(BaseModel):
         Ranks are processes, which share no memory of GPUs.
         """
         devices, models = self.devices, {"critic"} if self.algorithm.has_critic else set()
-        if self.models.engine == "transformers":
+        if self.serves_here:
             models.add("policy")
         ranks = devices["trainer"]
         if len(ranks) > 1 and ranks[0] != "cpu":
@@ -337,6 +343,8 @@ def require_consistent(settings: Settings) -> None:
             "models.share_weights = true would change the weights meanwhile: leave share_weights out"
         )
     _require_possible_placement(settings)
+    if settings.placement.policy_replicas > 1:
+        _require_possible_replicas(settings)
     if settings.step.weight_sync == "in-flight":
         _require_possible_in_flight(settings)
     if settings.step.stream_updates:
@@ -503,6 +511,24 @@ def _require_possible_placement(settings: Settings) -> None:
             f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use placement.critic = "
             f"{settings.placement.critic!r}: leave that out"
         )
+
+
+def _require_possible_replicas(settings: Settings) -> None:
+    given = f"placement.policy_replicas = {settings.placement.policy_replicas}"
+    if settings.on_server:
+        raise ValueError(f"{given} starts engines, and vllm.urls names servers, one engine each: leave it out")
+    faults = {
+        "run.deterministic = true, and bits depend on the rollouts of an engine": settings.run.deterministic,
+        "run.policy = 'process', which replicas are by themselves": settings.run.policy == "process",
+        "models.shared_trunk = true, which makes the critic a head on weights of this process": (
+            settings.models.shared_trunk
+        ),
+        "models.engine = 'vllm', which has vllm.data_parallel_size and vllm.urls for that": (
+            settings.models.engine == "vllm"
+        ),
+    }
+    if found := [words for words, is_so in faults.items() if is_so]:
+        raise ValueError(f"{given} does not go with {'; '.join(found)}: change that, or leave it out")
 
 
 def _refuse_remote(settings: Settings, model: str) -> NoReturn:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -22,7 +23,7 @@ import torch
 
 from oppo import observe
 from oppo.errors import ConfigError, ModelError
-from oppo.log import logger
+from oppo.log import logger, with_route
 from oppo.observe import SpanListener, silent
 from oppo.placement import Hosted, Hosting, Make, Place, Process, Ranks, Thread
 from oppo.scheduling import DEFAULT_TIME_SLICE, GPU_TIME_SLICE, Priority, TimeSlice
@@ -46,6 +47,12 @@ def use_gpu_share(cores: int, share: float) -> None:
     """
     os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{100 * share:g}"
     use_cores(cores)
+
+
+def use_device(cores: int, device: torch.device) -> None:
+    """Let this process compute on so many cores, and on one GPU if it is a GPU."""
+    use_cores(cores)
+    use_stream(device, first=True)
 
 
 def mps_runs() -> bool:
@@ -243,7 +250,8 @@ class Devices:
         remote: the models that are on other machines, which have such a device; of the ``trainer``, every rank but
             the first.
         apart: the models that are loaded where they are served, and not by this process: those on other machines, and
-            those of a process of this machine on a GPU, whose memory is not shared.
+            those of a process of this machine on a GPU, whose memory is not shared, and a policy with replicas.
+        replicas: of the policy. Those of this machine have a GPU each, from that of ``policy`` on, or the CPU.
     """
 
     policy: torch.device
@@ -254,6 +262,7 @@ class Devices:
     critic: torch.device
     remote: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
+    replicas: int = 1
 
     @classmethod
     def found(
@@ -264,6 +273,7 @@ class Devices:
         deterministic: bool = False,
         remote: frozenset[str] = frozenset(),
         scorers: Scorers = "auto",
+        replicas: int = 1,
         gpus: int | None = None,
     ) -> Devices:
         """Return the devices of these names.
@@ -274,9 +284,10 @@ class Devices:
             deterministic, gpus: see :func:`~oppo.hf.devices.device_of`.
             remote: models on other machines, whose devices are not looked for here; ``auto`` is as it is here.
             scorers: their place on this machine, see :meth:`DeviceLayout.of`.
+            replicas: of the policy.
 
         Raises:
-            ConfigError: there is no such device; it names the setting.
+            ConfigError: there is no such device, or too few GPUs for the replicas; it names the setting.
         """
 
         def found(model: str, number: int, name: str) -> torch.device:
@@ -293,12 +304,30 @@ class Devices:
         }
         one = {model: devices[0] for model, devices in each.items()}
         apart = [model for model in OF_ONE[1:] if scorers == "process" and one[model].type == "cuda"]
-        return cls(
+        found_here = cls(
             trainer=each["trainer"],
             remote=remote,
-            apart=remote.union(apart),
+            apart=remote.union(apart, ["policy"] if replicas > 1 else []),
+            replicas=replicas,
             **{name: one[name] for name in ("actor", *OF_ONE)},
         )
+        for device in found_here.policies if "policy" not in remote else ():
+            try:
+                device_of(str(device), gpus=gpus)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"placement.policy_replicas = {replicas} gives each replica a GPU, from {one['policy']} on, and "
+                    f"{error}: lower it, or set {key_of('policy')} to an earlier GPU"
+                ) from error
+        return found_here
+
+    @property
+    def policies(self) -> list[torch.device]:
+        """The devices of the policy's replicas."""
+        first = self.policy
+        if first.index is None or "policy" in self.remote:
+            return [first] * self.replicas
+        return [torch.device(first.type, first.index + number) for number in range(self.replicas)]
 
     @property
     def weights(self) -> torch.device:
@@ -342,13 +371,13 @@ class RemotePlaces:
     """The places of a run on other machines.
 
     Attributes:
-        acting: of the policy; ``None``: it is on this machine.
+        acting: starts that of a replica of the policy; ``None``: they are on this machine.
         scoring: by model.
         training: of ranks, one of which is on this machine; ``None``: all are.
         close: called when the places have been closed.
     """
 
-    acting: Place | None = None
+    acting: Callable[[int], Place] | None = None
     scoring: Mapping[str, Place] = field(default_factory=dict)
     training: Place | None = None
     close: Callable[[], None] = lambda: None
@@ -359,11 +388,14 @@ class DeviceLayout:
     """The places of a run; iterable.
 
     Attributes:
+        start: starts the place of a replica of the policy, by its number.
+        acting: of each replica of the policy.
         scoring: on this machine, by model; those of one device share a place.
         remote: those of other machines.
     """
 
-    acting: Place
+    start: Callable[[int], Place]
+    acting: MutableSequence[Place]
     scoring: Mapping[str, Place]
     training: Place
     saving: Thread
@@ -399,8 +431,8 @@ class DeviceLayout:
         Raises:
             ConfigError: a process is chosen for the policy or the trainer on a GPU, whose memory is not shared.
         """
-        remote = remote or RemotePlaces()
-        _require_cpu("policy", policy, [] if remote.acting else [devices.actor])
+        remote, replicas = remote or RemotePlaces(), devices.replicas
+        _require_cpu("policy", policy, [] if "policy" in devices.apart else [devices.actor])
         _require_cpu("trainer", trainer, devices.trainer)
 
         def place(name: str, home: Home, share: int, device: torch.device, restarts: int = 0) -> Place:
@@ -413,6 +445,15 @@ class DeviceLayout:
             if device.type == "cuda" and gpu_share < 1:
                 setup = partial(use_gpu_share, share, gpu_share)
             return Process(name, setup=setup, time_slice=slice_, restarts=restarts)
+
+        def replica(number: int) -> Place:
+            if replicas == 1:
+                return place("actor", policy, acting_share(cores), devices.actor)
+            logger.info(f"starting the process of the policy's replica {number}")
+            device = devices.policies[number]
+            setup = partial(use_device, max(1, acting_share(cores) // replicas), device)
+            slice_ = DEFAULT_TIME_SLICE if device.type == "cpu" else GPU_TIME_SLICE
+            return Process(f"policy {number}", setup=setup, time_slice=slice_)
 
         def home(model: str, device: torch.device) -> Home:
             if device.type == "cuda":  # what reads the actor's own weights is where these are
@@ -427,8 +468,10 @@ class DeviceLayout:
             name = among if len(models) == len(on) else f"{among} on {device}"
             places[device, kind] = place(name, kind, cores - cores // 2, device, restarts)
         ranks = remote.training or _ranks(len(devices.trainer), cores)
+        start = remote.acting or replica
         return cls(
-            remote.acting or place("actor", policy, acting_share(cores), devices.actor),
+            start,
+            [start(number) for number in range(replicas)],
             {model: places[each] for model, each in on.items()},
             ranks or place("trainer", trainer, cores, devices.trainer[0]),
             Thread("saver"),
@@ -437,7 +480,17 @@ class DeviceLayout:
 
     def __iter__(self) -> Iterator[Place]:
         scoring = (*self.scoring.values(), *self.remote.scoring.values())
-        yield from dict.fromkeys([self.acting, *scoring, self.training, self.saving])
+        yield from dict.fromkeys([*self.acting, *scoring, self.training, self.saving])
+
+    def replaced(self, number: int) -> Place:
+        """Return a new place for a replica of the policy, which is lost with its old one; blocks."""
+        lost = self.acting[number]
+        if isinstance(lost, Process):
+            lost.abort()
+        place = self.acting[number] = self.start(number)
+        place.listener = lost.listener
+        lost.close()
+        return place
 
     def place_of(self, model: str) -> Place:
         return self.remote.scoring.get(model) or self.scoring[model]
@@ -449,8 +502,14 @@ class DeviceLayout:
             ModelLost: the process died.
             Exception: whatever kept it from starting.
         """
-        for place in self._processes():
-            place.wait_until_ready()
+        with ThreadPoolExecutor() as threads:  # they load their models side by side
+            waits = [threads.submit(with_route(place.wait_until_ready)) for place in self._processes()]
+            try:
+                for wait in waits:
+                    wait.result()
+            except BaseException:
+                self.abort()
+                raise
 
     def abort(self) -> None:
         """Kill processes whose calls may hang, so that what was learned can be saved; safe to call from any thread.

@@ -245,8 +245,10 @@ def _needs(settings: Settings, devices: Devices, load: Load | None, assumed: Har
     needs, uncounted = list[Expected](), own_engine and not settings.shares_weights
     if not own_engine:
         _counting("policy")
-        policy = _policy(settings, made, load)
-        needs.append(Expected("policy", devices.policy, policy, "policy" in devices.remote))
+        policy, remote = _policy(settings, made, load, devices.replicas), "policy" in devices.remote
+        for number, device in enumerate(devices.policies):
+            name = "policy" if devices.replicas == 1 else f"policy {number}"
+            needs.append(Expected(name, device, policy, remote))
     for model in sorted(scored(settings), key=lambda model: model != "proximal"):
         device, remote = devices.scoring()[model], model in devices.remote
         if model != "reward":
@@ -339,10 +341,14 @@ def engine_share(
     return min(shares)
 
 
-def _policy(settings: Settings, made: Outlines, load: Load | None) -> Bytes:
+def _policy(settings: Settings, made: Outlines, load: Load | None, replicas: int) -> Bytes:
+    def share(load: Load) -> Load:  # of one replica, to which the responses to a prompt go together
+        groups, responses = -(-load.rollouts // settings.algorithm.responses), settings.algorithm.responses
+        return replace(load, rollouts=-(-groups // replicas) * responses)
+
     if load is None:
-        return of_shortest(made.actor, load_of(settings, 1).rollouts)
-    return of_policy(made.actor, load, _sampling(settings.sampling), prefill_tokens=PREFILL_TOKENS)
+        return of_shortest(made.actor, share(load_of(settings, 1)).rollouts)
+    return of_policy(made.actor, share(load), _sampling(settings.sampling), prefill_tokens=PREFILL_TOKENS)
 
 
 def _served(
@@ -357,7 +363,7 @@ def _shares_the_policy_s(settings: Settings, devices: Devices, model: str) -> bo
         apart = devices.reference != devices.actor or model in devices.apart
         return models.adapts and models.reference in {models.policy, models.adapter} and not apart
     if model == "proximal":
-        return settings.shares_weights or "policy" not in devices.remote
+        return settings.shares_weights or "policy" not in devices.apart
     return model == "critic" and models.shared_trunk
 
 

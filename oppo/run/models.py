@@ -265,7 +265,7 @@ def _assembled(
         else None
     )
     trainer = _trainer(settings, trained, sampling, places.training, devices.trainer, copies=copies)
-    served = _actor_recipe(settings.models, load, devices.policy, seed) if "policy" in devices.remote else actor
+    served = _actor_recipe(settings.models, load, devices.policy, seed) if "policy" in devices.apart else actor
     serving = serve(ServeRequest(settings, actor, served, sampling, tokenizer, places, devices))
     value = None
     if critic.served is not None:

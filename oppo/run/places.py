@@ -38,14 +38,14 @@ from oppo.hf.introspection import longest
 from oppo.hf.lora import adapter_matrices, rank_of
 from oppo.hf.memory import Hardware
 from oppo.hf.model_files import located
-from oppo.hf.recipe import Loadable
+from oppo.hf.recipe import Loadable, ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.libraries import require
-from oppo.log import logger
+from oppo.log import logger, with_route
 from oppo.models import Policy, Sampling
 from oppo.observe import Reporter, SpanListener
-from oppo.placement import Place, PolicyPool
+from oppo.placement import Place, PolicyPool, Process
 from oppo.rewards.judge import key_of
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
         deterministic=settings.run.deterministic,
         remote=settings.remote,
         scorers=settings.run.scorers,
+        replicas=settings.placement.policy_replicas,
         gpus=None if assumed is None else assumed.gpus,
     )
 
@@ -107,8 +108,10 @@ def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
                 "other process shares, and run.scorers = 'process': expected run.scorers = 'thread' or 'auto'"
             )
         require_sharable_memory("the process of the critic", "set run.scorers = 'thread'")
+    if devices.replicas > 1 and "policy" not in devices.remote:
+        _check_replicas(devices, acting_share(cores))
     if run.scorers_gpu_share < 1:
-        _check_gpu_share(run.scorers_gpu_share, possible=bool(devices.apart - devices.remote))
+        _check_gpu_share(run.scorers_gpu_share, possible=bool(devices.apart - devices.remote - {"policy"}))
     with ExitStack() as stack:
         remote = _remote_places(settings, devices)
         stack.callback(remote.close)
@@ -125,6 +128,16 @@ def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
         )
         stack.pop_all()
     return layout
+
+
+def _check_replicas(devices: Devices, cores: int) -> None:
+    if devices.weights.type == devices.policy.type == "cuda":
+        require_sharable_memory("a replica of the policy", "leave placement.policy_replicas out")
+    if devices.policy.type == "cpu" and devices.replicas > cores:
+        logger.warning(
+            f"placement.policy_replicas = {devices.replicas} share {cores} core(s), half of run.cores: they will wait "
+            "for each other"
+        )
 
 
 def _check_gpu_share(share: float, *, possible: bool) -> None:
@@ -173,18 +186,21 @@ def _remote_places(settings: Settings, devices: Devices) -> RemotePlaces:
                 setup=setup,
             )
             stack.callback(training.close)
+
+        def acting(number: int) -> Place:
+            name = "policy" if devices.replicas == 1 else f"policy {number}"
+            logger.info(f"starting the actor of the {name} in the cluster")
+            return RayPlace(name, cluster, room=room(devices.policy.type), setup=setup, restarts=0)
+
         actors: dict[str, Place] = {}
-        for model, device in devices.scoring(sorted(settings.remote - {"trainer"})).items():
+        for model, device in devices.scoring(sorted(settings.remote - {"trainer", "policy"})).items():
             logger.info(f"starting the actor of the {model} in the cluster")
             actors[model] = RayPlace(
-                model,
-                cluster,
-                room=room(device.type),
-                setup=setup,
-                restarts=0 if model == "policy" else settings.run.scorer_restarts,
+                model, cluster, room=room(device.type), setup=setup, restarts=settings.run.scorer_restarts
             )
             stack.callback(actors[model].close)
-        return RemotePlaces(actors.pop("policy", None), actors, training, stack.pop_all().close)
+        remote = acting if "policy" in settings.remote else None
+        return RemotePlaces(remote, actors, training, stack.pop_all().close)
 
 
 SERVING: Final = "lower step.batch, step.overcommit or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
@@ -354,16 +370,34 @@ def _adapter_rank(request: ServeRequest) -> int:
 
 
 def _on_transformers(request: ServeRequest) -> Serving:
-    policy = HfPolicy(
-        request.served,
-        sampling=request.sampling,
-        place=ModelPlace(request.places.acting, "policy", SERVING),
-        deterministic=request.settings.run.deterministic,
-        kv_on_sync=request.settings.step.kv_on_sync,
-        decode=request.tokenizer.decode,
-        routed_experts=request.settings.trainer.router_replay,
-    )
-    return Serving(policy, longest(request.actor))
+    places, devices = request.places, request.devices
+
+    def policy(number: int) -> HfPolicy:
+        served, name = request.served, "policy" if devices.replicas == 1 else f"policy {number}"
+        if isinstance(served, ModelRecipe):
+            served = replace(served, device=str(devices.policies[number]))
+        return HfPolicy(
+            served,
+            sampling=request.sampling,
+            place=ModelPlace(places.acting[number], name, SERVING),
+            deterministic=request.settings.run.deterministic,
+            kv_on_sync=request.settings.step.kv_on_sync,
+            decode=request.tokenizer.decode,
+            routed_experts=request.settings.trainer.router_replay,
+        )
+
+    def again(number: int) -> HfPolicy:
+        place, started = places.replaced(number), policy(number)
+        if isinstance(place, Process):
+            place.wait_until_ready()
+        return started
+
+    async def start(number: int) -> HfPolicy:
+        return await anyio.to_thread.run_sync(with_route(again), number)
+
+    policies, gpus = [policy(number) for number in range(devices.replicas)], len(set(devices.policies))
+    served = policies[0] if len(policies) == 1 else PolicyPool(policies, start=start)
+    return Serving(served, longest(request.actor), gpus=gpus)
 
 
 def _on_vllm(request: ServeRequest) -> Serving:

@@ -120,7 +120,7 @@ def test_a_loaded_model_is_on_the_device_that_was_asked_for(tmp_path: Path) -> N
 def test_scorers_are_beside_the_models_of_a_gpu_in_a_thread() -> None:
     """Whether there is a GPU somewhere says nothing about the models."""
     places = DeviceLayout.of(4, CUDA, "auto")
-    assert all(isinstance(place, DeviceThread) for place in (places.acting, places.scoring["reward"], places.training))
+    assert all(isinstance(place, DeviceThread) for place in (*places.acting, places.scoring["reward"], places.training))
     places.close()
     with pytest.raises(ConfigError, match=r"run\.trainer = 'process' .* on cuda:0: expected run\.trainer = 'thread'"):
         DeviceLayout.of(4, CUDA, "auto", trainer="process")
@@ -154,10 +154,23 @@ def test_models_of_a_process_on_a_gpu_are_loaded_there() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_each_replica_of_a_policy_has_a_gpu_or_the_last_is_refused() -> None:
+    named = {key: ["cuda"] for key in ("policy", "actor", "trainer", "reference", "reward", "critic")}
+    devices = Devices.found(named, str, replicas=2)
+    assert [str(device) for device in devices.policies] == ["cuda:0", "cuda:1"]
+    assert devices.apart == {"policy"}
+    for options in ({"replicas": 3}, {"replicas": 2, "gpus": 1}):
+        with pytest.raises(ConfigError, match=r"placement\.policy_replicas = \d gives each replica a GPU, .* no 'cuda:"):
+            Devices.found(named, str, **options)  # type: ignore[arg-type]  # all are numbers
+    remote = Devices.found(named, str, replicas=3, remote=frozenset({"policy"}))
+    assert [str(device) for device in remote.policies] == ["cuda"] * 3, "that which Ray gives each"
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_scorers_on_a_cpu_have_a_process_whatever_else_the_machine_has() -> None:
     places = DeviceLayout.of(4, all_on(CPU), "auto")
     assert isinstance(places.scoring["reward"], Process)
-    assert isinstance(places.acting, Thread)
+    assert isinstance(places.acting[0], Thread)
     places.close()
 
 

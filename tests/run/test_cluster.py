@@ -12,7 +12,8 @@ from oppo.config.load import load
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
 from oppo.run.checkpoint import fingerprints, require_same
-from oppo.run.memory import by_device, expected
+from oppo.hf.memory import Hardware
+from oppo.run.memory import by_device, crowded, expected
 from oppo.run.places import devices_of
 from tests.workplace import furnish
 
@@ -138,6 +139,21 @@ def test_memory_of_other_machines_is_shown_and_not_counted_here(folder: Path) ->
     assert needs["trainer, whole weights"].bytes.weights == needs["critic"].bytes.weights, "the actor's are shared"
     (counted,) = by_device(needs.values()).values()
     assert [each.model for each in counted] == ["policy", "trainer, whole weights", "trainer, rank 0"]
+
+
+def test_each_replica_of_a_remote_policy_is_an_actor_with_a_gpu(folder: Path) -> None:
+    there = settings(
+        folder,
+        CLUSTER,
+        'placement.remote=["policy"]',
+        "placement.policy=cuda",
+        "models.device=cpu",
+        "placement.policy_replicas=3",
+    )
+    needs = expected(there, devices_of(there), None)
+    assert [each.where for each in needs if each.remote] == ["cuda in the cluster"] * 3
+    (fault,) = crowded(needs, Hardware.assumed("2x2xH100-80GB"))
+    assert "3 models are actors with a GPU each (policy 0, policy 1, policy 2)" in fault
 
 
 def test_a_remote_policy_decodes_there_and_is_trained_here(folder: Path) -> None:

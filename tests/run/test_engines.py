@@ -244,7 +244,7 @@ def test_an_engine_is_ended_also_if_a_place_cannot_be(workplace: Path, monkeypat
     with pytest.raises(ModelError, match="does not end"):
         session.assembly.close()
     session.assembly.places.scoring["reward"].close()
-    session.assembly.places.acting.close()
+    session.assembly.places.acting[0].close()
 
 
 URLS = ("http://localhost:8001", "http://localhost:8002")

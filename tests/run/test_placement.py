@@ -22,12 +22,12 @@ from oppo.hf.memory import Hardware
 from oppo.hf.recipe import ModelRecipe
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.placement import Place, Process, Ranks, Thread
-from oppo.run.memory import expected, load_of, with_micro_batches
+from oppo.run.memory import Expected, expected, load_of, with_micro_batches
 from oppo.run.places import devices_of, layout_of, with_dtype
 from oppo.run.train import FINAL
 from tests.hf import tiny
 from tests.placement.instances import gone
-from tests.workplace import furnish, oppo, resume, start
+from tests.workplace import furnish, oppo, records, resume, start
 
 BOTH = 'placement.trainer=["cpu", "cpu"]'
 
@@ -93,6 +93,70 @@ def test_a_rank_that_is_killed_ends_the_run_and_the_others_and_it_can_be_resumed
     assert gone(ranks)
     made = len((folder / "runs" / "killed" / "metrics.jsonl").read_text().splitlines())
     assert resume(folder, "killed", f"run.steps={made + 1}") == DONE
+
+
+REPLICAS = ("placement.policy_replicas=2", "run.scorers=thread")
+
+
+def test_two_replicas_of_a_policy_make_the_run_of_one(folder: Path) -> None:
+    still = ("run.steps=3", "step.overcommit=0", "sampling.temperature=0", "run.checkpoint_every=2")
+    assert oppo(folder, "", *still, "run.name=one") == DONE
+    assert oppo(folder, "", *still, "run.name=two", *REPLICAS) == DONE
+    begun = {f"actor/{key}": tensor for key, tensor in load_file(folder / "actor" / "model.safetensors").items()}
+    moved = apart(begun, weights(folder, "one"))
+    assert moved > 0
+    assert apart(begun | weights(folder, "two"), begun | weights(folder, "one")) < 0.01 * moved
+    assert resume(folder, "two", "run.steps=4", "placement.policy_replicas=1") == DONE
+
+
+def test_a_replica_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path) -> None:
+    with start(folder, "run.name=replaced", "run.steps=100000", *REPLICAS) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        os.kill(children[0], signal.SIGKILL)
+        members = [2.0]
+        while members[-1] == 1 or 1 not in members:
+            assert process.stdout.readline()
+            members.append(records(folder, "replaced", "metrics.jsonl")[-1]["sync/members"])
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert "member 0 (HfPolicy) of the pool is lost" in said
+    assert "has been started again, with version" in said
+    assert gone(children)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (("run.deterministic=true",), ["run.deterministic = true"]),
+        (("run.policy=process",), ["run.policy = 'process'"]),
+        (("models.shared_trunk=true", "models.critic="), ["models.shared_trunk = true"]),
+        (("models.engine=vllm",), ["models.engine = 'vllm'", "vllm.data_parallel_size"]),
+        (("models.engine=vllm", 'vllm.urls=["http://one:8000"]'), ["vllm.urls", "one engine each"]),
+        (("placement.policy_replicas=0",), ["placement.policy_replicas", "got 0"]),
+    ],
+)
+def test_replicas_are_refused_where_they_cannot_be(folder: Path, overrides: tuple[str, ...], names: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(folder / "config.toml", ["placement.policy_replicas=2", *overrides])
+    assert all(name in str(refused.value) for name in ["placement.policy_replicas", *names]), refused.value
+
+
+def test_memory_is_counted_of_each_replica_of_a_policy(folder: Path) -> None:
+    assumed = Hardware.assumed("4xH100-80GB")
+
+    def counted(*overrides: str) -> dict[str, Expected]:
+        settings = load(folder / "config.toml", overrides)
+        needs = expected(settings, devices_of(settings, assumed), load_of(settings, 6), assumed)
+        return {each.model: each for each in needs}
+
+    one, two = counted(), counted("placement.policy_replicas=2", "placement.policy=cuda:2")
+    assert [str(two[name].device) for name in ("policy 0", "policy 1")] == ["cuda:2", "cuda:3"]
+    assert two["policy 0"].bytes.weights == one["policy"].bytes.weights
+    assert two["policy 0"].bytes.keys_values <= 0.6 * one["policy"].bytes.keys_values, "of half of the rollouts"
+    assert two["trainer"].bytes.weights == one["policy"].bytes.weights, "the policy's, which none of them shares"
 
 
 @pytest.mark.usefixtures("three_gpus")

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelError
 from oppo.events import FinishReason, Prompt, RoutedExperts
+from oppo.hf.devices import synchronised
 from oppo.hf.kv.cache import take
 from oppo.hf.kv.prefill import EXACT_BLOCK
 from oppo.hf.kv.reader import Incremental
@@ -366,6 +367,7 @@ class PolicyCore:
         """
         if weights.actor:
             adopt(self._decoder.model, weights.actor)
+            synchronised(self._decoder.model.device)  # the trainer's tensors may change now
         self.counters.version = weights.version
         self.counters.loads += 1
 

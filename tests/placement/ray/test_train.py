@@ -122,6 +122,27 @@ def test_a_policy_that_is_killed_ends_the_run_which_can_be_resumed(two: Machines
     assert resume(folder, "killed", f"run.steps={made + 1}") == DONE
 
 
+def test_a_replica_of_the_policy_that_is_killed_is_replaced_while_the_run_goes_on(two: Machines, folder: Path) -> None:
+    before = two.pids()
+    overrides = (f"placement.cluster={two.address}", 'placement.remote=["policy"]', "placement.policy_replicas=2")
+    with start(folder, *overrides, "run.name=replaced", "run.steps=100000", **{MARK: two.mark}) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        policies = [pid for pid in two.pids() - before if b"ray::Servant" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(policies) == 2
+        os.kill(policies[0], signal.SIGKILL)
+        members = [2.0]
+        while members[-1] == 1 or 1 not in members:
+            assert process.stdout.readline()
+            members.append(records(folder, "replaced", "metrics.jsonl")[-1]["sync/members"])
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == INTERRUPTED, said
+    assert "has been started again, with version" in said
+    assert not two.settled(before)
+
+
 def require_equal_runs(folder: Path, one: str, other: str) -> None:
     """Check that two runs have the same scores and have trained the same weights, to the bit."""
     scores = [[line["score"] for line in records(folder, name, "metrics.jsonl")] for name in (one, other)]
