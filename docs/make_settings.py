@@ -104,6 +104,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "placement.actor_cpus": ("`num_cpus` of a Ray actor", ""),
     "placement.spread": ("`STRICT_SPREAD` of a placement group", ""),
     "placement.policy_replicas": ("number of rollout engines, inference replicas", ""),
+    "placement.share": ("colocated engine, sleep mode", "`vllm_enable_sleep_mode` of GRPO"),
     "data.prompts": ("prompt dataset", "train_dataset"),
     "data.column": ("prompt field", ""),
     "data.max_prompt_tokens": ("maximum prompt length", ""),

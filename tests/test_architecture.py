@@ -94,11 +94,11 @@ RATCHETS = {
     # a chunk of tokens at a time, of logits in float32; an update reads packed rows, a first reading too.
     # Utilisation of devices: FLOP counted from models and tokens, peaks of devices, their memory.
     # What bounds a simulated step; a process of scorers on a GPU, micro-batches by its memory, an engine by the device.
-    # Pools of engines, which outlive their members' deaths; vLLM servers by their URLs.
+    # Pools of engines, which outlive their members' deaths; vLLM servers by their URLs; replicas; sleep.
     # A judge by its URL; what an engine reads is what was sent. Decode steps are CUDA graphs.
     # No more enter than a KV cache has room for; surrogates and scales besides PPO's; what a loss of your own
     # does not read.
-    "lines": 55_608,
+    "lines": 55_885,
     "protocols": 77,
     # Of metrics, that a batch has each rollout once, that names are distinct; that vLLM gives routed experts.
     "functions that only require": 90,

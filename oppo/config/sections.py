@@ -153,6 +153,12 @@ class PlacementSection:
         "from that of `placement.policy` on, or its share of the cores; with the policy in `placement.remote`, Ray "
         "actors",
     )
+    share: Literal["beside", "sleep"] = setting(
+        "beside",
+        "how vLLM has a GPU together with the trainer: `beside`: each has its own part of the memory; `sleep`: the "
+        "engine sleeps while the policy is trained, its weights in the CPU's memory and its KV cache dropped, so that "
+        "the KV cache of deferred rollouts is recomputed",
+    )
 
     def names(self, device: str) -> Mapping[str, tuple[str, ...]]:
         """Return the devices by model, where ``device`` is that of models that have none of their own."""

@@ -344,7 +344,9 @@ def require_consistent(settings: Settings) -> None:
         )
     _require_possible_placement(settings)
     if settings.placement.policy_replicas > 1:
-        _require_possible_replicas(settings)
+        _check_replicas(settings)
+    if settings.placement.share == "sleep":
+        _check_sleep(settings)
     if settings.step.weight_sync == "in-flight":
         _require_possible_in_flight(settings)
     if settings.step.stream_updates:
@@ -513,7 +515,7 @@ def _require_possible_placement(settings: Settings) -> None:
         )
 
 
-def _require_possible_replicas(settings: Settings) -> None:
+def _check_replicas(settings: Settings) -> None:
     given = f"placement.policy_replicas = {settings.placement.policy_replicas}"
     if settings.on_server:
         raise ValueError(f"{given} starts engines, and vllm.urls names servers, one engine each: leave it out")
@@ -529,6 +531,22 @@ def _require_possible_replicas(settings: Settings) -> None:
     }
     if found := [words for words, is_so in faults.items() if is_so]:
         raise ValueError(f"{given} does not go with {'; '.join(found)}: change that, or leave it out")
+
+
+def _check_sleep(settings: Settings) -> None:
+    step, engine = settings.step, settings.models.engine
+    faults = {
+        f"models.engine = {engine!r}, which cannot sleep: only 'vllm' can": engine != "vllm",
+        "vllm.urls, since others start and end servers": settings.on_server,
+        f"step.lookahead = {step.lookahead}, which decodes while the policy is trained": step.lookahead > 0,
+        "step.stream_updates = true, which decodes while the policy is trained": step.stream_updates,
+        "step.kv_on_sync = 'keep', since an engine that sleeps has no KV cache": step.kv_on_sync == "keep",
+    }
+    if found := [words for words, is_so in faults.items() if is_so]:
+        raise ValueError(
+            "placement.share = 'sleep' lets the engine sleep while the policy is trained, which does not go with "
+            f"{'; '.join(found)}: change that, or leave share out"
+        )
 
 
 def _refuse_remote(settings: Settings, model: str) -> NoReturn:

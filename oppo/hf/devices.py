@@ -361,9 +361,13 @@ class Devices:
         return {model: CPU if model in self.remote else device for model, device in on.items()}
 
     def distinct(self) -> list[torch.device]:
-        ranks = self.trainer[:1] if "trainer" in self.remote else self.trainer
         scoring = self.scoring([model for model in SCORED if model not in self.remote])
-        return list(dict.fromkeys([self.actor, *ranks, *scoring.values()]))
+        return list(dict.fromkeys([self.actor, *self.ranks_here, *scoring.values()]))
+
+    @property
+    def ranks_here(self) -> tuple[torch.device, ...]:
+        """The devices of the training ranks of this machine."""
+        return self.trainer[:1] if "trainer" in self.remote else self.trainer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

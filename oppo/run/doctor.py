@@ -29,7 +29,7 @@ from oppo.log import logger, routed
 from oppo.models import Sampling, VariesSampling
 from oppo.redact import harmless
 from oppo.run.checkpoint import Provenance
-from oppo.run.memory import SHARE, Expected, advice, by_device, crowded, expected, load_of
+from oppo.run.memory import SHARE, Expected, advice, at_worst, by_device, crowded, expected, load_of
 from oppo.run.models import policy_tokenizer
 from oppo.run.places import devices_of
 from oppo.run.prompts import supplied
@@ -73,11 +73,13 @@ class Diagnosis:
         yield from _table(self.needs)
         yield ""
         for device, models in by_device(self.needs).items():
-            total, memory = sum(each.bytes.total for each in models), memory_of(device, self.assumed)
+            total, memory = at_worst(models), memory_of(device, self.assumed)
             there = "" if memory is None else f", {decimal(memory[0])} {'free' if self.assumed is None else 'assumed'}"
             yield f"{device}: {decimal(total)} needed{there}; {_largest(models)}"
         for share in {each.share for each in self.needs} - {None}:
             yield f"vLLM takes {share} of its GPUs' memory (vllm.{SHARE}); what its weights leave is the KV cache"
+        if any(each.sleeps for each in self.needs):
+            yield "vLLM sleeps during an update (placement.share = 'sleep'): not both need their memory at once"
         yield "PyTorch itself, the work space of kernels, and what an allocator keeps come on top."
         yield from (f"too little memory: {fault}" for fault in self.faults)
 

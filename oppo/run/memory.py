@@ -88,6 +88,7 @@ class Expected:
         bytes: at its worst moment.
         remote: the device is one of another machine, whose memory is not known here.
         share: of its device's memory that an engine takes; ``None``: it takes what it needs.
+        sleeps: it needs none while the policy is trained.
     """
 
     model: str
@@ -95,6 +96,7 @@ class Expected:
     bytes: Bytes
     remote: bool = False
     share: float | None = None
+    sleeps: bool = False
 
     @property
     def where(self) -> str:
@@ -103,6 +105,10 @@ class Expected:
     def with_activations(self, times: int) -> Expected:
         """Return the same with so many times the activations."""
         return replace(self, bytes=replace(self.bytes, activations=times * self.bytes.activations))
+
+    def at_rest(self) -> Expected:
+        """Return the same without what only an update needs."""
+        return replace(self, bytes=replace(self.bytes, gradients=0, activations=0))
 
     def __str__(self) -> str:
         chosen = "" if self.share is None else f", vllm.{SHARE} = {self.share}"
@@ -274,7 +280,9 @@ def _needs(settings: Settings, devices: Devices, load: Load | None, assumed: Har
     _counting("trainer")
     needs += _training(devices, _trainer(settings, made, load), unshared, shard=settings.placement.shard)
     if own_engine and not settings.on_server:
-        needs = [*_engine(settings, devices, made, needs, assumed), *needs]
+        sleeps = settings.placement.share == "sleep"
+        beside = [each.at_rest() if sleeps and is_of_training(each) else each for each in needs]
+        needs = [*_engine(settings, devices, made, beside, assumed), *needs]
     return needs
 
 
@@ -288,7 +296,12 @@ def _engine(
     arguments = placed(settings.vllm, devices.policy)
     dtype = served_dtype(settings.models, settings.vllm, made.actor().dtype)
     share = engine_share(settings.vllm, devices, others, assumed)
-    return _on_engine("policy", made.actor, arguments, dtype=dtype, on=devices.policy, share=share, assumed=assumed)
+    make, on = made.actor, devices.policy
+    needs = _on_engine("policy", make, arguments, dtype=dtype, on=on, share=share, assumed=assumed)
+    if settings.placement.share != "sleep":
+        return needs
+    weights = Bytes(sum(each.bytes.weights for each in needs))
+    return [Expected("policy, asleep", CPU, weights), *(replace(each, sleeps=True) for each in needs)]
 
 
 def _on_engine(
@@ -412,6 +425,18 @@ def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:
     return found
 
 
+def is_of_training(need: Expected) -> bool:
+    """Return whether the memory is the trainer's, or that of a rank."""
+    return need.model.startswith("trainer")
+
+
+def at_worst(models: Sequence[Expected]) -> int:
+    """Return the bytes that models need on their device at once: either an update, or what sleeps meanwhile."""
+    total, asleep = sum(each.bytes.total for each in models), sum(each.bytes.total for each in models if each.sleeps)
+    trained = [each for each in models if is_of_training(each)]
+    return total - min(asleep, sum(each.bytes.total - each.at_rest().bytes.total for each in trained))
+
+
 def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, spread: bool = False) -> list[str]:
     """Return a message about each device that has less memory than its models need.
 
@@ -422,7 +447,7 @@ def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, sprea
     """
     messages = []
     for device, models in by_device(needs).items():
-        total, memory = sum(each.bytes.total for each in models), memory_of(device, assumed)
+        total, memory = at_worst(models), memory_of(device, assumed)
         each = ", ".join(map(str, models))
         if memory is not None and total > memory[0]:
             messages.append(f"{device} has {decimal(memory[0])} free, and its models need {decimal(total)} ({each})")

@@ -299,7 +299,9 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
                 raise ConfigError(f"{key}: {error}") from error
     if settings.models.engine == "vllm":
         from oppo.vllm.arguments import (  # noqa: PLC0415 - takes seconds to import
+            check_sleep,
             computes_on_cpu,
+            gpus_of,
             placed,
             require_arguments,
             require_routed_experts,
@@ -319,9 +321,17 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
         on_cpu = computes_on_cpu() if assumed is None else devices.policy.type == "cpu"
         if settings.trainer.router_replay:
             require_routed_experts(settings.vllm, on_cpu=on_cpu)
-        gpus = None if assumed is None else assumed.gpus
+        gpus, arguments = None if assumed is None else assumed.gpus, placed(settings.vllm, devices.policy)
+        if settings.placement.share == "sleep":
+            check_sleep(on_cpu=on_cpu)
+            used, trained = gpus_of(arguments, gpus), [str(each) for each in devices.ranks_here]
+            if not any(f"cuda:{number}" in trained for number in used):
+                raise ConfigError(
+                    f"placement.share = 'sleep' frees the GPUs of vLLM, {', '.join(map(str, used))}, for the trainer, "
+                    f"and that is on {', '.join(trained)}: leave share out, or set placement.trainer"
+                )
         sender = devices.weights if settings.models.lora_sync == "merged" else torch.device("cpu")
-        route_of(placed(settings.vllm, devices.policy), sender, on_cpu=on_cpu, gpus=gpus)
+        route_of(arguments, sender, on_cpu=on_cpu, gpus=gpus)
 
 
 def _check_reward_engine(reward: VllmRewardSection, settings: Settings, assumed: Hardware | None) -> None:
@@ -405,6 +415,9 @@ def _on_vllm(request: ServeRequest) -> Serving:
 
     if request.settings.on_server:
         return _on_servers(request)
+    if request.settings.placement.share == "sleep":
+        deferred = ", and the KV cache of deferred rollouts is recomputed" * bool(request.settings.step.most_overcommit)
+        logger.info(f"vLLM sleeps while the policy is trained{deferred} (placement.share = 'sleep')")
     engine = _engine(request)
     policy = _policy_on(engine, request)
     gpus = workers_of(request.settings.vllm)
@@ -507,6 +520,7 @@ def _engine(request: ServeRequest) -> VllmEngine:
         cores=acting_share(settings.run.cores or available_cores()),
         adapters=_adapter_rank(request),
         log=request.log,
+        sleeps=settings.placement.share == "sleep",
     )
 
 

@@ -55,7 +55,7 @@ OWNED: Final[Mapping[str, str]] = {
     "max_cpu_loras": _ADAPTERS,
     "max_lora_rank": _ADAPTERS,
     "lora_dtype": _ADAPTERS,
-    "enable_sleep_mode": "a sleeping engine would lose the KV cache of deferred rollouts",
+    "enable_sleep_mode": "an engine sleeps while the policy is trained, with placement.share = 'sleep'",
     "enable_fault_tolerance": "a worker that is started again would serve the weights that the run began with",
     "fault_tolerance_config": "a worker that is started again would serve the weights that the run began with",
     "kv_transfer_config": _KEPT,
@@ -241,7 +241,18 @@ def _fault(name: str, value: object, owned: Mapping[str, str], known: frozenset[
     return f"vllm.{name}: the engine of the installed vLLM has no such argument{hint}"
 
 
-def engine_arguments(model: str, given: Mapping[str, object], *, on_cpu: bool, backend: str) -> dict[str, Any]:
+def check_sleep(*, on_cpu: bool) -> None:
+    """Raise ``ConfigError`` unless vLLM can sleep, which it refuses only at its start."""
+    if on_cpu:
+        raise ConfigError(
+            "vLLM does not sleep on a CPU, and an engine there takes no memory of the trainer's GPU: leave "
+            "placement.share = 'sleep' out"
+        )
+
+
+def engine_arguments(
+    model: str, given: Mapping[str, object], *, on_cpu: bool, backend: str, sleeps: bool = False
+) -> dict[str, Any]:
     """Return all arguments of an engine.
 
     Its weights have the type in which they are stored, unless one is chosen; vLLM by itself would round those in
@@ -252,7 +263,10 @@ def engine_arguments(model: str, given: Mapping[str, object], *, on_cpu: bool, b
         given: those that were chosen; they come before the defaults.
         on_cpu: whether vLLM computes on a CPU.
         backend: of the weight transfer.
+        sleeps: whether the engine may sleep.
     """
+    if sleeps:
+        check_sleep(on_cpu=on_cpu)
     if on_cpu and given.get("enable_chunked_prefill"):
         raise ConfigError(
             "vllm.enable_chunked_prefill = true ends vLLM's engine on a CPU, when it reads a part of a prompt whose "
@@ -273,6 +287,7 @@ def engine_arguments(model: str, given: Mapping[str, object], *, on_cpu: bool, b
         **ALWAYS,
         **(ON_CPU if on_cpu else {}),
         **given,
+        **({"enable_sleep_mode": True} if sleeps else {}),
         "weight_transfer_config": WeightTransferConfig(backend=backend),
     }
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 import torch
 
@@ -28,6 +28,7 @@ from oppo.vllm.arguments import (
 )
 from oppo.vllm.plugin import register, transfer_of
 from oppo.vllm.processes import Children, EngineLog, cores_of, environment, guarded, logging_to
+from oppo.vllm.surface import answered
 from oppo.vllm.sync import AdapterSender, DeviceSender, FileSender, ServedWeights, WeightSender
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ TOLD_EVERY: Final = 10.0
 
 PATIENCE: Final = 10.0
 """Seconds that an engine's processes have to end."""
+
+Part: TypeAlias = Literal["weights", "kv_cache"]
+"""What a sleeping engine has no memory of a GPU for."""
 
 
 class Engine(Closing):
@@ -58,10 +62,14 @@ class Engine(Closing):
         kv_tokens: the tokens for which its KV cache has room; ``None`` where it does not say.
         requests: ids of the requests that policies have open.
         weights: those of its model; ``None`` for one that transformers cannot train, or that pools.
+        sleeps: while nothing is decoded, so that others have its GPUs' memory.
+        asleep: the parts that have no memory now, in the order in which they wake.
         defers: how requests go on after a pause, as :class:`oppo.models.Capabilities` has it.
         advice: what to do when it is lost.
     """
 
+    sleeps: bool = False
+    asleep: tuple[Part, ...] = ()
     defers: Literal["with the same tokens", "with other tokens"] = "with the same tokens"
     llm: AsyncEngine
     sender: WeightSender
@@ -105,6 +113,25 @@ class Engine(Closing):
     def check_options(self, *, keeps_kv: bool, routed_experts: bool) -> None:
         """Raise ``ConfigError`` unless a policy can be served so."""
 
+    async def fall_asleep(self) -> None:
+        """Free the memory of weights and KV cache; requests stay, and compute their KV cache again when it wakes."""
+        async with answered(self, shield=True):
+            await self._sleep()
+        self.asleep = ("weights", "kv_cache")
+
+    async def wake(self, *parts: Part) -> None:
+        """Take the memory of parts again; with the last that is asleep the engine goes on, as if it were resumed."""
+        for part in [each for each in self.asleep if each in parts]:
+            async with answered(self, shield=True):
+                await self._wake(part)
+            self.asleep = tuple(each for each in self.asleep if each != part)
+
+    async def _sleep(self) -> None:
+        raise ProtocolError(f"{type(self).__name__} does not sleep")
+
+    async def _wake(self, part: Part) -> None:
+        raise ProtocolError(f"{type(self).__name__} does not sleep, so {part} does not wake")
+
     def require_usable(self) -> None:
         """Check that calls of the engine may be made here and now."""
         if self._closed:
@@ -141,8 +168,10 @@ class VllmEngine(Engine):
         log: EngineLog,
         weights: ServedWeights | None = None,
         dtype_chosen: bool = True,
+        sleeps: bool = False,
     ) -> None:
         super().__init__()
+        self.sleeps = sleeps
         self.llm: Any = llm
         self.sender = sender
         self.config: VllmConfig = llm.vllm_config
@@ -167,6 +196,7 @@ class VllmEngine(Engine):
         cores: int | slice | None = None,
         adapters: int = 0,
         log: Path | None = None,
+        sleeps: bool = False,
     ) -> Self:
         """Start an engine and wait until it is ready; blocks, so call it before the event loop or in the main thread.
 
@@ -181,6 +211,7 @@ class VllmEngine(Engine):
             cores: CPU cores that it computes on, the first ones of this process, or a slice of its cores; ``None``: as
                 vLLM chooses.
             log: the file for everything that it writes; ``None``: a temporary one, which stays if the engine fails.
+            sleeps: while nothing is decoded, so that the trainer has its GPUs' memory.
 
         Raises:
             ConfigError: vLLM is not installed, an argument is unknown or refused, weights cannot go from the trainer to
@@ -199,7 +230,9 @@ class VllmEngine(Engine):
             with _progress_logged(began, file.path), guarded(), chosen:
                 try:
                     with heeded():
-                        llm, sender = _async_llm(str(model), arguments or {}, trainer, on_cpu=on_cpu, adapters=adapters)
+                        llm, sender = _async_llm(
+                            str(model), arguments or {}, trainer, on_cpu=on_cpu, adapters=adapters, sleeps=sleeps
+                        )
                 except (KeyboardInterrupt, SystemExit, ConfigError):
                     raise
                 except BaseException as error:
@@ -215,7 +248,22 @@ class VllmEngine(Engine):
                 log=file,
                 weights=served_by(llm.vllm_config),
                 dtype_chosen="dtype" in (arguments or {}),
+                sleeps=sleeps,
             )
+
+    def check_options(self, *, keeps_kv: bool, routed_experts: bool) -> None:
+        del routed_experts
+        if self.sleeps and keeps_kv:
+            raise ConfigError(
+                "an engine that sleeps has no KV cache that could be kept over a weight sync: set kv_on_sync = "
+                "'recompute', or start it with sleeps=False"
+            )
+
+    async def _sleep(self) -> None:
+        await self.llm.sleep(level=1, mode="keep")
+
+    async def _wake(self, part: Part) -> None:
+        await self.llm.wake_up(tags=[part])
 
     def params(self, keywords: Mapping[str, object]) -> object:
         """Return vLLM's ``SamplingParams``."""
@@ -262,7 +310,7 @@ def _nothing(timeout: float | None = None) -> None:
 
 
 def _async_llm(
-    model: str, given: Mapping[str, object], trainer: torch.device | str, *, on_cpu: bool, adapters: int
+    model: str, given: Mapping[str, object], trainer: torch.device | str, *, on_cpu: bool, adapters: int, sleeps: bool
 ) -> tuple[Any, WeightSender]:
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds to import
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
@@ -274,7 +322,7 @@ def _async_llm(
     else:
         route = route_of(given, torch.device(trainer), on_cpu=on_cpu)
         backend, sender = route.backend, FileSender() if route.backend == "file" else DeviceSender(route)
-    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=transfer_of(backend))
+    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=transfer_of(backend), sleeps=sleeps)
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), sender
 
 

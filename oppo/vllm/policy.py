@@ -6,6 +6,7 @@
     cut                 the engine is paused, what it had made by then is drained, and requests stay as they are
     overrun             what finished between the cut and the pause: reported first at the next decoding
     load                paused, drained, new weights, resumed: between two decode steps
+    sleep               after a decoding; weights wake to be loaded, the KV cache wakes for the next decoding
 
 In a decoding a pump for each rollout takes tokens as they come, until a response or a turn of it ends; an answer, or a
 rollout that joins, starts another. The umpire waits until a response has ended, lets the other pumps of the same decode
@@ -214,6 +215,14 @@ class VllmPolicy:
                     yield loop
             finally:
                 self._loop = None
+        if self.engine.sleeps and "weights" not in self.engine.asleep:
+            async with self._gate:
+                if self.engine.asleep:  # in part, and vLLM falls asleep as a whole
+                    await self.engine.wake("kv_cache")
+                    self._paused = False
+                await self._pause()
+                with self.reporter.reported("sleep"):
+                    await self.engine.fall_asleep()
 
     def unfinished(self, live: Sequence[Decode]) -> list[Request]:
         """Return the requests of rollouts that have not ended.
@@ -336,6 +345,7 @@ class VllmPolicy:
             return
         await self.abort([request for request in self._submitted if request.idle])
         if not self.engine.llm.errored:
+            await self.engine.wake("weights", "kv_cache")
             async with answered(self.engine, shield=True):
                 await self.engine.llm.resume_generation()
             self._paused = False
@@ -396,6 +406,8 @@ class VllmPolicy:
             async with self._gate:
                 try:
                     await self._prepare()
+                    if tensors:
+                        await self.engine.wake("weights")
                     async with cancelled_after(GRACE):
                         await self._send(tensors, weights.version)
                 finally:

@@ -160,7 +160,9 @@ def test_each_replica_of_a_policy_has_a_gpu_or_the_last_is_refused() -> None:
     assert [str(device) for device in devices.policies] == ["cuda:0", "cuda:1"]
     assert devices.apart == {"policy"}
     for options in ({"replicas": 3}, {"replicas": 2, "gpus": 1}):
-        with pytest.raises(ConfigError, match=r"placement\.policy_replicas = \d gives each replica a GPU, .* no 'cuda:"):
+        with pytest.raises(
+            ConfigError, match=r"placement\.policy_replicas = \d gives each replica a GPU, .* no 'cuda:"
+        ):
             Devices.found(named, str, **options)  # type: ignore[arg-type]  # all are numbers
     remote = Devices.found(named, str, replicas=3, remote=frozenset({"policy"}))
     assert [str(device) for device in remote.policies] == ["cuda"] * 3, "that which Ray gives each"
@@ -346,7 +348,7 @@ async def test_a_trainer_gives_back_memory_after_a_call_where_others_are_on_its_
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     for trainer, given_back in ((first, ["gave back"]), (second, [])):
         places = DeviceLayout.of(2, Devices(first, first, (trainer,), first, first, first), "auto")
-        for place in (places.training, places.acting):
+        for place in (places.training, *places.acting):
             await place.host(Model).call("work", Model.number, "7")
         places.close()
         assert [what for what in cuda.done if what == "gave back"] == given_back

@@ -11,8 +11,8 @@ from oppo.cli import UNUSABLE, main
 from oppo.config.load import load
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
-from oppo.run.checkpoint import fingerprints, require_same
 from oppo.hf.memory import Hardware
+from oppo.run.checkpoint import fingerprints, require_same
 from oppo.run.memory import by_device, crowded, expected
 from oppo.run.places import devices_of
 from tests.workplace import furnish

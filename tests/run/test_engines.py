@@ -61,7 +61,9 @@ class StandIn:
         trainer: torch.device,
         cores: int | None = None,
         log: Path | None = None,
+        sleeps: bool = False,
     ) -> Self:
+        assert not sleeps
         logger.info("starting vLLM")
         engine = cls(Path(model), arguments, trainer, cores, log)
         StandIn.started.append(engine)
@@ -186,6 +188,7 @@ def test_a_run_is_resumed_on_its_checkpoints_weights(workplace: Path, stand_in: 
         ("vllm.max_num_seq=3", "unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)"),
         ("run.deterministic=true", "run.deterministic makes every bit independent of timing"),
         ("sampling.top_p=0.5", "vLLM does not say which those were"),
+        ("placement.share=sleep", "vLLM does not sleep on a CPU"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded(

@@ -138,6 +138,8 @@ class FakeAsyncLLM:
         rows: the requests of each decode step.
         adapters: vLLM's requests for them, as they were loaded.
         agreed: what was said of how weights travel.
+        asleep: what it has no memory for; with the last part that wakes it goes on, as vLLM does.
+        slept: how often it fell asleep.
     """
 
     length: Callable[[Sequence[int]], int] = lambda prompt: 4 + prompt[0] % 7
@@ -160,6 +162,8 @@ class FakeAsyncLLM:
     rows: list[int] = field(default_factory=list)
     adapters: list[Any] = field(default_factory=list)
     agreed: list[Any] = field(default_factory=list)
+    asleep: list[str] = field(default_factory=list)
+    slept: int = 0
     output_processor: Any = field(default_factory=lambda: SimpleNamespace(request_states={}))
     _updating: bool = False
     _open: dict[str, Request] = field(default_factory=dict)
@@ -219,8 +223,24 @@ class FakeAsyncLLM:
             await anyio.sleep(self.seconds)
         self.paused = True
 
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        assert (level, mode) == (1, "keep")
+        assert not self.asleep
+        await self.pause_generation(mode=mode, clear_cache=False)
+        await self.reset_prefix_cache(reset_running_requests=True)
+        self.asleep, self.slept = ["weights", "kv_cache"], self.slept + 1
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self._require_alive()
+        await anyio.sleep(self.seconds)
+        for tag in tags or list(self.asleep):
+            self.asleep.remove(tag)
+        if not self.asleep:
+            await self.resume_generation()
+
     async def resume_generation(self) -> None:
         self._require_alive()
+        assert not self.asleep, "vLLM would compute with memory that it does not have"
         await anyio.lowlevel.checkpoint()
         self.paused = False
         self._work.set()
@@ -375,6 +395,7 @@ class FakeSender:
     async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
         fake = cast("FakeAsyncLLM", llm)
         assert fake.paused, "weights change between decode steps"
+        assert "weights" not in fake.asleep, "there is no memory for them"
         await anyio.sleep(self.seconds)
         if self.fails is not None:
             error, self.fails = self.fails, None
