@@ -60,10 +60,12 @@ class StandIn:
         arguments: Mapping[str, object],
         trainer: torch.device,
         cores: int | None = None,
+        adapters: int = 0,
         log: Path | None = None,
         sleeps: bool = False,
     ) -> Self:
         assert not sleeps
+        assert not adapters
         logger.info("starting vLLM")
         engine = cls(Path(model), arguments, trainer, cores, log)
         StandIn.started.append(engine)
