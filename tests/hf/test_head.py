@@ -31,7 +31,7 @@ from tests.hf import tiny
 from tests.hf.test_routers import batch_of
 from tests.hf.train.test_actor_critic import Twisted
 
-SAMPLING = Sampling(max_new_tokens=24, seed=3)
+SAMPLING = Sampling(max_new_tokens=120, seed=1)
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ async def test_decoder_reference_and_trainer_agree_better_than_logits_of_16_bits
     narrow = await logprobs_of(tiny.apart(half)())
     for one in ("reference", "trainer"):
         np.testing.assert_allclose(in_chunks[one], at_once[one], atol=1e-5)
-        assert apart(at_once, one) < 0.7 * apart(narrow, one)
+        assert apart(at_once, one) < 0.8 * apart(narrow, one)
 
 
 def test_a_head_that_cannot_be_told_from_its_trunk_is_refused() -> None:
