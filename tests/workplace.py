@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import tomllib
 from pathlib import Path
 from types import TracebackType
@@ -161,6 +163,19 @@ def start(folder: Path, *overrides: str, before: str = "", **environment: str) -
         environment: further variables.
     """
     return Training(folder, overrides, before, environment)
+
+
+def killed_and_replaced(process: Training, replica: int, folder: Path, run_name: str) -> str:
+    """Kill one of two replicas of a run's policy, interrupt the run once there are two again; return what it said."""
+    os.kill(replica, signal.SIGKILL)
+    members = [2.0]
+    while members[-1] == 1 or 1 not in members:
+        assert process.stdout.readline()
+        members.append(records(folder, run_name, "metrics.jsonl")[-1]["sync/members"])
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert "has been started again, with version" in said
+    return said
 
 
 def require_bounded_staleness(run: Path) -> None:

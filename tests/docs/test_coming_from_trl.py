@@ -15,7 +15,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-trl.md").read_text(enc
 FIELDS = json.loads((Path(__file__).parents[1] / "golden" / "trl_fields.json").read_text(encoding="utf-8"))
 SETTINGS = {f"{section}.{key}" for section, keys in tables().items() for key in keys}
 OF_VLLM = {"vllm.model_impl", "vllm.gpu_memory_utilization", "vllm.max_model_len", "vllm.tensor_parallel_size"}
-"""Arguments of vLLM's engine, which ``[vllm]`` takes by their own names."""
+OF_VLLM |= {"vllm.urls", "vllm.timeout"}
+"""What ``[vllm]`` takes: arguments of vLLM's engine by their own names, or its servers."""
 
 
 def rows(kind: str) -> list[tuple[str, str, str]]:
