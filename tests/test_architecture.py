@@ -84,7 +84,8 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 RATCHETS = {
-    "modules": 193,  # pools, members, rollouts; servers; rows apart from rollouts; judges; graphs of decode steps
+    # pools, members, rollouts; servers; rows apart from rollouts; judges; graphs of decode steps; chat formats
+    "modules": 194,
     "files in the root": 22,
     # Repairs: estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to
     # user code, and what is checked at the seams; a limit for each kind of schedule, what a simulation leaves out.
@@ -97,7 +98,7 @@ RATCHETS = {
     # Pools of engines, which outlive their members' deaths; vLLM servers by their URLs; replicas; sleep.
     # A judge by its URL; what an engine reads is what was sent. Decode steps are CUDA graphs.
     # No more enter than a KV cache has room for; surrogates and scales besides PPO's; what a loss of your own
-    # does not read.
+    # does not read. Chats by any template: calls are read, and what is said after them is tokens.
     "lines": 55_885,
     "protocols": 77,
     # Of metrics, that a batch has each rollout once, that names are distinct; that vLLM gives routed experts.

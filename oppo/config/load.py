@@ -87,7 +87,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
                 critic=_model(models.critic, folder) or own_critic,
             ),
             "environment": replace(settings.environment, source=_model(settings.environment.source, folder)),
-            "data": replace(settings.data, prompts=within(settings.data.prompts, folder)),
+            "data": settings.data.within(folder),
             "eval": replace(settings.eval, prompts=within(settings.eval.prompts, folder)),
         }
     )

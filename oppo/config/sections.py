@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from annotated_types import Gt, Le
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError
@@ -476,6 +476,19 @@ class DataSection:
         "hub; or a list of such, mixed: each a text, or a table with `path`, `weight`, `column`, `split`, `subset`"
     )
     column: Filled = setting("prompt", "the column that holds the prompt: text, or chat messages")
+    chat_template: str = setting(
+        "",
+        "the chat template of the policy, as a file or as text; it is saved with the policy; empty: that of its "
+        "tokenizer",
+    )
+    chat_template_kwargs: dict[str, object] = field(
+        default_factory=dict,
+        metadata={"description": "variables that the chat template reads, such as `enable_thinking = false`"},
+    )
+    tools: str = setting(
+        "",
+        "a `.json` file with the list of the schemas of tools that the chat template shows to the policy; empty: none",
+    )
     max_prompt_tokens: PositiveCount = setting(512, "a prompt with more tokens is over-long")
     over_long: Literal["filter", "truncate", "error"] = setting("filter", "what to do with over-long prompts")
     epochs: Count = setting(
@@ -484,6 +497,26 @@ class DataSection:
         "the steps need",
     )
     seed: Seed = setting(0, "keys the order of the prompts")
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files that say how chat messages are rendered, by the setting that names each."""
+        named = {
+            "data.chat_template": "" if "{" in self.chat_template else self.chat_template,
+            "data.tools": self.tools,
+        }
+        return {name: Path(path) for name, path in named.items() if path}
+
+    def within(self, folder: Path) -> DataSection:
+        """Return the section of a file in ``folder``: paths are absolute afterwards.
+
+        Raises:
+            ConfigError: a path cannot be followed.
+        """
+        paths: dict[str, Any] = {
+            name.partition(".")[2]: resolved(str(path), folder) for name, path in self.files.items()
+        }
+        return replace(self, prompts=within(self.prompts, folder), **paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

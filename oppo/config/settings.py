@@ -242,7 +242,7 @@ class Settings(BaseModel):
         code = {**rewards, "environment.source": self.environment.source, **steps}
         found = {name: file for name, spec in code.items() if (file := file_of(spec)) is not None}
         prompts = {**named("data.prompts", self.data.prompts), **named("eval.prompts", self.eval.prompts)}
-        return {name: each.file for name, each in prompts.items() if each.file is not None} | found
+        return {name: each.file for name, each in prompts.items() if each.file is not None} | found | self.data.files
 
     def tables(self) -> dict[str, dict[str, object]]:
         """Return every setting as in a file, by section and key; ``None`` for an absent key.

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Final, TypeAlias
 
 import psutil
-from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 from transformers import PreTrainedTokenizerBase
 
 from oppo.errors import ConfigError
@@ -93,8 +93,12 @@ def _bounded() -> Iterator[None]:
 def _check_products(template: str) -> None:
     # Jinja works out products of constants when it compiles, in one call each that nothing interrupts.
     with suppress(TemplateSyntaxError):  # whoever compiles it says so, or knows more tags
-        parser = Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"])
-        _bits(parser.parse(_GENERATION.sub("", template)), {})
+        _bits(_parsed(template), {})
+
+
+def _parsed(template: str) -> nodes.Template:
+    parser = Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"])
+    return parser.parse(_GENERATION.sub("", template))
 
 
 def _bits(node: nodes.Node, known: dict[str, float]) -> float:
@@ -125,11 +129,22 @@ class HfTokenizer:
     Attributes:
         inner: the transformers tokenizer.
         beside: files that belong to it, such as those of an image processor: their bytes by name.
+        tools: the schemas of tools that the chat template shows.
+        variables: of the chat template, such as ``enable_thinking``.
     """
 
-    def __init__(self, inner: PreTrainedTokenizerBase, beside: Mapping[str, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        inner: PreTrainedTokenizerBase,
+        beside: Mapping[str, bytes] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         self.inner = inner
         self.beside = beside or {}
+        self.tools = tools
+        self.variables = variables or {}
         self._has_rendered = False
 
     def save(self, directory: Path) -> None:
@@ -142,6 +157,26 @@ class HfTokenizer:
     def has_chat_template(self) -> bool:
         """Whether :meth:`encode_chat` can be used."""
         return bool(self.inner.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        """The chat template, of several the one for these tools."""
+        return str(self.inner.get_chat_template(tools=self._shown_tools))
+
+    def template_variables(self) -> set[str]:
+        """Return the names that the chat template reads.
+
+        Raises:
+            ConfigError: it is no template.
+        """
+        try:
+            return meta.find_undeclared_variables(_parsed(self.chat_template))
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"the chat template cannot be read: {error.message} (line {error.lineno})") from error
+
+    @property
+    def _shown_tools(self) -> Any:
+        return list(self.tools) or None  # templates ask whether there are tools, and an empty list is some to many
 
     def encode(self, text: str, *, last: int | None = None) -> list[int]:
         """Return the token ids of a prompt: those that the text spells, behind what the tokenizer begins texts with.
@@ -190,12 +225,14 @@ class HfTokenizer:
         continued = not answered and bool(messages) and messages[-1].get("role") == "assistant"
         with nullcontext() if self._has_rendered else _bounded():
             if not self._has_rendered:
-                _check_products(self.inner.get_chat_template())
+                _check_products(self.chat_template)
             text: Any = self.inner.apply_chat_template(
                 marked,
+                tools=self._shown_tools,
                 add_generation_prompt=not answered and not continued,
                 continue_final_message=continued,
                 tokenize=False,
+                **self.variables,
             )
         self._has_rendered = True
         if marked == list(messages):
@@ -236,6 +273,11 @@ class HfTokenizer:
         starts = range(len(whole) - len(bare) + 1)
         at = next((start for start in starts if whole[start : start + len(bare)] == bare), 0)
         return whole[:at], whole[at + len(bare) :]
+
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        """The ids of tokens that no ordinary text spells."""
+        return frozenset({*self.inner.added_tokens_decoder, *self.inner.all_special_ids})
 
     @cached_property
     def _control_tokens(self) -> re.Pattern[str]:

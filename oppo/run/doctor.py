@@ -94,7 +94,7 @@ def examine(settings: Settings, assumed: Hardware | None = None) -> Diagnosis:
         logger.info("the run is on one machine: --ray, or placement.cluster, places models on others")
     devices = devices_of(settings, assumed)
     with routed():
-        tokenizer = policy_tokenizer(settings.models)
+        tokenizer = policy_tokenizer(settings)
         load = load_of(settings, supplied(settings, tokenizer, Provenance.of(settings)).longest)
     needs = expected(settings, devices, load, assumed)
     found = crowded(needs, assumed, spread=settings.placement.spread)

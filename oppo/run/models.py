@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import anyio
 import torch
@@ -20,9 +21,10 @@ from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.durable import whole, writing
 from oppo.environments import FunctionEnvironment
-from oppo.errors import ConfigError, ModelError
+from oppo.errors import ConfigError, ModelError, one_line, shown
 from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
+from oppo.hf.chat import ToolSchema, chatting
 from oppo.hf.devices import DeviceLayout, Devices, ModelPlace, available_cores, memory_gauges
 from oppo.hf.introspection import end_ids, passes_at, vocabulary
 from oppo.hf.loading import load_tokenizer
@@ -148,13 +150,46 @@ class Assembly:
                 stack.callback(self.environment.close)
 
 
-def policy_tokenizer(models: ModelsSection) -> HfTokenizer:
-    """Return the policy's tokenizer.
+def policy_tokenizer(settings: Settings) -> HfTokenizer:
+    """Return the policy's tokenizer, which renders chats as the settings say.
 
     Raises:
         ConfigError: the tokenizer is missing or damaged, or needs code that is not trusted; or the policy is an
-            adapter.
+            adapter; or chats cannot be rendered so.
     """
+    found, data = _own_tokenizer(settings.models), settings.data
+    template = data.chat_template
+    if "data.chat_template" in data.files:
+        template = _read("data.chat_template", template)
+    return chatting(found, template=template, tools=_schemas(data.tools), variables=data.chat_template_kwargs)
+
+
+def _read(key: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {one_line(error)}") from error
+
+
+def _schemas(path: str) -> Sequence[ToolSchema]:
+    if not path:
+        return ()
+    try:
+        found: Any = json.loads(_read("data.tools", path))
+    except ValueError as error:
+        raise ConfigError(f"data.tools: {path} is no JSON: {error}") from error
+    tools: list[Any] = found if isinstance(found, list) else [found]
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ConfigError(
+                f"data.tools: {path} holds {shown(tool)}: expected a list of "
+                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
+            )
+    return tools
+
+
+def _own_tokenizer(models: ModelsSection) -> HfTokenizer:
     path, trusted = models.policy, models.trust_remote_code
     try:
         directory = located(path, weights=False, trust_remote_code=trusted)

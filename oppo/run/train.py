@@ -180,7 +180,7 @@ def prepare(
         from oppo.run.models import assemble, policy_tokenizer  # noqa: PLC0415 - torch takes seconds to import
 
         require_installed(settings)
-        tokenizer = policy_tokenizer(settings.models)
+        tokenizer = policy_tokenizer(settings)
         supply = supplied(settings, tokenizer, Provenance.of(settings), rows)
         stream, provenance = supply.stream, supply.provenance
         if checkpoint is not None:

@@ -90,7 +90,7 @@ def test_models_and_functions_are_one_score(folder: Path) -> None:
 
 def test_each_model_has_a_place_and_a_track_like_the_only_one(folder: Path) -> None:
     settings = load(folder / "config.toml", [*BOTH, "run.scorers=thread"])
-    assembly = assemble(settings, policy_tokenizer(settings.models))
+    assembly = assemble(settings, policy_tokenizer(settings))
     try:
         assert isinstance(assembly.reward, Rewards)
         assert assembly.reward.names == ("first", "second")
