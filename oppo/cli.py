@@ -1,4 +1,4 @@
-"""The command line: ``oppo train``, ``resume``, ``doctor``, ``simulate``, ``demo``, and ``oppo --version``.
+"""The command line: ``oppo train``, ``resume``, ``doctor``, ``simulate``, ``convert-config``, ``demo``, ``--version``.
 
 Exit codes: 0, done, or nothing is left to resume; 1, a run failed; 2, settings, data or models cannot be used; 3, a run
 trained nothing; 128 plus its number, ended by a signal: 130 by Ctrl-C, 143 by SIGTERM.
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app.command(resume)
     app.command(doctor)
     app.command(simulate)
+    app.command(convert_config)
     app.command(demo)
     with routed(note):
         return call(app, arguments)
@@ -286,6 +287,41 @@ def simulate(
     console.print(f"\n{legend(found)}\n\n{advice(found, staleness)}", highlight=False, markup=False)
     if json is not None:
         put(json, [as_json(found, staleness)])
+    return DONE
+
+
+def convert_config(
+    source: Path,
+    config: Path = Path("config.toml"),
+    /,
+    *,
+    kind: Annotated[Literal["ppo", "grpo", "verl"] | None, Parameter(show_default=False)] = None,
+    override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
+) -> int:
+    """Write the settings that a configuration of TRL or verl becomes, and name what has no setting here.
+
+    Parameters
+    ----------
+    source
+        A Python script that calls PPOConfig or GRPOConfig, a YAML file, or a shell script with the arguments of TRL's
+        scripts or of verl. It is read, not run.
+    config
+        The settings file to write.
+    kind
+        Of a file whose fields leave it open: TRL's ppo or grpo, or verl.
+    override
+        Give one setting: section.key=value, such as a model or a file that the source does not name. Can be repeated.
+    """
+    from oppo.config.convert import convert  # noqa: PLC0415 - `oppo --help` should be quick
+
+    if config.exists():
+        raise ConfigError(f"{config} is there already: name another file to write, or remove it")
+    converted = convert(source, kind=kind, overrides=override)
+    put(config, [converted.text])
+    for line in converted.lines():
+        note(line)
+    converted.check(config)
+    Console().out(f"written: {config}; `oppo train {config} --dry-run` loads and checks everything", highlight=False)
     return DONE
 
 

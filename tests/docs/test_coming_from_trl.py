@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from docs.make_fields import KINDS, page
 from docs.make_settings import NAMES, tables
 from oppo.config.load import load
+from oppo.config.peers import peers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-trl.md").read_text(encoding="utf-8")
 FIELDS = json.loads((Path(__file__).parents[1] / "golden" / "trl_fields.json").read_text(encoding="utf-8"))
@@ -25,6 +27,11 @@ def rows(kind: str) -> list[tuple[str, str, str]]:
     section = after.partition("\n## ")[0]
     lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
     return [(line[0].strip("`"), line[1], line[2].strip() if len(line) > 2 else "") for line in lines]
+
+
+def test_the_tables_are_those_of_the_converter() -> None:
+    assert page() == PAGE, "run: python -m docs.make_fields"
+    assert all(len(rows(kind)) > 10 for kind in KINDS)
 
 
 @pytest.mark.parametrize("kind", FIELDS)
@@ -61,6 +68,25 @@ def test_the_settings_that_stand_for_keys_of_verl_and_openrlhf_are_there() -> No
     }
     assert len(named) > 30
     assert named - {"file.py"} <= SETTINGS
+
+
+def test_a_key_of_verl_goes_where_the_page_says() -> None:
+    table = PAGE.partition("\n## From verl or OpenRLHF\n")[2].partition("\n## ")[0]
+    checked = 0
+    for row in re.findall(r"^\| (`.*) \|$", table, re.MULTILINE):
+        ours, theirs = row.split(" | ")[:2]
+        for short in re.findall(r"`(\w+(?:\.\w+)+)`", theirs):
+            key = re.sub(r"^(actor|model)\.", r"actor_rollout_ref.\1.", short)
+            goes, _, *_ = peers()["verl"][key]
+            assert not goes or set(goes.split(", ")) & set(re.findall(r"`([\w.]+)`", ours)), key
+            checked += 1
+    assert checked > 30
+
+
+def test_every_setting_of_the_converter_is_there() -> None:
+    for rows_of in peers().values():
+        for name, (settings, *_) in rows_of.items():
+            assert {each for each in settings.split(", ") if each} <= SETTINGS | OF_VLLM, name
 
 
 def test_the_file_of_the_page_is_one_that_is_read(tmp_path: Path) -> None:

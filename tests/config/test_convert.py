@@ -1,0 +1,212 @@
+"""Configurations of TRL and verl: what each becomes, what is named as lost, and that a run takes it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from oppo.cli import UNUSABLE, main
+from oppo.config.convert import Converted, convert
+from oppo.config.load import resolve
+from oppo.config.peers import peers
+from oppo.errors import ConfigError
+from tests.workplace import furnish
+
+FOREIGN = Path(__file__).with_name("foreign")
+FILES = ["trl_ppo.sh", "trl_grpo.py", "trl_grpo.yaml", "verl_ppo.sh", "verl_grpo.yaml"]
+HERE = {
+    "trl_ppo.sh": ["run.track=[]"],
+    "trl_grpo.py": ["data.prompts=prompts.jsonl"],
+    "verl_ppo.sh": ["run.track=[]"],
+}
+"""What a user would change for the folder of the tests."""
+
+
+def lost(converted: Converted) -> set[str]:
+    return {name.partition(" = ")[0] for names in converted.lost.values() for name in names}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = furnish(tmp_path_factory.mktemp("workplace"))
+    (folder / "rewards.py").write_text(
+        "def short(prompts, completions):\n    return [-len(c) / 10 for c in completions]\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_written_is_accepted_by_a_dry_run(
+    name: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = workplace / f"{name}.toml"
+    given = [part for each in [*HERE.get(name, []), "run.cores=1"] for part in ("--set", each)]
+    assert main(["convert-config", str(FOREIGN / name), str(written), *given]) == 0, capsys.readouterr().err
+    document = tomllib.loads(written.read_text())
+    assert document == convert(FOREIGN / name, overrides=given[1::2]).document
+    assert main(["train", str(written), "--dry-run"]) == 0, capsys.readouterr().err
+    assert "prompt" in capsys.readouterr().out
+
+
+def test_a_command_of_ppo_keeps_its_numbers_and_those_that_trl_would_have_taken() -> None:
+    converted = convert(FOREIGN / "trl_ppo.sh")
+    found = converted.document
+    assert (found["step"]["algorithm"], found["step"]["batch"], found["run"]["steps"]) == ("ppo", 16, 10)
+    assert found["run"] | {"name": "tldr", "directory": "models/minimal"} == found["run"]
+    assert found["models"] == {"policy": "./actor"}
+    assert found["rewards"] == [{"source": "./reward"}]
+    assert found["sampling"] == {"max_new_tokens": 53, "temperature": 0.7}
+    assert found["trainer"] == {
+        "schedule": "linear",
+        "warmup_steps": 1,
+        "eps": 1e-8,
+        "gradient_checkpointing": 1,
+        "learning_rate": 3e-6,
+    }
+    assert lost(converted) == {"local_rollout_forward_batch_size", "report_to"}
+    assert "# sft_model_path" in converted.text
+    assert "TRL's default" in converted.text
+
+
+def test_without_a_stop_token_trl_writes_responses_of_one_length(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("python ppo.py --sft_model_path ./a --response_length 9")
+    assert convert(tmp_path / "run.sh").document["sampling"] == {"max_new_tokens": 9, "temperature": 0.7, "eos": False}
+
+
+def test_a_call_in_a_script_is_read_with_the_values_of_its_names() -> None:
+    converted = convert(FOREIGN / "trl_grpo.py")
+    found = converted.document
+    assert (found["step"], found["run"]["steps"]) == ({"algorithm": "dr_grpo", "batch": 8}, 20)
+    assert found["trainer"]["minibatches"] == 2
+    assert found["algorithm"] == {"samples": 4, "kl": 0.04, "kl_in": "loss", "kl_estimator": "k3"} | {
+        key: value for key, value in found["algorithm"].items() if key == "aggregation"
+    }
+    assert found["models"] == {"policy": "./actor", "lora_rank": 2, "lora_alpha": 4}
+    assert found["rewards"] == [
+        {"source": "rewards.py:short", "name": "short", "weight": 1.0},
+        {"source": "./reward", "name": "reward", "weight": 0.5},
+    ]
+    assert converted.blank.keys() == {"rewards.0.source"}
+    assert lost(converted) == {
+        "`map` of the dataset",
+        "num_processes",
+        "max_grad_norm",
+        "chat_template_kwargs",
+        "lora_dropout",
+    }
+
+
+def test_a_value_that_a_setting_does_not_take_is_lost_with_what_it_takes() -> None:
+    converted = convert(FOREIGN / "trl_grpo.yaml")
+    assert converted.document["algorithm"]["surrogate"] == "sapo"
+    assert converted.document["algorithm"]["gates"] == [1.0, 1.1]
+    assert "schedule" not in converted.document["trainer"]
+    (why,) = [each for each in converted.lines() if "lr_scheduler_type" in each]
+    assert "cosine_with_restarts" in why
+    assert "'linear'" in why
+
+
+def test_overrides_of_verl_are_read_with_their_variables() -> None:
+    converted = convert(FOREIGN / "verl_ppo.sh")
+    found = converted.document
+    assert found["models"] == {"policy": "./actor", "critic": "./reward", "engine": "auto"}
+    assert (found["data"]["prompts"], found["eval"]["every"]) == ("prompts.jsonl", 5)
+    assert found["algorithm"] == found["algorithm"] | {
+        "kl": 0.001,
+        "kl_in": "reward",
+        "lam": 1.0,
+        "value_clip": 0.5,
+        "surrogate": "dual_clip",
+    }
+    assert found["trainer"] == found["trainer"] | {"minibatches": 2, "epochs": 1, "critic_learning_rate": 1e-5}
+    assert found["run"]["name"] == "actor-of-0.5B"
+    assert found["vllm"] == {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.6}
+    assert {"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", "trainer.n_gpus_per_node"} <= lost(converted)
+    assert any("placement.trainer" in reason for reason in converted.lost)
+
+
+def test_a_resolved_configuration_of_verl_is_read_with_its_references() -> None:
+    found = convert(FOREIGN / "verl_grpo.yaml").document
+    assert found["run"] == found["run"] | {"steps": 3, "directory": "checkpoints/grpo", "checkpoint_every": 0}
+    assert found["algorithm"] == found["algorithm"] | {
+        "samples": 4,
+        "clip": 0.2,
+        "clip_high": 0.28,
+        "aggregation": "constant",
+        "kl": 0.01,
+        "kl_in": "loss",
+        "kl_estimator": "k3",
+    }
+    assert found["rewards"] == [{"source": "rewards.py:short"}]
+    assert "engine" not in found["models"]
+    assert found["data"]["over_long"] == "truncate"
+
+
+def test_a_file_that_names_no_model_says_what_to_fill_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.py").write_text("GRPOTrainer(args=GRPOConfig(num_generations=4), model=model, reward_funcs=f)")
+    assert main(["convert-config", str(tmp_path / "run.py"), str(tmp_path / "config.toml")]) == 0
+    told = capsys.readouterr().err
+    assert all(f"fill in {key}" in told for key in ("models.policy", "data.prompts", "rewards.0.source"))
+    assert "# - models.policy:" in (tmp_path / "config.toml").read_text()
+    converted = convert(tmp_path / "run.py", overrides=["models.policy=mine", "data.prompts=mine.jsonl"])
+    assert converted.blank.keys() == {"rewards.0.source"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.py", "parser = HfArgumentParser((PPOConfig,))\nPPOTrainer(args=args)", "command line"),
+        ("a.py", "PPOConfig()\nPPOConfig()", "at line 2"),
+        ("a.py", "x = 1", "none"),
+        ("a.py", "x = (", "no Python"),
+        ("a.yaml", "- 1", "field: value"),
+        ("a.yaml", "a: [", "not valid YAML"),
+        ("a.yaml", "learning_rate: 1", "--kind"),
+        ("a.sh", "echo 'unclosed", "shell script"),
+        ("a.sh", "echo nothing", "configures nothing"),
+        ("a.sh", "python -m verl algorithm.adv_estimator=remax", "'remax'"),
+        ("a.sh", "trl grpo --num_generations many", "num_generations: expected a number, got 'many'"),
+    ],
+)
+def test_what_cannot_be_converted_says_what_was_expected(tmp_path: Path, name: str, text: str, told: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        convert(tmp_path / name)
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text("mine")
+    arguments = ["convert-config", str(FOREIGN / "trl_ppo.sh"), str(tmp_path / "config.toml")]
+    assert main(arguments) == UNUSABLE
+    assert "there already" in capsys.readouterr().err
+    assert (tmp_path / "config.toml").read_text() == "mine"
+
+
+def test_settings_that_contradict_each_other_are_written_and_named(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("trl grpo --num_generations 4 --temperature 0 --model_name_or_path ./a")
+    converted = convert(tmp_path / "run.sh")
+    with pytest.raises(ConfigError, match="is written, and `oppo train` refuses it until"):
+        converted.check(tmp_path / "config.toml")
+
+
+def test_no_text_of_theirs_becomes_a_line_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("trl grpo --num_generations 4 --run_name 'a\nb' --model_name_or_path 'x\n[run]'")
+    text = convert(tmp_path / "run.sh").text
+    assert tomllib.loads(text)["models"]["policy"] == "x\n[run]"
+
+
+@pytest.mark.parametrize("kind", ["PPOConfig", "GRPOConfig"])
+def test_every_default_of_theirs_is_one_that_a_setting_takes(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(f"{kind}()")
+    converted = convert(tmp_path / "run.py", overrides=["models.policy=a", "data.prompts=a.jsonl"])
+    resolve(converted.document, tmp_path)
+    assert lost(converted) == {"num_processes"}
+
+
+def test_a_value_that_is_taken_as_it_is_goes_to_one_setting() -> None:
+    for rows in peers().values():
+        for name, (key, remark, *more) in rows.items():
+            assert key or remark, name
+            assert not more or key.count(".") == 1, name
