@@ -22,6 +22,7 @@ from oppo.admission import (
     TailBatched,
 )
 from oppo.admission.chunking import ChunkSize, Fixed, Tuned, WholeRollout
+from oppo.algorithms.distill import distill
 from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
 from oppo.algorithms.wrapped import wrap
@@ -52,6 +53,7 @@ from oppo.returns import AdaptiveKL, Correction, FixedKL, ScoreShaping
 from oppo.rewards import FunctionReward, Rewards
 from oppo.stages import (
     GAE,
+    Distillation,
     Gather,
     Generate,
     GroupRelative,
@@ -82,6 +84,7 @@ __all__ = [
     "CutView",
     "Decode",
     "Defer",
+    "Distillation",
     "Drop",
     "Finish",
     "Fixed",
@@ -139,6 +142,7 @@ __all__ = [
     "Update",
     "Weights",
     "WholeRollout",
+    "distill",
     "finished_rollout",
     "grpo",
     "join",

@@ -414,7 +414,7 @@ def merge_chunks(queued: RolloutEvent, new: RolloutEvent) -> RolloutEvent | None
 _PER_TOKEN: Final[Mapping[str, str]] = {
     **dict.fromkeys(("tokens", "versions"), "iu"),
     "sampled": "b",
-    **dict.fromkeys(("logprobs", "proximal", "reference", "values"), "fiu"),
+    **dict.fromkeys(("logprobs", "proximal", "reference", "teacher", "values"), "fiu"),
     **dict.fromkeys(("rewards", "advantages", "returns", "token_rewards"), "fiu"),
 }
 """The columns of a batch that have an item for each token, and the kinds of their types."""
@@ -442,6 +442,7 @@ class Batch:
         proximal: float32 [T], log-probs under the weights that are about to be updated, equal to the behaviour's for
             tokens that those weights made; ``None`` unless they were computed.
         reference: float32 [T], reference log-probs, over the same supports; ``None`` without a reference.
+        teacher: float32 [T], log-probs of the teacher of a distillation, likewise; ``None`` without a teacher.
         values: float32 [T], the critic's value of the state *before* each token; ``None`` without a critic.
         last_values: float32 [N], its value of the state after the last token; ``None`` unless it gives that too.
         rewards: float32 [T], per token, after the KL penalty; ``None`` unless they were estimated.
@@ -477,6 +478,7 @@ class Batch:
     deferred: tuple[Defer, ...] = ()
     token_rewards: FloatArray | None = None
     last_values: FloatArray | None = None
+    teacher: FloatArray | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _ITEMS.items():

@@ -104,6 +104,25 @@ def kl_estimate(logprobs: FloatArray, reference: FloatArray, estimator: KLEstima
     raise ValueError(f"the KL estimator must be 'k1', 'k2' or 'k3', not {estimator!r}")
 
 
+def distillation_advantages(logprobs: FloatArray, teacher: FloatArray, coefficient: float) -> NDArray[np.float64]:
+    """Return what a teacher adds to the advantage of each sampled token: float64 [T].
+
+    ``-coefficient * (log pi - log T)``: the policy gradient of the reverse KL(pi || T), one token at a time, on
+    responses of the policy (on-policy distillation: Agarwal et al. 2024, arXiv 2306.13649; Gu et al. 2024, arXiv
+    2306.08543).
+
+    Args:
+        logprobs: float32 [T], of the policy.
+        teacher: float32 [T], of the teacher, over the same supports.
+        coefficient: weight of the teacher.
+
+    Raises:
+        ValueError: the arrays differ in shape or are not one-dimensional.
+    """
+    _require_aligned(logprobs=logprobs, teacher=teacher)
+    return coefficient * (teacher.astype(np.float64) - logprobs)
+
+
 def shaped_rewards(
     score: float,
     kl: FloatArray,

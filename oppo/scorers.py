@@ -17,6 +17,23 @@ T = TypeVar("T")
 Growth: TypeAlias = Prompt | Chunk | ToolTokens
 """An event that a scorer reads."""
 
+
+class Unscored:
+    """A scorer that reads nothing and gives every rollout the score 0, for what learns from no score."""
+
+    version = 0
+
+    async def extend(self, events: Sequence[Growth]) -> None:
+        """Read nothing."""
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+        """Return a 0 for each rollout."""
+        return [0.0] * len(finished)
+
+    async def forget(self, rollouts: Sequence[int]) -> None:
+        """Forget nothing."""
+
+
 METHODS: Final = ("extend", "finish", "forget")
 """The methods of a scorer that take a priority."""
 

@@ -18,6 +18,8 @@ NAMES = [
     "CutView",
     "Decode",
     "Defer",
+    "distill",
+    "Distillation",
     "Drop",
     "Finish",
     "finished_rollout",

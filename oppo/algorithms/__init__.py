@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from oppo.algorithms.base import Algorithm
+from oppo.algorithms.distill import Distill
 from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO, OnlineDPO
 from oppo.algorithms.ppo import PPO, ReinforcePP
 
@@ -18,4 +19,5 @@ ALGORITHMS: Final[Mapping[str, type[Algorithm]]] = {
     "dapo": DAPO,
     "gspo": GSPO,
     "online_dpo": OnlineDPO,
+    "distill": Distill,
 }

@@ -26,7 +26,7 @@ from oppo.returns import CAP, AdaptiveKL, Correction, KLEstimator, RatioBase, Sc
 from oppo.training import Aggregation, Surrogate, SurrogateKind
 
 if TYPE_CHECKING:
-    from oppo.losses import Loss
+    from oppo.losses import ClippedLoss, Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,7 +35,7 @@ class Roles:
 
     The fields are the arguments of :func:`oppo.ppo`. ``critic`` is ``None`` for an algorithm without one, ``proximal``
     for one that corrects nothing, and ``reference`` for one that refers to none, unless settings name a model for it,
-    to measure the KL. ``max_new_tokens`` is the cap of a response.
+    to measure the KL. ``teacher`` is that of ``models.teacher``. ``max_new_tokens`` is the cap of a response.
     """
 
     policy: Policy
@@ -47,6 +47,7 @@ class Roles:
     admission: Admission
     chunks: ChunkSize
     max_new_tokens: int
+    teacher: Scorer[FloatArray] | None = None
 
 
 class Algorithm(Protocol):
@@ -86,8 +87,8 @@ KLPlace: TypeAlias = Literal["reward", "loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedAlgorithm:
-    """The settings of an algorithm whose policy loss is PPO's.
+class Clipped:
+    """The settings of a policy loss that is PPO's, and of a teacher's part in the advantages.
 
     Raises:
         ConfigError: a value is out of range, or two contradict each other.
@@ -95,19 +96,10 @@ class ClippedAlgorithm:
 
     has_critic: ClassVar[bool] = False
 
-    kl: NonNegative = setting(0.05, "coefficient of the KL penalty (its first value when adaptive)")
-    kl_in: KLPlace = setting(
-        "reward",
-        "place of the KL penalty: the reward or the loss; always the loss if rewards are standardised, as by `grpo`",
-    )
-    kl_estimator: KLEstimator = setting("k1", "estimator of the KL penalty; k2 or k3 in the loss")
-    kl_target: Positive | None = setting(None, "adapt the coefficient to hold this KL per rollout")
-    kl_horizon: PositiveCount | None = setting(None, "rollouts over which the coefficient adapts")
-    score_norm: bool = setting(default=False, description="normalise scores by the running mean and standard deviation")
-    score_clip: Positive | None = setting(None, "bound scores to this on either side of 0")
-    reward_scale: Positive = setting(1.0, "multiplies the scores")
-    missing_eos_penalty: NonNegative = setting(
-        0.0, "subtracted from the reward of a response that ended at max_new_tokens"
+    distill: NonNegative = setting(
+        0.0,
+        "weight of `models.teacher`: the log-ratio of the teacher to the policy, times this, is added to the advantage "
+        "of each token, after all else",
     )
     mask_truncated: bool = setting(
         default=False,
@@ -147,21 +139,16 @@ class ClippedAlgorithm:
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
         Surrogate.of(self)
-        if (self.kl_target is None) != (self.kl_horizon is None):
-            raise ConfigError("kl_target and kl_horizon go together: give both (adaptive KL) or neither (constant)")
-        if self.kl_target is not None and not self.kl:
-            raise ConfigError("kl_target adapts the penalty by multiplying it: give kl, where it begins, above 0")
-        if self.kl_in == "loss" and self.kl_target is not None:
-            raise ConfigError("kl_target adapts the penalty in the reward: leave it out where kl_in = 'loss'")
-        if self.kl_in == "loss" and self.kl_estimator == "k1":
-            raise ConfigError(
-                "the gradient of k1 is zero in expectation, so kl_in = 'loss' needs kl_estimator = 'k2' or 'k3'"
-            )
 
     @property
     def refers(self) -> bool:
-        """Whether there is a KL penalty."""
-        return self.kl > 0
+        """Nothing but a KL penalty needs a reference."""
+        return False
+
+    @property
+    def distills(self) -> bool:
+        """Whether a teacher is needed."""
+        return self.distill > 0
 
     @property
     def corrects(self) -> bool:
@@ -180,6 +167,62 @@ class ClippedAlgorithm:
             high=self.is_high,
         )
 
+    def loss(self) -> ClippedLoss:
+        from oppo.losses import ClippedLoss  # noqa: PLC0415 - torch takes seconds to import
+
+        return ClippedLoss(
+            surrogate=self.surrogate,
+            clip=self.clip,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+            gates=self.gates,
+            entropy_coefficient=self.entropy_coefficient,
+            aggregation=self.aggregation,
+            correction=self.correction,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedAlgorithm(Clipped):
+    """The settings of an algorithm that learns from scores, with a policy loss that is PPO's.
+
+    Raises:
+        ConfigError: a value is out of range, or two contradict each other.
+    """
+
+    kl: NonNegative = setting(0.05, "coefficient of the KL penalty (its first value when adaptive)")
+    kl_in: KLPlace = setting(
+        "reward",
+        "place of the KL penalty: the reward or the loss; always the loss if rewards are standardised, as by `grpo`",
+    )
+    kl_estimator: KLEstimator = setting("k1", "estimator of the KL penalty; k2 or k3 in the loss")
+    kl_target: Positive | None = setting(None, "adapt the coefficient to hold this KL per rollout")
+    kl_horizon: PositiveCount | None = setting(None, "rollouts over which the coefficient adapts")
+    score_norm: bool = setting(default=False, description="normalise scores by the running mean and standard deviation")
+    score_clip: Positive | None = setting(None, "bound scores to this on either side of 0")
+    reward_scale: Positive = setting(1.0, "multiplies the scores")
+    missing_eos_penalty: NonNegative = setting(
+        0.0, "subtracted from the reward of a response that ended at max_new_tokens"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.kl_target is None) != (self.kl_horizon is None):
+            raise ConfigError("kl_target and kl_horizon go together: give both (adaptive KL) or neither (constant)")
+        if self.kl_target is not None and not self.kl:
+            raise ConfigError("kl_target adapts the penalty by multiplying it: give kl, where it begins, above 0")
+        if self.kl_in == "loss" and self.kl_target is not None:
+            raise ConfigError("kl_target adapts the penalty in the reward: leave it out where kl_in = 'loss'")
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ConfigError(
+                "the gradient of k1 is zero in expectation, so kl_in = 'loss' needs kl_estimator = 'k2' or 'k3'"
+            )
+
+    @property
+    def refers(self) -> bool:
+        """Whether there is a KL penalty."""
+        return self.kl > 0
+
     @property
     def shaping(self) -> ScoreShaping:
         """The shaping of scores before they are rewards."""
@@ -197,17 +240,6 @@ class ClippedAlgorithm:
             return AdaptiveKL(self.kl, self.kl_target, self.kl_horizon)
         return self.kl if self.kl_in == "reward" else 0.0
 
-    def loss(self) -> Loss:
-        from oppo.losses import ClippedLoss  # noqa: PLC0415 - torch takes seconds to import
-
-        loss = ClippedLoss(
-            surrogate=self.surrogate,
-            clip=self.clip,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-            gates=self.gates,
-            entropy_coefficient=self.entropy_coefficient,
-            aggregation=self.aggregation,
-            correction=self.correction,
-        )
+    def loss(self) -> ClippedLoss:
+        loss = super().loss()
         return replace(loss, kl=self.kl, kl_estimator=self.kl_estimator) if self.kl_in == "loss" else loss

@@ -39,6 +39,7 @@ def grpo(
     select: Selection | None = None,
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
+    teacher: Scorer[FloatArray] | None = None,
 ) -> Graph[StepReport]:
     """Return training without a critic, streamed: the responses to one prompt are compared with one another.
 
@@ -59,6 +60,8 @@ def grpo(
         reference: needed for a KL penalty, here or in the loss.
         select: which groups are trained; a step replaces the others, in rounds (dynamic sampling). All of them by
             default.
+        teacher: log-probs of a teacher, float32 [n], which ``GroupRelative(distill=...)`` adds to the advantages; see
+            :func:`oppo.distill`.
 
     Raises:
         ConfigError: there are fewer than two samples, or a KL penalty has no reference.
@@ -78,7 +81,8 @@ def grpo(
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
     recomputed = None if proximal is None else Score(proximal, after="update")
     again = None if recomputed is None else g.add("proximal", recomputed, rollout)
-    batch = g.add("advantage", estimator, rollout, score, reference=ref, proximal=again)
+    taught = None if teacher is None else g.add("teacher_logp", Score(teacher), rollout)
+    batch = g.add("advantage", estimator, rollout, score, reference=ref, proximal=again, teacher=taught)
     update = Update(trainer, synced=synced_models(policy, recomputed), after=("generate",))
     return g.build(g.add("update", update, batch))
 
@@ -117,12 +121,18 @@ class GroupAlgorithm(ClippedAlgorithm):
             admission=roles.admission,
             samples=self.samples,
             advantage=GroupRelative(
-                self.compared, self.reward_kl, self.kl_estimator, self.shaping_of(roles), self.mask_truncated
+                self.compared,
+                self.reward_kl,
+                self.kl_estimator,
+                self.shaping_of(roles),
+                self.mask_truncated,
+                self.distill,
             ),
             reference=roles.reference,
             proximal=roles.proximal,
             select=self.selection(),
             chunks=roles.chunks,
+            teacher=roles.teacher,
         )
 
 
@@ -256,6 +266,7 @@ class OnlineDPO:
     """Online DPO: the reward ranks two responses to each prompt, and the loss is DPO's (Guo et al. 2024)."""
 
     has_critic: ClassVar[bool] = False
+    distills: ClassVar[bool] = False
 
     beta: Positive = setting(0.1, "how strongly the policy is held to the reference")
     mask_truncated: bool = setting(

@@ -15,6 +15,7 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.stages import GAE, Generate, Score, Update
+from oppo.stages.advantage import AdaptiveObjective
 from oppo.stages.score import synced_models
 from oppo.turns import Environment
 
@@ -30,10 +31,11 @@ def ppo(
     admission: Admission,
     reference: Scorer[FloatArray] | None = None,
     critic: Scorer[FloatArray] | None = None,
-    advantage: GAE | None = None,
+    advantage: AdaptiveObjective | None = None,
     proximal: Scorer[FloatArray] | None = None,
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
+    teacher: Scorer[FloatArray] | None = None,
 ) -> Graph[StepReport]:
     """Return PPO with a learned or rule-based reward and a critic (Ziegler et al. 2019), streamed.
 
@@ -54,6 +56,8 @@ def ppo(
             for stale tokens need; ``None``: the behaviour log-probs stand for them.
         chunks: tokens per chunk; 32 by default.
         environment: answers the turns of a response, so that it goes on after a stop token with a tool's result.
+        teacher: log-probs of a teacher, float32 [n], which ``GAE(distill=...)`` adds to the advantages; see
+            :func:`oppo.distill`.
     """
     capacity = max(16, 4 * admission.batch)  # a busy scorer wakes to the events of all rollouts in flight
     g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
@@ -64,7 +68,9 @@ def ppo(
     value = None if values is None else g.add("value", values, rollout)
     recomputed = None if proximal is None else Score(proximal, after="update")
     again = None if recomputed is None else g.add("proximal", recomputed, rollout)
-    batch = g.add("advantage", advantage or GAE(), rollout, score, reference=ref, value=value, proximal=again)
+    taught = None if teacher is None else g.add("teacher_logp", Score(teacher), rollout)
+    estimator: AdaptiveObjective = advantage or GAE()
+    batch = g.add("advantage", estimator, rollout, score, reference=ref, value=value, proximal=again, teacher=taught)
     update = Update(trainer, synced=synced_models(policy, values, recomputed), after=("generate",))
     return g.build(g.add("update", update, batch))
 
@@ -105,6 +111,7 @@ class PPO(ClippedAlgorithm):
             whiten_rewards=self.whiten_rewards,
             bootstrap_truncated=self.bootstrap_truncated,
             mask_truncated=self.mask_truncated,
+            distill=self.distill,
         )
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
@@ -125,6 +132,7 @@ class PPO(ClippedAlgorithm):
             advantage=self.advantage(),
             proximal=roles.proximal,
             chunks=roles.chunks,
+            teacher=roles.teacher,
         )
 
     def loss(self) -> PPOLoss:
@@ -160,7 +168,9 @@ class ReinforcePP(ClippedAlgorithm):
                 kl_estimator=self.kl_estimator,
                 shaping=self.shaping,
                 mask_truncated=self.mask_truncated,
+                distill=self.distill,
             ),
             proximal=roles.proximal,
             chunks=roles.chunks,
+            teacher=roles.teacher,
         )

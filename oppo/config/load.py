@@ -84,6 +84,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
                 policy=policy,
                 reference=_model(models.reference, folder) or ((adapter or policy) if settings.has_reference else ""),
                 adapter=adapter,
+                teacher=_model(models.teacher, folder),
                 critic=_model(models.critic, folder) or own_critic,
             ),
             "environment": replace(settings.environment, source=_model(settings.environment.source, folder)),

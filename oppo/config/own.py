@@ -292,7 +292,8 @@ class FunctionAlgorithm:
     """A function that returns the graph of a step, as an algorithm; derived classes have its settings as fields.
 
     It trains a critic if it has a parameter ``critic``, and corrects for stale tokens if it has one ``proximal``. A
-    reference is loaded if it has one ``reference``, or one for all roles. Its loss is that of PPO, with or without a
+    reference is loaded if it has one ``reference``, or one for all roles, and it needs ``models.teacher`` if it has one
+    ``teacher``. Its loss is that of PPO, with or without a
     critic. Its setting ``samples``, if there is one, is the number of responses to each prompt.
     """
 
@@ -313,6 +314,11 @@ class FunctionAlgorithm:
     def corrects(self) -> bool:
         """Whether stale tokens are corrected for."""
         return "proximal" in self.part.given
+
+    @property
+    def distills(self) -> bool | None:
+        """Whether a teacher is needed; ``None``, where all roles are given as one object: if there is one."""
+        return True if "teacher" in self.part.given else None if self.part.whole is not None else False
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
         """Return the graph of a step.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, Discriminator, Tag
+from pydantic import AfterValidator, Discriminator, Tag, ValidationInfo
 
 from oppo.declared import (
     Filled,
@@ -221,8 +221,9 @@ def reward_kind_of(table: object) -> str:
     return "function" if is_code(source) else model
 
 
-def _summed(rewards: tuple[RewardSection, ...]) -> tuple[RewardSection, ...]:
-    if not rewards:
+def _summed(rewards: tuple[RewardSection, ...], info: ValidationInfo) -> tuple[RewardSection, ...]:
+    scoreless = info.context is not None and getattr(info.context.algorithm, "scoreless", False)
+    if not rewards and not scoreless:
         raise ValueError("expected at least one table, got none")
     names = [each.name for each in rewards]
     if len(names) > 1 and None in names:

@@ -80,10 +80,10 @@ class EnvironmentSection:
 
 _DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?")
 
-SCORERS: Final = ("reference", "reward", "critic")
+SCORERS: Final = ("reference", "reward", "critic", "teacher")
 """The models that score."""
 
-Remote: TypeAlias = Literal["policy", "reference", "reward", "critic", "trainer"]
+Remote: TypeAlias = Literal["policy", "reference", "reward", "critic", "teacher", "trainer"]
 """A model that can be in a Ray actor of a cluster; of the trainer, every rank but the first."""
 
 
@@ -120,10 +120,11 @@ class PlacementSection:
         'device of the trainer; or a list of devices for as many training ranks, each a process, such as `["cuda:1", '
         '"cuda:2"]` or `["cpu", "cpu"]`; empty: `models.device`',
     )
-    scorers: Another = setting("", "device of reference, reward and critic; empty: `models.device`")
+    scorers: Another = setting("", "device of reference, reward, critic and teacher; empty: `models.device`")
     reference: Another = setting("", "device of the reference; empty: `placement.scorers`")
     reward: Another = setting("", "device of reward models; empty: `placement.scorers`")
     critic: Another = setting("", "device of the critic that is served; empty: `placement.scorers`")
+    teacher: Another = setting("", "device of the teacher; empty: `placement.scorers`")
     shard: bool = setting(
         default=True,
         description="give each training rank a shard of weights, gradients and optimizer states (FSDP2), in place of "
@@ -321,7 +322,7 @@ class RunSection:
     )
     scorers: Literal["auto", "thread", "process"] = setting(
         "auto",
-        "where reward, reference and critic work: in a thread beside the actor's, or in a process, which is restarted "
+        "where the models that score work: in a thread beside the actor's, or in a process, which is restarted "
         "if it dies; auto: a process on a CPU with several cores, else a thread",
     )
     scorers_gpu_share: Annotated[float, Gt(0), Le(1)] = setting(
@@ -386,6 +387,11 @@ class ModelsSection:
     critic: str = setting(
         "",
         "directory or hub name; empty: the first reward model that can be one, else the policy; only PPO has a critic",
+    )
+    teacher: str = setting(
+        "",
+        "directory or hub name of a causal language model with the policy's tokenizer, whose log-probs the policy "
+        "learns (`step.algorithm` is `distill`, or `algorithm.distill` above 0); empty: none",
     )
     shared_trunk: bool = setting(
         default=False,

@@ -113,7 +113,9 @@ class Settings(BaseModel):
         Raises:
             ValidationError: a setting is unknown, missing or out of range.
         """
-        return cls.model_validate(document, context=Kinds.of(document))
+        kinds = Kinds.of(document)
+        rewards = {"rewards": ()} if getattr(kinds.algorithm, "scoreless", False) else {}
+        return cls.model_validate({**rewards, **document}, context=kinds)
 
     @property
     def kinds(self) -> Kinds:
@@ -145,7 +147,7 @@ class Settings(BaseModel):
 
     @property
     def devices(self) -> Mapping[str, tuple[str, ...]]:
-        """The devices by model: ``policy``, ``trainer``, ``reference``, ``reward`` and ``critic``."""
+        """The devices by model: ``policy``, ``trainer``, ``reference``, ``reward``, ``critic``, ``teacher``."""
         return self.placement.names(self.models.device)
 
     @property
@@ -213,6 +215,7 @@ class Settings(BaseModel):
             "reference": self.has_reference,
             "reward": any(isinstance(each, ModelRewardSection) for each in self.rewards) and not self.reward_engines,
             "critic": self.algorithm.has_critic and not models.shared_trunk,
+            "teacher": bool(models.teacher),
             "trainer": len(self.devices["trainer"]) > 1,
         }
         return frozenset(name for name, possible in can.items() if possible)
@@ -314,6 +317,37 @@ def _refuse_idle(settings: Settings) -> None:
         )
 
 
+def _check_teacher(settings: Settings) -> None:
+    teacher, needed = settings.models.teacher, getattr(settings.algorithm, "distills", None)
+    named = f"step.algorithm = {settings.step.algorithm!r}"
+    if needed and not teacher:
+        raise ValueError(
+            f"{named} with algorithm.distill = {getattr(settings.algorithm, 'distill', 1.0)} learns the log-probs of a "
+            "teacher, and models.teacher names none: give a causal language model with the policy's tokenizer"
+        )
+    if teacher and needed is False:
+        has_weight = hasattr(settings.algorithm, "distill")
+        remedy = "set algorithm.distill above 0" if has_weight else "choose step.algorithm = 'distill', or another"
+        raise ValueError(
+            f"models.teacher = {teacher!r} is a teacher, and {named} learns nothing of it: {remedy}, or leave "
+            "models.teacher out"
+        )
+    if not teacher and settings.placement.teacher:
+        raise ValueError(
+            f"placement.teacher = {settings.placement.teacher!r} places a teacher, and models.teacher names none: "
+            "leave that out"
+        )
+
+
+def _check_scores(settings: Settings) -> None:
+    given = {"eval.prompts": bool(settings.eval.prompts), "run.keep_best = true": settings.run.keep_best}
+    if found := [key for key, is_given in given.items() if is_given]:
+        raise ValueError(
+            f"{' and '.join(found)} is about scores, and there are none without [[rewards]]: give a reward, or leave "
+            "that out"
+        )
+
+
 OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
 """The keys of ``[models]`` for a critic."""
 
@@ -328,6 +362,9 @@ def require_consistent(settings: Settings) -> None:
     settings.own_admission()  # which may refuse its settings
     if settings.step.loss:
         _refuse_idle(settings)
+    _check_teacher(settings)
+    if not settings.rewards:
+        _check_scores(settings)
     if settings.run.deterministic:
         _require_exactness(settings)
     if settings.models.engine == "vllm":
@@ -559,6 +596,7 @@ def _refuse_remote(settings: Settings, model: str) -> NoReturn:
         "critic": "models.shared_trunk = true makes it a head on the policy's trunk"
         if settings.models.shared_trunk
         else f"step.algorithm = {settings.step.algorithm!r} has none",
+        "teacher": "models.teacher names none",
         "trainer": "its first rank is here, and placement.trainer names no other",
     }
     raise ValueError(f"placement.remote has {model!r}, and {why[model]}: leave it out")

@@ -232,10 +232,10 @@ class DeviceThread(Thread):
 Home: TypeAlias = Literal["thread", "process"]
 Scorers: TypeAlias = Literal["auto"] | Home
 
-SCORED: Final = ("reference", "reward", "critic", "proximal")
+SCORED: Final = ("reference", "reward", "critic", "teacher", "proximal")
 """The models that read what the policy has written."""
 
-OF_ONE: Final = ("policy", "reference", "reward", "critic")
+OF_ONE: Final = ("policy", "reference", "reward", "critic", "teacher")
 """The models that have one device each."""
 
 
@@ -260,6 +260,7 @@ class Devices:
     reference: torch.device
     reward: torch.device
     critic: torch.device
+    teacher: torch.device
     remote: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
     replicas: int = 1

@@ -134,6 +134,9 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
                "responses; absent without a reference."),
         Metric("objective/kl_coef", "1", "Coefficient of the KL penalty in this step; absent without a reference.",
                verl="actor/reward_kl_penalty_coeff"),
+        Metric("objective/teacher_kl", NATS_PER_RESPONSE,
+               "Reverse KL to the teacher by k1, log pi - log T: the sum over a response's tokens, mean over responses;"
+               " only with a teacher."),
         Metric("objective/entropy", NATS_PER_RESPONSE, "Mean of minus a response's behaviour log-prob."),
         Metric("objective/non_score_reward", SCORE, "Minus the mean KL penalty of a response; only with a reference."),
         Metric("objective/rlhf_reward", SCORE, "Mean shaped score and KL penalty of a response together.",

@@ -130,6 +130,7 @@ def roles_of(settings: Settings, assembly: Assembly) -> Roles:
     return Roles(
         policy=assembly.policy,
         reference=assembly.reference,
+        teacher=assembly.teacher,
         reward=assembly.reward,
         critic=assembly.critic,
         proximal=assembly.proximal,

@@ -90,11 +90,11 @@ class RoleLoader:
                 )
         return actor
 
-    def reference(self) -> Loadable:
-        """Return the causal language model that the policy is compared with."""
-        path = self._models.reference
-        with self.attributed("reference"):
-            return self._checked(path, self._served("reference", "causal", path))
+    def logprobs(self, name: str) -> Loadable:
+        """Return the causal language model of ``models.<name>``: the reference, or the teacher."""
+        path: str = getattr(self._models, name)
+        with self.attributed(name):
+            return self._checked(path, self._served(name, "causal", path))
 
     def critic(self, path: str) -> PreTrainedModel:
         """Return the critic that is trained, at ``path``; its head may be new."""

@@ -69,7 +69,12 @@ KINDS: Final[Mapping[RewardKind, Kind]] = {
 RANK: Final = "trainer, rank"
 """The name of a training rank, before its number."""
 
-_SERVED: Final = {"reference": of_reference, "critic": of_critic, "proximal": of_reference}
+_SERVED: Final = {
+    "reference": of_reference,
+    "critic": of_critic,
+    "teacher": of_reference,
+    "proximal": of_reference,
+}
 
 _SMALLER: Final[Sequence[tuple[str, Mapping[str, Mapping[str, object]]]]] = (
     ("models.dtype = 'bfloat16'", {"models": {"dtype": "bfloat16"}}),
@@ -130,8 +135,9 @@ class Outlines:
             load_lora(actor, adapter_of(models), weights=False)
         return actor
 
-    def reference(self) -> PreTrainedModel:
-        return self._made("models.reference", CAUSAL, self.settings.models.reference)
+    def logprobs(self, name: str) -> PreTrainedModel:
+        """Return the causal language model of ``models.<name>``, the reference or the teacher."""
+        return self._made(f"models.{name}", CAUSAL, getattr(self.settings.models, name))
 
     def reward(self, key: str, reward: ModelRewardSection, load: Load | None) -> Bytes:
         """Return what a reward model needs; of one that reads whole responses the weights alone are known."""
@@ -259,7 +265,7 @@ def _needs(settings: Settings, devices: Devices, load: Load | None, assumed: Har
         device, remote = devices.scoring()[model], model in devices.remote
         if model != "reward":
             _counting(model)
-            make = made.critic if model == "critic" else made.actor if model == "proximal" else made.reference
+            make = {"critic": made.critic, "proximal": made.actor}.get(model, partial(made.logprobs, model))
             served = _served(make, _SERVED[model], load)
             shares = _shares_the_policy_s(settings, devices, model)
             if shares and uncounted and model != "critic":  # the first that is served over the policy's weights

@@ -67,6 +67,7 @@ class Assembly:
     Attributes:
         serving: the policy on its engine.
         reference: ``None`` where nothing refers to it.
+        teacher: ``None`` without one in the settings.
         critic: ``None`` without a critic in the algorithm.
         proximal: ``None`` without a correction for stale tokens.
         environment: ``None`` where responses have no turns.
@@ -81,6 +82,7 @@ class Assembly:
 
     serving: Serving
     reference: Scorer[FloatArray] | None
+    teacher: Scorer[FloatArray] | None
     reward: Scorer[float | Drop]
     critic: ValueModel | None
     proximal: RecomputedLogprobs | None
@@ -275,12 +277,14 @@ def _assembled(
     deterministic, seed = settings.run.deterministic, settings.trainer.seed
     apart = devices.reference != devices.actor or "reference" in devices.apart
     actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=seed)
+    teacher = load.logprobs("teacher") if settings.models.teacher else None
     rewards = _reward_models(settings, tokenizer, places, load, on_vllm)
     scoring = tuple(each.scorer for each in rewards.values() if isinstance(each.scorer, VllmReward))
     critic = load_critic(settings, actor, [*rewards.values()], load, devices=devices)
     models: dict[str, list[Loadable | None]] = {
         "policy": [actor],
         "reference": [reference],
+        "teacher": [teacher],
         "reward": [each.model for each in rewards.values()],
         "critic": [critic.trained],
     }
@@ -305,14 +309,19 @@ def _assembled(
     value = None
     if critic.served is not None:
         value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
+
+    def logprobs(name: str) -> ReferenceLogprobs | None:
+        (model,) = models[name]
+        if model is None:
+            return None
+        return ReferenceLogprobs(model, sampling=sampling, place=_scoring(places, name), deterministic=deterministic)
+
+    scorers = {name: logprobs(name) for name in ("reference", "teacher")}
     places.wait_until_ready()
     return Assembly(
         serving=serving,
-        reference=None
-        if reference is None
-        else ReferenceLogprobs(
-            reference, sampling=sampling, place=_scoring(places, "reference"), deterministic=deterministic
-        ),
+        reference=scorers["reference"],
+        teacher=scorers["teacher"],
         reward=code.reward({key: each.scorer for key, each in rewards.items()}),
         critic=value,
         proximal=_proximal(settings, actor, sampling, places) if settings.algorithm.corrects else None,
@@ -373,7 +382,7 @@ def _actor_and_reference(
             if base is not None and models.reference == models.adapter:
                 load_lora(base, adapter, trained=False)
     if models.reference and base is None:
-        return actor, load.reference()
+        return actor, load.logprobs("reference")
     return actor, base
 
 

@@ -82,6 +82,7 @@ def scored(settings: Settings) -> list[str]:
         "reference": settings.has_reference,
         "reward": True,
         "critic": settings.algorithm.has_critic,
+        "teacher": bool(settings.models.teacher),
         "proximal": settings.algorithm.corrects,
     }
     return [model for model in SCORED if exist[model]]

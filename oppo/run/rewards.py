@@ -38,6 +38,7 @@ from oppo.rewards import FunctionReward, Rewards, load_reward
 from oppo.rewards.gym import LIBRARY, verify
 from oppo.rewards.judge import columns_of, judge, key_of
 from oppo.run.loading import RoleLoader
+from oppo.scorers import Unscored
 
 if TYPE_CHECKING:
     from oppo.vllm import VllmEngine
@@ -126,11 +127,13 @@ class UserCode:
                 )
 
     def reward(self, models: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
-        """Return the reward.
+        """Return the reward: zeros where the settings name none.
 
         Args:
             models: the reward models, by their place in the file.
         """
+        if not self.settings:
+            return Unscored()
         scorers = {**self.rewards, **models}
         named = {each.name: (each, scorers[key]) for key, each in self.settings.items() if each.name is not None}
         if not named:

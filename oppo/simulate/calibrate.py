@@ -286,7 +286,7 @@ NEEDED = ("timing_s/update", "timing_s/weight_sync", "trained")
 """Metrics without which a step cannot be calibrated on."""
 
 TRACKS: Final[Mapping[str, str]] = MappingProxyType(
-    {"reference": "ref_logp", "reward model": "reward", "reward": "reward", "critic": "value"}
+    {"reward model": "reward", **{str(name): stage for name, stage in STAGES.items()}}
 )
 """The stage of each scorer by the track of its model."""
 

@@ -44,10 +44,10 @@ from oppo.errors import ConfigError
 from oppo.models import Passes
 from oppo.simulate.engine import Interference, time_shared
 
-ScorerName: TypeAlias = Literal["reward", "reference", "critic"]
+ScorerName: TypeAlias = Literal["reward", "reference", "critic", "teacher"]
 
 STAGES: Final[Mapping[ScorerName, str]] = MappingProxyType(
-    {"reference": "ref_logp", "reward": "reward", "critic": "value"}
+    {"reference": "ref_logp", "reward": "reward", "critic": "value", "teacher": "teacher_logp"}
 )
 """The stage of each scorer."""
 

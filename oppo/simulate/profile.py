@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import numpy as np
 from annotated_types import Ge, Le
@@ -43,6 +43,9 @@ from oppo.simulate.costs import (
 )
 
 T = TypeVar("T")
+
+_FORWARD: Final[Sequence[ScorerName]] = ("critic", "teacher")
+"""The scorers that read like the reference, if there are any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,7 @@ class ModelsSection:
     reward: str = setting("", "the reward model; a rule that costs nothing when empty")
     critic: str = setting("", "the critic; none when empty")
     reference: bool = setting(default=True, description="whether there is a reference, as large as the actor")
+    teacher: str = setting("", "the teacher of a distillation; none when empty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,9 @@ class LayoutSection:
     decode: PositiveCount = required("devices that decode, each with a copy of the actor")
     train: Count = setting(0, "devices that train; 0: those that decode")
     score: Count = setting(0, "devices of the reward model; 0: those that decode")
-    forward: Literal["decode", "train", "score"] = setting("decode", "devices of the reference and the critic")
+    forward: Literal["decode", "train", "score"] = setting(
+        "decode", "devices of the reference, the critic and the teacher"
+    )
     stream_forward: bool = setting(
         default=True,
         description="whether reference and critic read along while responses are written, or whole ones after the cut",
@@ -252,7 +258,8 @@ class Profile:
         }
         readers: dict[ScorerName, Reader] = {}
         forward: dict[ScorerName, str] = {"reference": "actor"} if self.models.reference else {}
-        for name, key in ({**forward, "critic": "critic"} if self.models.critic else forward).items():
+        forward |= {name: name for name in _FORWARD if getattr(self.models, name)}
+        for name, key in forward.items():
             device, count = devices[layout.forward]
             readers[name] = Reader(
                 passes=self.size(key).passes(count * self.gpu.flops * engine.forward),

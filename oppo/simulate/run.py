@@ -263,7 +263,7 @@ def ladder(
 T = TypeVar("T")
 
 TRACKS: Final[Mapping[ScorerName, str]] = MappingProxyType(
-    {"reference": "reference", "reward": "reward model", "critic": "critic"}
+    {"reference": "reference", "reward": "reward model", "critic": "critic", "teacher": "teacher"}
 )
 """The track of the spans of each scorer's model, as in ``oppo train``."""
 
@@ -346,6 +346,7 @@ class SimulatedRun:
             reference=self._scorer("reference", FakeScorer(_zeros)),
             reward=reward,
             critic=self._scorer("critic", critic),
+            teacher=self._scorer("teacher", FakeScorer(_zeros)) if "teacher" in self.system.readers else None,
             trainer=self.trainer,
             admission=self.admission,
             chunks=self.schedule.chunks(self.grain),
@@ -353,7 +354,8 @@ class SimulatedRun:
         graph = graph.replace(generate=replace(graph.stage("generate", Generate), samples=self.workload.samples))
         if self.schedule.in_flight:
             graph = graph.replace(update=replace(graph.stage("update", Update), after=()))
-        waiting = [stage for name, stage in STAGES.items() if self.schedule.held or not self._reader(name).streams]
+        late = [stage for name, stage in STAGES.items() if self.schedule.held or not self._reader(name).streams]
+        waiting = [stage for stage in late if stage in graph.nodes]
         return held(graph, waiting) if waiting else graph
 
     def run(self) -> ScheduleOutcome:

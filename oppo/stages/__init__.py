@@ -1,6 +1,6 @@
 """The stages of a PPO step: generate, score, advantage, update. Each is a small object with one ``run``."""
 
-from oppo.stages.advantage import GAE, GroupRelative, InParts
+from oppo.stages.advantage import GAE, Distillation, GroupRelative, InParts
 from oppo.stages.batch import BatchStage, Gather, ScoredRollout, ScoredRollouts, finished_rollout
 from oppo.stages.generate import Generate
 from oppo.stages.metrics import run_metrics
@@ -11,6 +11,7 @@ from oppo.stages.update import Update
 __all__ = [
     "GAE",
     "BatchStage",
+    "Distillation",
     "Gather",
     "Generate",
     "GroupRelative",

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, SupportsFloat, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from oppo.declared import Fraction, require_declared, require_whole
+from oppo.declared import Fraction, NonNegative, Positive, require_declared, require_whole
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Batch, BatchPart, BoolArray, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
@@ -21,6 +22,7 @@ from oppo.returns import (
     KLEstimator,
     RunningMoments,
     ScoreShaping,
+    distillation_advantages,
     gae,
     group_advantages,
     kl_estimate,
@@ -111,23 +113,33 @@ class AdaptiveObjective(BatchStage):
         kl_estimator: of each token's KL to the reference.
         shaping: of the scores, before they are rewards; replaced by its successor after each batch.
         control: of the coefficient of the KL penalty; replaced likewise.
+        distill: weight of the log-ratio of a teacher to the policy, which is added to the advantage of each sampled
+            token when all else has been estimated (:func:`oppo.returns.distillation_advantages`); of the proximal
+            policy if its log-probs are known. It needs ``teacher=``.
     """
 
     kl_estimator: KLEstimator
     shaping: ScoreShaping
     control: KLControl
     mask_truncated: bool = False
+    distill: float = 0.0
 
     @property
     def refers(self) -> bool:
         """Whether log-probs of a reference are needed: there is a KL penalty."""
         return self.control.coefficient > 0
 
+    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
+        """Report a reference or a teacher that is needed, and not connected."""
+        lacking = self.distill > 0 and "teacher" not in named
+        fault = f"has distill = {self.distill:g}, which needs a teacher: connect teacher=stream, or leave distill out"
+        return [*super().faults(stages, named), *([fault] if lacking else [])]
+
     def batch(
         self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
     ) -> Batch:
-        """Return the training batch of these rollouts, in their order, with the loss mask."""
-        batch = super().batch(rollouts, dropped, deferred)
+        """Return the training batch of these rollouts, in their order, with the teacher's part and the loss mask."""
+        batch = self._taught(super().batch(rollouts, dropped, deferred))
         if not self.mask_truncated:
             return batch
         return replace(batch, sampled=batch.sampled & np.repeat(~truncated(batch), np.diff(batch.offsets)))
@@ -140,6 +152,7 @@ class AdaptiveObjective(BatchStage):
             objective = self._objective(batch, self.shaping.after(batch.scores))
             tokens = np.abs(objective.coefficient * objective.kl.astype(np.float64))
             tokens += 0 if objective.earned is None else np.abs(objective.earned)
+            tokens += np.abs(self._lesson(batch))
             rewards = np.add.reduceat(tokens, batch.offsets[:-1]) + np.abs(objective.shaped)
             values = 0 if batch.values is None else np.where(batch.sampled, np.abs(batch.values), 0.0)
             totals = rewards + np.add.reduceat(np.broadcast_to(values, len(tokens)), batch.offsets[:-1])
@@ -163,14 +176,31 @@ class AdaptiveObjective(BatchStage):
     def _objective(self, batch: Batch, shaping: ScoreShaping) -> Objective:
         kl, at = np.zeros(len(batch.tokens), np.float32), batch.sampled
         if batch.reference is not None:
-            current = batch.logprobs if batch.proximal is None else batch.proximal
-            kl[at] = kl_estimate(current[at], batch.reference[at], self.kl_estimator)
+            kl[at] = kl_estimate(_current(batch)[at], batch.reference[at], self.kl_estimator)
         lengths = np.array([len(row) for row in batch.sampled_rows()], np.int64)
         return Objective(
             shaping.shaped(batch.scores, ~truncated(batch), lengths),
             kl,
             self.control.coefficient,
             None if batch.token_rewards is None else np.float32(shaping.slope) * batch.token_rewards,
+        )
+
+    def _lesson(self, batch: Batch) -> NDArray[np.float64]:
+        lesson, at = np.zeros(len(batch.tokens)), batch.sampled
+        if batch.teacher is not None:
+            lesson[at] = distillation_advantages(_current(batch)[at], batch.teacher[at], self.distill)
+        return lesson
+
+    def _taught(self, batch: Batch) -> Batch:
+        if not len(batch) or batch.teacher is None:
+            return batch
+        current, rows = _current(batch), batch.sampled_rows()
+        kl = [float(kl_estimate(current[at], batch.teacher[at]).sum(dtype=np.float64)) for at in rows]
+        task = 0.0 if batch.advantages is None else batch.advantages
+        return replace(
+            batch,
+            advantages=(task + self._lesson(batch)).astype(np.float32),
+            metrics={**batch.metrics, "objective/teacher_kl": float(np.mean(kl))},
         )
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -182,6 +212,10 @@ class AdaptiveObjective(BatchStage):
         if isinstance(self.control, AdaptiveKL):
             self.control = replace(self.control, initial=float(state["kl"]))
         self.shaping = replace(self.shaping, moments=RunningMoments(**state["moments"]))
+
+
+def _current(batch: Batch) -> FloatArray:
+    return batch.logprobs if batch.proximal is None else batch.proximal
 
 
 def controlled(kl: SupportsFloat | KLControl) -> KLControl:
@@ -226,6 +260,7 @@ class GAE(AdaptiveObjective):
             gives, not 0, as if the response went on (partial-episode bootstrapping: Pardo et al. 2018, "Time Limits in
             Reinforcement Learning", arXiv 1712.00378, section 3).
         mask_truncated: leave such responses out of the loss; see :class:`AdaptiveObjective`.
+        distill: weight of a teacher; see :class:`AdaptiveObjective`. It is added after whitening.
 
     Raises:
         ConfigError: a value is out of range, there is no such estimator, or truncated responses are both bootstrapped
@@ -242,6 +277,7 @@ class GAE(AdaptiveObjective):
     whiten_advantages: bool = True
     bootstrap_truncated: bool = False
     mask_truncated: bool = False
+    distill: NonNegative = 0.0
     control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -318,6 +354,7 @@ class GroupRelative(AdaptiveObjective):
         kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
         shaping: of the scores, before they are rewards; replaced by its successor after each batch.
         mask_truncated: leave responses that ended at the length cap out of the loss; see :class:`AdaptiveObjective`.
+        distill: weight of a teacher; see :class:`AdaptiveObjective`. It is added after the comparison.
 
     Raises:
         ConfigError: there is no such estimator, or ``kl`` is no coefficient or would be standardised.
@@ -329,6 +366,7 @@ class GroupRelative(AdaptiveObjective):
     kl_estimator: KLEstimator = "k1"
     shaping: ScoreShaping = field(default_factory=ScoreShaping)
     mask_truncated: bool = False
+    distill: NonNegative = 0.0
     control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -377,6 +415,36 @@ def _spread(groups: Sequence[FloatArray]) -> Mapping[str, float]:
 
 
 @dataclass(eq=False)
+class Distillation(AdaptiveObjective):
+    """Joins the results of the scorers; a teacher alone makes the advantages, and the scores are measured.
+
+    The advantage of a token is ``-distill * (log pi - log T)``, as it is: it has a sign and a unit of its own, so
+    nothing is whitened. It has the named inputs of :class:`BatchStage`, of which it needs ``teacher=``.
+
+    Attributes:
+        distill: the weight of the teacher; see :class:`AdaptiveObjective`.
+        mask_truncated: leave responses that ended at the length cap out of the loss.
+
+    Raises:
+        ConfigError: the weight is not positive.
+    """
+
+    distill: Positive = 1.0
+    mask_truncated: bool = False
+    kl_estimator: KLEstimator = field(default="k1", init=False, repr=False)
+    shaping: ScoreShaping = field(default_factory=ScoreShaping, init=False, repr=False)
+    control: KLControl = field(default=FixedKL(0.0), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require_declared(self, error=ConfigError)
+
+    def estimated(self, batch: Batch) -> Batch:
+        """Return the batch with advantages of 0, to which the teacher's are added, and the metrics of the scores."""
+        advantages = np.zeros(len(batch.tokens), np.float32)
+        return replace(batch, advantages=advantages, metrics=self.objective(batch).metrics(batch))
+
+
+@dataclass(eq=False)
 class InParts:
     """Sends each group of a step as a :class:`~oppo.events.BatchPart` once all of its responses are scored.
 
@@ -420,6 +488,7 @@ class InParts:
         reference: Receiver[Scored[FloatArray] | Drop] | None = None,
         value: Receiver[Scored[FloatArray] | Drop] | None = None,
         proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
+        teacher: Receiver[Scored[FloatArray] | Drop] | None = None,
     ) -> None:
         """Send groups as they are complete, then the step's batch; send nothing without a rollout."""
         groups = defaultdict[int, list[ScoredRollout]](list)
@@ -431,7 +500,13 @@ class InParts:
                 await out.send(BatchPart(part))
 
         scored = await ScoredRollouts.of(
-            rollout, score, each=send_complete, reference=reference, values=value, proximal=proximal
+            rollout,
+            score,
+            each=send_complete,
+            reference=reference,
+            values=value,
+            proximal=proximal,
+            teacher=teacher,
         )
         if scored:
             await out.send(self.estimator.batch(scored.rollouts, scored.dropped, scored.deferred))

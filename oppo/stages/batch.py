@@ -33,6 +33,7 @@ class ScoredRollout:
         values: of the critic, of the state before each token, and float32 [n + 1] if it gives that of the state after
             the last one too; ``None`` without a critic.
         proximal: log-probs under the weights that are about to be updated; ``None`` unless they were computed.
+        teacher: log-probs of a teacher; ``None`` without one.
     """
 
     finish: Finish
@@ -40,6 +41,7 @@ class ScoredRollout:
     score: float
     values: FloatArray | None = None
     proximal: FloatArray | None = None
+    teacher: FloatArray | None = None
 
     @property
     def rollout(self) -> int:
@@ -72,6 +74,7 @@ class ScoredRollout:
             "value": None if self.values is None else self.values[sampled],
             "behaviour log-prob": self.finish.response.logprobs[sampled],
             "proximal log-prob": None if self.proximal is None else self.proximal[sampled],
+            "teacher log-prob": None if self.teacher is None else self.teacher[sampled],
         }
         faulty = (name for name, value in results.items() if value is not None and not (np.abs(value) <= LARGEST).all())
         return next((Drop(self.rollout, f"{NONFINITE} {name}", nonfinite=True) for name in faulty), None)
@@ -114,7 +117,7 @@ class ScoredRollouts:
             rollout: the events that determine which rollouts there are.
             score: of each.
             each: called with each rollout as soon as it is scored, in an order that depends on timing.
-            per_token: ``reference``, ``values`` and ``proximal``; ``None`` for an input that is not connected.
+            per_token: ``reference``, ``values``, ``proximal`` and ``teacher``; ``None``: it is not connected.
 
         Raises:
             ProtocolError: a score is not one number, or another result is not one number for each response token.
@@ -168,6 +171,7 @@ class ScoredRollouts:
             dropped=tuple(self.dropped),
             deferred=tuple(self.deferred),
             token_rewards=self._token_rewards(),
+            teacher=_flat_if_complete([each.teacher for each in self.rollouts]),
         )
 
     def _token_rewards(self) -> FloatArray | None:
@@ -184,13 +188,15 @@ def scored_rollout(
     reference: Scored[FloatArray] | Drop | None = None,
     values: Scored[FloatArray] | Drop | None = None,
     proximal: Scored[FloatArray] | Drop | None = None,
+    *,
+    teacher: Scored[FloatArray] | Drop | None = None,
 ) -> ScoredRollout | Drop:
     """Return a rollout with its results, or its first ``Drop``: of generation, of a scorer, or of a number not finite.
 
     Raises:
         ProtocolError: the score is not one number, or another result is not one number for each response token.
     """
-    drops = [each for each in (finish, reference, score, values, proximal) if isinstance(each, Drop)]
+    drops = [each for each in (finish, reference, score, values, proximal, teacher) if isinstance(each, Drop)]
     if isinstance(finish, Drop) or isinstance(score, Drop) or drops:
         return drops[0]
     require_score(score.value, finish)
@@ -200,6 +206,7 @@ def scored_rollout(
         score.value,
         _per_token(values, finish, "value", last=True),
         _per_token(proximal, finish, "proximal log-prob"),
+        _per_token(teacher, finish, "teacher log-prob"),
     )
     return scored.fault() or scored
 
@@ -256,9 +263,9 @@ def _per_token(
 class BatchStage(ABC):
     """Joins the results of the scorers, and sends the batch that it makes of them.
 
-    ``reference=``, ``value=`` and ``proximal=`` are inputs by name: log-probs of a reference, the values of a critic,
-    and log-probs under the weights that are about to be updated, which corrections for stale tokens need. The batch
-    holds the results of the inputs that are connected.
+    ``reference=``, ``value=``, ``proximal=`` and ``teacher=`` are inputs by name: log-probs of a reference, the values
+    of a critic, log-probs under the weights that are about to be updated, which corrections for stale tokens need, and
+    log-probs of a teacher. The batch holds the results of the inputs that are connected.
     """
 
     @property
@@ -276,9 +283,12 @@ class BatchStage(ABC):
         reference: Receiver[Scored[FloatArray] | Drop] | None = None,
         value: Receiver[Scored[FloatArray] | Drop] | None = None,
         proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
+        teacher: Receiver[Scored[FloatArray] | Drop] | None = None,
     ) -> None:
         """Send the step's batch once every finished rollout is scored; send nothing without a rollout."""
-        scored = await ScoredRollouts.of(rollout, score, reference=reference, values=value, proximal=proximal)
+        scored = await ScoredRollouts.of(
+            rollout, score, reference=reference, values=value, proximal=proximal, teacher=teacher
+        )
         if scored:
             await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
 

@@ -278,7 +278,7 @@ def test_a_graph_that_is_wired_wrongly_is_refused_in_the_words_of_the_graph(
             ("step.algorithm=own.py:Doubled", "run.trainer=process"),
             "run.trainer = 'process' takes the loss to another process, which cannot import DoubledLoss from a file",
         ),
-        (("step.algorithm=dpoo",), "'gspo', 'online_dpo' or file.py:name, got 'dpoo'"),
+        (("step.algorithm=dpoo",), "'online_dpo', 'distill' or file.py:name, got 'dpoo'"),
         (("step.algorithm=7",), "step.algorithm: expected a string, got 7"),
     ],
 )

@@ -67,7 +67,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def all_on(device: torch.device) -> Devices:
-    return Devices(device, device, (device,), device, device, device)
+    return Devices(device, device, (device,), device, device, device, device)
 
 
 CUDA = all_on(torch.device("cuda", 0))
@@ -147,7 +147,8 @@ def test_scorers_on_a_gpu_may_have_a_process_and_what_reads_the_actor_s_weights_
 
 @pytest.mark.usefixtures("two_gpus")
 def test_models_of_a_process_on_a_gpu_are_loaded_there() -> None:
-    named = {key: ["cuda"] for key in ("policy", "actor", "trainer", "reference", "reward")} | {"critic": ["cpu"]}
+    named = {key: ["cuda"] for key in ("policy", "actor", "trainer", "reference", "reward")}
+    named |= {"critic": ["cpu"], "teacher": ["cpu"]}
     found = partial(Devices.found, named, str, remote=frozenset({"policy"}))
     assert found(scorers="process").apart == {"policy", "reference", "reward"}
     assert found(scorers="auto").apart == {"policy"}
@@ -155,7 +156,7 @@ def test_models_of_a_process_on_a_gpu_are_loaded_there() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_each_replica_of_a_policy_has_a_gpu_or_the_last_is_refused() -> None:
-    named = {key: ["cuda"] for key in ("policy", "actor", "trainer", "reference", "reward", "critic")}
+    named = {key: ["cuda"] for key in ("policy", "actor", "trainer", "reference", "reward", "critic", "teacher")}
     devices = Devices.found(named, str, replicas=2)
     assert [str(device) for device in devices.policies] == ["cuda:0", "cuda:1"]
     assert devices.apart == {"policy"}
@@ -337,7 +338,7 @@ def test_the_speed_of_a_model_is_that_of_its_devices(monkeypatch: pytest.MonkeyP
     first, second, third = (torch.device("cuda", number) for number in range(3))
     shares = {CPU: 1.0, first: 10.0, second: 100.0, third: 0.0}
     monkeypatch.setattr("oppo.hf.devices.peak_of", lambda device, dtype, cores: shares[device] * cores)
-    found = Devices(first, first, (first, second), second, CPU, second)
+    found = Devices(first, first, (first, second), second, CPU, second, second)
     speeds = {model: found.speed(model, torch.float32, 8, 2) for model in ("policy", "trainer", "reward", "critic")}
     assert speeds == {"policy": 2 * 4 * 10, "trainer": 4 * 110, "reward": 4 * 111, "critic": 4 * 111}
     unknown = replace(found, critic=third, remote=frozenset({"policy"}))
@@ -347,7 +348,7 @@ def test_the_speed_of_a_model_is_that_of_its_devices(monkeypatch: pytest.MonkeyP
 async def test_a_trainer_gives_back_memory_after_a_call_where_others_are_on_its_device(cuda: Cuda) -> None:
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     for trainer, given_back in ((first, ["gave back"]), (second, [])):
-        places = DeviceLayout.of(2, Devices(first, first, (trainer,), first, first, first), "auto")
+        places = DeviceLayout.of(2, Devices(first, first, (trainer,), first, first, first, first), "auto")
         for place in (places.training, *places.acting):
             await place.host(Model).call("work", Model.number, "7")
         places.close()

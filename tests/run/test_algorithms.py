@@ -21,7 +21,8 @@ from oppo.cli import DONE, UNUSABLE
 from oppo.run.train import FINAL
 from oppo.stages.advantage import OF_THE_REFERENCE
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar
-from tests.workplace import furnish, oppo, records
+from tests.hf import tiny
+from tests.workplace import furnish, oppo, records, tokenizer
 
 OWN: Final[Mapping[str, Sequence[str]]] = {
     "dapo": ["algorithm.samples=3", "algorithm.max_rounds=50"],
@@ -29,6 +30,7 @@ OWN: Final[Mapping[str, Sequence[str]]] = {
     "grpo": ["algorithm.samples=3"],
     "rloo": ["algorithm.samples=3"],
     "dr_grpo": ["algorithm.samples=3"],
+    "distill": ["models.teacher=teacher"],
 }
 """The settings of an algorithm that are not at their defaults here."""
 
@@ -41,7 +43,10 @@ COMMON = ("run.panel=off", "rewards.0.source=reward.py:short", "step.batch=3", "
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return furnish(tmp_path_factory.mktemp("algorithms"))
+    folder = furnish(tmp_path_factory.mktemp("algorithms"))
+    tiny.causal("llama", seed=5).save_pretrained(folder / "teacher")
+    tokenizer().save_pretrained(folder / "teacher")
+    return folder
 
 
 def trained(folder: Path, name: str, algorithm: str, *further: str) -> Sequence[Mapping[str, Any]]:
@@ -62,6 +67,8 @@ def actor(folder: Path, name: str) -> Mapping[str, bytes]:
         *((each, ()) for each in ALGORITHMS),
         ("grpo", ("algorithm.surrogate=sapo", "algorithm.scale_scores=batch")),
         ("ppo", ("algorithm.surrogate=cispo", "algorithm.aggregation=response_sums")),
+        ("grpo", ("algorithm.distill=0.5", "models.teacher=teacher", "algorithm.surrogate=clip")),
+        ("ppo", ("algorithm.distill=0.5", "models.teacher=teacher", "algorithm.lam=0.9")),
     ],
 )
 def test_streaming_changes_no_bit(folder: Path, algorithm: str, chosen: tuple[str, ...]) -> None:
@@ -108,7 +115,7 @@ def test_the_penalty_of_dapo_grows_over_the_last_fifth_of_a_response(buffer: int
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS.keys() - {"distill"})
 def test_it_learns_to_be_short_with_responses_deferred(folder: Path, algorithm: str) -> None:
     rate = "trainer.learning_rate=3e-3"
     steps = trained(folder, f"{algorithm}-learns", algorithm, "step.batch=8", "step.overcommit=2", "run.steps=25", rate)

@@ -1,0 +1,91 @@
+"""On-policy distillation: the policy learns the distribution of a teacher on responses of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from oppo.admission import Admission
+from oppo.admission.chunking import ChunkSize
+from oppo.algorithms.base import Clipped, Roles
+from oppo.algorithms.ppo import ppo
+from oppo.declared import Positive
+from oppo.errors import ConfigError
+from oppo.events import Drop, FloatArray, StepReport
+from oppo.graph import Graph
+from oppo.models import Policy, Scorer, Trainer
+from oppo.scorers import Unscored
+from oppo.stages import Distillation
+
+
+def distill(
+    *,
+    policy: Policy,
+    teacher: Scorer[FloatArray],
+    trainer: Trainer,
+    admission: Admission,
+    reward: Scorer[float | Drop] | None = None,
+    advantage: Distillation | None = None,
+    reference: Scorer[FloatArray] | None = None,
+    proximal: Scorer[FloatArray] | None = None,
+    chunks: ChunkSize | None = None,
+) -> Graph[StepReport]:
+    """Return on-policy distillation, streamed: a teacher reads responses while the policy writes them.
+
+    The advantage of a token is the log-ratio of the teacher to the policy, so that the policy gradient is that of the
+    reverse KL (Agarwal et al. 2024, arXiv 2306.13649; Gu et al. 2024, arXiv 2306.08543). To learn from scores too, give
+    :func:`oppo.ppo` or :func:`oppo.grpo` a teacher, and their advantage stage a weight, ``GroupRelative(distill=0.5)``.
+
+    Other arguments are as for :func:`oppo.ppo`.
+
+    Args:
+        teacher: log-probs of the teacher, float32 [n] for a response of n tokens, which reads the policy's tokens.
+        trainer: trains the actor.
+        reward: scores that are measured; ``None``: every score is 0.
+        advantage: the weight of the teacher; ``Distillation()`` by default.
+        reference: to measure the KL to it.
+    """
+    return ppo(
+        policy=policy,
+        reward=Unscored() if reward is None else reward,
+        trainer=trainer,
+        admission=admission,
+        reference=reference,
+        advantage=advantage or Distillation(),
+        proximal=proximal,
+        chunks=chunks,
+        teacher=teacher,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distill(Clipped):
+    """On-policy distillation: the policy follows the log-probs of a teacher, `models.teacher`; scores are optional."""
+
+    scoreless: ClassVar[bool] = True
+
+    distill: Positive = 1.0
+
+    @property
+    def responses(self) -> int:
+        return 1
+
+    def graph(self, roles: Roles) -> Graph[StepReport]:
+        """Return the graph of a step.
+
+        Raises:
+            ConfigError: there is no teacher.
+        """
+        if roles.teacher is None:
+            raise ConfigError("a distillation learns from the log-probs of a teacher, and got none: give one")
+        return distill(
+            policy=roles.policy,
+            teacher=roles.teacher,
+            trainer=roles.trainer,
+            admission=roles.admission,
+            reward=roles.reward,
+            advantage=Distillation(self.distill, self.mask_truncated),
+            reference=roles.reference,
+            proximal=roles.proximal,
+            chunks=roles.chunks,
+        )

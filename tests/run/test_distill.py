@@ -1,0 +1,117 @@
+"""``step.algorithm = "distill"``, and a teacher beside a task: what is learned, resumed, counted and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+from typing import Final
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from oppo.cli import DONE, UNUSABLE
+from oppo.config.load import load
+from oppo.run.memory import expected, load_of
+from oppo.run.places import devices_of, scored
+from oppo.run.train import FINAL
+from tests.hf import tiny
+from tests.run.test_resume_real import steps_of, wait
+from tests.workplace import CONFIG, furnish, oppo, records, resume, start, tokenizer
+
+PLAIN: Final = CONFIG.replace('[[rewards]]\nsource = "reward"\n', "")
+"""Settings without a reward."""
+
+ALONE: Final = ("run.panel=off", "run.scorers=thread", "step.algorithm=distill", "models.teacher=teacher")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = furnish(tmp_path_factory.mktemp("distill"))
+    for name, shifted in (("teacher", False), ("foreign", True)):
+        tiny.causal("llama", seed=5).save_pretrained(folder / name)
+        tokenizer(shifted=shifted).save_pretrained(folder / name)
+    (folder / "config.toml").write_text(PLAIN)
+    (folder / "scored.toml").write_text(CONFIG)
+    return folder
+
+
+def actor(folder: Path, name: str) -> dict[str, bytes]:
+    tensors = load_file(folder / "runs" / name / FINAL / "actor" / "model.safetensors")
+    return {key: tensor.tobytes() for key, tensor in tensors.items()}
+
+
+def test_the_kl_to_the_teacher_falls_without_any_reward_and_with_responses_deferred(folder: Path) -> None:
+    learning = ("run.steps=30", "step.batch=16", "trainer.learning_rate=1e-2", "trainer.epochs=4")
+    assert oppo(folder, "", *ALONE, *learning, "run.name=learns") == DONE
+    steps = records(folder, "learns", "metrics.jsonl")
+    kl = [step["objective/teacher_kl"] for step in steps]
+    assert mean(kl[-5:]) < 0.7 * mean(kl[:5]), kl
+    assert any(step["deferral/deferred"] for step in steps)
+    assert all(step["objective/scores"] == 0 for step in steps)
+
+
+def test_a_resumed_distillation_equals_an_uninterrupted_one(folder: Path) -> None:
+    chosen = (*ALONE, "run.deterministic=true", "run.checkpoint_every=1", "run.steps=4")
+    assert oppo(folder, "", *chosen, "run.name=whole") == DONE
+    assert any(step["deferred"] for step in records(folder, "whole", "metrics.jsonl"))
+    run = folder / "runs" / "killed"
+    with start(folder, *chosen, "run.name=killed", before="from tests.hf.child import set_up; set_up()") as process:
+        while process.poll() is None and steps_of(run) < 2:
+            wait(process, 0.005)
+        process.kill()
+        process.communicate()
+    assert resume(folder, "killed") == DONE
+    assert actor(folder, "killed") == actor(folder, "whole")
+
+
+def test_the_teacher_is_counted_and_placed_like_the_reference(folder: Path) -> None:
+    settings = load(folder / "config.toml", [*ALONE, "models.reference=actor", "placement.teacher=cpu"])
+    assert scored(settings) == ["reference", "reward", "teacher"]
+    needs = {each.model: each for each in expected(settings, devices_of(settings), load_of(settings, 6))}
+    assert needs["teacher"].bytes == needs["reference"].bytes
+    assert "teacher" in settings.can_be_remote
+    assert load(folder / "config.toml", ALONE).toml() == load(folder / "config.toml", ALONE).changed({}).toml()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (
+            ("step.algorithm=distill",),
+            "models.teacher names none: give a causal language model with the policy's token",
+        ),
+        (("algorithm.distill=0.5",), "'ppo' with algorithm.distill = 0.5 learns the log-probs of a teacher"),
+        (("models.teacher=teacher",), "learns nothing of it: set algorithm.distill above 0, or leave models.teacher"),
+        (("models.teacher=teacher", "step.algorithm=online_dpo"), "choose step.algorithm = 'distill', or another"),
+        ((*ALONE[2:], "algorithm.kl=0.1"), "unknown key 'algorithm.kl' (it is a key of [algorithm] for 'ppo'"),
+        ((*ALONE[2:], "algorithm.distill=0"), "algorithm.distill: expected more than 0, got 0"),
+        (("placement.teacher=cpu",), "placement.teacher = 'cpu' places a teacher, and models.teacher names none"),
+        (("step.algorithm=distill", "models.teacher=foreign"), "foreign does not share the policy's tokenizer"),
+    ],
+)
+def test_a_teacher_that_is_missing_idle_or_of_another_tokenizer_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], chosen: tuple[str, ...], message: str
+) -> None:
+    assert oppo(folder, "", "run.panel=off", "rewards.0.source=reward.py:short", *chosen, "run.name=no") == UNUSABLE
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (("eval.prompts=prompts.jsonl",), "eval.prompts is about scores, and there are none without [[rewards]]"),
+        (("run.keep_best=true",), "run.keep_best = true is about scores"),
+        (("step.algorithm=ppo", "models.teacher="), "[rewards] is missing: tables [[rewards]]"),
+    ],
+)
+def test_what_needs_scores_is_refused_without_a_reward(
+    folder: Path, capsys: pytest.CaptureFixture[str], chosen: tuple[str, ...], message: str
+) -> None:
+    assert oppo(folder, "", *ALONE, *chosen, "run.name=no") == UNUSABLE
+    assert message in capsys.readouterr().err
+
+
+def test_a_dry_run_without_a_reward_tries_the_rest(folder: Path) -> None:
+    assert oppo(folder, "--dry-run", *ALONE, "run.name=dry") == DONE
