@@ -494,7 +494,7 @@ class ScoreShaping:
 
 RatioBase: TypeAlias = Literal["behaviour", "proximal"]
 TokenWeight: TypeAlias = Literal["none", "truncated", "mask"]
-Level: TypeAlias = Literal["token", "sequence"]
+Level: TypeAlias = Literal["token", "sequence", "product"]
 
 CAP = 2.0
 """The bound of truncated importance sampling, as in Yao et al. 2025."""
@@ -531,7 +531,12 @@ class Correction:
     the weights that are being updated (the decoupled objective).
 
     With ``level = "sequence"``, ``m`` is the geometric mean of a rollout's mismatches, which does not drift with the
-    length as their product would; the ratio remains a token's.
+    length as their product does; with ``level = "product"`` it is that product, which is unbiased for whole rollouts,
+    and has a variance that grows with the length. The ratio remains a token's: over ``mu`` the weight of the product is
+    ``min(m, c)`` over the mismatch of the token.
+
+    With ``k3``, a rollout whose mismatches are further from 1 than this, by the mean of ``m - 1 - log m`` over its
+    tokens, has weight 0, whatever the other weights are: this estimates KL(mu || pi').
 
     A masked token counts in the mean of the loss with loss 0, so masking does not enlarge the gradients of the others.
     The value loss, the entropy bonus and a KL in the loss keep every token.
@@ -552,13 +557,15 @@ class Correction:
             (by token, IcePop: Zhao et al. 2025, "Small leak can sink a great ship"; by sequence, the off-policy
             sequence masking of DeepSeek-V3.2, arXiv 2512.02556, section 3.1, which masks rollouts of negative advantage
             only).
-        level: ``token``, or ``sequence``: by the rollout's geometric mean (GSPO: Zheng et al. 2025, arXiv 2507.18071,
-            equation 7).
+        level: ``token``; ``sequence``: by the rollout's geometric mean (GSPO: Zheng et al. 2025, arXiv 2507.18071,
+            equation 7); or ``product``, of truncated weights (Liu et al. 2025, "When speed kills stability:
+            demystifying RL collapse from the inference-training mismatch").
+        k3: a rollout with a larger mean ``m - 1 - log m`` is masked; ``None``: none is.
         cap: c, at least 1.
         low, high: the band of ``mask``, around 1; ``None``: :data:`TOKEN_BAND` or :data:`SEQUENCE_BAND`.
 
     Raises:
-        ConfigError: a value is out of range: 1 must be neither truncated nor masked.
+        ConfigError: a value is out of range: 1 must be neither truncated nor masked; or a mask is by the product.
     """
 
     ratio_base: RatioBase = "behaviour"
@@ -567,14 +574,30 @@ class Correction:
     cap: AtLeastOne = CAP
     low: Fraction | None = None
     high: AtLeastOne | None = None
+    k3: Positive | None = None
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
+        if self.weight == "mask" and self.level == "product":
+            raise ConfigError(
+                "a band around 1 that fits short rollouts masks every long one by the product of its mismatches: "
+                f"expected level = 'token' or 'sequence' with weight = 'mask', got {self.level!r}"
+            )
+
+    @property
+    def weighs(self) -> bool:
+        """Whether tokens have weights other than 1."""
+        return self.weight != "none" or self.k3 is not None
+
+    @property
+    def by_row(self) -> bool:
+        """Whether the weight of a token depends on the others of its rollout."""
+        return self.k3 is not None or (self.weight != "none" and self.level != "token")
 
     @property
     def needs_proximal(self) -> bool:
         """Whether this differs from plain PPO, so that proximal log-probs are needed."""
-        return self.ratio_base != "behaviour" or self.weight != "none"
+        return self.ratio_base != "behaviour" or self.weighs
 
     @property
     def band(self) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -19,9 +20,11 @@ from oppo.returns import SEQUENCE_BAND, TOKEN_BAND, Correction, Level, RatioBase
 
 BASES: tuple[RatioBase, ...] = ("behaviour", "proximal")
 WEIGHTS: tuple[TokenWeight, ...] = ("none", "truncated", "mask")
-LEVELS: tuple[Level, ...] = ("token", "sequence")
+LEVELS: tuple[Level, ...] = ("token", "sequence", "product")
 EVERY = [
-    Correction(ratio_base=base, weight=weight, level=level) for base, weight, level in product(BASES, WEIGHTS, LEVELS)
+    Correction(ratio_base=base, weight=weight, level=level, k3=k3)
+    for base, weight, level, k3 in product(BASES, WEIGHTS, LEVELS, (None, 0.01))
+    if (weight, level) != ("mask", "product")
 ]
 
 MISMATCH = np.array([1.0, 0.25, 4.0, 10.0], np.float64)
@@ -88,6 +91,39 @@ def test_a_rollouts_weight_is_that_of_its_geometric_mean() -> None:
     assert weights(kept, (2, 2)).tolist() == [1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_a_product_is_truncated_once_for_the_whole_rollout(base: RatioBase) -> None:
+    """As plain float64 code has it: ratio times weight is min(product, c) times the ratio over the proximal policy."""
+    cap = 3.0
+    correction = Correction(weight="truncated", level="product", ratio_base=base, cap=cap)
+    products = [1.0 * 0.25, 1.0 * 0.25, 4.0 * 10.0, 4.0 * 10.0]
+    expected = [
+        min(each, cap) / (mismatch if base == "behaviour" else 1.0)
+        for each, mismatch in zip(products, MISMATCH.tolist(), strict=True)
+    ]
+    assert_allclose(weights(correction, (2, 2)), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("weight", "level"), [("none", "token"), ("truncated", "token"), ("truncated", "product")])
+def test_a_rollout_whose_mean_k3_is_larger_is_masked_and_no_other_changes(weight: TokenWeight, level: Level) -> None:
+    k3 = [mismatch - 1.0 - math.log(mismatch) for mismatch in MISMATCH.tolist()]
+    means = [(k3[0] + k3[1]) / 2, (k3[2] + k3[3]) / 2]
+    assert means[0] < 0.5 < means[1]
+    for base in BASES:
+        plain = Correction(weight=weight, level=level, ratio_base=base)
+        kept = weights(replace(plain, k3=0.5), (2, 2))
+        assert kept.tolist() == [*weights(plain, (2, 2)).tolist()[:2], 0.0, 0.0]
+        assert weights(replace(plain, k3=means[1] * 1.001), (2, 2)).tolist() == weights(plain, (2, 2)).tolist()
+        assert weighed(replace(plain, k3=0.5), BEHAVIOUR, BEHAVIOUR + np.float32(1_000), ALL, [4]).tolist() == [0.0] * 4
+
+
+def test_a_k3_needs_proximal_log_probs_and_whole_rows() -> None:
+    loss = ClippedLoss(correction=Correction(k3=0.01))
+    assert loss.correction.needs_proximal
+    assert loss.reads >= {"behaviour", "proximal"}
+    assert loss.unit == "row"
+
+
 def test_tokens_nobody_sampled_are_no_part_of_a_rollouts_mean() -> None:
     kept = Correction(weight="mask", level="sequence")
     sampled = np.array([True, False, False, False])
@@ -115,6 +151,8 @@ def test_a_mismatch_too_large_for_a_float_is_truncated_and_masked_all_the_same()
         ({"cap": math.inf}, "cap of Correction must be a finite number, not inf"),
         ({"low": 1.1}, "low must be at most 1, not 1.1"),
         ({"high": 0.9}, "high must be at least 1, not 0.9"),
+        ({"k3": 0.0}, "k3"),
+        ({"weight": "mask", "level": "product"}, "masks every long one by the product"),
         ({"weight": "some"}, "weight must be 'none', 'truncated' or 'mask', not 'some'"),
     ],
 )

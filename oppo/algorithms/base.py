@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Protocol, TypeAlias
 
@@ -15,6 +16,7 @@ from oppo.declared import (
     NonNegative,
     Positive,
     PositiveCount,
+    changed,
     require_declared,
     setting,
 )
@@ -22,7 +24,7 @@ from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, StepReport
 from oppo.graph import Graph
 from oppo.models import Policy, Scorer, Trainer
-from oppo.returns import CAP, AdaptiveKL, Correction, KLEstimator, RatioBase, ScoreShaping
+from oppo.returns import CAP, AdaptiveKL, Correction, KLEstimator, Level, RatioBase, ScoreShaping, TokenWeight
 from oppo.training import Aggregation, Surrogate, SurrogateKind
 
 if TYPE_CHECKING:
@@ -83,6 +85,15 @@ OF_THE_LOSS: Final = frozenset(
 )
 """The settings that an algorithm's loss alone reads."""
 
+KINDS: Final[Mapping[str, tuple[TokenWeight, Level]]] = {
+    "none": ("none", "token"),
+    "truncated": ("truncated", "token"),
+    "truncated_sequence": ("truncated", "product"),
+    "mask": ("mask", "token"),
+    "mask_sequence": ("mask", "sequence"),
+}
+"""The weight and the level of a correction by the value of ``is_correction``."""
+
 KLPlace: TypeAlias = Literal["reward", "loss"]
 
 
@@ -126,19 +137,31 @@ class Clipped:
         "behaviour",
         "denominator of a stale token's probability ratio: the policy that sampled it, or the one before the update",
     )
-    is_correction: Literal["none", "truncated", "mask", "mask_sequence"] = setting(
+    is_correction: Literal["none", "truncated", "truncated_sequence", "mask", "mask_sequence"] = setting(
         "none",
-        "importance sampling (IS) of stale tokens: weights truncated at `is_cap`, or masked outside `is_low` .. "
-        "`is_high`, by token or by rollout (geometric mean); absent: `truncated` if another engine than the trainer's "
-        "decodes (`models.engine`)",
+        "importance sampling (IS) of stale tokens: weights truncated at `is_cap`, by token or by rollout (product), or "
+        "masked outside `is_low` .. `is_high`, by token or by rollout (geometric mean); absent: `truncated` if another "
+        "engine than the trainer's decodes (`models.engine`)",
     )
     is_cap: AtLeastOne = setting(CAP, "an importance weight is at most this")
     is_low: Fraction | None = setting(None, "smaller weights are masked; absent: 0.5 for a token, 0.9 for a rollout")
     is_high: AtLeastOne | None = setting(None, "larger weights are masked; absent: 5 for a token, 1.1 for a rollout")
+    is_k3: Positive | None = setting(
+        None,
+        "leave rollouts out of the policy loss whose mismatch, the mean of `m - 1 - log m` over tokens, is larger; "
+        "absent: none",
+    )
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
         Surrogate.of(self)
+        kind = self.is_correction.partition("_")[0]
+        reads = {"truncated": {"is_cap"}, "mask": {"is_low", "is_high"}}.get(kind, set())
+        if idle := changed(self, {"is_cap", "is_low", "is_high"} - reads):
+            raise ConfigError(
+                f"is_correction = {self.is_correction!r} does not read {' and '.join(sorted(idle))}: leave that "
+                "out, or choose a kind that does: 'truncated' for is_cap, 'mask' for is_low and is_high"
+            )
 
     @property
     def refers(self) -> bool:
@@ -158,13 +181,15 @@ class Clipped:
     @property
     def correction(self) -> Correction:
         """The correction of stale tokens."""
+        weight, level = KINDS[self.is_correction]
         return Correction(
             ratio_base=self.ratio_base,
-            weight="mask" if self.is_correction == "mask_sequence" else self.is_correction,
-            level="sequence" if self.is_correction == "mask_sequence" else "token",
+            weight=weight,
+            level=level,
             cap=self.is_cap,
             low=self.is_low,
             high=self.is_high,
+            k3=self.is_k3,
         )
 
     def loss(self) -> ClippedLoss:

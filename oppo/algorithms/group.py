@@ -253,7 +253,8 @@ class GSPO(GRPO):
     @property
     def correction(self) -> Correction:
         """The correction of stale responses."""
-        return replace(super().correction, level="sequence")
+        found = super().correction
+        return replace(found, level="sequence") if found.level == "token" else found
 
     def loss(self) -> SequenceLoss:
         from oppo.losses import SequenceLoss  # noqa: PLC0415 - torch takes seconds to import

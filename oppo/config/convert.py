@@ -520,12 +520,14 @@ def _loss_of_verl(draft: Draft) -> None:
     draft.put("algorithm.value_coefficient", 1.0, note="verl's critic has a loss of its own")
     place = "algorithm.rollout_correction"
     weights, cap = draft.take(f"{place}.rollout_is"), draft.number(f"{ACTOR}.tis_imp_ratio_cap", -1)
-    if weights == "token" or cap > 0:
-        draft.put("algorithm.is_correction", "truncated", f"{place}.rollout_is", f"{ACTOR}.tis_imp_ratio_cap")
+    if (kind := {"token": "truncated", "sequence": "truncated_sequence"}.get(str(weights))) or cap > 0:
+        draft.put("algorithm.is_correction", kind or "truncated", f"{place}.rollout_is", f"{ACTOR}.tis_imp_ratio_cap")
         cap = cap if cap > 0 else draft.number(f"{place}.rollout_is_threshold", 2.0)
         draft.put("algorithm.is_cap", cap, f"{place}.rollout_is_threshold", f"{ACTOR}.tis_imp_ratio_cap")
     elif weights:
-        draft.lose("weights are by token (see algorithm.is_correction)", f"{place}.rollout_is = {weights}")
+        draft.lose(
+            "weights are by token or by rollout (see algorithm.is_correction)", f"{place}.rollout_is = {weights}"
+        )
 
 
 def _kl_of_verl(draft: Draft) -> None:

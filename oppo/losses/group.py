@@ -39,7 +39,7 @@ class SequenceLoss(ClippedLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.correction.weight != "none" and self.correction.level != "sequence":
+        if self.correction.weight != "none" and self.correction.level == "token":
             raise ConfigError(
                 "the ratio of GSPO is that of a whole response, and so is the weight of a stale one: expected "
                 f"Correction(level='sequence'), got level={self.correction.level!r}"

@@ -60,8 +60,7 @@ class ClippedLoss:
     @property
     def unit(self) -> Unit:
         """A token; a row if a token's weight is that of its sequence, or responses are averaged first."""
-        by_row = self.correction.weight != "none" and self.correction.level == "sequence"
-        return "row" if by_row or self.aggregation == "responses" else "token"
+        return "row" if self.correction.by_row or self.aggregation == "responses" else "token"
 
     @property
     def divisor(self) -> Divisor | None:
@@ -74,7 +73,7 @@ class ClippedLoss:
     def reads(self) -> frozenset[Input]:
         """The inputs of the terms with a weight."""
         reads: set[Input] = {"logprobs", "advantages", self.correction.ratio_base}
-        if self.correction.weight != "none":
+        if self.correction.weighs:
             reads |= {"behaviour", "proximal"}
         if self.entropy_coefficient:
             reads.add("entropies")
@@ -89,7 +88,7 @@ class ClippedLoss:
 
     def __call__(self, inputs: Inputs) -> LossValue:
         """Return the policy loss, with TRL's metrics."""
-        weights = None if self.correction.weight == "none" else importance_weights(self.correction, inputs)
+        weights = importance_weights(self.correction, inputs) if self.correction.weighs else None
         policy, clipped = self.policy_term(inputs, weights)
         entropy = inputs.mean(inputs["entropies"])
         measured = {
@@ -192,16 +191,23 @@ def importance_weights(correction: Correction, inputs: Inputs) -> Tensor:
         >>> importance_weights(Correction(weight="truncated", cap=1.5), tokens).tolist()
         [1.0, 0.75]
     """
-    if correction.weight == "none":
+    if not correction.weighs:
         return torch.ones_like(inputs["behaviour"])
     difference = inputs["proximal"].double() - inputs["behaviour"].double()
     log = torch.where(inputs.mask, difference, torch.zeros_like(difference))
+    k3 = log.new_zeros(()) if correction.k3 is None else inputs.row_means(torch.expm1(log) - log)[inputs.rows]
+    own = log  # of what the ratio over the behaviour policy holds already
     if correction.level == "sequence":
-        log = inputs.row_means(log)[inputs.rows]
-    if correction.weight == "truncated":
+        own = log = inputs.row_means(log)[inputs.rows]
+    elif correction.level == "product":
+        log = inputs.row_sums(log)[inputs.rows]
+    if correction.weight == "none":
+        importance = own if correction.ratio_base == "behaviour" else torch.zeros_like(log)
+    elif correction.weight == "truncated":
         importance = log.clamp(max=math.log(correction.cap))
     else:
         low, high = correction.band
         within = (log <= math.log(high)) & (log >= (math.log(low) if low else -math.inf))
         importance = log.masked_fill(~within, -math.inf)
-    return (importance if correction.ratio_base == "proximal" else importance - log).exp().float()
+    weights = (importance if correction.ratio_base == "proximal" else importance - own).exp()
+    return (weights if correction.k3 is None else weights.masked_fill(k3 > correction.k3, 0.0)).float()

@@ -602,6 +602,14 @@ def test_how_stale_tokens_are_learnt_from_reaches_the_loss(tmp_path: Path) -> No
     assert algorithm.corrects
     assert not loaded(tmp_path).algorithm.corrects
     assert "algorithm.is_low" in refused(tmp_path, "[algorithm]\nis_low = 1.2\n")
+    idle = "[algorithm]\nis_cap = 3.0\nis_high = 4.0\n"
+    assert "is_correction = 'none' does not read is_cap and is_high: leave that out" in refused(tmp_path, idle)
+    assert "'mask' does not read is_cap" in refused(tmp_path, f'{idle}is_correction = "mask"\n')
+    of_rollouts = loaded(tmp_path, '[algorithm]\nis_correction = "truncated_sequence"\nis_cap = 3.0\nis_k3 = 0.01\n')
+    assert isinstance(of_rollouts.algorithm, PPO)
+    assert of_rollouts.algorithm.correction == Correction(weight="truncated", level="product", cap=3.0, k3=0.01)
+    gspo = loaded(tmp_path, '[step]\nalgorithm = "gspo"\n[algorithm]\nis_correction = "truncated_sequence"\n')
+    assert gspo.trained_loss().unit == "row"
 
 
 def test_a_key_of_another_section_is_told_where_it_belongs(tmp_path: Path) -> None:
