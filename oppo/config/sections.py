@@ -293,7 +293,7 @@ def within(prompts: str | tuple[PromptSource, ...], folder: Path) -> str | tuple
 
 
 Engine: TypeAlias = Literal["auto", "transformers", "vllm"]
-Tracker: TypeAlias = Literal["tensorboard", "wandb"]
+Tracker: TypeAlias = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 ADMISSIONS: Final = ("overcommit", "continuous", "adaptive", "slope", "slope-algorithm1", "tail-batched")
 
@@ -336,8 +336,8 @@ class RunSection:
     )
     track: Annotated[tuple[Tracker, ...], FromList()] = setting(
         (),
-        "where metrics go besides metrics.jsonl: `tensorboard`, event files in the run directory; `wandb`, Weights & "
-        "Biases, to which the settings go too; each needs the extra of its name",
+        "where metrics and a few samples go besides the run directory: `tensorboard`, event files in it; `wandb`, "
+        "Weights & Biases; `trackio`; `mlflow`, all three with the settings; each needs the extra of its name",
     )
     metric_names: Literal["trl", "verl"] = setting(
         "trl",

@@ -10,18 +10,14 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import ClassVar, Final, Literal, Self, TypeAlias, TypeVar, cast
+from types import MappingProxyType
+from typing import Final, Literal, TypeAlias, TypeVar, cast
 
-from oppo.errors import behind
-from oppo.evaluation import Evaluated
-from oppo.evaluation.evaluate import BEFORE
 from oppo.events import StepReport
 from oppo.graph.engine import notify
 from oppo.observe import Observer, Span
@@ -440,41 +436,3 @@ class Renamed(Observer):
 
     def _with_names(self, item: object) -> object:
         return replace(item, metrics=renamed(item.metrics, self._names)) if isinstance(item, StepReport) else item
-
-
-class Tracker(Observer, ABC):
-    """An observer that hands each step's metrics to a service, under their names in ``metrics.jsonl``.
-
-    A context manager that completes what the service keeps.
-
-    Attributes:
-        kept: what that is, in errors.
-    """
-
-    kept: ClassVar[str]
-
-    @abstractmethod
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over the metrics after ``step`` steps."""
-
-    @abstractmethod
-    def close(self, *, failed: bool = False) -> None:
-        """Complete what the service keeps; ``failed``: the run has ended with an error."""
-
-    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Hand over the first evaluation, as one of step 0; leave other items to the run directory."""
-        del stage, at
-        if isinstance(item, Evaluated) and item.step == BEFORE:
-            self.write(step, item.metrics)
-
-    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        del channels
-        if isinstance(result, StepReport):
-            self.write(step + 1, scalars(result))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        with behind(error, f"completing {self.kept}"):
-            self.close(failed=error is not None)

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
@@ -22,7 +21,9 @@ from oppo.log import logger, routed
 from oppo.models import Detokenize
 from oppo.observe import Expendable, Observer
 from oppo.report import Panel, RunDirectory, RunLog
-from oppo.report.metrics import Renamed, Tracker
+from oppo.report.metrics import Renamed
+from oppo.report.run_dir import samples
+from oppo.report.trackers import MLflow, TensorBoard, Tracker, Trackio, WeightsAndBiases
 
 if TYPE_CHECKING:
     from oppo.run.models import Assembly
@@ -89,7 +90,7 @@ def watching(
         # A live panel would be drawn over what is written to the terminal beside it, so it shows the messages itself.
         shown = (panel.on_notice,) if panel.is_live else ()
         stack.enter_context(routed(log.notice, *shown, onward=not panel.is_live))
-        trackers = stack.enter_context(tracking(settings, first))
+        trackers = stack.enter_context(tracking(settings, first, assembly.tokenizer.decode))
         for fault in directory.faults:
             logger.warning(fault)
         stack.enter_context(panel)
@@ -155,15 +156,19 @@ def require_trackers(names: Sequence[TrackerName]) -> None:
 
 
 @contextmanager
-def tracking(settings: Settings, first: int) -> Iterator[Sequence[Observer]]:
+def tracking(settings: Settings, first: int, decode: Detokenize) -> Iterator[Sequence[Observer]]:
     """Give the trackers of a run, and complete them.
 
     Args:
         first: the step with which the run begins or goes on.
+        decode: token ids to text, for the samples that they show.
     """
     with ExitStack() as stack:
         names = dict.fromkeys(settings.run.track)
         trackers = [stack.enter_context(_completed(name, settings, first)) for name in names]
+        count = settings.run.logged_samples
+        for tracker in trackers if count else ():
+            tracker.sampled = lambda step, batch: samples(step, batch, count, decode)
         yield [Expendable(tracker) for tracker in trackers]
 
 
@@ -181,14 +186,15 @@ def _completed(name: TrackerName, settings: Settings, first: int) -> Iterator[Tr
 
 
 def _begun(name: TrackerName, settings: Settings, first: int) -> Tracker:
-    path: Path = settings.run_directory
-    if name == "tensorboard":
-        from oppo.report.tensorboard import TensorBoard  # noqa: PLC0415 - an extra
-
-        return TensorBoard(path / EVENTS, first=first)
-    from oppo.report.weights_and_biases import WeightsAndBiases  # noqa: PLC0415 - an extra
-
-    tracker = WeightsAndBiases(path, name=settings.run.name, config=settings.tables())
+    path, called, config = settings.run_directory, settings.run.name, settings.tables()
+    match name:
+        case "tensorboard":
+            return TensorBoard(path / EVENTS, first=first)
+        case "trackio":
+            return Trackio(path, name=called, config=config)
+        case "mlflow":
+            return MLflow(path, name=called, config=config)
+    tracker = WeightsAndBiases(path, name=called, config=config)
     if tracker.url:
         logger.info(f"the run is at {tracker.url}")
     return tracker

@@ -15,12 +15,12 @@ from oppo.evaluation.evaluate import BEFORE
 from oppo.events import StepReport
 from oppo.observe import Observer
 from oppo.report.metrics import scalars
-from oppo.report.tensorboard import TensorBoard
-from oppo.report.weights_and_biases import IDENTITY, WeightsAndBiases
+from oppo.report.records import Record
+from oppo.report.trackers import IDENTITY, MLflow, TensorBoard, Tracker, Trackio, WeightsAndBiases
 from oppo.simulate.engine import run_virtual
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
-from tests.report.synthetic import play, report
-from tests.report.tracked import board, history, logs
+from tests.report.synthetic import batch, finish, play, report
+from tests.report.tracked import board, history, logs, texts, trackio_history
 
 
 async def run(*observers: Observer) -> list[StepReport]:
@@ -139,3 +139,91 @@ def test_who_is_not_logged_in_is_told_what_to_do(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("WANDB_API_KEY", "too-short")
     with pytest.raises(ConfigError, match="log in with `wandb login`, or set WANDB_MODE=offline"):
         WeightsAndBiases(tmp_path, name="x", mode="online")
+
+
+SAMPLES: list[Record] = [
+    {"rollout": 3, "score": 0.5, "kl": None, "tokens": 2, "reason": "eos", "prompt": "a | b", "completion": "*c*\nd"},
+]
+
+
+@pytest.fixture
+def mlflow_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow-store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    return tmp_path / "mlflow-store"
+
+
+def test_trackio_logs_the_metrics_of_each_step_and_goes_on_with_the_same_run(tmp_path: Path) -> None:
+    project = tmp_path.name
+    with Trackio(tmp_path, name="first", project=project, config={"step": {"batch": 4}}) as log:
+        reports = run_virtual(run, log)
+    assert [(name, step) for name, step, _ in trackio_history(project)] == [("first", 1), ("first", 2)]
+    for each, (_, _, logged) in zip(reports, trackio_history(project), strict=True):
+        assert logged == pytest.approx(scalars(each))
+    with Trackio(tmp_path, name="first", project=project) as log:
+        log.on_step(2, report(2, (), 7.0), {})
+    assert trackio_history(project)[-1][:2] == ("first", 3)
+    assert trackio_history(project)[-1][2]["score"] == 7.0
+
+
+def test_mlflow_logs_the_metrics_of_each_step_and_goes_on_with_the_same_run(tmp_path: Path, mlflow_store: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    with MLflow(tmp_path, name="first", config={"step": {"batch": 4}, "run": {"track": ["mlflow"]}}) as log:
+        reports = run_virtual(run, log)
+    client = MlflowClient(mlflow_store.as_uri(), mlflow_store.as_uri())
+    experiment = client.get_experiment_by_name("oppo")
+    assert experiment is not None
+    (kept,) = client.search_runs([experiment.experiment_id])
+    assert kept.info.status == "FINISHED"
+    assert kept.data.params == {"step.batch": "4", "run.track": "['mlflow']"}
+    for name, value in scalars(reports[0]).items():
+        history = client.get_metric_history(kept.info.run_id, name.replace("->", "."))
+        assert {each.step: each.value for each in history}[1] == pytest.approx(value), name
+    again = MLflow(tmp_path, name="first")
+    again.on_step(2, report(2, (), 7.0), {})
+    again.close(failed=True)
+    (kept,) = client.search_runs([experiment.experiment_id])
+    assert (kept.info.status, kept.data.metrics["score"]) == ("FAILED", 7.0)
+
+
+def test_every_tracker_shows_samples_as_a_table(tmp_path: Path, mlflow_store: Path) -> None:
+    trackers: list[Tracker] = [
+        TensorBoard(tmp_path / "board"),
+        WeightsAndBiases(tmp_path, name="x", mode="offline"),
+        Trackio(tmp_path, name="x", project=tmp_path.name),
+        MLflow(tmp_path, name="x"),
+    ]
+    for tracker in trackers:
+        tracker.sampled = lambda step, item: SAMPLES
+        tracker.on_item(0, "advantage", batch([finish(3, 5)], [0.5]), 0.0)
+        tracker.on_step(0, report(0, (0,), 0.5), {})
+        tracker.close()
+    head, _, row = texts(tmp_path / "board")[1].splitlines()
+    assert head == "| rollout | score | kl | tokens | reason | prompt | completion |"
+    assert row == r"| 3 | 0.5 | None | 2 | eos | a \| b | \*c\*<br>d |"
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples*.json")
+    row_of_wandb = [3, 0.5, None, 2, "eos", "a | b", "*c*\nd"]
+    assert json.loads(file.read_text())["data"] == [row_of_wandb]
+    (logged,) = [each["samples"] for _, _, each in trackio_history(tmp_path.name) if "samples" in each]
+    assert isinstance(logged, dict)
+    assert logged["_value"] == SAMPLES
+    (artifact,) = mlflow_store.rglob("samples/step-1.json")
+    assert json.loads(artifact.read_text())["data"] == [row_of_wandb]
+
+
+def test_mlflow_without_a_server_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI, which is not set"):
+        MLflow(tmp_path, name="x")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    with pytest.raises(ConfigError, match="took no run at MLFLOW_TRACKING_URI = 'file:///"):
+        MLflow(tmp_path, name="x")
+
+
+def test_trackio_that_takes_no_run_says_where_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "nowhere")
+    with pytest.raises(ConfigError, match=r"Trackio took no run.*TRACKIO_SERVER_URL"):
+        Trackio(tmp_path, name="x")

@@ -1,15 +1,21 @@
-"""What trackers have written: TensorBoard's event files, and the logs of Weights & Biases when offline."""
+"""What trackers have written: TensorBoard's event files, the logs of Weights & Biases offline, Trackio's database."""
 
 from __future__ import annotations
 
 import json
+import os
+import sqlite3
 import struct
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
+
+TRACKIO = Path(os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp(prefix="oppo-trackio-")))
+"""Where Trackio keeps its runs: it reads that once in a process."""
 
 Scalars = Mapping[str, Mapping[int, float]]
 
@@ -19,6 +25,23 @@ def board(path: Path) -> Scalars:
     shown = EventAccumulator(str(path))
     shown.Reload()
     return {name: {each.step: each.value for each in shown.Scalars(name)} for name in shown.Tags()["scalars"]}
+
+
+def texts(path: Path) -> Mapping[int, str]:
+    """Return the table of samples that TensorBoard shows, by step."""
+    shown = EventAccumulator(str(path))
+    shown.Reload()
+    return {each.step: each.tensor_proto.string_val[0].decode() for each in shown.Tensors("samples/text_summary")}
+
+
+def trackio_history(project: str) -> list[tuple[str, int, dict[str, object]]]:
+    """Return what Trackio keeps of a project: the run's name, the step and what was logged, in order."""
+    database = sqlite3.connect(TRACKIO / f"{project}.db")
+    try:
+        rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    finally:
+        database.close()
+    return [(name, step, json.loads(metrics)) for name, step, metrics in rows]
 
 
 def logs(path: Path) -> list[Sequence[Record]]:
@@ -58,5 +81,6 @@ def history(log: Sequence[Record]) -> dict[int, dict[str, float]]:
     for record in log:
         if record.WhichOneof("record_type") == "history":
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            steps[items["_step"]] = {name: value for name, value in items.items() if not name.startswith("_")}
+            own = ("_", "samples/")
+            steps[items["_step"]] = {name: value for name, value in items.items() if not name.startswith(own)}
     return steps

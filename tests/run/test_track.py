@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from oppo.cli import DONE, UNUSABLE
-from oppo.report.tensorboard import TensorBoard
+from oppo.report.trackers import TensorBoard
 from oppo.run.observers import EVENTS
-from tests.report.tracked import board, history, logs
+from tests.report.tracked import board, history, logs, texts, trackio_history
 from tests.workplace import furnish, oppo, records, resume
 
 BOTH = 'run.track=["tensorboard", "wandb"]'
@@ -45,6 +45,18 @@ def test_a_run_and_what_resumes_it_are_shown_as_one_in_both(folder: Path) -> Non
     assert {"run", "step", "trainer"} <= {item.key for item in config.update}
 
 
+def test_trackers_show_a_few_samples_of_each_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_PROJECT", folder.name)
+    assert oppo(folder, "", 'run.track=["tensorboard", "trackio"]', "run.name=tables", "run.logged_samples=2") == DONE
+    written = records(folder, "tables", "samples.jsonl")
+    shown = texts(folder / "runs" / "tables" / EVENTS)
+    assert {step: text.count("\n| ") - 1 for step, text in shown.items()} == {1: 2, 2: 2}
+    tables = [each["samples"] for _, _, each in trackio_history(folder.name) if "samples" in each]
+    assert len(tables) == 2
+    assert all(isinstance(each, dict) and len(each["_value"]) == 2 for each in tables)
+    assert all(str(line["completion"]).split()[0] in shown[line["step"]] for line in written if line["completion"])
+
+
 def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def on_step(self: TensorBoard, step: int, result: object, channels: object) -> None:
         raise OSError("no space left")
@@ -61,7 +73,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(folder: Path, monk
     assert "TensorBoard could not be completed: OSError: nor now" in said
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
 @pytest.mark.parametrize("command", ["", "--dry-run"])
 def test_what_is_not_installed_is_said_before_anything_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, command: str

@@ -1,0 +1,403 @@
+"""Observers that hand the metrics of each step to a tracker: TensorBoard, Weights & Biases, Trackio or MLflow.
+
+Each needs the extra of its name, such as ``pip install 'oppo[tensorboard]'``, and imports it when it is made.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from datetime import UTC, datetime
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Final, Literal, Self
+
+from oppo.durable import make, put
+from oppo.errors import ConfigError, behind, one_line
+from oppo.evaluation import Evaluated
+from oppo.evaluation.evaluate import BEFORE
+from oppo.events import Batch, StepReport
+from oppo.observe import Observer
+from oppo.report.metrics import scalars
+from oppo.report.records import Record, Writer
+
+SAMPLE: Final = ("rollout", "score", "kl", "tokens", "reason", "prompt", "completion")
+"""The columns of a table of samples."""
+
+TABLE: Final = "samples"
+"""The name of a table of samples."""
+
+IDENTITY: Final = "run-id"
+"""Holds the identity of the run in a tracker, so that one that is resumed goes on as the same."""
+
+
+class Tracker(Observer, ABC):
+    """An observer that hands each step's metrics to a service, under their names in ``metrics.jsonl``.
+
+    A context manager that completes what the service keeps.
+
+    Attributes:
+        kept: what that is, in errors.
+        sampled: returns rollouts of a step's batch, as records with the keys of :data:`SAMPLE`; ``None`` shows none.
+    """
+
+    kept: ClassVar[str]
+    sampled: Callable[[int, Batch], Iterable[Record]] | None = None
+
+    @abstractmethod
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand over the metrics after ``step`` steps."""
+
+    @abstractmethod
+    def write_samples(self, step: int, samples: Sequence[Record]) -> None:
+        """Hand over rollouts of the step that is then the ``step``-th, as a table."""
+
+    @abstractmethod
+    def close(self, *, failed: bool = False) -> None:
+        """Complete what the service keeps; ``failed``: the run has ended with an error."""
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        """Hand over rollouts of a batch, and the first evaluation, as one of step 0."""
+        del stage, at
+        if isinstance(item, Evaluated) and item.step == BEFORE:
+            self.write(step, item.metrics)
+        elif isinstance(item, Batch) and self.sampled is not None:
+            self.write_samples(step + 1, list(self.sampled(step, item)))
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        del channels
+        if isinstance(result, StepReport):
+            self.write(step + 1, scalars(result))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with behind(error, f"completing {self.kept}"):
+            self.close(failed=error is not None)
+
+
+FLUSH_SECONDS: Final = 1
+"""Between two looks of the writing thread for something to flush: with 0 it looks without a pause, and computes."""
+
+
+class TensorBoard(Tracker):
+    """An observer that writes each step's metrics as scalars, under their names in ``metrics.jsonl``.
+
+    A context manager that completes the file. A thread of TensorBoard's own writes it, within :data:`FLUSH_SECONDS` of
+    each step.
+
+    Args:
+        path: the folder of event files, which is made: ``tensorboard --logdir PATH`` shows it.
+        first: the step with which the run begins or goes on; of what an earlier process wrote, TensorBoard discards
+            this step and later ones.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+
+    Example:
+        >>> with TensorBoard(Path("runs/first/tensorboard")) as board:  # doctest: +SKIP
+        ...     async with graph.open(prompts, observers=[board]) as run:
+        ...         ...
+    """
+
+    kept = "the event file of TensorBoard"
+
+    def __init__(self, path: Path, *, first: int = 0) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: PLC0415 - an extra
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415 - an extra
+
+        self._event: Any = Event
+        try:
+            self._writer = EventFileWriter(str(path), flush_secs=FLUSH_SECONDS)
+        except OSError as error:
+            raise ConfigError(f"the folder {path} cannot be written: {error.strerror or error}") from error
+        self._add(step=first + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def close(self, *, failed: bool = False) -> None:
+        """Complete the file, which is the same where the run has failed.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        del failed
+        self._writer.close()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415 - an extra
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(step=step, summary=Summary(value=values))
+
+    def write_samples(self, step: int, samples: Sequence[Record]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # noqa: PLC0415 - an extra
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto  # noqa: PLC0415 - an extra
+        from tensorboard.compat.proto.types_pb2 import DT_STRING  # noqa: PLC0415 - an extra
+
+        plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        tensor = TensorProto(dtype=DT_STRING, string_val=[_markdown(samples).encode()])
+        value = Summary.Value(tag=f"{TABLE}/text_summary", metadata=plugin, tensor=tensor)
+        self._add(step=step, summary=Summary(value=[value]))
+
+    def _add(self, **parts: object) -> None:
+        self._writer.add_event(self._event(wall_time=datetime.now(UTC).timestamp(), **parts))
+
+
+def _markdown(samples: Sequence[Record]) -> str:
+    def cell(value: object) -> str:
+        text = f"{value:.6g}" if isinstance(value, float) else str(value)
+        return re.sub(r"([\\|`*_{}\[\]<>#~])", r"\\\1", text).replace("\n", "<br>")
+
+    rows = [[cell(each.get(name)) for name in SAMPLE] for each in samples]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (SAMPLE, ["---"] * len(SAMPLE), *rows))
+
+
+class WeightsAndBiases(Tracker):
+    """An observer that logs each step's metrics, under their names in ``metrics.jsonl``; a context manager.
+
+    The environment variables of wandb choose where to: ``WANDB_API_KEY``, ``WANDB_ENTITY``, ``WANDB_MODE=offline``. Of
+    a run that goes on, Weights & Biases leaves out steps that it has already. Neither the standard output nor the
+    state of the git repository is sent.
+
+    Args:
+        path: the folder, which is made, for what wandb keeps in ``wandb`` below it.
+        name: of the run.
+        project: of the run; when absent, ``WANDB_PROJECT`` or ``oppo``.
+        config: settings to show with the run, without secrets.
+        mode: ``offline`` keeps everything in the folder, for ``wandb sync``; when absent, ``WANDB_MODE`` or ``online``.
+        threaded: log in a thread; otherwise at once, as virtual time needs it.
+
+    Attributes:
+        url: where the run is shown; empty when offline.
+
+    Raises:
+        ConfigError: the folder cannot be written, the service does not answer, or it refuses the run.
+
+    Example:
+        >>> with WeightsAndBiases(Path("runs/first"), name="first") as log:  # doctest: +SKIP
+        ...     async with graph.open(prompts, observers=[log]) as run:
+        ...         ...
+    """
+
+    kept = "the run of Weights & Biases"
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        name: str,
+        project: str | None = None,
+        config: Mapping[str, object] | None = None,
+        mode: Literal["online", "offline"] | None = None,
+        threaded: bool = True,
+    ) -> None:
+        import wandb  # noqa: PLC0415 - an extra
+
+        self._table = partial(wandb.Table, columns=list(SAMPLE), allow_mixed_types=True)
+        mode = mode or _mode_of_environment()  # wandb reads it once in a process
+        try:
+            identity = _identity(path / "wandb") or _named(path / "wandb", secrets.token_hex(8))
+            self._run = wandb.init(
+                project=project or os.environ.get("WANDB_PROJECT", "oppo"),
+                name=name,
+                dir=path,
+                id=identity,
+                mode=mode,
+                resume=None if mode == "offline" else "allow",
+                config=dict(config or {}),
+                settings=wandb.Settings(console="off", disable_git=True, silent=True, reinit="create_new"),
+            )
+        except OSError as error:
+            raise ConfigError(f"the folder {path} cannot be written: {error.strerror or error}") from error
+        except wandb.Error as error:
+            raise ConfigError(
+                f"Weights & Biases took no run ({type(error).__name__}: {error}): log in with `wandb login`, or set "
+                "WANDB_MODE=offline and `wandb sync` it later"
+            ) from error
+        self.url = self._run.url or ""
+        self._writer = Writer(threaded=threaded)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._writer.submit(partial(self._run.log, dict(metrics), step=step))
+
+    def write_samples(self, step: int, samples: Sequence[Record]) -> None:
+        rows = _rows(samples)
+        self._writer.submit(lambda: self._run.log({TABLE: self._table(data=rows)}, step=step))
+
+    def close(self, *, failed: bool = False) -> None:
+        """Complete the run, which is then shown as finished or failed.
+
+        Raises:
+            Exception: a step could not be logged.
+        """
+        try:
+            self._writer.close()
+        finally:
+            self._run.finish(exit_code=int(failed))
+
+
+def _rows(samples: Sequence[Record]) -> list[list[object]]:
+    return [[each.get(name) for name in SAMPLE] for each in samples]
+
+
+def _identity(folder: Path) -> str:
+    file = folder / IDENTITY
+    return file.read_text(encoding="utf-8").strip() if file.exists() else ""
+
+
+def _named(folder: Path, identity: str) -> str:
+    make(folder)
+    put(folder / IDENTITY, [identity + "\n"])
+    return identity
+
+
+def _mode_of_environment() -> Literal["online", "offline"] | None:
+    chosen = os.environ.get("WANDB_MODE")
+    return "offline" if chosen == "offline" else "online" if chosen == "online" else None
+
+
+class Trackio(Tracker):
+    """An observer that logs each step's metrics to Trackio, under their names in ``metrics.jsonl``; a context manager.
+
+    Trackio's environment variables choose where to: a folder of this machine (``TRACKIO_DIR``), a Space
+    (``TRACKIO_SPACE_ID``) or a server (``TRACKIO_SERVER_URL``). A process has one such run at a time, which is
+    Trackio's own limit. A run that is resumed goes on as the same, and repeated steps are there twice.
+
+    Args:
+        path: the folder, which is made, for the run's name in ``trackio`` below it.
+        name: of the run; a number is added to one that the project has already.
+        project: of the run; when absent, ``TRACKIO_PROJECT`` or ``oppo``.
+        config: settings to show with the run, without secrets.
+
+    Raises:
+        ConfigError: Trackio takes no run.
+    """
+
+    kept = "the run of Trackio"
+
+    def __init__(
+        self, path: Path, *, name: str, project: str | None = None, config: Mapping[str, object] | None = None
+    ) -> None:
+        import trackio  # noqa: PLC0415 - an extra
+
+        self._table = partial(trackio.Table, columns=list(SAMPLE))
+        try:
+            known = _identity(path / "trackio")
+            with redirect_stdout(StringIO()):
+                self._run: Any = trackio.init(
+                    project or os.environ.get("TRACKIO_PROJECT", "oppo"),
+                    name=known or name,
+                    config=dict(config or {}),
+                    resume="allow" if known else "never",
+                    embed=False,
+                    auto_log_gpu=False,
+                    auto_log_cpu=False,
+                )
+            _named(path / "trackio", self._run.name)
+        except Exception as error:
+            raise ConfigError(
+                f"Trackio took no run ({one_line(error)}): look at TRACKIO_SPACE_ID, TRACKIO_SERVER_URL and "
+                "TRACKIO_DIR, which say where it keeps runs"
+            ) from error
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def write_samples(self, step: int, samples: Sequence[Record]) -> None:
+        self._run.log({TABLE: self._table(data=_rows(samples))}, step=step)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Complete the run, which Trackio shows alike where it has failed.
+
+        Raises:
+            Exception: a step could not be logged.
+        """
+        del failed
+        with redirect_stdout(StringIO()):
+            self._run.finish()
+
+
+class MLflow(Tracker):
+    """An observer that logs each step's metrics to MLflow, under their names in ``metrics.jsonl``; a context manager.
+
+    MLflow's environment variables choose where to: ``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME`` (``oppo`` by
+    default), and ``MLFLOW_RUN_ID`` of a run that is there. In names ``->`` is ``.``, since MLflow takes no ``>``. A
+    run that is resumed goes on as the same. Samples are an artifact for each step, ``samples/step-N.json``.
+
+    Args:
+        path: the folder, which is made, for the run's identity in ``mlflow`` below it.
+        name: of the run.
+        config: settings, which are its parameters, without secrets.
+        threaded: log in a thread; otherwise at once, as virtual time needs it.
+
+    Raises:
+        ConfigError: no server is named, it does not answer, or it refuses the run.
+    """
+
+    kept = "the run of MLflow"
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        name: str,
+        config: Mapping[str, Mapping[str, object]] | None = None,
+        threaded: bool = True,
+    ) -> None:
+        from mlflow.entities import Metric, Param  # noqa: PLC0415 - an extra
+        from mlflow.exceptions import MlflowException  # noqa: PLC0415 - an extra
+        from mlflow.tracking import MlflowClient  # noqa: PLC0415 - an extra
+
+        if not (uri := os.environ.get("MLFLOW_TRACKING_URI")):
+            raise ConfigError("MLflow logs to MLFLOW_TRACKING_URI, which is not set: give that of a server, http://...")
+        self._metric: Any = Metric
+        try:
+            self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+            self._id = os.environ.get("MLFLOW_RUN_ID") or _identity(path / "mlflow")
+            if self._id:
+                self._client.update_run(self._id, status="RUNNING")
+            else:
+                experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "oppo")
+                found = self._client.get_experiment_by_name(experiment)
+                of = found.experiment_id if found else self._client.create_experiment(experiment)
+                self._id = self._client.create_run(of, run_name=name).info.run_id
+                flat = {f"{name}.{key}": each for name, keys in (config or {}).items() for key, each in keys.items()}
+                params = [Param(key, str(value)[:MOST_OF_A_PARAMETER]) for key, value in flat.items()]
+                for start in range(0, len(params), PARAMETERS_AT_A_TIME):
+                    self._client.log_batch(self._id, params=params[start : start + PARAMETERS_AT_A_TIME])
+                _named(path / "mlflow", self._id)
+        except (MlflowException, OSError) as error:
+            raise ConfigError(f"MLflow took no run at MLFLOW_TRACKING_URI = {uri!r}: {one_line(error)}") from error
+        self._writer = Writer(threaded=threaded)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        at = round(datetime.now(UTC).timestamp() * 1000)
+        named = {re.sub(r"[^\w\-. :/]", "-", name.replace("->", ".")): value for name, value in metrics.items()}
+        values = [self._metric(name, value, at, step) for name, value in named.items()]
+        self._writer.submit(lambda: self._client.log_batch(self._id, metrics=values))
+
+    def write_samples(self, step: int, samples: Sequence[Record]) -> None:
+        table = {"columns": list(SAMPLE), "data": _rows(samples)}
+        self._writer.submit(lambda: self._client.log_dict(self._id, table, f"{TABLE}/step-{step}.json"))
+
+    def close(self, *, failed: bool = False) -> None:
+        """Complete the run, which is then shown as finished or failed.
+
+        Raises:
+            Exception: a step could not be logged.
+        """
+        try:
+            self._writer.close()
+        finally:
+            self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
+
+
+PARAMETERS_AT_A_TIME: Final = 100
+MOST_OF_A_PARAMETER: Final = 6000
+"""MLflow's limits: parameters of a call, and characters of one."""
