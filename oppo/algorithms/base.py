@@ -80,7 +80,7 @@ class Algorithm(Protocol):
 OF_THE_LOSS: Final = frozenset(
     {
         *("surrogate", "dual_clip", "gates", "clip", "clip_high", "value_clip"),
-        *("entropy_coefficient", "value_coefficient", "aggregation", "beta"),
+        *("entropy_coefficient", "value_coefficient", "aggregation", "beta", "nll", "nll_above"),
     }
 )
 """The settings that an algorithm's loss alone reads."""
@@ -230,8 +230,18 @@ class ClippedAlgorithm(Clipped):
         0.0, "subtracted from the reward of a response that ended at max_new_tokens"
     )
 
+    nll: NonNegative = setting(
+        0.0, "weight of the negative log-likelihood of responses whose score is above `nll_above` (0.1 in VAPO)"
+    )
+    nll_above: float = setting(0.0, "responses with higher scores are the ones that `nll` makes likelier")
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if changed(self, {"nll_above"}) and not self.nll:
+            raise ConfigError(
+                f"nll_above = {self.nll_above} says which responses nll makes likelier, and nll is 0: give nll, or "
+                "leave nll_above out"
+            )
         if (self.kl_target is None) != (self.kl_horizon is None):
             raise ConfigError("kl_target and kl_horizon go together: give both (adaptive KL) or neither (constant)")
         if self.kl_target is not None and not self.kl:
@@ -266,5 +276,5 @@ class ClippedAlgorithm(Clipped):
         return self.kl if self.kl_in == "reward" else 0.0
 
     def loss(self) -> ClippedLoss:
-        loss = super().loss()
+        loss = replace(super().loss(), nll=self.nll, nll_above=self.nll_above)
         return replace(loss, kl=self.kl, kl_estimator=self.kl_estimator) if self.kl_in == "loss" else loss

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from oppo.admission import Admission
 from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.algorithms.base import ClippedAlgorithm, Roles
-from oppo.declared import Fraction, NonNegative, Positive, setting
+from oppo.declared import Fraction, NonNegative, Positive, changed, setting
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
@@ -84,6 +84,14 @@ class PPO(ClippedAlgorithm):
     whiten_rewards: bool = setting(default=False, description="scale a batch's rewards to unit variance")
     gamma: Fraction = setting(1.0, "discount")
     lam: Fraction = setting(0.95, "lambda of generalised advantage estimation")
+    lam_value: Fraction | None = setting(
+        None, "lambda of the returns that the critic learns, which may differ (1 in VAPO); absent: as the advantages"
+    )
+    lam_alpha: Positive | None = setting(
+        None,
+        "in place of `lam`, a lambda by the length: 1 - 1 / (lam_alpha n) for a response of n tokens, at least 0 (0.05 "
+        "in VAPO); absent: `lam` for all",
+    )
     value_clip: Positive | Literal["none"] = setting(0.2, "how far a value may move in an update")
     value_coefficient: NonNegative = setting(0.1, "weight of the value loss")
 
@@ -94,6 +102,11 @@ class PPO(ClippedAlgorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.lam_alpha is not None and changed(self, {"lam"}):
+            raise ConfigError(
+                f"lam_alpha = {self.lam_alpha} chooses lambda by the length of a response, in place of lam = "
+                f"{self.lam}: leave one of the two out"
+            )
         self.advantage()  # which refuses settings that contradict each other
 
     @property
@@ -105,6 +118,8 @@ class PPO(ClippedAlgorithm):
         return GAE(
             gamma=self.gamma,
             lam=self.lam,
+            lam_value=self.lam_value,
+            lam_alpha=self.lam_alpha,
             kl=self.reward_kl,
             kl_estimator=self.kl_estimator,
             shaping=self.shaping,

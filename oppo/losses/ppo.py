@@ -37,6 +37,9 @@ class ClippedLoss:
         aggregation: how surrogate and KL of the tokens become one number, see :meth:`Inputs.mean`: GRPO's paper takes
             the mean of ``responses``, Dr. GRPO's the ``constant``, DAPO's that of ``tokens``.
         correction: of stale tokens.
+        nll: weight of the negative log-likelihood of the responses whose score is above ``nll_above``, aggregated as
+            the surrogate is, with 0 for the tokens of the others (VAPO: Yue et al. 2025, arXiv 2504.05118, section 4.4,
+            which divides by the tokens of the former alone).
 
     Raises:
         ConfigError: a value is out of range, or the surrogate does not read it.
@@ -52,6 +55,8 @@ class ClippedLoss:
     kl_estimator: KLEstimator = "k2"
     aggregation: Aggregation = "tokens"
     correction: Correction = field(default_factory=Correction)
+    nll: NonNegative = 0.0
+    nll_above: float = 0.0
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
@@ -79,6 +84,8 @@ class ClippedLoss:
             reads.add("entropies")
         if self.kl:
             reads.add("reference")
+        if self.nll:
+            reads.add("scores")
         return frozenset(reads)
 
     @property
@@ -101,6 +108,11 @@ class ClippedLoss:
         loss = policy.loss
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * entropy
+        if self.nll:
+            positive = (inputs["scores"] > self.nll_above)[inputs.rows]
+            nll = torch.where(positive & inputs.mask, -inputs["logprobs"], 0.0)
+            measured["loss/nll_avg"] = inputs.mean(nll, self.aggregation)
+            loss = loss + self.nll * measured["loss/nll_avg"]
         if "reference" in inputs:
             kl = kl_losses(inputs["logprobs"], inputs["reference"], inputs.mask, self.kl_estimator)
             measured["policy/kl_avg"] = inputs.mean(kl)

@@ -156,6 +156,8 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
     ),
     "Loss and policy": (
         Metric("loss/policy_avg", "1", "Policy loss, mean over minibatches.", verl="actor/pg_loss"),
+        Metric("loss/nll_avg", "nats", "Negative log-likelihood of responses with high scores, mean over minibatches; "
+               "only with `algorithm.nll`."),
         Metric("loss/value_avg", "as the returns, squared", "Value loss of the critic, mean over minibatches.",
                verl="critic/vf_loss"),
         Metric("loss/aux", "1", "Load-balancing loss of a mixture of experts, mean over minibatches; not weighted.",

@@ -6,6 +6,7 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
 
 import numpy as np
@@ -251,6 +252,10 @@ class GAE(AdaptiveObjective):
     Attributes:
         gamma: discount.
         lam: bias-variance trade of the estimator.
+        lam_value: the same of the returns, which the critic learns; ``None``: as the advantages (decoupled GAE: Yuan et
+            al. 2025, arXiv 2503.01491, section 3.2).
+        lam_alpha: adapts ``lam`` to the length: ``1 - 1 / (lam_alpha * n)``, at least 0, for a response of n sampled
+            tokens (VAPO: Yue et al. 2025, arXiv 2504.05118, section 4.2); ``None``: it is the same for all.
         kl: coefficient of the KL penalty: a number, or a controller that adapts it to a target.
         kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL divergence", 2020).
         shaping: of the scores, before they are rewards; replaced by its successor after each batch.
@@ -270,6 +275,8 @@ class GAE(AdaptiveObjective):
 
     gamma: Fraction = 1.0
     lam: Fraction = 0.95
+    lam_value: Fraction | None = field(default=None, kw_only=True)
+    lam_alpha: Positive | None = field(default=None, kw_only=True)
     kl: SupportsFloat | KLControl = 0.05
     kl_estimator: KLEstimator = "k1"
     shaping: ScoreShaping = field(default_factory=ScoreShaping)
@@ -290,10 +297,15 @@ class GAE(AdaptiveObjective):
             )
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Report a reference or a critic that is needed, and not connected."""
-        fault = "has bootstrap_truncated, which needs a critic: connect value=stream, or leave bootstrap_truncated out"
-        lacking = self.bootstrap_truncated and "value" not in named
-        return [*super().faults(stages, named), *([fault] if lacking else [])]
+        """Report a reference, a teacher or a critic that is needed, and not connected."""
+        needing = {
+            "bootstrap_truncated": self.bootstrap_truncated,
+            "lam_value": self.lam_value is not None,
+            "lam_alpha": self.lam_alpha is not None,
+        }
+        lacking = [name for name, needs in needing.items() if needs and "value" not in named]
+        faults = [f"has {name}, which needs a critic: connect value=stream, or leave {name} out" for name in lacking]
+        return [*super().faults(stages, named), *faults]
 
     def estimated(self, batch: Batch) -> Batch:
         """Return the batch with rewards, advantages and returns, and update the KL controller from it."""
@@ -317,7 +329,11 @@ class GAE(AdaptiveObjective):
                 advantages[row] = returns_to_go(rewards[row], self.gamma)
             return advantages, None
         for row, last_value in zip(batch.sampled_rows(), self._last_values(batch), strict=True):
-            advantages[row], returns[row] = gae(rewards[row], batch.values[row], self.gamma, self.lam, last_value)
+            lam = self.lam if self.lam_alpha is None else max(0.0, 1.0 - 1.0 / (self.lam_alpha * len(row)))
+            estimate = partial(gae, rewards[row], batch.values[row], self.gamma, last_value=last_value)
+            advantages[row], returns[row] = estimate(lam)
+            if self.lam_value is not None:
+                returns[row] = estimate(self.lam_value)[1]
         return advantages, returns
 
     def _last_values(self, batch: Batch) -> Sequence[float]:

@@ -69,6 +69,10 @@ def actor(folder: Path, name: str) -> Mapping[str, bytes]:
         ("ppo", ("algorithm.surrogate=cispo", "algorithm.aggregation=response_sums")),
         ("grpo", ("algorithm.distill=0.5", "models.teacher=teacher", "algorithm.surrogate=clip")),
         ("ppo", ("algorithm.distill=0.5", "models.teacher=teacher", "algorithm.lam=0.9")),
+        (
+            "ppo",
+            ("algorithm.lam_alpha=0.2", "algorithm.lam_value=1.0", "algorithm.nll=0.1", "algorithm.nll_above=-1.1"),
+        ),
     ],
 )
 def test_streaming_changes_no_bit(folder: Path, algorithm: str, chosen: tuple[str, ...]) -> None:
