@@ -88,6 +88,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "rewards.temperature": ("judge temperature", ""),
     "rewards.max_tokens": ("judge answer length", ""),
     "environment.source": ("environment, tool calls, multi-turn rollouts", ""),
+    "environment.tools": ("tools, function calling", "`tools` of GRPO"),
+    "environment.max_turns": ("maximum tool turns", "`max_tool_calling_iterations` of GRPO"),
     "environment.on_failure": ("tool error policy", ""),
     "environment.process": ("tool in a subprocess", ""),
     "environment.concurrency": ("concurrent tool calls", ""),

@@ -316,7 +316,8 @@ class OneOf:
     def _require(self, text: str) -> str:
         if text not in self.choices and self.pattern.match(text) is None:
             guess = did_you_mean(text, self.choices)
-            raise ValueError(f"expected {', '.join(map(repr, self.choices))} or {self.form}, got {text!r}{guess}")
+            expected = " or ".join(filter(None, [", ".join(map(repr, self.choices)), self.form]))
+            raise ValueError(f"expected {expected}, got {text!r}{guess}")
         return text
 
 

@@ -1,20 +1,26 @@
-"""A Python function as an environment: it is given the text of a turn and returns the text of the answer."""
+"""Python functions as environments: one that answers turns as text, or tools that the policy calls."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, TypeAlias
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias
 
+import anyio
 import numpy as np
 
-from oppo.errors import OppoError, one_line, shown
+from oppo.errors import ConfigError, OppoError, one_line, shortened, shown
 from oppo.events import Drop, IntArray, Response
 from oppo.turns import Answer, Environment, EnvironmentState, Turn
 from oppo.user_code import CONCURRENCY, CallsFunction, CheckedFunction, UserCalls, UserFunction
+
+if TYPE_CHECKING:
+    from oppo.hf.chat import ChatFormat, ToolCall
 
 PROCESSES = 4
 """Processes of a sync function, unless another number of calls is given."""
@@ -186,6 +192,176 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
         if not len(tokens):
             raise self._function.failure(f"returned {shown(text)}, which is no token", where)
         return tokens
+
+
+@dataclass(frozen=True)
+class CalledTool(CheckedFunction[Mapping[str, object], str, str]):
+    """A tool as it is called, and its result as text: what is none is JSON."""
+
+    kind: ClassVar[str] = "tool"
+    error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
+    user: UserFunction
+
+    def made(self, given: Mapping[str, object]) -> object:
+        return self.user.function(**given)
+
+    def failure(self, what: str, where: str) -> EnvironmentFailure:
+        return EnvironmentFailure(f"tool {self.user.name!r} {what} ({where})")
+
+    def checked(self, result: object, where: str) -> str:
+        try:
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+            text.encode()
+        except Exception as error:  # any kind: the objects are the tool's own
+            words = f"must return text or JSON values; got {shown(result)}: {one_line(error)}"
+            raise self.failure(words, where) from error
+        if len(text) > LONGEST:
+            raise self.failure(f"returned {len(text)} characters, more than {LONGEST}: shorten its answer", where)
+        return text
+
+
+OnToolFailure: TypeAlias = Literal["answer", "drop", "fail"]
+
+
+@dataclass(slots=True)
+class _Result:
+    """What came of a call: its text, or why there is none."""
+
+    name: str
+    call_id: str = ""
+    text: str = ""
+    failure: str = ""
+    error: EnvironmentFailure | None = None
+
+    @property
+    def message(self) -> Mapping[str, object]:
+        content = f"Error: {self.failure}" if self.failure else self.text
+        return {"role": "tool", "name": self.name, "content": content, "tool_call_id": self.call_id}
+
+
+class Tools:
+    """Functions that the policy calls in its turns, as an :class:`oppo.turns.Environment`.
+
+    A turn without a call ends the response. The calls of a turn overlap, and are answered together.
+
+    Args:
+        tools: functions, sync or async, or their ``file.py:name``. Their schemas are made of type hints and of
+            docstrings in Google's style. A sync one runs in a thread of its own for each call, or inline on a loop of
+            virtual time.
+        chat: reads the calls, and tokenizes the answers; its tokenizer shows these tools, and it knows the role
+            ``tool``.
+        on_failure: a call that raises, takes too long, or returns what is no JSON: ``answer`` tells the policy the
+            error, ``drop`` drops the rollout, ``fail`` raises. A call that cannot be made as it stands is the policy's
+            fault, and never raises.
+        timeout: seconds after which a call has failed; ``None``: never.
+        concurrency: calls of each tool that may overlap; by default 64, or 4 in processes.
+        process: call sync tools in processes of their own.
+        max_turns: after so many answers a turn that calls ends the response; ``None``: no limit.
+
+    Raises:
+        ConfigError: the policy is not shown a tool, two have one name, or a number is out of range.
+        EnvironmentFailure: there is no such file or function, or it cannot be called in a process.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., object] | str],
+        chat: ChatFormat,
+        *,
+        on_failure: OnToolFailure = "answer",
+        timeout: float | None = None,
+        concurrency: int | None = None,
+        process: bool = False,
+        max_turns: int | None = None,
+    ) -> None:
+        default = PROCESSES if process else CONCURRENCY
+        users = [UserFunction.of(tool, None, EnvironmentFailure) for tool in tools]
+        self.names = [user.name for user in users]
+        if "tool" not in chat.roles:
+            raise ConfigError("the chat format was not tried with answers of tools: give it the role 'tool'")
+        if missing := [name for name in self.names if name not in chat.tools]:
+            raise ConfigError(
+                f"the policy is not shown the tool {missing[0]!r}: give it to its tokenizer by chatting()"
+            )
+        if len(set(self.names)) < len(self.names) or not self.names:
+            raise ConfigError(f"tools need names of their own, and there must be one; got {self.names}")
+        self._signatures = {user.name: inspect.signature(user.function) for user in users}
+        self._calls = {
+            user.name: UserCalls(
+                CalledTool(user),
+                concurrency=default if concurrency is None else concurrency,
+                timeout=timeout,
+                process=process,
+            )
+            for user in users
+        }
+        self.chat = chat
+        self._on_failure = on_failure
+        self._max_turns = max_turns
+
+    @property
+    def at_work(self) -> str:
+        """The names of tools with an unanswered call; empty without one."""
+        return ", ".join(filter(None, (calls.at_work for calls in self._calls.values())))
+
+    async def __aenter__(self) -> Self:
+        for calls in self._calls.values():
+            await calls.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        async with AsyncExitStack() as stack:
+            for calls in self._calls.values():
+                stack.push_async_exit(calls)
+
+    def close(self) -> None:
+        """Kill the processes of tools, if there are some; idempotent."""
+        for calls in self._calls.values():
+            calls.close()
+
+    async def answer(self, turn: Turn) -> Answer | Drop | None:
+        """Return what tools answer to the calls of a turn, ``None`` if it makes none, or a ``Drop``.
+
+        Raises:
+            EnvironmentFailure: a tool failed, and failures are raised; or its answer cannot be rendered.
+        """
+        where = f"turn {turn.number} of rollout {turn.prompt.rollout}"
+        parsed = self.chat.parse(turn.tokens.tolist())
+        results = [_Result(call.name, call.id) for call in parsed.tool_calls]
+        if parsed.malformed:
+            results.append(_Result(self.names[0], failure=f"the call cannot be read: {parsed.malformed}"))
+        if not results or turn.number == self._max_turns:
+            return None
+        async with anyio.create_task_group() as group:
+            for call, result in zip(parsed.tool_calls, results, strict=False):
+                group.start_soon(self._call, call, result, where)
+        for error in (result.error for result in results if result.error and self._on_failure == "fail"):
+            raise error
+        failures = [result.failure for result in results if result.failure]
+        if failures and self._on_failure == "drop":
+            return Drop(turn.prompt.rollout, failures[0])
+        try:
+            tokens = self.chat.answer(turn.tokens.tolist(), [result.message for result in results])
+        except ConfigError as error:
+            raise EnvironmentFailure(f"the answer of tools cannot be rendered ({where}): {error}") from error
+        return Answer(np.array(tokens, np.int32), calls=len(results), failures=len(failures))
+
+    async def _call(self, call: ToolCall, result: _Result, where: str) -> None:
+        if (signature := self._signatures.get(call.name)) is None:
+            result.failure = f"there is no tool {shortened(repr(call.name), 80)}; the tools are {', '.join(self.names)}"
+            return
+        try:
+            signature.bind(**call.arguments)
+        except TypeError as error:
+            result.failure = f"{call.name}(): {error}"
+            return
+        try:
+            result.text = await self._calls[call.name].make(call.arguments, where)
+        except EnvironmentFailure as failure:
+            cause, told = failure.__cause__, self._on_failure == "answer"
+            result.error, result.failure = failure, one_line(cause) if told and cause is not None else str(failure)
 
 
 async def first_answer(environment: Environment, response: Response) -> IntArray | None:

@@ -43,10 +43,14 @@ class Answer:
     Attributes:
         tokens: int32 [n], at least one.
         state: given back with the next turn; it is in checkpoints, so it holds JSON values.
+        calls: of tools that the turn made.
+        failures: how many of them failed.
     """
 
     tokens: IntArray
     state: EnvironmentState = None
+    calls: int = 0
+    failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
                 teacher=_model(models.teacher, folder),
                 critic=_model(models.critic, folder) or own_critic,
             ),
-            "environment": replace(settings.environment, source=_model(settings.environment.source, folder)),
+            "environment": settings.environment.within(folder),
             "data": settings.data.within(folder),
             "eval": replace(settings.eval, prompts=within(settings.eval.prompts, folder)),
         }

@@ -59,7 +59,19 @@ class EnvironmentSection:
         "`file.py:function` that answers a response at a stop token or string, as a tool does, so that the response "
         "goes on; empty: none",
     )
-    on_failure: Literal["fail", "drop"] = setting("fail", "if the function fails: stop the run, or drop the rollout")
+    tools: Annotated[tuple[Annotated[str, OneOf((), "file.py:function", SPEC)], ...], FromList()] = setting(
+        (),
+        "functions that the policy calls by its chat template, each as `file.py:function`, with type hints and a "
+        "docstring in Google's style, of which the template shows it their schemas; empty: none",
+    )
+    on_failure: Literal["fail", "drop", "answer"] | None = setting(
+        None,
+        "if a function fails: stop the run, drop the rollout, or, of tools, answer with the error; absent: `fail`, of "
+        "tools `answer`",
+    )
+    max_turns: PositiveCount | None = setting(
+        None, "turns of a response that tools answer, after which one that calls a tool ends it; absent: no limit"
+    )
     process: bool = setting(
         default=False,
         description="call a sync function in its own processes, where it may hold the interpreter lock for long; a "
@@ -76,6 +88,40 @@ class EnvironmentSection:
         description="keep special tokens in the text for the function, and take those that its answer spells as "
         "special tokens; otherwise an answer is ordinary text, whatever it spells",
     )
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files of its functions, by the setting that names each."""
+        named = {"environment.source": self.source}
+        named |= {f"environment.tools[{number}]": spec for number, spec in enumerate(self.tools)}
+        return {name: Path(spec.rpartition(":")[0]) for name, spec in named.items() if SPEC.match(spec)}
+
+    def within(self, folder: Path) -> EnvironmentSection:
+        """Return the section of a file in ``folder``: paths are absolute afterwards."""
+
+        def placed(spec: str) -> str:
+            file, _, name = spec.rpartition(":")
+            return f"{resolved(file, folder)}:{name}" if SPEC.match(spec) else spec
+
+        return replace(self, source=placed(self.source), tools=tuple(map(placed, self.tools)))
+
+    def require_tools(self) -> None:
+        """Check the settings of tools against those of a function.
+
+        Raises:
+            ValueError: one has no effect.
+        """
+        if self.source and self.tools:
+            raise ValueError(
+                f"environment.source = {self.source!r} answers every turn, and environment.tools answer calls: leave "
+                "one of them out"
+            )
+        idle = {} if self.tools else {"on_failure": self.on_failure == "answer", "max_turns": self.max_turns}
+        if self.tools:
+            idle = {"keep_special_tokens": self.keep_special_tokens}
+        for key in (key for key, given in idle.items() if given):
+            of = "text of a function; tools answer by the chat template" if self.tools else "tools"
+            raise ValueError(f"environment.{key} = {getattr(self, key)!r} is for {of}: leave it out")
 
 
 _DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?")

@@ -242,10 +242,15 @@ class Settings(BaseModel):
         """The files and directories that the run reads besides its models, each under the setting that names it."""
         rewards = {f"{key}.source": reward.source for key, reward in self.reward_tables.items()}
         steps = {f"step.{name}": getattr(self.step, name) for name in NAMED}
-        code = {**rewards, "environment.source": self.environment.source, **steps}
+        code = {**rewards, **steps}
         found = {name: file for name, spec in code.items() if (file := file_of(spec)) is not None}
         prompts = {**named("data.prompts", self.data.prompts), **named("eval.prompts", self.eval.prompts)}
-        return {name: each.file for name, each in prompts.items() if each.file is not None} | found | self.data.files
+        return (
+            {name: each.file for name, each in prompts.items() if each.file is not None}
+            | found
+            | self.environment.files
+            | self.data.files
+        )
 
     def tables(self) -> dict[str, dict[str, object]]:
         """Return every setting as in a file, by section and key; ``None`` for an absent key.
@@ -360,6 +365,12 @@ def require_consistent(settings: Settings) -> None:
         ConfigError: an admission of one's own cannot be made of them.
     """
     settings.own_admission()  # which may refuse its settings
+    settings.environment.require_tools()
+    if settings.environment.tools and settings.data.tools:
+        raise ValueError(
+            f"data.tools = {settings.data.tools!r} shows tools that nothing calls, and environment.tools shows its "
+            "own: leave data.tools out"
+        )
     if settings.step.loss:
         _refuse_idle(settings)
     _check_teacher(settings)

@@ -8,7 +8,7 @@ warn_of_untested()  # first: what is imported below may fail for it
 
 from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
-from oppo.hf.chat import ChatFormat
+from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.devices import DeviceThread
 from oppo.hf.introspection import end_ids
 from oppo.hf.loading import load_causal, load_encoder, load_process, load_scalar, load_tokenizer
@@ -42,6 +42,7 @@ __all__ = [
     "RewardModel",
     "SimilarityReward",
     "ValueModel",
+    "chatting",
     "end_ids",
     "load_causal",
     "load_encoder",

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 
 from transformers.utils.chat_template_utils import get_json_schema
 
-from oppo.errors import ConfigError, one_line, shown
+from oppo.errors import ConfigError, one_line, shortened, shown
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 
 ChatMessage: TypeAlias = Mapping[str, object]
@@ -88,7 +88,7 @@ def chatting(
     tokenizer: HfTokenizer,
     *,
     template: str = "",
-    tools: Sequence[ToolSchema] = (),
+    tools: Sequence[ToolSchema | Callable[..., object]] = (),
     variables: Mapping[str, object] | None = None,
 ) -> HfTokenizer:
     """Return a tokenizer that renders chats by a template with tools and variables.
@@ -96,7 +96,7 @@ def chatting(
     Args:
         tokenizer: the one that is changed.
         template: empty: its own.
-        tools: schemas of tools that it shows.
+        tools: that it shows: functions with type hints and docstrings, or schemas.
         variables: of the template.
 
     Raises:
@@ -104,7 +104,8 @@ def chatting(
     """
     if template:
         tokenizer.inner.chat_template = template
-    made = HfTokenizer(tokenizer.inner, tokenizer.beside, tools=tools, variables=variables)
+    schemas = [tool if isinstance(tool, Mapping) else tool_schema(tool) for tool in tools]
+    made = HfTokenizer(tokenizer.inner, tokenizer.beside, tools=schemas, variables=variables)
     if not (template or made.tools or made.variables):
         return made
     if not made.has_chat_template:
@@ -129,6 +130,11 @@ class ChatFormat:
         tokenizer: the policy's, with its chat template, the template's variables, and the tools that it shows.
         roles: of the messages that are said after a turn. The template is tried with each.
 
+    Attributes:
+        roles: those.
+        tools: the names of tools that the tokenizer shows.
+        ends: the tokens with which a policy ends what it says, where it follows the template.
+
     Raises:
         ConfigError: the tokenizer has no chat template, or with this one it cannot be told what is said after a turn,
             or how a call is written.
@@ -138,6 +144,8 @@ class ChatFormat:
         if not tokenizer.has_chat_template:
             raise ConfigError("the policy's tokenizer has no chat template: set data.chat_template")
         self._tokenizer = tokenizer
+        self.roles = frozenset(roles)
+        self.tools = [_named(tool) for tool in tokenizer.tools]
         self._style: tuple[str | None, bool] = ("", False)
         self._ending = self._close = ""
         alone = self._render([_USER, _ANSWERED])
@@ -147,20 +155,19 @@ class ChatFormat:
         if prompt.text == closed.text and header.strip():  # Mistral's, for one, have none
             raise ConfigError(
                 f"{_WHOSE} has no generation prompt: with add_generation_prompt it renders nothing that begins the "
-                f"assistant's message, which is {shown(header)}; set data.chat_template to one that does"
+                f"assistant's message, which is {_quoted(header)}; set data.chat_template to one that does"
             )
         self._opened = prompt.text
         following = self._render([_USER, _ANSWERED, _USER], goes_on=True)
         self._close = self._shared(self._ending, _behind(following.text, alone.text.count(_SAID)), "user")
-        for tool in map(_named, tokenizer.tools):
+        for tool in self.tools:
             if tool not in prompt.text:
                 raise ConfigError(
                     f"{_WHOSE} does not show the policy its tools: {tool!r} is not in what it renders; set "
                     "data.chat_template to one that renders `tools`"
                 )
         self._syntax = self._call_syntax() if "tool" in roles else None
-        for role in roles:
-            self._require(role)
+        self.ends = frozenset(self._end(role) for role in roles)
 
     def parse(self, tokens: Sequence[int]) -> ParsedTurn:
         """Return a turn as a message; a call that cannot be read is reported, never raised.
@@ -215,7 +222,7 @@ class ChatFormat:
         shared = self._shared(ending, following, str(messages[0]["role"]))
         if not shared.endswith(self._close):
             raise ConfigError(
-                f"{_WHOSE} ends a message with {shown(self._close)}, but one with a call with {shown(shared)}: "
+                f"{_WHOSE} ends a message with {_quoted(self._close)}, but one with a call with {_quoted(shared)}: "
                 "expected one ending for both"
             )
         return whole.after(len(whole.text) - len(following) + len(shared) - len(self._close))
@@ -226,12 +233,12 @@ class ChatFormat:
             if following.startswith(each):
                 return each
         raise ConfigError(
-            f"{_WHOSE} renders {shown(ending)} after an assistant's last message, and {shown(following)} where one of "
-            f"role {role!r} follows, so that it cannot be told what the latter adds: set data.chat_template to one "
+            f"{_WHOSE} renders {_quoted(ending)} after an assistant's last message, and {_quoted(following)} where one "
+            f"of role {role!r} follows, so that it cannot be told what the latter adds: set data.chat_template to one "
             "that renders the same text before what is added"
         )
 
-    def _require(self, role: str) -> None:
+    def _end(self, role: str) -> int:
         said = "ANSWER0TO0THE0POLICY"
         rendered = self._answer([{"role": role, "content": said}])
         if said not in rendered.text:
@@ -239,12 +246,13 @@ class ChatFormat:
                 f"{_WHOSE} leaves out messages of role {role!r}: set data.chat_template to one that has them"
             )
         begun = self._tokenizer.encode_rendered(rendered)[: len(self._tokenizer.encode_whole(self._close)) + 1]
-        if not self._tokenizer.control_ids.intersection(begun):
-            raise ConfigError(
-                f"{_WHOSE} ends an assistant's message with {shown(rendered.text[:80])}, where no special token is, so "
-                "that its tokens depend on the text before: set data.chat_template to one that ends it with a special "
-                "token"
-            )
+        for token in begun:
+            if token in self._tokenizer.control_ids:
+                return token
+        raise ConfigError(
+            f"{_WHOSE} ends an assistant's message with {_quoted(rendered.text[:80])}, where no special token is, so "
+            "that its tokens depend on the text before: set data.chat_template to one that ends it with a special token"
+        )
 
     def _render(self, messages: Sequence[ChatMessage], *, goes_on: bool = False) -> Rendered:
         try:
@@ -287,7 +295,7 @@ class ChatFormat:
         found = _Syntax.of(one, two, self._written(0))
         if found is None and getattr(self._tokenizer.inner, "response_template", None) is None:
             raise ConfigError(
-                f"{_WHOSE} writes a call as {shown(one)}, which is none of the forms that can be read: a JSON object, "
+                f"{_WHOSE} writes a call as {_quoted(one)}, none of the forms that can be read: a JSON object, "
                 "a name with a JSON object of arguments, or a name with arguments one by one between marks; give the "
                 "tokenizer a response_template"
             )
@@ -302,7 +310,7 @@ class ChatFormat:
         start = len(re.sub(r"[<\[][^<>\[\]]*$", "", text[:same]))  # not within a mark
         if not text.endswith(self._ending) or any(call.name not in text for call in calls):
             raise ConfigError(
-                f"{_WHOSE} writes a call as {shown(text[start:])}: expected it before {shown(self._ending)}"
+                f"{_WHOSE} writes a call as {_quoted(text[start:])}: expected it before {_quoted(self._ending)}"
             )
         return text[start:].removesuffix(self._ending)
 
@@ -362,6 +370,10 @@ class ChatFormat:
 
 
 _WHOSE: Final = "the chat template of the policy's tokenizer"
+
+
+def _quoted(text: str) -> str:
+    return shortened(repr(text), 120)
 
 
 def _behind(text: str, count: int) -> str:
@@ -428,7 +440,7 @@ class _Named:
         name = _NAME.match(text, at)
         begins = _flexible(self.between).match(text, name.end()) if name else None
         if name is None or begins is None:
-            raise ValueError(f"expected the name of a tool and {self.between!r}, got {shown(text[at : at + 80])}")
+            raise ValueError(f"expected the name of a tool and {self.between!r}, got {_quoted(text[at : at + 80])}")
         found, end = _JSON.raw_decode(text, begins.end())
         return _call(name[0], found), end
 
@@ -452,7 +464,7 @@ class _Marked:
     def read(self, text: str, at: int, types: Types) -> Reading:
         name = _NAME.match(text, at)
         if name is None:
-            raise ValueError(f"expected the name of a tool, got {shown(text[at : at + 80])}")
+            raise ValueError(f"expected the name of a tool, got {_quoted(text[at : at + 80])}")
         marks = {re.sub(r"^(\s+)", "", each).split()[0]: each for each in (self.following, self.last)}
         spaces = "|".join(
             rf"(?:{re.escape(each[: each.index(mark)])})?{re.escape(mark)}" for mark, each in marks.items()
@@ -465,7 +477,7 @@ class _Marked:
             if part is None:
                 raise ValueError(
                     f"expected an argument of {name[0]!r}, {self.value!r}, its value and {self.last!r}, got "
-                    f"{shown(text[begins.end() : begins.end() + 80])}"
+                    f"{_quoted(text[begins.end() : begins.end() + 80])}"
                 )
             key, at = part["key"].strip(), part.end()
             found[key] = _typed(part["value"], types.get((name[0], key)))
@@ -534,7 +546,7 @@ class _Syntax:
                     at, more = self._end(text, at)
                     calls.append(call)
             except (ValueError, RecursionError) as error:
-                return content, tuple(calls), f"{one_line(error)}, in {shown(text[begins.start() :])}"
+                return content, tuple(calls), f"{one_line(error)}, in {_quoted(text[begins.start() :])}"
         return content + text[at:], tuple(calls), ""
 
     def _end(self, text: str, at: int) -> tuple[int, bool]:
@@ -544,7 +556,7 @@ class _Syntax:
         for tail in self.tails:
             if ends := _flexible(tail).match(text, at):
                 return ends.end(), False
-        raise ValueError(f"expected {self.tails[0]!r} after a call, got {shown(text[at : at + 80])}")
+        raise ValueError(f"expected {self.tails[0]!r} after a call, got {_quoted(text[at : at + 80])}")
 
 
 def _unit(text: str, number: int) -> tuple[tuple[int, int], _Object | _Named | _Marked] | None:

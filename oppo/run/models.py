@@ -20,7 +20,7 @@ from oppo.config.sections import ModelsSection, SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.durable import whole, writing
-from oppo.environments import FunctionEnvironment
+from oppo.environments import EnvironmentFailure, FunctionEnvironment, Tools
 from oppo.errors import ConfigError, ModelError, one_line, shown
 from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
@@ -46,6 +46,7 @@ from oppo.run.places import SERVING, Serve, ServeRequest, Serving, Worker, devic
 from oppo.run.rewards import RewardModels, ServedRewardModel, UserCode, served_by_vllm, track_of
 from oppo.scorers import capabilities_of
 from oppo.turns import Environment
+from oppo.user_code import UserFunction
 from oppo.vllm import VllmReward
 
 _TRAINING = "lower trainer.micro_batch_tokens"
@@ -148,7 +149,7 @@ class Assembly:
             stack.callback(self.serving.close)
             stack.callback(self.places.close)
             stack.callback(capabilities_of(self.reward).close)
-            if isinstance(self.environment, FunctionEnvironment):
+            if isinstance(self.environment, FunctionEnvironment | Tools):
                 stack.callback(self.environment.close)
 
 
@@ -163,7 +164,8 @@ def policy_tokenizer(settings: Settings) -> HfTokenizer:
     template = data.chat_template
     if "data.chat_template" in data.files:
         template = _read("data.chat_template", template)
-    return chatting(found, template=template, tools=_schemas(data.tools), variables=data.chat_template_kwargs)
+    called = [UserFunction.of(spec, None, EnvironmentFailure).function for spec in settings.environment.tools]
+    return chatting(found, template=template, tools=called or _schemas(data.tools), variables=data.chat_template_kwargs)
 
 
 def _read(key: str, path: str) -> str:
@@ -189,6 +191,16 @@ def _schemas(path: str) -> Sequence[ToolSchema]:
                 '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
             )
     return tools
+
+
+def _require_end(tools: Tools, sampling: Sampling, tokenizer: HfTokenizer) -> None:
+    ends = sorted(tools.chat.ends)
+    if not set(ends).intersection(sampling.stop) and not sampling.stop_strings:
+        wanted = ", ".join(f"{tokenizer.name_of(end)!r}" for end in ends)
+        raise ConfigError(
+            f"by the chat template the policy ends its turns with {wanted}, and no such token ends a turn here: set "
+            f"sampling.stop = [{wanted}]"
+        )
 
 
 def _own_tokenizer(models: ModelsSection) -> HfTokenizer:
@@ -290,6 +302,8 @@ def _assembled(
     }
     read = [positions_of(model) for each in models.values() for model in each if model is not None]
     sampling = _sampling(settings.sampling, tokenizer, actor)
+    if isinstance(code.environment, Tools):
+        _require_end(code.environment, sampling, tokenizer)
     if settings.step.most_overcommit and not sampling.varies:
         logger.warning(
             f"every response has sampling.max_new_tokens = {sampling.max_new_tokens} tokens, so none is late, and "

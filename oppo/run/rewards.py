@@ -18,12 +18,13 @@ from oppo.config.rewards import (
 from oppo.config.sections import DataSection, EnvironmentSection
 from oppo.config.settings import Settings
 from oppo.durable import make
-from oppo.environments import FunctionEnvironment
+from oppo.environments import FunctionEnvironment, Tools
 from oppo.errors import ConfigError
 from oppo.events import Drop
 from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
+from oppo.hf.chat import ChatFormat
 from oppo.hf.devices import Devices, acting_share, available_cores
 from oppo.hf.model_files import RewardKind, located
 from oppo.hf.recipe import Loadable, ModelRecipe
@@ -72,7 +73,7 @@ class UserCode:
     """
 
     settings: Mapping[str, RewardSection]
-    environment: FunctionEnvironment | None
+    environment: FunctionEnvironment | Tools | None
     rewards: Mapping[str, Scorer[float | Drop]]
 
     @classmethod
@@ -179,7 +180,19 @@ def _of_tasks(key: str, decode: Callable[[Sequence[int]], str], options: Mapping
     return FunctionReward(verify, decode, name=LIBRARY, **{**options, "process": bool(options["process"])})
 
 
-def _environment(section: EnvironmentSection, data: DataSection, tokenizer: HfTokenizer) -> FunctionEnvironment | None:
+def _environment(
+    section: EnvironmentSection, data: DataSection, tokenizer: HfTokenizer
+) -> FunctionEnvironment | Tools | None:
+    if section.tools:
+        return Tools(
+            section.tools,
+            ChatFormat(tokenizer, ("tool",)),
+            on_failure=section.on_failure or "answer",
+            timeout=section.timeout,
+            concurrency=section.concurrency,
+            process=section.process,
+            max_turns=section.max_turns,
+        )
     if not section.source:
         return None
     keeps = section.keep_special_tokens
@@ -187,7 +200,7 @@ def _environment(section: EnvironmentSection, data: DataSection, tokenizer: HfTo
         section.source,
         tokenizer.decode_whole if keeps else tokenizer.decode,
         tokenizer.encode_whole if keeps else tokenizer.encode_exactly,
-        on_failure=section.on_failure,
+        on_failure="drop" if section.on_failure == "drop" else "fail",
         timeout=section.timeout,
         concurrency=section.concurrency,
         process=section.process,

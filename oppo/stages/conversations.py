@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
@@ -25,10 +25,20 @@ TurnOutcome: TypeAlias = Answer | Drop | None
 
 @dataclass(slots=True)
 class _Memory:
-    """Of one rollout: how many of its turns were answered, and the environment's state after them, as JSON."""
+    """Of one rollout: how many of its turns were answered, and the environment's state after them, as JSON.
+
+    Attributes:
+        calls, failures: of tools, in these turns.
+    """
 
     answered: int = 0
     state: str = "null"
+    calls: int = 0
+    failures: int = 0
+
+    def after(self, answer: Answer) -> _Memory:
+        calls, failures = self.calls + answer.calls, self.failures + answer.failures
+        return _Memory(self.answered + 1, _as_json(answer.state), calls, failures)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +80,8 @@ class Conversations:
         self._environment = environment
         self._memories: dict[int, _Memory] = {}
         self._calls: dict[int, _Call] = {}
+        self._ended: list[_Memory] = []
+        self._tools = False
         self._tasks: TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
@@ -117,7 +129,8 @@ class Conversations:
             del self._calls[number]
             step.note(call.answered(number, memory.answered, 0 if given is None else len(given), rollout.dropped))
             if isinstance(outcome, Answer):
-                self._memories[number] = _Memory(memory.answered + 1, _as_json(outcome.state))
+                self._memories[number] = memory.after(outcome)
+                self._tools = self._tools or bool(outcome.calls)
             step.record(Averaged({"turns/answer_seconds": [call.ended - call.started]}))
 
     async def _turn(self, rollout: int, decode: TurnDecode) -> IntArray | None:
@@ -143,20 +156,26 @@ class Conversations:
 
     def forget(self, rollout: int) -> None:
         """Forget a rollout that has ended, or begins again; cancel a call that nothing waits for any more."""
-        self._memories.pop(rollout, None)
+        self._ended.append(self._memories.pop(rollout, _Memory()))
         if (call := self._calls.pop(rollout, None)) is not None:
             call.scope.cancel()
 
+    def measured(self) -> Averaged:
+        """Return the turns of rollouts that ended since this was asked last, and their calls of tools if there are."""
+        ended, self._ended = self._ended, []
+        found = {"num_turns/mean": [each.answered + 1.0 for each in ended]}
+        if self._tools:
+            failed = [float(number < each.failures) for each in ended for number in range(each.calls)]
+            found |= {"tools/call_frequency": [float(each.calls) for each in ended], "tools/failure_frequency": failed}
+        return Averaged(found)
+
     def state_dict(self) -> dict[str, Any]:
         """Return how many turns of each rollout were answered, and the environment's state, as JSON."""
-        return {
-            str(rollout): {"answered": memory.answered, "state": memory.state}
-            for rollout, memory in self._memories.items()
-            if memory.answered
-        }
+        return {str(rollout): asdict(memory) for rollout, memory in self._memories.items() if memory.answered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._memories = {int(rollout): _Memory(each["answered"], each["state"]) for rollout, each in state.items()}
+        self._memories = {int(rollout): _Memory(**each) for rollout, each in state.items()}
+        self._tools = any(memory.calls for memory in self._memories.values())
 
 
 def _require_outcome(outcome: object) -> TurnOutcome:

@@ -320,6 +320,8 @@ class Generate:
                         readers.start_soon(round_.refill, self._ledger, step.remaining, take, self._open, name="refill")
                 conversations.cancel_scope.cancel()
         step.record(meter.decoded())
+        if self._conversations is not None:
+            step.record(self._conversations.measured())
         unfinished = [rollout.prompt.rollout for rollout in self._live]
         if unfinished and not self._ledger.is_cut():
             raise ProtocolError(f"the policy stopped decoding rollouts {unfinished} before the step was cut")

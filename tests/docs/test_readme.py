@@ -11,7 +11,9 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,10 +33,11 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
+from oppo.turns import Turn
 from tests.forked import Program
 from tests.hf import tiny
 from tests.hf.as_text.test_whole import classifier, sentence_encoder
-from tests.hf.spot_tokenizers import spot
+from tests.hf.spot_tokenizers import byte_tokenizer, spot
 from tests.workplace import furnish, oppo as oppo_train, records, run as oppo_run, tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -213,6 +216,26 @@ def test_the_blocks_that_stand_alone_run(page: str, tmp_path: Path, monkeypatch:
     assert blocks
     for block in blocks:
         exec(block, {})
+
+
+def test_the_tools_of_the_page_are_shown_and_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy = byte_tokenizer(
+        (ROOT / "tests" / "hf" / "templates" / "qwen3.jinja").read_text(), special=("<|im_end|>", "<|im_start|>")
+    )
+    policy.save(tmp_path / "policy")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "2 + 3?"}]}\n')
+    names: dict[str, Any] = {}
+    for block in fenced(ROOT / "docs" / "rewards.md", "python"):
+        if block.startswith(("def add", "# where a graph is composed")):
+            source = tmp_path / f"{len(names)}.py"
+            source.write_text(block)
+            exec(compile(block, source, "exec"), names)
+    call = '<tool_call>\n{"name": "add", "arguments": {"left": 2, "right": 3}}\n</tool_call><|im_end|>'
+    (prompt,) = names["read_prompts"]("prompts.jsonl", names["tokenizer"], max_prompt_tokens=2000)
+    assert '"name": "add"' in policy.decode_whole(prompt.tokens.tolist())
+    answer = run_virtual(names["tools"].answer, Turn(prompt, 0, np.array(policy.encode_whole(call), np.int32)))
+    assert "<tool_response>\n5\n</tool_response>" in policy.decode_whole(answer.tokens.tolist())
 
 
 def test_the_reward_models_of_the_page_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from oppo.cli import DONE, UNUSABLE
 from oppo.config.load import resolve
 from oppo.errors import ConfigError
+from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
 from oppo.run.models import policy_tokenizer
+from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
+from tests.workplace import oppo, records
 
 TEMPLATES = Path(__file__).parents[1] / "hf" / "templates"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "</tool_call>")
@@ -77,3 +82,104 @@ def test_what_a_template_does_not_read_is_refused(folder: Path, data: dict[str, 
     (folder / "odd.json").write_text('{"name": "add"}')
     with pytest.raises(ConfigError, match=words):
         rendered(folder, **data)
+
+
+TOOLS = """
+def add(left: int, right: int = 1) -> int:
+    \"""Add two numbers.
+
+    Args:
+        left: the first.
+        right: the second.
+    \"""
+    return left + right
+
+def bare(left):
+    return left
+
+def tool(turn):
+    return None
+"""
+TRAINED = """
+[run]
+steps = 2
+panel = "off"
+[models]
+policy = "actor"
+[[rewards]]
+source = "reward.py:short"
+[environment]
+tools = ["tools.py:add"]
+max_turns = 2
+[data]
+prompts = "prompts.jsonl"
+chat_template = "qwen3.jinja"
+max_prompt_tokens = 1500
+[sampling]
+max_new_tokens = 400
+stop = ["<|im_end|>", 10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 170, 180, 190, 200]
+[step]
+algorithm = "grpo"
+batch = 2
+overcommit = 1
+[algorithm]
+samples = 2
+"""
+
+
+@pytest.fixture
+def trained(folder: Path) -> Path:
+    config = tiny.CONFIGS["llama"]()
+    config.vocab_size, config.max_position_embeddings = 270, 2048
+    tiny.of(config, seed=1).save_pretrained(folder / "actor")
+    rows = [{"prompt": [{"role": "user", "content": f"What is {number} + 1?"}]} for number in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "tools.py").write_text(TOOLS)
+    (folder / "reward.py").write_text(
+        "def short(prompts, completions):\n    return [-len(c) / 100 for c in completions]\n"
+    )
+    (folder / "config.toml").write_text(TRAINED)
+    return folder
+
+
+def test_tools_of_the_settings_are_shown_called_answered_and_counted(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calls(chat: ChatFormat, tokens: object) -> ParsedTurn:
+        return ParsedTurn("", tool_calls=(ToolCall("add", {"left": 2}), ToolCall("subtract", {})))
+
+    monkeypatch.setattr(ChatFormat, "parse", calls)  # a random policy calls nothing
+    assert oppo(trained, "") == DONE
+    assert oppo(trained, "", "run.name=dropping", "environment.on_failure=drop", "run.max_empty=1") != DONE
+    lines = records(trained, "run", "metrics.jsonl")
+    assert {line["tools/failure_frequency"] for line in lines} == {0.5}
+    assert all(line["tools/call_frequency"] == 2 * (line["num_turns/mean"] - 1) > 0 for line in lines)
+    samples = [each for each in records(trained, "run", "samples.jsonl") if "tool_response" in str(each["completion"])]
+    assert all("<tool_response>\n3\n</tool_response>" in str(each["completion"]) for each in samples)
+    assert all("Error: there is no tool 'subtract'; the tools are add" in str(each["completion"]) for each in samples)
+    assert all('"name": "add"' in str(each["prompt"]) for each in samples)
+    assert samples
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["environment.source=tools.py:tool"], "answers every turn, and environment.tools answer calls"),
+        (["environment.keep_special_tokens=true"], "environment.keep_special_tokens = True is for text of a function"),
+        (["environment.tools=[]"], "environment.max_turns = 2 is for tools: leave it out"),
+        (["environment.tools=[]", "environment.on_failure=answer"], "environment.on_failure = 'answer' is for tools"),
+        (["data.tools=tools.json"], "shows tools that nothing calls"),
+        (['environment.tools=["add"]'], "expected file.py:function, got 'add'"),
+        (['environment.tools=["tools.py:bare"]'], "tool 'bare' cannot be shown to the policy"),
+        (['environment.tools=["tools.py:none"]'], "tools.py has no 'none'"),
+        (["data.chat_template="], "has no chat template"),
+        (["sampling.stop=[]"], r"ends its turns with '<\|im_end\|>', and no such token ends a turn here: set"),
+    ],
+)  # fmt: skip
+def test_tools_that_cannot_be_called_are_refused(
+    trained: Path, settings: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(trained, "--dry-run", *settings) == UNUSABLE
+    captured = capsys.readouterr()
+    said = " ".join((captured.err + captured.out).split())
+    assert re.search(words, said), said

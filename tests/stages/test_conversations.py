@@ -93,6 +93,26 @@ def test_what_the_step_waits_for_is_its_slowest_tool() -> None:
     assert made.policy.tokens == 8 + 3 * 20, "nothing was decoded while all of them waited"
 
 
+def test_calls_of_tools_are_counted_for_each_response_also_of_one_that_was_deferred_and_restored(
+    tmp_path: Path,
+) -> None:
+    def outcome(turn: Turn) -> Answer:
+        return Answer(np.array([90_000], np.int32), calls=2, failures=turn.number)
+
+    tool = Tool(lambda turn: 0.3 if turn.number == 1 else 0.0, outcome=outcome)
+    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
+    measured = []
+    for begin, end in ((0, 1), (1, 4)):
+        made = pipeline(setting, tool, first_has_turns)
+        run_virtual(partial(made.run_part, begin, end, tmp_path))
+        measured += [each.metrics for each in made.reports]
+    late = [each for each in measured if each["num_turns/mean"] > 1]
+    assert [each["num_turns/mean"] for each in late] == [pytest.approx((3 + 1 + 1 + 1) / 4)]
+    assert [each["tools/call_frequency"] for each in late] == [pytest.approx(4 / 4)]
+    assert [each["tools/failure_frequency"] for each in late] == [pytest.approx(1 / 4)]
+    assert all("tools/failure_frequency" not in each for each in measured if each not in late)
+
+
 def test_what_is_told_of_a_step_counts_sampled_tokens_alone(tmp_path: Path) -> None:
     """Within a step, and of a rollout that is deferred or restored with an answer in it."""
     tool = Tool(lambda turn: 0.3 if turn.number == 1 else 0.0, length=50)
