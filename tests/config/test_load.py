@@ -60,7 +60,7 @@ def test_a_stored_file_with_several_rewards_opens_as_it_did() -> None:
         ),
         ModelRewardSection(name="model", source="/project/reward", on_drop="skip", over_long="drop"),
     )
-    assert settings.environment == EnvironmentSection(source="/project/tools.py:tool", timeout=30.0)
+    assert settings.environment == EnvironmentSection(source="/project/tools.py:tool", on_failure="fail", timeout=30.0)
     assert resolve(settings.document(), Path("/elsewhere")) == settings
 
 
