@@ -232,7 +232,7 @@ def test_the_tools_of_the_page_are_shown_and_called(tmp_path: Path, monkeypatch:
             source.write_text(block)
             exec(compile(block, source, "exec"), names)
     call = '<tool_call>\n{"name": "add", "arguments": {"left": 2, "right": 3}}\n</tool_call><|im_end|>'
-    (prompt,) = names["read_prompts"]("prompts.jsonl", names["tokenizer"], max_prompt_tokens=2000)
+    (prompt,) = names["prompts"]
     assert '"name": "add"' in policy.decode_whole(prompt.tokens.tolist())
     answer = run_virtual(names["tools"].answer, Turn(prompt, 0, np.array(policy.encode_whole(call), np.int32)))
     assert "<tool_response>\n5\n</tool_response>" in policy.decode_whole(answer.tokens.tolist())
