@@ -70,7 +70,7 @@ class EnvironmentSection:
         "tools `answer`",
     )
     max_turns: PositiveCount | None = setting(
-        None, "turns of a response that tools answer, after which one that calls a tool ends it; absent: no limit"
+        None, "answers of tools in a response, after which a call ends it; absent: no limit"
     )
     process: bool = setting(
         default=False,
@@ -105,12 +105,13 @@ class EnvironmentSection:
 
         return replace(self, source=placed(self.source), tools=tuple(map(placed, self.tools)))
 
-    def require_tools(self) -> None:
-        """Check the settings of tools against those of a function.
-
-        Raises:
-            ValueError: one has no effect.
-        """
+    def check_tools(self, shown: str) -> None:
+        """Check the settings of tools against those of a function, and tools that are only ``shown``."""
+        if self.tools and shown:
+            raise ValueError(
+                f"data.tools = {shown!r} shows tools that nothing calls, and environment.tools shows its own: leave "
+                "data.tools out"
+            )
         if self.source and self.tools:
             raise ValueError(
                 f"environment.source = {self.source!r} answers every turn, and environment.tools answer calls: leave "

@@ -365,12 +365,7 @@ def require_consistent(settings: Settings) -> None:
         ConfigError: an admission of one's own cannot be made of them.
     """
     settings.own_admission()  # which may refuse its settings
-    settings.environment.require_tools()
-    if settings.environment.tools and settings.data.tools:
-        raise ValueError(
-            f"data.tools = {settings.data.tools!r} shows tools that nothing calls, and environment.tools shows its "
-            "own: leave data.tools out"
-        )
+    settings.environment.check_tools(settings.data.tools)
     if settings.step.loss:
         _refuse_idle(settings)
     _check_teacher(settings)

@@ -193,12 +193,12 @@ def _schemas(path: str) -> Sequence[ToolSchema]:
     return tools
 
 
-def _require_end(tools: Tools, sampling: Sampling, tokenizer: HfTokenizer) -> None:
-    ends = sorted(tools.chat.ends)
-    if not set(ends).intersection(sampling.stop) and not sampling.stop_strings:
+def _check_ends(environment: Environment | None, sampling: Sampling, tokenizer: HfTokenizer) -> None:
+    ends = sorted(environment.chat.ends) if isinstance(environment, Tools) else []
+    if ends and not set(ends).intersection(sampling.stop) and not sampling.stop_strings:
         wanted = ", ".join(f"{tokenizer.name_of(end)!r}" for end in ends)
         raise ConfigError(
-            f"by the chat template the policy ends its turns with {wanted}, and no such token ends a turn here: set "
+            f"by the chat template the policy ends what it says with {wanted}, and no such token ends that here: set "
             f"sampling.stop = [{wanted}]"
         )
 
@@ -302,8 +302,7 @@ def _assembled(
     }
     read = [positions_of(model) for each in models.values() for model in each if model is not None]
     sampling = _sampling(settings.sampling, tokenizer, actor)
-    if isinstance(code.environment, Tools):
-        _require_end(code.environment, sampling, tokenizer)
+    _check_ends(code.environment, sampling, tokenizer)
     if settings.step.most_overcommit and not sampling.varies:
         logger.warning(
             f"every response has sampling.max_new_tokens = {sampling.max_new_tokens} tokens, so none is late, and "

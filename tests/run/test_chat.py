@@ -173,7 +173,7 @@ def test_tools_of_the_settings_are_shown_called_answered_and_counted(
         (['environment.tools=["tools.py:bare"]'], "tool 'bare' cannot be shown to the policy"),
         (['environment.tools=["tools.py:none"]'], "tools.py has no 'none'"),
         (["data.chat_template="], "has no chat template"),
-        (["sampling.stop=[]"], r"ends its turns with '<\|im_end\|>', and no such token ends a turn here: set"),
+        (["sampling.stop=[]"], r"ends what it says with '<\|im_end\|>', and no such token"),
     ],
 )  # fmt: skip
 def test_tools_that_cannot_be_called_are_refused(
