@@ -68,7 +68,7 @@ $(VLLM)/.installed: pyproject.toml constraints.txt tests/vllm/requirements.txt
 	cat tests/vllm/requirements.txt constraints.txt | awk -F== '!/^#/ && !seen[tolower($$1)]++' > $(VLLM)/constraints.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c $(VLLM)/constraints.txt torch
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c $(VLLM)/constraints.txt -e '.[test]'
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c $(VLLM)/constraints.txt -e '.[ray,test]'
 	@touch $@
 
 # Clusters of several machines on this one.

@@ -211,7 +211,7 @@ class Settings(BaseModel):
         """The models of this run that can be actors of a cluster."""
         models = self.models
         can = {
-            "policy": models.engine == "transformers" and not models.shared_trunk and self.run.policy == "thread",
+            "policy": not self.on_server and not models.shared_trunk and self.run.policy == "thread",
             "reference": self.has_reference,
             "reward": any(isinstance(each, ModelRewardSection) for each in self.rewards) and not self.reward_engines,
             "critic": self.algorithm.has_critic and not models.shared_trunk,
@@ -231,6 +231,12 @@ class Settings(BaseModel):
     def on_server(self) -> bool:
         """Whether a vLLM server decodes, which others start and end."""
         return "urls" in self.vllm
+
+    @property
+    def starts_servers(self) -> bool:
+        """Whether vLLM servers decode that the run starts: the replicas of a pool, or one in a cluster."""
+        apart = self.placement.policy_replicas > 1 or "policy" in self.remote
+        return self.models.engine == "vllm" and apart and not self.on_server
 
     @property
     def run_directory(self) -> Path:
@@ -568,9 +574,6 @@ def _check_replicas(settings: Settings) -> None:
         "models.shared_trunk = true, which makes the critic a head on weights of this process": (
             settings.models.shared_trunk
         ),
-        "models.engine = 'vllm', which has vllm.data_parallel_size and vllm.urls for that": (
-            settings.models.engine == "vllm"
-        ),
     }
     if found := [words for words, is_so in faults.items() if is_so]:
         raise ValueError(f"{given} does not go with {'; '.join(found)}: change that, or leave it out")
@@ -581,6 +584,7 @@ def _check_sleep(settings: Settings) -> None:
     faults = {
         f"models.engine = {engine!r}, which cannot sleep: only 'vllm' can": engine != "vllm",
         "vllm.urls, since others start and end servers": settings.on_server,
+        "placement.policy_replicas or placement.remote, since servers decode then": settings.starts_servers,
         f"step.lookahead = {step.lookahead}, which decodes while the policy is trained": step.lookahead > 0,
         "step.stream_updates = true, which decodes while the policy is trained": step.stream_updates,
         "step.kv_on_sync = 'keep', since an engine that sleeps has no KV cache": step.kv_on_sync == "keep",
@@ -609,8 +613,8 @@ def _refuse_remote(settings: Settings, model: str) -> NoReturn:
 
 
 def _why_the_policy_is_here(settings: Settings) -> str:
-    if settings.models.engine != "transformers":
-        return f"models.engine = {settings.models.engine!r} serves it in processes of its own"
+    if settings.on_server:
+        return "vllm.urls names the servers of it, which others start"
     if settings.models.shared_trunk:
         return "models.shared_trunk = true makes the critic a head on its trunk"
     return f"run.policy = {settings.run.policy!r} serves it on this machine"

@@ -299,11 +299,15 @@ def _counting(model: str) -> None:
 def _engine(
     settings: Settings, devices: Devices, made: Outlines, others: Sequence[Expected], assumed: Hardware | None
 ) -> list[Expected]:
-    arguments = placed(settings.vllm, devices.policy)
     dtype = served_dtype(settings.models, settings.vllm, made.actor().dtype)
     share = engine_share(settings.vllm, devices, others, assumed)
-    make, on = made.actor, devices.policy
-    needs = _on_engine("policy", make, arguments, dtype=dtype, on=on, share=share, assumed=assumed)
+    needs = list[Expected]()
+    for number, on in enumerate(devices.policies):
+        name, arguments = "policy" if devices.replicas == 1 else f"policy {number}", placed(settings.vllm, on)
+        remote = "policy" in devices.remote
+        needs += _on_engine(
+            name, made.actor, arguments, dtype=dtype, on=on, share=share, assumed=assumed, remote=remote
+        )
     if settings.placement.share != "sleep":
         return needs
     weights = Bytes(sum(each.bytes.weights for each in needs))
@@ -319,6 +323,7 @@ def _on_engine(
     on: torch.device,
     share: float | None,
     assumed: Hardware | None,
+    remote: bool = False,
 ) -> list[Expected]:
     # Of each worker; a type that torch does not know leaves that of the weights.
     stored = make().dtype
@@ -326,16 +331,17 @@ def _on_engine(
     replicas = int(str(arguments.get("data_parallel_size") or 1))
     each = at_rest(make).weights * served.itemsize // stored.itemsize * replicas // workers_of(arguments)
     if on.type == "cpu":
-        return [Expected(model, CPU, Bytes(each, keys_values=int(str(arguments.get(CACHE) or GIB))))]
-    gpus = gpus_of(arguments, None if assumed is None else assumed.gpus)
+        return [Expected(model, CPU, Bytes(each, keys_values=int(str(arguments.get(CACHE) or GIB))), remote)]
+    gpus = [on] * workers_of(arguments)
+    if not remote:
+        gpus = [torch.device("cuda", gpu) for gpu in gpus_of(arguments, None if assumed is None else assumed.gpus)]
     needs = []
-    for number, gpu in enumerate(gpus):
-        device = torch.device("cuda", gpu)
-        memory = memory_of(device, assumed)
+    for number, device in enumerate(gpus):
+        memory = None if remote else memory_of(device, assumed)
         taken = int(share * memory[1]) if memory is not None and share is not None else 0
         cache = int(str(arguments[CACHE])) if arguments.get(CACHE) else max(LEAST_CACHE, taken - each)
         name = model if len(gpus) == 1 else f"{model}, worker {number}"
-        needs.append(Expected(name, device, Bytes(each, keys_values=cache), share=share))
+        needs.append(Expected(name, device, Bytes(each, keys_values=cache), remote, share=share))
     return needs
 
 
@@ -346,7 +352,7 @@ def engine_share(
 
     ``None`` where the size of its cache is chosen, or it computes on a CPU.
     """
-    if devices.policy.type == "cpu" or chosen.get(CACHE):
+    if devices.policy.type == "cpu" or "policy" in devices.remote or chosen.get(CACHE):
         return None
     if share := chosen.get(SHARE):
         return float(str(share))
@@ -501,6 +507,7 @@ def share_beside(settings: Settings, devices: Devices) -> float | None:
         settings.models.engine == "transformers"
         or settings.on_server
         or devices.policy.type == "cpu"
+        or "policy" in devices.remote
         or settings.vllm.keys() & {SHARE, CACHE}
     ):
         return None

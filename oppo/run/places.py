@@ -7,10 +7,12 @@ engine it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from secrets import token_urlsafe
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import anyio.to_thread
@@ -51,7 +53,9 @@ from oppo.rewards.judge import key_of
 if TYPE_CHECKING:
     from oppo.vllm import VllmEngine, VllmPolicy, VllmServer
     from oppo.vllm.engine import Engine
+    from oppo.vllm.processes import ServerProcess
     from oppo.vllm.server import ServerSettings
+    from oppo.vllm.sync import WrittenFile
 
 
 def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
@@ -163,13 +167,13 @@ def _scored_here(settings: Settings) -> list[str]:
 def _remote_places(settings: Settings, devices: Devices) -> RemotePlaces:
     chosen = settings.placement
     if not settings.remote:
-        return RemotePlaces()
+        return RemotePlaces(_hosting if settings.starts_servers else None)
     from oppo.placement.ray import Cluster, RayPlace, RayRanks, Room  # noqa: PLC0415 - Ray is an extra
 
     setup = partial(use_cores, chosen.actor_cpus)
 
-    def room(kind: str) -> Room:
-        return Room(cpus=chosen.actor_cpus, gpus=float(kind == "cuda"))
+    def room(kind: str, workers: int = 1) -> Room:
+        return Room(cpus=chosen.actor_cpus, gpus=float(workers * (kind == "cuda")))
 
     with ExitStack() as stack:
         logger.info(f"connecting to the Ray cluster at {chosen.cluster}")
@@ -191,7 +195,8 @@ def _remote_places(settings: Settings, devices: Devices) -> RemotePlaces:
         def acting(number: int) -> Place:
             name = "policy" if devices.replicas == 1 else f"policy {number}"
             logger.info(f"starting the actor of the {name} in the cluster")
-            return RayPlace(name, cluster, room=room(devices.policy.type), setup=setup, restarts=0)
+            takes = room(devices.policy.type, _workers(settings))
+            return RayPlace(name, cluster, room=takes, setup=setup, restarts=0)
 
         actors: dict[str, Place] = {}
         for model, device in devices.scoring(sorted(settings.remote - {"trainer", "policy"})).items():
@@ -200,8 +205,20 @@ def _remote_places(settings: Settings, devices: Devices) -> RemotePlaces:
                 model, cluster, room=room(device.type), setup=setup, restarts=settings.run.scorer_restarts
             )
             stack.callback(actors[model].close)
-        remote = acting if "policy" in settings.remote else None
+        remote = acting if "policy" in settings.remote else _hosting if settings.starts_servers else None
         return RemotePlaces(remote, actors, training, stack.pop_all().close)
+
+
+def _hosting(number: int) -> Place:
+    return Process(f"policy {number}")
+
+
+def _workers(settings: Settings) -> int:
+    if settings.models.engine != "vllm":
+        return 1
+    from oppo.vllm.arguments import workers_of  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
+
+    return workers_of(settings.vllm)
 
 
 SERVING: Final = "lower step.batch, step.overcommit or sampling.max_new_tokens, or choose models.dtype = 'bfloat16'"
@@ -318,6 +335,8 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
                 server.check_environment()
             return
         require_arguments(settings.vllm, settings=True, planned=assumed is not None)
+        if settings.starts_servers:
+            _check_started(settings, assumed)
         devices = devices_of(settings, assumed)
         on_cpu = computes_on_cpu() if assumed is None else devices.policy.type == "cpu"
         if settings.trainer.router_replay:
@@ -331,8 +350,32 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
                     f"placement.share = 'sleep' frees the GPUs of vLLM, {', '.join(map(str, used))}, for the trainer, "
                     f"and that is on {', '.join(trained)}: leave share out, or set placement.trainer"
                 )
+        if settings.starts_servers:
+            return
         sender = devices.weights if settings.models.lora_sync == "merged" else torch.device("cpu")
         route_of(arguments, sender, on_cpu=on_cpu, gpus=gpus)
+
+
+def _check_started(settings: Settings, assumed: Hardware | None) -> None:
+    from oppo.vllm.server import ServerSettings  # noqa: PLC0415 - takes seconds to import
+
+    ServerSettings.check_options(
+        keeps_kv=settings.step.kv_on_sync == "keep", routed_experts=settings.trainer.router_replay
+    )
+    if assumed is None:
+        require("http", "placement.policy_replicas and placement.remote with models.engine = 'vllm'", module="httpx")
+    remote, workers = "policy" in settings.remote, _workers(settings)
+    if workers > 1 and not remote:
+        raise ConfigError(
+            f"placement.policy_replicas gives each replica of this machine a GPU, and [vllm] has {workers} workers: "
+            "start servers yourself and name them in vllm.urls, place the policy in a cluster (placement.remote), or "
+            "set vllm.data_parallel_size in the place of policy_replicas"
+        )
+    if remote and settings.models.lora_sync == "adapter":
+        raise ConfigError(
+            "models.lora_sync = 'adapter' writes adapters to a directory of this machine, and placement.remote has the "
+            "policy on another: set models.lora_sync = 'merged', or leave the policy out of placement.remote"
+        )
 
 
 def _check_reward_engine(reward: VllmRewardSection, settings: Settings, assumed: Hardware | None) -> None:
@@ -412,16 +455,18 @@ def _on_transformers(request: ServeRequest) -> Serving:
 
 
 def _on_vllm(request: ServeRequest) -> Serving:
-    from oppo.vllm.arguments import workers_of  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
+    from oppo.vllm.server import ServerSettings  # noqa: PLC0415 - vLLM takes seconds to import, and may be missing
 
-    if request.settings.on_server:
-        return _on_servers(request)
+    if (chosen := ServerSettings.of(request.settings.vllm)) is not None:
+        return _on_servers(request, partial(_named_server, request, chosen), len(chosen.urls))
+    if request.settings.starts_servers:
+        return _on_servers(request, _StartedServers(request), request.devices.replicas)
     if request.settings.placement.share == "sleep":
         deferred = ", and the KV cache of deferred rollouts is recomputed" * bool(request.settings.step.most_overcommit)
         logger.info(f"vLLM sleeps while the policy is trained{deferred} (placement.share = 'sleep')")
     engine = _engine(request)
     policy = _policy_on(engine, request)
-    gpus = workers_of(request.settings.vllm)
+    gpus = _workers(request.settings)
     return Serving(policy, engine.longest, (policy.reporter,), engine.abort, engine.close, gpus)
 
 
@@ -441,22 +486,18 @@ def _policy_on(engine: Engine, request: ServeRequest) -> VllmPolicy:
         raise
 
 
-def _on_servers(request: ServeRequest) -> Serving:
-    from oppo.vllm.server import ServerSettings  # noqa: PLC0415
-
-    if (chosen := ServerSettings.of(request.settings.vllm)) is None:
-        raise ConfigError("vllm.urls names no server")
+def _on_servers(request: ServeRequest, reach: Callable[[int], VllmServer], count: int) -> Serving:
     connected: list[VllmServer] = []
-    reporters = [Reporter("policy" if len(chosen.urls) == 1 else f"policy {k}") for k in range(len(chosen.urls))]
+    reporters = [Reporter("policy" if count == 1 else f"policy {number}") for number in range(count)]
 
-    def connect(index: int) -> VllmPolicy:
-        connected.append(server := _server(chosen.urls[index], chosen, request))
+    def connect(number: int) -> VllmPolicy:
+        connected.append(server := reach(number))
         policy = _policy_on(server, request)
-        policy.reporter = reporters[index]
+        policy.reporter = reporters[number]
         return policy
 
-    async def start(index: int) -> VllmPolicy:
-        return await anyio.to_thread.run_sync(connect, index)
+    async def start(number: int) -> VllmPolicy:
+        return await anyio.to_thread.run_sync(with_route(connect), number)
 
     def abort() -> None:
         for server in connected:
@@ -466,27 +507,88 @@ def _on_servers(request: ServeRequest) -> Serving:
         for server in connected:
             server.close()
 
-    with ExitStack() as stack:
+    with ExitStack() as stack, ThreadPoolExecutor(count) as threads:  # servers start side by side
         stack.callback(close)
-        policies = [connect(index) for index in range(len(chosen.urls))]
-        policy = policies[0] if len(policies) == 1 else PolicyPool(policies, start=start)
+        try:
+            policies = list(threads.map(with_route(connect), range(count)))
+        except BaseException:
+            request.places.abort()
+            raise
+        policy = policies[0] if count == 1 else PolicyPool(policies, start=start)
         stack.pop_all()
     positions = min(server.longest for server in connected)
     return Serving(policy, positions, tuple(reporters), abort, close, gpus=0)
 
 
-def _server(url: str, chosen: ServerSettings, request: ServeRequest) -> VllmServer:
-    from oppo.vllm import VllmServer  # noqa: PLC0415
+class _StartedServers:
+    """Starts the servers of replicas, each in its place, and connects to them."""
+
+    def __init__(self, request: ServeRequest) -> None:
+        self._request = request
+        self._key = token_urlsafe(32)
+        self._started: set[int] = set()
+
+    def __call__(self, number: int) -> VllmServer:
+        from oppo.vllm.processes import ServerProcess  # noqa: PLC0415 - takes seconds to import
+        from oppo.vllm.sync import HostedFile  # noqa: PLC0415
+
+        request, places = self._request, self._request.places
+        place = places.replaced(number) if number in self._started else places.acting[number]
+        self._started.add(number)
+        logger.info(f"starting vLLM with {Path(request.settings.models.policy).name}, replica {number}")
+        hosted = place.host(self._make(number), track=f"policy {number}")
+        url, path = anyio.run(hosted.call, "start", ServerProcess.whereabouts)
+        remote = "policy" in request.devices.remote
+        file = HostedFile(path, partial(hosted.load, ServerProcess.write)) if remote else None
+        return _server(url, request, api_key=self._key, file=file)
+
+    def _make(self, number: int) -> Callable[[], ServerProcess]:
+        from oppo.vllm.arguments import placed  # noqa: PLC0415 - takes seconds to import
+        from oppo.vllm.processes import ServerProcess  # noqa: PLC0415
+
+        request, devices, settings = self._request, self._request.devices, self._request.settings
+        device, adapters, remote = devices.policies[number], _adapter_rank(request), "policy" in devices.remote
+        by_nccl = devices.weights.type == "cuda" and (remote or device not in devices.trainer) and not adapters
+        given = placed({**_engine_arguments(request), **settings.vllm}, device)
+        backend = "nccl" if by_nccl else "file"
+        start = partial(ServerProcess, key=self._key, given=given, backend=backend, adapters=adapters)
+        if remote:
+            from ray.util import get_node_ip_address  # noqa: PLC0415 - an extra
+
+            cores = settings.placement.actor_cpus
+            return partial(start, settings.models.policy, address=get_node_ip_address, cores=cores)
+        cores = max(1, acting_share(settings.run.cores or available_cores()) // devices.replicas)
+        return partial(start, _policy_directory(request), cores=cores, log=request.log)
+
+
+def _named_server(request: ServeRequest, chosen: ServerSettings, number: int) -> VllmServer:
+    directory = chosen.weights_directory or None
+    return _server(
+        chosen.urls[number], request, api_key=chosen.api_key(), weights_directory=directory, timeout=chosen.timeout
+    )
+
+
+def _server(
+    url: str,
+    request: ServeRequest,
+    *,
+    api_key: str | None,
+    weights_directory: str | None = None,
+    file: WrittenFile | None = None,
+    timeout: float = 60.0,
+) -> VllmServer:
+    from oppo.vllm import VllmServer  # noqa: PLC0415 - takes seconds to import
 
     models = request.settings.models
     server = VllmServer(
         url,
-        model=located(models.policy, weights=True, allow_pickle=models.allow_pickle),
+        model=_policy_directory(request),
         trainer=request.devices.weights,
-        api_key=chosen.api_key(),
+        api_key=api_key,
         adapters=_adapter_rank(request),
-        weights_directory=chosen.weights_directory or None,
-        timeout=chosen.timeout,
+        weights_directory=weights_directory,
+        file=file,
+        timeout=timeout,
         trust_remote_code=models.trust_remote_code,
     )
     wanted = served_dtype(models, {}, request.actor.dtype)
@@ -502,27 +604,35 @@ def _engine(request: ServeRequest) -> VllmEngine:
     from oppo.vllm import VllmEngine  # noqa: PLC0415
     from oppo.vllm.arguments import placed  # noqa: PLC0415
 
-    settings, models, data = request.settings, request.settings.models, request.settings.data
-    directory = located(models.policy, weights=True, allow_pickle=models.allow_pickle)
-    if request.log is not None:
-        make(request.log.parent)
-    reach = min(longest(request.actor), data.max_prompt_tokens + request.sampling.max_new_tokens)
-    given: dict[str, object] = {
-        "dtype": served_dtype(models, settings.vllm, request.actor.dtype),
-        "trust_remote_code": models.trust_remote_code,
-        "max_model_len": reach,
-        **({} if request.share is None else {"gpu_memory_utilization": request.share}),
-        **({"enable_return_routed_experts": True} if settings.trainer.router_replay else {}),
-    }
+    settings = request.settings
     return VllmEngine.start(
-        directory,
-        arguments=placed({**given, **settings.vllm}, request.devices.policy),
+        _policy_directory(request),
+        arguments=placed({**_engine_arguments(request), **settings.vllm}, request.devices.policy),
         trainer=request.devices.weights,
         cores=acting_share(settings.run.cores or available_cores()),
         adapters=_adapter_rank(request),
         log=request.log,
         sleeps=settings.placement.share == "sleep",
     )
+
+
+def _policy_directory(request: ServeRequest) -> Path:
+    models = request.settings.models
+    return located(models.policy, weights=True, allow_pickle=models.allow_pickle)
+
+
+def _engine_arguments(request: ServeRequest) -> dict[str, object]:
+    settings, models, data = request.settings, request.settings.models, request.settings.data
+    if request.log is not None:
+        make(request.log.parent)
+    reach = min(longest(request.actor), data.max_prompt_tokens + request.sampling.max_new_tokens)
+    return {
+        "dtype": served_dtype(models, settings.vllm, request.actor.dtype),
+        "trust_remote_code": models.trust_remote_code,
+        "max_model_len": reach,
+        **({} if request.share is None else {"gpu_memory_utilization": request.share}),
+        **({"enable_return_routed_experts": True} if settings.trainer.router_replay else {}),
+    }
 
 
 ENGINES: Final[Mapping[str, Serve]] = {"transformers": _on_transformers, "vllm": _on_vllm}

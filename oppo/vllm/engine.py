@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 import torch
 
-from oppo.errors import ConfigError, ModelRefused, OppoError, ProtocolError, one_line, running_loop
+from oppo.errors import ConfigError, ModelRefused, OppoError, ProtocolError, running_loop
 from oppo.log import logger, with_route
 from oppo.observe import now
 from oppo.placement.place import Closing
@@ -27,7 +27,16 @@ from oppo.vllm.arguments import (
     route_of,
 )
 from oppo.vllm.plugin import register, transfer_of
-from oppo.vllm.processes import Children, EngineLog, cores_of, environment, guarded, logging_to
+from oppo.vllm.processes import (
+    Children,
+    EngineLog,
+    cores_of,
+    environment,
+    failure,
+    guarded,
+    last_line,
+    logging_to,
+)
 from oppo.vllm.surface import answered
 from oppo.vllm.sync import AdapterSender, DeviceSender, FileSender, ServedWeights, WeightSender
 
@@ -237,7 +246,7 @@ class VllmEngine(Engine):
                     raise
                 except BaseException as error:
                     file.keep()
-                    raise ConfigError(_failure(model, error, file.path)) from error
+                    raise ConfigError(failure(model, error, file.path)) from error
             children.keep()
             logger.info(f"vLLM is ready after {now() - began:.0f} s")
             return cls(
@@ -360,23 +369,6 @@ def _progress_logged(began: float, log: Path) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-def last_line(log: Path, containing: str = "") -> str:
-    """Return the message of the last line of a log that contains some text; empty without one."""
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    found = next((line for line in reversed(lines) if line.strip() and containing in line), "")
-    return found.rpartition("] ")[2].strip()
-
-
-def _failure(model: str | Path, error: BaseException, log: Path) -> str:
-    cause = last_line(log, "Error: ") or one_line(error)
-    share = "gpu_memory_utilization, or give the other models another GPU"
-    hint = f"; lower vllm.{share}" if "GPU memory utilization" in cause else ""
-    return f"vLLM could not be started with {model}: {cause}{hint}; everything that it wrote is in {log}"
 
 
 class _Heard(BaseException):

@@ -20,6 +20,9 @@ PARENT: Final = "OPPO_VLLM_PARENT"
 LOG: Final = "OPPO_VLLM_LOG"
 """Environment variable: the file for what the engine's processes write."""
 
+LIFELINE: Final = "OPPO_VLLM_LIFELINE"
+"""Environment variable of a server: the pipe whose writer it does not outlive."""
+
 TRANSFERS: Final[Mapping[str, str]] = {
     "file": "FileTransfer",
     "ipc": "HandleTransfer",
@@ -47,6 +50,8 @@ def register() -> None:
     end_with_parent()
     if starter() == int(parent):
         leave_terminal()
+        if lifeline := os.environ.get(LIFELINE):
+            die_with(int(lifeline))
 
 
 def starter() -> int:

@@ -12,16 +12,23 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import mkstemp
 from types import TracebackType
 from typing import Final, Self
 
+from torch import Tensor
+
 from oppo.durable import temporary
-from oppo.vllm.plugin import LOG, PARENT
+from oppo.errors import ConfigError, one_line
+from oppo.vllm.plugin import LIFELINE, LOG, PARENT, transfer_of
+from oppo.vllm.sync import WeightFile, free_port
 
 DEFAULTS: Final = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -35,6 +42,14 @@ ON_CPU: Final = {
     "GLIBC_TUNABLES": f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}",
 }
 """Likewise, for an engine on a CPU."""
+
+LOOPBACK: Final = "127.0.0.1"
+
+HEALTH: Final = 5.0
+"""Seconds that a server has to say whether it is ready."""
+
+POLL: Final = 0.2
+"""Seconds until it is asked again."""
 
 FORMAT: Final = "%(levelname)s %(asctime)s [%(processName)s] %(message)s"
 
@@ -204,3 +219,140 @@ def cores_of(chosen: int | slice | None) -> list[int] | None:
         return None
     available = sorted(os.sched_getaffinity(0))
     return available[slice(chosen) if isinstance(chosen, int) else chosen] or available
+
+
+def last_line(log: Path, containing: str = "") -> str:
+    """Return the message of the last line of a log that contains some text; empty without one."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    found = next((line for line in reversed(lines) if line.strip() and containing in line), "")
+    return found.rpartition("] ")[2].strip()
+
+
+def failure(model: str | Path, error: BaseException, log: Path) -> str:
+    """Return what to say of an engine that could not be started."""
+    cause = last_line(log, "Error: ") or one_line(error)
+    share = "gpu_memory_utilization, or give the other models another GPU"
+    hint = f"; lower vllm.{share}" if "GPU memory utilization" in cause else ""
+    return f"vLLM could not be started with {model}: {cause}{hint}; everything that it wrote is in {log}"
+
+
+class ServerProcess:
+    """A vLLM server that this process starts, waits for, and takes along when it ends, however it ends.
+
+    It is made where it should decode, by a place: another process, or an actor on another machine.
+
+    Args:
+        model: a directory or hub name, as transformers loads it.
+        given: arguments of its engine.
+        address: returns the address of this machine at which the server is to be reached.
+        key: that its requests must have.
+        backend: of the weight transfer.
+        adapters: rank of the adapters that will be synced; 0: all weights are.
+        cores: CPU cores that it computes on; ``None``: as many as it finds.
+        log: the file for what it writes; ``None``: a temporary one, which stays.
+
+    Attributes:
+        url: of the server.
+
+    Raises:
+        ConfigError: it could not be started.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        given: Mapping[str, object],
+        *,
+        key: str,
+        address: Callable[[], str] = lambda: LOOPBACK,
+        backend: str = "file",
+        adapters: int = 0,
+        cores: int | None = None,
+        log: Path | None = None,
+    ) -> None:
+        from oppo.vllm.arguments import computes_on_cpu, engine_arguments, lora_arguments  # noqa: PLC0415 - of vLLM
+
+        on_cpu, host, port = computes_on_cpu(), address(), free_port()
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        lora = lora_arguments(adapters) if adapters else {}
+        arguments = {
+            **engine_arguments(str(model), {**given, **lora}, on_cpu=on_cpu, backend=transfer_of(backend)),
+            "weight_transfer_config": {"backend": transfer_of(backend)},
+            "host": host,
+            "port": port,
+            "enable_scale_out": True,
+        }
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
+        file, (held, lifeline) = EngineLog(log).path, os.pipe()
+        self._lifeline: int | None = lifeline
+        with environment(file, None, on_cpu=on_cpu), file.open("ab") as written:
+            chosen = {
+                "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_API_KEY": key,
+                LIFELINE: str(held),
+                **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapters else {}),
+                **({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(cores)} if cores and on_cpu else {}),
+            }
+            self._process = subprocess.Popen(  # noqa: S603 - our own arguments
+                command,
+                env={**os.environ, **chosen},
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=written,
+                pass_fds=(held,),
+                start_new_session=True,
+            )
+            os.close(held)
+            try:
+                self._wait_until_ready(host, port)
+            except BaseException as error:
+                self.end()
+                raise ConfigError(failure(model, error, file)) from error
+        self._weights = WeightFile()
+
+    def whereabouts(self) -> tuple[str, Path]:
+        """Return the URL of the server, and the file in which it finds the weights of :meth:`write`."""
+        return self.url, self._weights.path
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write weights where the server finds them; see :class:`~oppo.vllm.sync.WeightFile`."""
+        self._weights.write(tensors)
+
+    def _wait_until_ready(self, host: str, port: int) -> None:
+        while self._process.poll() is None:
+            connection = HTTPConnection(host, port, timeout=HEALTH)
+            with suppress(OSError, HTTPException), closing(connection):
+                connection.request("GET", "/health")
+                if connection.getresponse().status == HTTPStatus.OK:
+                    return
+            time.sleep(POLL)
+        raise RuntimeError(f"it ended with exit code {self._process.returncode}")
+
+    def end(self) -> None:
+        """End the server and its processes; idempotent."""
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            os.close(lifeline)
+            self._process.wait()
+
+
+def as_flags(arguments: Mapping[str, object]) -> Iterator[str]:
+    """Return arguments of vLLM's engine as its command line has them.
+
+    Example:
+        >>> " ".join(as_flags({"max_num_seqs": 8, "enforce_eager": False, "device_ids": [0, 1], "revision": None}))
+        '--max-num-seqs 8 --no-enforce-eager --device-ids 0,1'
+    """
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        elif value is not None:
+            yield f"--{flag}"
+            if isinstance(value, Mapping):
+                yield json.dumps(value)
+            else:
+                yield ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

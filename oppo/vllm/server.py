@@ -31,7 +31,16 @@ from oppo.log import logger
 from oppo.vllm.arguments import Route, room_for
 from oppo.vllm.engine import Engine
 from oppo.vllm.plugin import transfer_of
-from oppo.vllm.sync import AdapterSender, DeviceSender, FileSender, ServedWeights, SharedFile, WeightFile, WeightSender
+from oppo.vllm.sync import (
+    AdapterSender,
+    DeviceSender,
+    FileSender,
+    ServedWeights,
+    SharedFile,
+    WeightFile,
+    WeightSender,
+    WrittenFile,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -129,12 +138,14 @@ class ServerSettings:
         if keeps_kv:
             raise ConfigError(
                 "kv_on_sync = 'keep' has rollouts go on over a weight sync, and a vLLM server says only at the end of "
-                "a request which weights made its tokens: set step.kv_on_sync = 'recompute', or leave vllm.urls out"
+                "a request which weights made its tokens: set step.kv_on_sync = 'recompute', or have one engine of "
+                "this machine decode, without vllm.urls, replicas and clusters"
             )
         if routed_experts:
             raise ConfigError(
                 "a vLLM server tells the routed experts of a request when it ends, and the trainer needs them with "
-                "each token: set trainer.router_replay = false, or leave vllm.urls out"
+                "each token: set trainer.router_replay = false, or have one engine of this machine decode, without "
+                "vllm.urls, replicas and clusters"
             )
 
 
@@ -308,6 +319,8 @@ class VllmServer(Engine):
         adapters: rank of the adapters that will be synced, without the weights that they are added to; 0: all weights
             are synced.
         weights_directory: where the file of weights is, for a server on another machine that has this directory too.
+        file: takes the weights to where the server reads them; ``None``: a file in that directory, or one of this
+            machine.
         timeout: seconds for each call that moves no weights.
         trust_remote_code: the config of ``model`` may come with code.
         transport: of httpx, for tests; it is used for blocking calls too.
@@ -334,6 +347,7 @@ class VllmServer(Engine):
         api_key: str | None = None,
         adapters: int = 0,
         weights_directory: str | Path | None = None,
+        file: WrittenFile | None = None,
         timeout: float = 60.0,
         trust_remote_code: bool = False,
         transport: Any = None,
@@ -358,7 +372,7 @@ class VllmServer(Engine):
                 workers = int(found.asked("GET", "/get_world_size").get("world_size", 1))
                 self.sender: WeightSender = DeviceSender(_route(self.url, device, workers))
             else:
-                file = _weight_file(self.url, weights_directory)
+                file = file or _weight_file(self.url, weights_directory)
                 found.agree(file.path, model, trust_remote_code=trust_remote_code)
                 directory = Path(weights_directory) if weights_directory else None
                 self.sender = AdapterSender(_adapter, directory) if adapters else FileSender(file=file)

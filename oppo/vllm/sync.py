@@ -3,7 +3,7 @@
 ::
 
     trainer on a CPU, or vLLM there   one safetensors file, which the workers map: in memory, or in a directory that
-                                      a server on another machine has too
+                                      a server on another machine has too; or, in a cluster, one of that machine
     trainer on the GPU of vLLM        CUDA IPC: handles of the tensors
     trainer on another GPU            NCCL
     adapters alone                    a directory for each version, from which vLLM loads them in place of the last
@@ -23,7 +23,7 @@ import mmap
 import os
 import socket
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from uuid import uuid4
 from zlib import crc32
 
 import anyio
+import anyio.from_thread
 import anyio.to_thread
 import torch
 from anyio.from_thread import BlockingPortal
@@ -42,6 +43,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from oppo.errors import ConfigError, ModelError, ModelLost, as_itself, one_line
+from oppo.hf.weights import SentWeights
 from oppo.vllm.arguments import Route
 
 if TYPE_CHECKING:
@@ -165,6 +167,27 @@ class SharedFile:
                 f"({one_line(error)})"
             ) from error
         before.unlink(missing_ok=True)
+
+
+class HostedFile:
+    """A file on another machine, of an instance that is hosted there and writes it.
+
+    Args:
+        path: of the file there.
+        load: gives the instance tensors to write, as :meth:`oppo.placement.place.Hosted.load` does.
+    """
+
+    def __init__(self, path: Path, load: Callable[[SentWeights], Coroutine[object, object, None]]) -> None:
+        self.path = path
+        self._load = load
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Send these tensors, of tied ones the first; called in a thread that the event loop waits for."""
+        anyio.from_thread.run(self._load, SentWeights(untied(tensors)))
+
+
+WrittenFile: TypeAlias = WeightFile | SharedFile | HostedFile
+"""What takes weights to where a server reads them."""
 
 
 def _swept(directory: Path, name: str) -> None:
@@ -346,7 +369,7 @@ class FileSender:
         file: by default one in memory, for workers on this machine.
     """
 
-    def __init__(self, deadline: float = DEADLINE, file: WeightFile | SharedFile | None = None) -> None:
+    def __init__(self, deadline: float = DEADLINE, file: WrittenFile | None = None) -> None:
         self._deadline = deadline
         self._agreed = False
         self._file = file or WeightFile()

@@ -66,7 +66,10 @@ def test_every_model_that_can_be_remote_is_unless_some_are_named(
         (('placement.trainer=["cpu", "cuda"]',), "devices of several kinds"),
         (('placement.remote=["policy"]', "models.shared_trunk=true", "models.critic="), "a head on its trunk"),
         (('placement.remote=["policy"]', "run.policy=process"), "run.policy = 'process' serves it on this machine"),
-        (('placement.remote=["policy"]', "models.engine=vllm"), "'vllm' serves it in processes of its own"),
+        (
+            ('placement.remote=["policy"]', "models.engine=vllm", 'vllm.urls=["http://one:8000"]'),
+            "vllm.urls names the servers of it, which others start",
+        ),
         (('placement.remote=["policy"]', "placement.policy=cuda:1"), "an actor has the GPU that Ray gives it"),
         (("placement.actor_cpus=0",), "placement.actor_cpus"),
         (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -296,6 +297,60 @@ def test_servers_are_connected_to_by_their_urls_and_several_are_a_pool(
     text = (workplace / "runs" / name / "config.toml").read_text()
     assert "KEY_OF_THE_TEST" in text
     assert "canary" not in text
+
+
+class StandInProcess:
+    """In the place of ``ServerProcess``, in the process of a place."""
+
+    def __init__(self, model: Path, **given: Any) -> None:
+        self.given = {"model": str(model), **given}
+
+    def whereabouts(self) -> tuple[str, Path]:
+        return f"http://127.0.0.1:{os.getpid()}/{json.dumps(self.given, default=str)}", Path("/weights")
+
+
+def test_replicas_are_servers_that_the_run_starts_in_processes_of_its_own(
+    workplace: Path, stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oppo.vllm.VllmServer", StandInServer.connect)
+    monkeypatch.setattr("oppo.vllm.processes.ServerProcess", StandInProcess)
+    chosen = ("run.steps=2", "vllm.max_num_seqs=8", "placement.policy_replicas=2")
+    assert on_vllm(workplace, "replicas", *chosen) == 0
+    assert [line["trained"] for line in records(workplace, "replicas", "metrics.jsonl")] == [4, 4]
+    servers = [server for server in stand_in if isinstance(server, StandInServer)]
+    places = {server.url.split("/")[2] for server in servers}
+    assert len(places) == len(servers) == 2
+    for server in servers:
+        assert server.loads == [0, 1, 2]
+        given = json.loads(server.url.split("/", 3)[3])
+        assert given["key"] == server.given["api_key"]
+        assert len(given["key"]) > 30
+        assert given["given"]["max_num_seqs"] == 8
+        assert (given["cores"], given["backend"], given["adapters"]) == (1, "file", 0)
+        assert given["log"] == str(workplace / "runs" / "replicas" / "vllm.log")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("step.kv_on_sync=keep",), "set step.kv_on_sync = 'recompute'"),
+        (("vllm.tensor_parallel_size=2",), "[vllm] has 2 workers"),
+        (
+            ('placement.remote=["policy"]', "placement.cluster=auto", "models.lora_sync=adapter", "models.lora_rank=4"),
+            "set models.lora_sync = 'merged', or leave the policy out",
+        ),
+    ],
+)
+def test_what_a_replica_on_vllm_cannot_do_is_refused_before_anything_is_loaded(
+    workplace: Path,
+    stand_in: list[StandIn],
+    capsys: pytest.CaptureFixture[str],
+    overrides: tuple[str, ...],
+    message: str,
+) -> None:
+    assert on_vllm(workplace, "refused", "placement.policy_replicas=2", *overrides) == 2
+    assert message in capsys.readouterr().err
+    assert not stand_in
 
 
 @pytest.mark.parametrize(

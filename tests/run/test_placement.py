@@ -126,7 +126,7 @@ def test_a_replica_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path
         (("run.deterministic=true",), ["run.deterministic = true"]),
         (("run.policy=process",), ["run.policy = 'process'"]),
         (("models.shared_trunk=true", "models.critic="), ["models.shared_trunk = true"]),
-        (("models.engine=vllm",), ["models.engine = 'vllm'", "vllm.data_parallel_size"]),
+        (("models.engine=vllm", "placement.share=sleep"), ["placement.policy_replicas or placement.remote, since"]),
         (("models.engine=vllm", 'vllm.urls=["http://one:8000"]'), ["vllm.urls", "one engine each"]),
         (("placement.policy_replicas=0",), ["placement.policy_replicas", "got 0"]),
     ],

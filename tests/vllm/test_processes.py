@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import httpx
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from oppo.errors import ConfigError
 from oppo.vllm import plugin
-from oppo.vllm.processes import environment
+from oppo.vllm.processes import ServerProcess, environment
 from tests.placement.instances import Total
 
 ROOT = Path(__file__).parents[2]
@@ -86,3 +90,75 @@ def test_a_process_that_holds_the_interpreter_lock_dies_with_its_parent(tmp_path
         assert begun.read_text() == "begun"
         parent.kill()
         assert parent.stdout.read() == "", "the output ends once no process holds it"
+
+
+SERVER = """
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from oppo.placement.lifeline import die_with
+from oppo.vllm.plugin import LIFELINE
+
+if "--fails" in sys.argv:
+    print("ValueError: no such model", flush=True)
+    sys.exit(3)
+die_with(int(os.environ[LIFELINE]))
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"arguments": sys.argv[1:], "environment": dict(os.environ)}).encode())
+
+print("it listens", flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program in the place of vLLM's server, which says how it was started."""
+    package = tmp_path / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(SERVER)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setattr("oppo.vllm.arguments.computes_on_cpu", lambda: True)
+
+    def arguments(model: str, given: dict[str, object], **_: object) -> dict[str, object]:
+        return {"model": model, **given}
+
+    monkeypatch.setattr("oppo.vllm.arguments.engine_arguments", arguments)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_server_is_reached_when_it_is_made_and_ends_with_its_process(tmp_path: Path) -> None:
+    log = tmp_path / "vllm.log"
+    given = {"max_num_seqs": 8, "enforce_eager": True, "enable_prefix_caching": False, "seed": None}
+    server = ServerProcess("actor", given, key="canary-of-the-server", adapters=4, cores=3, log=log)
+    url, path = server.whereabouts()
+    found = httpx.get(url).json()
+    flags = " ".join(found["arguments"])
+    assert "--model actor --max-num-seqs 8 --enforce-eager --no-enable-prefix-caching --enable-lora --max-loras 1" in flags
+    assert '--weight-transfer-config {"backend": "oppo-file"} --host 127.0.0.1 --port ' in flags
+    assert "canary" not in flags, "others on this machine can read the command line"
+    wanted = {
+        "VLLM_API_KEY": "canary-of-the-server",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "OMP_NUM_THREADS": "3",
+        plugin.PARENT: str(os.getpid()),
+    }
+    assert {name: found["environment"][name] for name in wanted} == wanted
+    server.write({"bias": torch.ones(2)})
+    assert load_file(path)["bias"].tolist() == [1.0, 1.0]
+    assert log.read_text().startswith("it listens")
+    for _ in range(2):
+        server.end()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    log = tmp_path / "vllm.log"
+    with pytest.raises(ConfigError, match=f"could not be started with actor: .*no such model.*{log}"):
+        ServerProcess("actor", {"fails": True}, key="canary", log=log)

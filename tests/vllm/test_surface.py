@@ -10,7 +10,7 @@ import pytest
 from oppo.errors import ModelError, ModelLost
 from oppo.models import Weights
 from oppo.testing import run_virtual
-from oppo.vllm.engine import _failure
+from oppo.vllm.processes import failure
 from oppo.vllm.surface import LOOK, answered
 from tests.vllm.bench import WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, engine_of
@@ -83,6 +83,6 @@ def test_a_cancellation_from_outside_waits_for_a_shielded_call_only() -> None:
 def test_an_engine_without_its_share_of_a_gpu_names_the_setting(tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
     log.write_text("[core] ValueError: Free memory on device is less than desired GPU memory utilization (0.92)\n")
-    said = _failure("actor", RuntimeError("it ended"), log)
+    said = failure("actor", RuntimeError("it ended"), log)
     assert "Free memory on device" in said
     assert "lower vllm.gpu_memory_utilization" in said

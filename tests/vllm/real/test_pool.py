@@ -63,12 +63,19 @@ class Killing:
         await self.pool.load(Weights(version, self.actors[version % len(self.actors)].state_dict()))
 
     async def decode(self, decodes: Sequence[PooledDecode], *, to_the_end: bool, victim: Served | None = None) -> None:
-        async with self.pool.decoding(decodes, lambda ended: not to_the_end), anyio.create_task_group() as readers:
+        killed = victim is None
+
+        def cut(finished: Sequence[int]) -> bool:
+            return killed and not to_the_end
+
+        async with self.pool.decoding(decodes, cut), anyio.create_task_group() as readers:
             for decode in decodes:
                 readers.start_soon(read, decode, self.pieces[decode.prompt.rollout])
             if victim is not None:
-                await until(lambda: all(len(tokens_of(each)) > len(decodes) for each in self.pieces))
+                with anyio.fail_after(120):
+                    await until(lambda: all(len(tokens_of(each)) > len(decodes) for each in self.pieces))
                 victim.kill()
+                killed = True
 
     async def cycle(self, moment: str, victim: Served, share: float) -> None:
         """Decode rollouts that are carried over a weight sync, and kill a server at a moment of it.
@@ -103,7 +110,7 @@ class Killing:
 
 
 def length(prompt: Prompt) -> int:
-    return 60 if prompt.rollout == 0 else 150
+    return 60 + 20 * prompt.rollout
 
 
 async def test_nothing_is_lost_with_a_server_that_is_killed_and_it_comes_back(

@@ -158,3 +158,16 @@ def test_a_killed_engine_is_a_lost_model_and_the_run_goes_on_from_its_checkpoint
         assert program.leaves_nothing()
     lines = records(place, "killed", "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+
+
+def test_replicas_are_servers_of_the_run_which_outlives_one_of_them(place: Path) -> None:
+    with train(place, "two", *LONG[1:], "run.steps=4", "placement.policy_replicas=2") as program:
+        program.until("step 1/", 300)
+        engines = [pid for pid, name in program.pids.items() if name == ENGINE[:15]]
+        assert len(engines) == 2
+        os.kill(engines[0], signal.SIGKILL)
+        assert program.wait(240) == 0, program.said
+        assert program.leaves_nothing()
+    assert "of the pool is lost" in program.said
+    assert [line["trained"] for line in records(place, "two", "metrics.jsonl")] == [4, 4, 4, 4]
+    assert "EngineCore" in (place / "runs" / "two" / "vllm.log").read_text()
