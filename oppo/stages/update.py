@@ -274,9 +274,10 @@ def composition(batch: Batch, version: int) -> Mapping[str, float]:
     staleness = version - batch.versions[batch.sampled]
     if not capped.all():
         metrics["response_length/mean_uncapped"] = _mean(lengths[~capped])
-    estimates = {"advantages/mean": batch.advantages, "returns/mean": batch.returns}
-    metrics |= {name: _mean(each[batch.sampled]) for name, each in estimates.items() if each is not None}
     return metrics | {
+        "objective/scores_min": float(batch.scores.min()),
+        "objective/scores_max": float(batch.scores.max()),
+        **_estimates(batch),
         "prompt_length/mean": _mean(prompts),
         "prompt_length/min": float(prompts.min()),
         "prompt_length/max": float(prompts.max()),
@@ -293,6 +294,23 @@ def composition(batch: Batch, version: int) -> Mapping[str, float]:
         "staleness/share_1": _mean(staleness == 1),
         "staleness/share_2plus": _mean(staleness > 1),
     }
+
+
+def _estimates(batch: Batch) -> Mapping[str, float]:
+    estimates = (batch.advantages, batch.returns, batch.values)
+    advantages, returns, values = (None if each is None else each[batch.sampled].astype(float) for each in estimates)
+    metrics = {}
+    if advantages is not None:
+        metrics["advantages/mean"] = _mean(advantages)
+    if advantages is not None and len(advantages):
+        metrics |= {"advantages/min": float(advantages.min()), "advantages/max": float(advantages.max())}
+    if returns is not None:
+        metrics["returns/mean"] = _mean(returns)
+    if values is not None and len(values):
+        metrics |= {"values/mean": _mean(values), "values/min": float(values.min()), "values/max": float(values.max())}
+    if values is not None and returns is not None and len(returns) and (spread := float(np.var(returns))):
+        metrics["val/explained_variance"] = 1 - float(np.var(returns - values)) / spread
+    return metrics
 
 
 def _mean(values: NDArray[np.number[Any]] | NDArray[np.bool_]) -> float:

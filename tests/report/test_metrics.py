@@ -34,14 +34,18 @@ TRL = {
 
 VERL = {
     "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm",
-    "actor/lr", "critic/score/mean", "critic/rewards/mean", "critic/advantages/mean", "response_length/mean",
+    "actor/lr", "critic/score/mean", "critic/score/min", "critic/score/max", "critic/rewards/mean",
+    "critic/advantages/mean", "critic/advantages/min", "critic/advantages/max", "response_length/mean",
     "response_length/max", "response_length/min", "response_length/clip_ratio", "prompt_length/mean",
     "prompt_length/max", "prompt_length/min", "timing_s/gen", "timing_s/update_actor", "timing_s/step",
     "timing_s/update_weights", "perf/total_num_tokens", "perf/mfu/actor",
 }  # fmt: skip
 """Names of verl."""
 
-CRITIC = {"critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/returns/mean"}
+CRITIC = {
+    "critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/returns/mean", "critic/values/mean",
+    "critic/values/min", "critic/values/max", "critic/vf_explained_var",
+}  # fmt: skip
 """Those of verl's critic."""
 
 

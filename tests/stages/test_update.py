@@ -19,9 +19,11 @@ from oppo.events import Batch
 from oppo.models import Trained
 from oppo.report.log import dump_batch
 from oppo.stages import GAE, Generate, Update
+from oppo.stages.update import composition
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, run_virtual
 from tests.known import deep
 from tests.pipelines import Pipeline, Setting
+from tests.report.synthetic import batch, finish
 
 
 def diverging(when: Callable[[int], bool], steps: int = 9, **chosen: object) -> Pipeline:
@@ -207,3 +209,20 @@ def test_of_a_step_that_took_no_time_nothing_is_said() -> None:
     pipeline.policy.seconds = 0.0
     run_virtual(pipeline.run)
     assert not [name for report in pipeline.reports for name in report.metrics if name.startswith("bottleneck/")]
+
+
+def test_estimates_are_measured_over_sampled_tokens() -> None:
+    whole = batch([finish(0, 1, 2), finish(1, 3, 4)], [2.0, -1.0])
+    values, returns = np.array([0, 1, 9, 2], np.float32), np.array([1, 2, 0, 4], np.float32)
+    measured = replace(
+        whole, values=values, returns=returns, advantages=values - 1, sampled=np.array([1, 1, 0, 1], bool)
+    )
+    found = composition(measured, 0)
+    assert (found["objective/scores_min"], found["objective/scores_max"]) == (-1.0, 2.0)
+    assert [found[f"values/{name}"] for name in ("mean", "min", "max")] == [1.0, 0.0, 2.0]
+    assert [found[f"advantages/{name}"] for name in ("min", "max")] == [-1.0, 1.0]
+    differences = np.array([1.0, 1.0, 2.0])
+    expected = 1 - differences.var() / np.array([1.0, 2.0, 4.0]).var()
+    assert found["val/explained_variance"] == pytest.approx(expected)
+    assert "val/explained_variance" not in composition(whole, 0), "all returns are equal"
+    assert "values/mean" not in composition(replace(whole, values=None), 0)
