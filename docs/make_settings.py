@@ -46,6 +46,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "models.reference": ("reference model", "ref_model"),
     "models.critic": ("critic, value model", "value_model"),
     "models.teacher": ("teacher model", "`teacher_model_name_or_path` of GKD"),
+    "models.teacher_column": ("routing of prompts to teachers", ""),
     "models.shared_trunk": ("shared backbone, value head", ""),
     "models.share_weights": ("colocated weights, weight sync", ""),
     "models.engine": ("rollout engine, inference backend", ""),

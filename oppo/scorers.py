@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeAlias, TypeVar, cast
 
-from oppo.errors import ModelError, ProtocolError
+from oppo.errors import ModelError, ProtocolError, shown
 from oppo.events import Chunk, Finish, Prompt, Response, Support, ToolTokens
 from oppo.models import PrioritisedScorer, Scorer
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
 
-T = TypeVar("T")
-
 Growth: TypeAlias = Prompt | Chunk | ToolTokens
 """An event that a scorer reads."""
+
+T = TypeVar("T")
+E = TypeVar("E", Growth, Finish)
 
 
 class Unscored:
@@ -242,3 +243,65 @@ class _InOrder(Generic[T]):
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         del priority
         await self._scorer.forget(rollouts)
+
+
+class ByColumn(Generic[T]):
+    """Several scorers as one: each rollout is read by the one that a column of its prompt's row names.
+
+    Args:
+        column: of the data.
+        scorers: of frozen weights, by the value of the column.
+    """
+
+    version = 0
+
+    def __init__(self, column: str, scorers: Mapping[str, Scorer[T]]) -> None:
+        self.capabilities = ScorerCapabilities(
+            time_slice=min(
+                (capabilities_of(each).time_slice for each in scorers.values()), key=lambda each: each.seconds
+            ),
+        )
+        self._column = column
+        self._scorers = {name: prioritised(each) for name, each in scorers.items()}
+        self._of: dict[int, str] = {}
+
+    async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
+        """Have each scorer read the events of its rollouts, one after the other.
+
+        Raises:
+            ModelError: the column of a prompt names none of them.
+        """
+        for event in events:
+            if isinstance(event, Prompt):
+                named = event.columns.get(self._column)
+                if not isinstance(named, str) or named not in self._scorers:
+                    raise ModelError(
+                        f"rollout {event.rollout}: expected one of {', '.join(self._scorers)} in the column "
+                        f"{self._column!r} of its prompt, got {shown(named)}: correct the data, or name a model for it"
+                    )
+                self._of[event.rollout] = named
+        for scorer, part in self._parts(events):
+            await scorer.extend(part, priority=priority)
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
+        """Return the value of each rollout, in order."""
+        values: dict[int, T] = {}
+        for scorer, part in self._parts(finished):
+            found = await scorer.finish(part, priority=priority)
+            values |= {each.rollout: value for each, value in zip(part, found, strict=True)}
+        for each in finished:
+            self._of.pop(each.rollout, None)
+        return [values[each.rollout] for each in finished]
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
+        """Have the scorers forget the rollouts; unknown ones are fine."""
+        for name, scorer in self._scorers.items():
+            if part := [each for each in rollouts if self._of.get(each) == name]:
+                await scorer.forget(part, priority=priority)
+        for rollout in rollouts:
+            self._of.pop(rollout, None)
+
+    def _parts(self, events: Sequence[E]) -> Iterator[tuple[PrioritisedScorer[T], list[E]]]:
+        for name, scorer in self._scorers.items():
+            if part := [event for event in events if self._of[event.rollout] == name]:
+                yield scorer, part

@@ -84,7 +84,9 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
                 policy=policy,
                 reference=_model(models.reference, folder) or ((adapter or policy) if settings.has_reference else ""),
                 adapter=adapter,
-                teacher=_model(models.teacher, folder),
+                teacher={name: _model(path, folder) for name, path in models.teacher.items()}
+                if isinstance(models.teacher, dict)
+                else _model(models.teacher, folder),
                 critic=_model(models.critic, folder) or own_critic,
             ),
             "environment": settings.environment.within(folder),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from annotated_types import Gt, Le
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError
+from pydantic import Field, PlainValidator, ValidationError
 
 from oppo.algorithms import ALGORITHMS
+from oppo.config.placement import DeviceName
 from oppo.data.datasets_library import is_hub_name
 from oppo.data.stream import whole_numbers
 from oppo.declared import (
@@ -123,104 +123,6 @@ class EnvironmentSection:
         for key in (key for key, given in idle.items() if given):
             of = "text of a function; tools answer by the chat template" if self.tools else "tools"
             raise ValueError(f"environment.{key} = {getattr(self, key)!r} is for {of}: leave it out")
-
-
-_DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?")
-
-SCORERS: Final = ("reference", "reward", "critic", "teacher")
-"""The models that score."""
-
-Remote: TypeAlias = Literal["policy", "reference", "reward", "critic", "teacher", "trainer"]
-"""A model that can be in a Ray actor of a cluster; of the trainer, every rank but the first."""
-
-
-def _require_device(device: str) -> str:
-    if _DEVICE.fullmatch(device) is None:
-        raise ValueError(f"expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1', got {device!r}")
-    return device
-
-
-def _require_another(device: str) -> str:
-    return device and _require_device(device)
-
-
-def _listed(devices: object) -> object:
-    return [devices] if isinstance(devices, str) and devices else devices or []
-
-
-DeviceName: TypeAlias = Annotated[str, AfterValidator(_require_device)]
-
-Another: TypeAlias = Annotated[str, AfterValidator(_require_another)]
-"""A device, or nothing for that of something else."""
-
-Several: TypeAlias = Annotated[tuple[DeviceName, ...], FromList(), BeforeValidator(_listed)]
-"""A device or a list of them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementSection:
-    """``[placement]``: the device of each model, where they are not all on ``models.device``."""
-
-    policy: Another = setting("", "device of the policy that decodes; empty: `models.device`")
-    trainer: Several = setting(
-        (),
-        'device of the trainer; or a list of devices for as many training ranks, each a process, such as `["cuda:1", '
-        '"cuda:2"]` or `["cpu", "cpu"]`; empty: `models.device`',
-    )
-    scorers: Another = setting("", "device of reference, reward, critic and teacher; empty: `models.device`")
-    reference: Another = setting("", "device of the reference; empty: `placement.scorers`")
-    reward: Another = setting("", "device of reward models; empty: `placement.scorers`")
-    critic: Another = setting("", "device of the critic that is served; empty: `placement.scorers`")
-    teacher: Another = setting("", "device of the teacher; empty: `placement.scorers`")
-    shard: bool = setting(
-        default=True,
-        description="give each training rank a shard of weights, gradients and optimizer states (FSDP2), in place of "
-        "all of them; one rank has all",
-    )
-    cluster: str = setting(
-        "",
-        "Ray cluster for the models of `placement.remote`: `auto`, that of `RAY_ADDRESS` or of `ray start` on this "
-        "machine, or the `host:port` of its head; empty: none",
-    )
-    remote: Annotated[tuple[Remote, ...], FromList()] = setting(
-        (),
-        "with a cluster, the models that are remote, one Ray actor each; of the trainer, every rank but the first; "
-        "empty: every model that can be remote, but the policy",
-    )
-    actor_cpus: PositiveCount = setting(
-        1,
-        "with a cluster, the cores that each Ray actor reserves on its machine and computes with; rank 0 computes with "
-        "as many",
-    )
-    spread: bool = setting(
-        default=False, description="with a cluster, put each rank of the trainer on a machine of its own"
-    )
-    policy_replicas: Annotated[int, Field(ge=1, le=1024)] = setting(
-        1,
-        "engines that decode as one pool, which outlives the death of any: processes of this machine, each with a GPU, "
-        "from that of `placement.policy` on, or its share of the cores; with the policy in `placement.remote`, Ray "
-        "actors",
-    )
-    share: Literal["beside", "sleep"] = setting(
-        "beside",
-        "how vLLM has a GPU together with the trainer: `beside`: each has its own part of the memory; `sleep`: the "
-        "engine sleeps while the policy is trained, its weights in the CPU's memory and its KV cache dropped, so that "
-        "the KV cache of deferred rollouts is recomputed",
-    )
-
-    def names(self, device: str) -> Mapping[str, tuple[str, ...]]:
-        """Return the devices by model, where ``device`` is that of models that have none of their own."""
-        scorers = self.scorers or device
-        return {
-            "policy": (self.policy or device,),
-            "trainer": self.trainer or (device,),
-            **{name: (getattr(self, name) or scorers,) for name in SCORERS},
-        }
-
-    def key_of(self, model: str) -> str:
-        """Return the setting that says where a model is."""
-        own = [model, "scorers"] if model in SCORERS else [model]
-        return next((f"placement.{key}" for key in own if getattr(self, key)), "models.device")
 
 
 ROWS: Final = "<rows of a program>"
@@ -435,11 +337,13 @@ class ModelsSection:
         "",
         "directory or hub name; empty: the first reward model that can be one, else the policy; only PPO has a critic",
     )
-    teacher: str = setting(
+    teacher: str | dict[str, Filled] = setting(
         "",
         "directory or hub name of a causal language model with the policy's tokenizer, whose log-probs the policy "
-        "learns (`step.algorithm` is `distill`, or `algorithm.distill` above 0); empty: none",
+        "learns (`step.algorithm` is `distill`, or `algorithm.distill` above 0); or a table of several, as `{math = "
+        "'large'}`, by the value of `teacher_column`; empty: none",
     )
+    teacher_column: str = setting("", "column of the data that names the teacher of each prompt, if there are several")
     shared_trunk: bool = setting(
         default=False,
         description="make the critic a value head on the policy's own trunk, read and trained once for both",
@@ -493,6 +397,12 @@ class ModelsSection:
     )
 
     def __post_init__(self) -> None:
+        if bool(self.teacher_column) != isinstance(self.teacher, dict):
+            raise ValueError(
+                "teacher_column names the column by which each prompt has one of several teachers: give it with a "
+                f"table of teachers, and with no other value; got teacher = {self.teacher!r}, teacher_column = "
+                f"{self.teacher_column!r}"
+            )
         if self.shared_trunk and self.critic:
             raise ValueError(
                 "shared_trunk = true makes the critic a head on the policy's trunk: leave critic out; got "
@@ -513,6 +423,13 @@ class ModelsSection:
                 "lora_sync = 'adapter' gives vLLM the adapters of linear layers alone, which does not go with "
                 f"{'; '.join(found)}: change that, or leave lora_sync out"
             )
+
+    @property
+    def teachers(self) -> Mapping[str, str]:
+        """The teachers by their keys: ``teacher``, or ``teacher.NAME`` of several."""
+        if isinstance(self.teacher, dict):
+            return {f"teacher.{name}": path for name, path in self.teacher.items()}
+        return {"teacher": self.teacher} if self.teacher else {}
 
     @property
     def adapts(self) -> bool:

@@ -27,13 +27,13 @@ from oppo.admission import Admission
 from oppo.algorithms.base import OF_THE_LOSS, Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.config.own import NAMED, OWN, Kinds, checked, loss_of
+from oppo.config.placement import PlacementSection
 from oppo.config.rewards import ModelRewardSection, RewardList, RewardSection, VllmRewardSection, file_of
 from oppo.config.sections import (
     DataSection,
     EnvironmentSection,
     EvalSection,
     ModelsSection,
-    PlacementSection,
     PromptSource,
     RunSection,
     SamplingSection,

@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from oppo.config.load import OF_REWARDS, OLD, RENAMED, load
+from oppo.config.placement import PlacementSection
 from oppo.config.rewards import RewardSection
-from oppo.config.sections import EvalSection, PlacementSection, RunSection
+from oppo.config.sections import EvalSection, RunSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.durable import whole, writing

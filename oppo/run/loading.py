@@ -91,8 +91,8 @@ class RoleLoader:
         return actor
 
     def logprobs(self, name: str) -> Loadable:
-        """Return the causal language model of ``models.<name>``: the reference, or the teacher."""
-        path: str = getattr(self._models, name)
+        """Return the causal language model of ``models.<name>``: the reference, or a teacher."""
+        path = {"reference": self._models.reference, **self._models.teachers}[name]
         with self.attributed(name):
             return self._checked(path, self._served(name, "causal", path))
 

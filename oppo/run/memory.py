@@ -69,12 +69,7 @@ KINDS: Final[Mapping[RewardKind, Kind]] = {
 RANK: Final = "trainer, rank"
 """The name of a training rank, before its number."""
 
-_SERVED: Final = {
-    "reference": of_reference,
-    "critic": of_critic,
-    "teacher": of_reference,
-    "proximal": of_reference,
-}
+_SERVED: Final = {"reference": of_reference, "critic": of_critic, "proximal": of_reference}
 
 _SMALLER: Final[Sequence[tuple[str, Mapping[str, Mapping[str, object]]]]] = (
     ("models.dtype = 'bfloat16'", {"models": {"dtype": "bfloat16"}}),
@@ -136,8 +131,9 @@ class Outlines:
         return actor
 
     def logprobs(self, name: str) -> PreTrainedModel:
-        """Return the causal language model of ``models.<name>``, the reference or the teacher."""
-        return self._made(f"models.{name}", CAUSAL, getattr(self.settings.models, name))
+        """Return the causal language model of ``models.<name>``, the reference or a teacher."""
+        models = self.settings.models
+        return self._made(f"models.{name}", CAUSAL, {"reference": models.reference, **models.teachers}[name])
 
     def reward(self, key: str, reward: ModelRewardSection, load: Load | None) -> Bytes:
         """Return what a reward model needs; of one that reads whole responses the weights alone are known."""
@@ -263,7 +259,10 @@ def _needs(settings: Settings, devices: Devices, load: Load | None, assumed: Har
             needs.append(Expected(name, device, policy, remote))
     for model in sorted(scored(settings), key=lambda model: model != "proximal"):
         device, remote = devices.scoring()[model], model in devices.remote
-        if model != "reward":
+        for name in settings.models.teachers if model == "teacher" else ():
+            _counting(name)
+            needs.append(Expected(name, device, _served(partial(made.logprobs, name), of_reference, load), remote))
+        if model not in {"reward", "teacher"}:
             _counting(model)
             make = {"critic": made.critic, "proximal": made.actor}.get(model, partial(made.logprobs, model))
             served = _served(make, _SERVED[model], load)

@@ -44,7 +44,7 @@ from oppo.run.loading import RoleLoader, adapter_of, critic_source
 from oppo.run.memory import load_of, require_memory, share_beside, with_micro_batches
 from oppo.run.places import SERVING, Serve, ServeRequest, Serving, Worker, devices_of, layout_of, serve, with_dtype
 from oppo.run.rewards import RewardModels, ServedRewardModel, UserCode, served_by_vllm, track_of
-from oppo.scorers import capabilities_of
+from oppo.scorers import ByColumn, capabilities_of
 from oppo.turns import Environment
 from oppo.user_code import UserFunction
 from oppo.vllm import VllmReward
@@ -252,8 +252,10 @@ def assemble(
     with ExitStack() as stack:
         stack.callback(places.close)
         code = UserCode.of(settings, tokenizer, _here(places))
-        for names in columns:
+        known = [*columns]
+        for names in known:
             code.check_columns(names)
+        _check_teacher_column(settings.models.teacher_column, known)
 
         def started(request: ServeRequest) -> Serving:
             serving = serve(replace(request, share=share, log=engine_log))
@@ -275,6 +277,14 @@ def assemble(
     return assembly
 
 
+def _check_teacher_column(column: str, known: Sequence[Collection[str]]) -> None:
+    if column and known and column not in known[0]:
+        raise ConfigError(
+            f"models.teacher_column = {column!r} is no column of data.prompts; the columns there are "
+            f"{', '.join(sorted(known[0]))}"
+        )
+
+
 def _assembled(
     settings: Settings,
     tokenizer: HfTokenizer,
@@ -289,14 +299,14 @@ def _assembled(
     deterministic, seed = settings.run.deterministic, settings.trainer.seed
     apart = devices.reference != devices.actor or "reference" in devices.apart
     actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=seed)
-    teacher = load.logprobs("teacher") if settings.models.teacher else None
+    teachers = {key: load.logprobs(key) for key in settings.models.teachers}
     rewards = _reward_models(settings, tokenizer, places, load, on_vllm)
     scoring = tuple(each.scorer for each in rewards.values() if isinstance(each.scorer, VllmReward))
     critic = load_critic(settings, actor, [*rewards.values()], load, devices=devices)
     models: dict[str, list[Loadable | None]] = {
         "policy": [actor],
         "reference": [reference],
-        "teacher": [teacher],
+        "teacher": [*teachers.values()],
         "reward": [each.model for each in rewards.values()],
         "critic": [critic.trained],
     }
@@ -323,18 +333,17 @@ def _assembled(
     if critic.served is not None:
         value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
 
-    def logprobs(name: str) -> ReferenceLogprobs | None:
-        (model,) = models[name]
-        if model is None:
-            return None
-        return ReferenceLogprobs(model, sampling=sampling, place=_scoring(places, name), deterministic=deterministic)
+    def logprobs(key: str, model: Loadable) -> ReferenceLogprobs:
+        place = _scoring(places, key.partition(".")[0], key)
+        return ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
 
-    scorers = {name: logprobs(name) for name in ("reference", "teacher")}
+    teaching = {key.partition(".")[2]: logprobs(key, model) for key, model in teachers.items()}
+    column = settings.models.teacher_column
     places.wait_until_ready()
     return Assembly(
         serving=serving,
-        reference=scorers["reference"],
-        teacher=scorers["teacher"],
+        reference=None if reference is None else logprobs("reference", reference),
+        teacher=ByColumn(column, teaching) if column else teaching.get(""),
         reward=code.reward({key: each.scorer for key, each in rewards.items()}),
         critic=value,
         proximal=_proximal(settings, actor, sampling, places) if settings.algorithm.corrects else None,
@@ -365,7 +374,13 @@ def _ideal(
     trained = [*models["policy"], *([] if settings.models.shared_trunk else filter(None, models["critic"]))]
     for role, each in {**models, "trainer": trained}.items():
         here = [model for model in each if isinstance(model, PreTrainedModel)]
-        if here and len(here) == len(each) and (speed := devices.speed(role, here[0].dtype, cores, gpus)):
+        several = role == "teacher" and len(each) > 1  # each reads a share
+        if (
+            here
+            and len(here) == len(each)
+            and not several
+            and (speed := devices.speed(role, here[0].dtype, cores, gpus))
+        ):
             passes = [passes_at(speed, model, epochs=epochs if role == "trainer" else 0) for model in here]
             known[role] = reduce(add, passes)
     return known

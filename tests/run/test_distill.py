@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import mean
 from typing import Final
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file
 
 from oppo.cli import DONE, UNUSABLE
 from oppo.config.load import load
-from oppo.run.memory import expected, load_of
+from oppo.run.memory import Expected, expected, load_of
 from oppo.run.places import devices_of, scored
 from oppo.run.train import FINAL
 from tests.hf import tiny
@@ -64,6 +65,41 @@ def test_a_resumed_distillation_equals_an_uninterrupted_one(folder: Path) -> Non
         process.communicate()
     assert resume(folder, "killed") == DONE
     assert actor(folder, "killed") == actor(folder, "whole")
+
+
+def test_each_prompt_has_the_teacher_that_its_column_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    for name, domains in (("domains", ("own", "other")), ("wrong", ("own", "third"))):
+        told = [{**row, "domain": domains[number % 2]} for number, row in enumerate(rows)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    several = (
+        *ALONE[:3],
+        "models.teacher={own = 'actor', other = 'teacher'}",
+        "models.teacher_column=domain",
+        "data.prompts=domains.jsonl",
+        "run.steps=2",
+    )
+    assert oppo(folder, "", *several, "run.name=several") == DONE
+    kl = [step["objective/teacher_kl"] for step in records(folder, "several", "metrics.jsonl")]
+    assert oppo(folder, "", *ALONE, "data.prompts=domains.jsonl", "run.steps=2", "run.name=one") == DONE
+    alone = [step["objective/teacher_kl"] for step in records(folder, "one", "metrics.jsonl")]
+    assert 0 < kl[0] < alone[0], "those whose teacher is the policy itself add nothing"
+    found = {each.model: each for each in _needs(folder, *several)}
+    assert found["teacher.own"].bytes == found["teacher.other"].bytes
+    faults = {
+        "data.prompts=prompts.jsonl": "models.teacher_column = 'domain' is no column of data.prompts; the columns",
+        "data.prompts=wrong.jsonl": "expected one of own, other in the column 'domain' of its prompt, got 'third'",
+        "models.teacher_column=": "teacher_column names the column by which each prompt has one of several teachers",
+        "models.teacher={own = 'actor', other = 'foreign'}": "models.teacher.other: ",
+    }
+    for number, (fault, message) in enumerate(faults.items()):
+        assert oppo(folder, "", *several, fault, f"run.name=fault-{number}") != DONE
+        assert message in capsys.readouterr().err
+
+
+def _needs(folder: Path, *chosen: str) -> list[Expected]:
+    settings = load(folder / "config.toml", chosen)
+    return expected(settings, devices_of(settings), None)
 
 
 def test_the_teacher_is_counted_and_placed_like_the_reference(folder: Path) -> None:

@@ -13,12 +13,13 @@ from oppo.admission import Overcommit
 from oppo.algorithms.distill import Distill
 from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
-from oppo.errors import ConfigError, GraphError
+from oppo.errors import ConfigError, GraphError, ModelError
 from oppo.events import Finish, FloatArray, Prompt, Response
+from oppo.scorers import ByColumn
 from oppo.stages import GAE, Distillation, GroupRelative, InParts
 from oppo.stages.advantage import AdaptiveObjective
 from oppo.stages.batch import ScoredRollout
-from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, run_virtual
 from tests.known import known
 
 SCORED = (FakeScorer(fake_scalar), FakeTrainer())
@@ -126,3 +127,23 @@ def test_a_weight_is_a_number_above_0() -> None:
         GroupRelative(distill=-1.0)
     with pytest.raises(ConfigError, match=r"distill"):
         Distill(distill=float("nan"))
+
+
+def test_scorers_by_a_column_read_their_own_rollouts_and_answer_in_order() -> None:
+    async def main() -> None:
+        parts = {"math": FakeScorer(lambda *_: 1.0), "code": FakeScorer(lambda *_: 2.0)}
+        scorer = ByColumn("domain", parts)
+        tokens = np.arange(2, dtype=np.int32)
+        prompts = [
+            Prompt(rollout, rollout, tokens, columns={"domain": name})
+            for rollout, name in enumerate(("math", "code", "math", "code"))
+        ]
+        await scorer.extend(prompts)
+        finished = [Finish(prompt.rollout, Response.empty(prompt), "eos") for prompt in prompts]
+        await scorer.forget([3, 9])
+        assert await scorer.finish(finished[2::-1]) == [1.0, 2.0, 1.0]
+        await scorer.extend(prompts[:1])
+        with pytest.raises(ModelError, match=r"expected one of math, code in the column 'domain' .* got None"):
+            await scorer.extend([replace(prompts[0], columns={})])
+
+    run_virtual(main)
