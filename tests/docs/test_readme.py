@@ -21,6 +21,7 @@ import oppo.algorithms
 from oppo import GAE, Fixed, FloatArray, Graph, Overcommit, Score, grpo, ppo
 from oppo.config.load import load
 from oppo.errors import GraphError
+from oppo.events import Finish, Response
 from oppo.hf import BridgedReward, ClassifierReward, ProcessRewardModel, SimilarityReward
 from oppo.placement import Thread
 from oppo.testing import (
@@ -227,12 +228,18 @@ def test_the_tools_of_the_page_are_shown_and_called(tmp_path: Path, monkeypatch:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "2 + 3?"}]}\n')
     names: dict[str, Any] = {}
     for block in fenced(ROOT / "docs" / "rewards.md", "python"):
-        if block.startswith(("def add", "# where a graph is composed")):
+        if block.startswith(("def add", "# where a graph is composed", "class Guessing")):
             source = tmp_path / f"{len(names)}.py"
             source.write_text(block)
             exec(compile(block, source, "exec"), names)
     call = '<tool_call>\n{"name": "add", "arguments": {"left": 2, "right": 3}}\n</tool_call><|im_end|>'
     (prompt,) = names["prompts"]
+    said = policy.decode_whole(prompt.tokens.tolist())
+    assert "Guess. It is below 17.<|im_end|>" in said
+    assert '"name": "guess"' in said
+    finish = Finish(0, Response.empty(prompt), "eos")
+    assert run_virtual(names["game"].reward.finish, [finish]) == [0.0]
+    prompt = names["sums"][0]
     assert '"name": "add"' in policy.decode_whole(prompt.tokens.tolist())
     answer = run_virtual(names["tools"].answer, Turn(prompt, 0, np.array(policy.encode_whole(call), np.int32)))
     assert "<tool_response>\n5\n</tool_response>" in policy.decode_whole(answer.tokens.tolist())

@@ -1,0 +1,182 @@
+"""Classes of environments by TRL's contract: an instance for each response, its methods as tools, and its reward."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oppo.environments import EnvironmentClass, EnvironmentFailure, tools_of
+from oppo.errors import ConfigError, DataError
+from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
+from oppo.hf.chat import ChatFormat, chatting
+from oppo.testing import run_virtual
+from oppo.turns import Answer, Turn
+from tests.hf.spot_tokenizers import byte_tokenizer
+from tests.test_tools import TEMPLATE
+
+
+class Guessing:
+    """A number is to be guessed."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.guesses: list[int] = []
+        self.lock = object()  # nothing that a checkpoint could hold
+
+    def reset(self, secret: int, **row: object) -> str | None:
+        """Begin."""
+        self.secret = secret
+        return f" It is below {secret + 10}."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: the guess.
+        """
+        self.guesses.append(number)
+        return f"guess {len(self.guesses)}: {'right' if number == self.secret else 'wrong'}"
+
+    def surrender(self) -> str:
+        """End the game."""
+        raise RuntimeError("no surrender")
+
+    def get_reward(self) -> float:
+        if self.secret == 13:
+            return float("nan")
+        return float(self.secret in self.guesses) - 0.1 * len(self.guesses)
+
+    def _help(self) -> None:
+        raise AssertionError
+
+
+@cache
+def chat() -> ChatFormat:
+    tokenizer = byte_tokenizer(special=("<|im_end|>", "<|im_start|>"))
+    return ChatFormat(chatting(tokenizer, template=TEMPLATE, tools=tools_of(Guessing)), ("tool",))
+
+
+def prompt(secret: int, rollout: int = 0) -> Prompt:
+    return Prompt(rollout, rollout, np.array([65], np.int32), columns={"secret": secret, "prompt": "?"})
+
+
+def tokens(text: str) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(chat()._tokenizer.encode_whole(text + "<|im_end|>"), np.int32)
+
+
+def guess(*numbers: int) -> str:
+    calls = ({"name": "guess", "arguments": {"number": number}} for number in numbers)
+    return "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>\n" for call in calls)
+
+
+class Game:
+    """A response that is played turn by turn."""
+
+    def __init__(self, environment: EnvironmentClass, secret: int, rollout: int = 0) -> None:
+        self.environment = environment
+        self.prompt = prompt(secret, rollout)
+        self.response = Response.empty(self.prompt)
+        self.state: Any = None
+        self.number = 0
+
+    def say(self, text: str) -> str | None:
+        """Return what was answered."""
+        said = tokens(text)
+        zeros = np.zeros(len(said), np.float32)
+        self._add(Chunk(self.prompt.rollout, len(self.response), said, zeros, zeros.astype(np.int32)))
+        answer = run_virtual(self.environment.answer, Turn(self.prompt, self.number, said, self.state))
+        if not isinstance(answer, Answer):
+            return None
+        self._add(ToolTokens(self.prompt.rollout, len(self.response), answer.tokens))
+        self.state, self.number = json.loads(json.dumps(answer.state)), self.number + 1
+        return chat()._tokenizer.decode_whole(answer.tokens.tolist())
+
+    def _add(self, piece: Chunk | ToolTokens) -> None:
+        self.response = Response.of(self.prompt, [*self.response.pieces(), piece])
+
+    def reward(self, environment: EnvironmentClass | None = None) -> float | Drop:
+        finish = Finish(self.prompt.rollout, self.response, "eos")
+        (found,) = run_virtual((environment or self.environment).reward.finish, [finish])
+        return found
+
+
+def played(environment: EnvironmentClass, secret: int) -> Game:
+    game = Game(environment, secret)
+    first = game.say(guess(3, 4) + '<tool_call>\n{"name": "surrender"}\n</tool_call>')
+    assert first is not None
+    assert (
+        first.index("guess 1: wrong") < first.index("guess 2: wrong") < first.index("Error: RuntimeError: no surrender")
+    )
+    return game
+
+
+def test_an_instance_goes_through_a_response_and_gives_its_reward() -> None:
+    environment, before = EnvironmentClass(Guessing, chat()), Guessing.made
+    game = played(environment, 7)
+    assert "guess 3: right" in str(game.say(guess(7)))
+    assert game.say("It was 7.") is None
+    assert game.reward() == pytest.approx(0.7)
+    assert Guessing.made == before + 1
+
+
+def test_the_calls_are_made_again_where_the_instance_is_gone() -> None:
+    game = played(EnvironmentClass(Guessing, chat()), 7)
+    resumed = EnvironmentClass(Guessing, chat())
+    game.environment = resumed
+    assert "guess 3: right" in str(game.say(guess(7)))
+    assert game.say("It was 7.") is None
+    assert game.reward(EnvironmentClass(Guessing, chat())) == game.reward() == pytest.approx(0.7)
+
+
+def test_responses_have_instances_of_their_own_also_where_they_say_the_same() -> None:
+    environment = EnvironmentClass(Guessing, chat())
+    games = [Game(environment, 7, 0), Game(environment, 7, 1), Game(environment, 8, 2)]
+    for text in (guess(1), guess(8)):
+        said = [str(game.say(text)) for game in games]
+        assert [("right" in each) for each in said] == [False, False, text == guess(8)]
+    assert [game.reward() for game in games] == pytest.approx([-0.2, -0.2, 0.8])
+
+
+def test_rows_end_with_what_reset_says() -> None:
+    environment = EnvironmentClass(Guessing, chat())
+    chats: list[dict[str, object]] = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Guess."}]
+    rows = [{"prompt": "Guess.", "secret": 5}, {"prompt": chats, "secret": 6}]
+    text, messages = (each["prompt"] for each in environment.rows(rows))
+    assert text == "Guess. It is below 15."
+    assert messages == [chats[0], {"role": "user", "content": "Guess. It is below 16."}]
+    assert rows[1]["prompt"] == chats
+    with pytest.raises(DataError, match="returns text that is added to the prompt"):
+        list(environment.rows([{"prompt": [], "secret": 5}]))
+
+
+def test_a_reward_that_is_none_ends_the_run_or_drops_the_rollout() -> None:
+    with pytest.raises(
+        EnvironmentFailure, match=r"get_reward\(\) of the environment must return a finite number; got nan"
+    ):
+        Game(EnvironmentClass(Guessing, chat()), 13).reward()
+    dropped = Game(EnvironmentClass(Guessing, chat(), on_failure="drop"), 13, 4).reward()
+    assert isinstance(dropped, Drop)
+    assert dropped.rollout == 4
+
+
+class NoReset:
+    def guess(self, number: int) -> str:
+        return ""
+
+
+class NoReward(Guessing):
+    get_reward = None  # type: ignore[assignment] # that is the case
+
+
+def test_a_class_that_keeps_no_contract_is_refused() -> None:
+    assert [tool.__name__ for tool in tools_of(NoReward)] == ["guess", "surrender"]
+    with pytest.raises(ConfigError, match="NoReset is no class of environments: it needs reset"):
+        EnvironmentClass(NoReset, chat())
+    with pytest.raises(ConfigError, match=r"NoReward has no method get_reward\(\)"):
+        _ = EnvironmentClass(NoReward, chat()).reward
