@@ -1,4 +1,4 @@
-"""The command line: ``oppo train``, ``resume``, ``doctor``, ``simulate``, ``convert-config``, ``demo``, ``--version``.
+"""The command line: ``oppo train``, and the other commands that ``oppo --help`` lists.
 
 Exit codes: 0, done, or nothing is left to resume; 1, a run failed; 2, settings, data or models cannot be used; 3, a run
 trained nothing; 128 plus its number, ended by a signal: 130 by Ctrl-C, 143 by SIGTERM.
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app.command(doctor)
     app.command(simulate)
     app.command(convert_config)
+    app.command(push)
     app.command(demo)
     with routed(note):
         return call(app, arguments)
@@ -322,6 +323,33 @@ def convert_config(
         note(line)
     converted.check(config)
     Console().out(f"written: {config}; `oppo train {config} --dry-run` loads and checks everything", highlight=False)
+    return DONE
+
+
+def push(
+    run: Path,
+    repo: str,
+    /,
+    *,
+    private: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    dry_run: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+) -> int:
+    """Push a run's policy to the Hugging Face hub, with a model card of its base, data, settings, scores and versions.
+
+    Parameters
+    ----------
+    run
+        The run directory, of a run that has ended.
+    repo
+        The repository: owner/name. It is made if it is not there.
+    private
+        Make it a private one.
+    dry_run
+        Write the card into the run directory only.
+    """
+    from oppo.run.push import push as pushed  # noqa: PLC0415 - `oppo --help` should be quick
+
+    Console().out(f"written: {pushed(run, repo, private=private, dry_run=dry_run)}", highlight=False)
     return DONE
 
 

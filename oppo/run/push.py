@@ -1,0 +1,166 @@
+"""The trained policy on the Hugging Face hub, with a model card of its run: what ``oppo push`` does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Final
+
+from oppo.config.load import load
+from oppo.config.sections import PromptSource, sources
+from oppo.config.settings import Settings, keys_of
+from oppo.data.datasets_library import is_hub_name
+from oppo.durable import put
+from oppo.errors import ConfigError, one_line
+from oppo.log import logger
+from oppo.redact import redacted
+from oppo.report.records import SUMMARY
+from oppo.run.train import FINAL
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi, ModelCard
+
+CARD: Final = "model-card.md"
+"""The model card in the run directory; at the hub it is the README.md."""
+
+SHOWN: Final[Mapping[str, str]] = {
+    "steps": "Updates",
+    "trained": "Rollouts trained",
+    "score_first": "Mean score of the first ten steps",
+    "score_last": "Mean score of the last ten steps",
+    "eval_score_first": "Held-out score before",
+    "eval_score_last": "Held-out score after",
+    "eval_score_best": "Best held-out score",
+    "kl_last": "KL to the reference in the last ten steps, nats a response",
+}
+"""What of the summary is in the card."""
+
+LOG: Final = "log.jsonl"
+
+TOLD: Final = ("step", "sampling", "algorithm", "trainer")
+"""The sections whose changed settings are in the card: they name no files and no machines."""
+
+CITATION: Final = """\
+@inproceedings{yan2026oppo,
+  title = {OPPO: Accelerating PPO-based RLHF via Pipeline Overlap},
+  author = {Yan, Kaizhuo and Yu, Yingjie and Yu, Yifan and Zheng, Haizhong and Lai, Fan},
+  booktitle = {International Conference on Learning Representations},
+  year = {2026},
+  url = {https://arxiv.org/abs/2509.25762}
+}"""
+
+
+def push(run: Path, repo: str, *, private: bool = False, dry_run: bool = False, api: HfApi | None = None) -> str:
+    """Write a run's model card, push it with the trained policy in one commit, and return where both are.
+
+    Args:
+        run: the run directory, which gets the card :data:`CARD` and is not changed otherwise.
+        repo: ``owner/name`` at the hub, which is made if it is not there.
+        private: make it a private one.
+        dry_run: write the card only, and return its path.
+        api: the hub's client; that of the environment unless given.
+
+    Raises:
+        ConfigError: the run has saved no policy, or the hub takes none; everything is still in the run directory.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi  # noqa: PLC0415 - with its HTTP clients, .2 s
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # noqa: PLC0415 - likewise
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # noqa: PLC0415 - likewise
+
+    settings, actor, written = load(run / "config.toml"), run / FINAL / "actor", run / CARD
+    if not actor.is_dir():
+        raise ConfigError(
+            f"{run} has no trained policy in {actor}: a run saves one when it ends, or `oppo resume {run}`"
+        )
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ConfigError(f"expected a repository owner/name, got {repo!r}: {one_line(error)}") from error
+    if "/" not in repo:
+        raise ConfigError(f"expected a repository owner/name, got {repo!r}")
+    put(written, [str(card(run, settings, repo))])
+    if dry_run:
+        return str(written)
+    hub = api or HfApi(library_name="oppo")
+    files = sorted(each for each in actor.rglob("*") if each.is_file() and each.name != "README.md")
+    try:
+        hub.create_repo(repo, private=private or None, exist_ok=True)
+        operations = [CommitOperationAdd(each.relative_to(actor).as_posix(), each) for each in files]
+        operations.append(CommitOperationAdd("README.md", written))
+        hub.create_commit(repo, operations, commit_message=f"{settings.run.name}, trained with oppo")
+    except Exception as error:
+        of_client = type(error).__module__.startswith("httpx")  # which of its versions, the hub's library decides
+        if not (of_client or isinstance(error, HfHubHTTPError | OSError | ValueError)):
+            raise
+        raise ConfigError(
+            f"the hub at {hub.endpoint} did not take {repo} ({redacted(one_line(error))}): log in with `hf auth login` "
+            f"or HF_TOKEN, and look at the network; the policy is in {actor} and its card in {written}, so that the "
+            "command can be run again"
+        ) from error
+    return f"{hub.endpoint}/{repo}"
+
+
+def card(run: Path, settings: Settings, repo: str) -> ModelCard:
+    """Return the model card of a run."""
+    from huggingface_hub import ModelCard, ModelCardData  # noqa: PLC0415 - with its HTTP clients, .2 s
+
+    facts, actor = _read(run / SUMMARY), run / FINAL / "actor"
+    if not facts.get("complete"):
+        logger.warning(f"{run} has not reached its end: the card says so")
+    adapter = (actor / "adapter_config.json").exists()
+    base, data = settings.models.policy, [each.path for each in sources(settings.data.prompts) if _of_hub(each)]
+    about = ModelCardData(
+        base_model=base if is_hub_name(base) and not Path(base).exists() else None,
+        datasets=data or None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["oppo", "rlhf", "reinforcement-learning", settings.step.algorithm.rpartition(":")[2]],
+    )
+    return ModelCard(f"---\n{about.to_yaml()}\n---\n\n" + "\n".join(_lines(run, settings, repo, facts)))
+
+
+def _of_hub(source: PromptSource) -> bool:
+    return source.file is None and is_hub_name(source.path)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or the first of one with an object a line; nothing if there is none."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        found, _ = json.JSONDecoder().raw_decode(text)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _lines(run: Path, settings: Settings, repo: str, facts: Mapping[str, Any]) -> Iterator[str]:
+    algorithm = settings.step.algorithm.rpartition(":")[2]
+    yield f"# {repo.rpartition('/')[2]}\n"
+    yield (
+        f"{_named(settings.models.policy)}, trained with [oppo](https://github.com/oppo-rlhf/oppo): `{algorithm}`, "
+        "scored while responses are written. Prompts: "
+        f"{', '.join(_named(each.path) for each in sources(settings.data.prompts))}. Rewards: "
+        f"{', '.join(_named(each.source) for each in settings.rewards)}.\n"
+    )
+    if not facts.get("complete"):
+        yield "The run had not reached its end when this was written.\n"
+    yield "## Results\n\n| | |\n|---|---|"
+    for name, words in SHOWN.items():
+        if isinstance(value := facts.get(name), int | float):
+            yield f"| {words} | {value:.6g} |"
+    yield "\n## Settings that are not at their defaults\n\n```toml"
+    tables, known = settings.tables(), keys_of(type(settings.algorithm), settings.kinds)
+    for section in TOLD:
+        for key, value in tables[section].items():
+            if value is not None and value != known[section][key].default and key not in {"loss", "admission"}:
+                yield f"{section}.{key} = {json.dumps(_named(value) if isinstance(value, str) else value)}"
+    yield "```\n\n## Versions\n"
+    libraries = _read(run / LOG).get("libraries", {})
+    yield ", ".join(f"{name} {version}" for name, version in libraries.items()) or "Not recorded."
+    yield f"\n## Citation\n\n```bibtex\n{CITATION}\n```\n"
+
+
+def _named(text: str) -> str:
+    """Return a hub's name as it is, and of a path, which tells of a machine, its last part."""
+    return text if is_hub_name(text) and not Path(text).is_absolute() else PurePath(text).name
