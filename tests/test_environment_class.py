@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from oppo import Overcommit, grpo
 from oppo.environments import EnvironmentClass, EnvironmentFailure, tools_of
 from oppo.errors import ConfigError, DataError
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
-from oppo.hf.chat import ChatFormat, chatting
-from oppo.testing import run_virtual
+from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall, chatting
+from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from oppo.turns import Answer, Turn
 from tests.hf.spot_tokenizers import byte_tokenizer
 from tests.test_tools import TEMPLATE
@@ -180,3 +181,48 @@ def test_a_class_that_keeps_no_contract_is_refused() -> None:
         EnvironmentClass(NoReset, chat())
     with pytest.raises(ConfigError, match=r"NoReward has no method get_reward\(\)"):
         _ = EnvironmentClass(NoReward, chat()).reward
+
+
+class Stub:
+    """A chat format of fakes: every turn guesses as many as it has tokens."""
+
+    roles = frozenset({"tool"})
+    tools = ("guess", "surrender")
+
+    def parse(self, turn: list[int]) -> ParsedTurn:
+        return ParsedTurn("", tool_calls=(ToolCall("guess", {"number": len(turn)}),))
+
+    def answer(self, turn: list[int], messages: object) -> list[int]:
+        return [90_000, 90_001]
+
+
+def test_a_graph_trains_on_the_reward_of_an_environment_also_of_responses_that_were_deferred() -> None:
+    environment = EnvironmentClass(Guessing, cast("ChatFormat", Stub()), max_turns=2)
+    trainer = FakeTrainer()
+    policy = FakePolicy(length=lambda prompt: 8 + 30 * (prompt.rollout % 5 == 0), turns=lambda prompt: (3, 7))
+    graph = grpo(
+        policy=policy,
+        reward=environment.reward,
+        trainer=trainer,
+        admission=Overcommit(batch=2, overcommit=1),
+        samples=2,
+        environment=environment,
+    )
+    rows = [Prompt(at, at, np.array([1, 2], np.int32), group=at, columns={"secret": 4 + at % 2}) for at in range(30)]
+
+    async def main() -> list[dict[str, float]]:
+        async with graph.open(rows) as run:
+            return [{**report.metrics} async for report in run.steps(4)]
+
+    metrics = run_virtual(main)
+    scores = [
+        (score, each) for batch in trainer.batches for score, each in zip(batch.scores, batch.responses, strict=True)
+    ]
+    assert len(scores) == 16
+    for score, response in scores:
+        turns = [len(piece.tokens) for piece in response.pieces() if isinstance(piece, Chunk)][:2]
+        secret = response.prompt.columns["secret"]
+        assert score == pytest.approx(float(secret in turns) - 0.1 * 2)
+    assert sum(each["deferral/deferred"] for each in metrics) > 0
+    assert all(each["tools/call_frequency"] == 2 for each in metrics)
+    assert {round(float(score), 1) for score, _ in scores} == {0.8, -0.2}
