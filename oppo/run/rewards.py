@@ -18,7 +18,7 @@ from oppo.config.rewards import (
 from oppo.config.sections import DataSection, EnvironmentSection
 from oppo.config.settings import Settings
 from oppo.durable import make
-from oppo.environments import FunctionEnvironment, Tools
+from oppo.environments import EnvironmentFailure, FunctionEnvironment, Tools
 from oppo.errors import ConfigError
 from oppo.events import Drop
 from oppo.hf.as_text.rendering import Form
@@ -40,6 +40,7 @@ from oppo.rewards.gym import LIBRARY, verify
 from oppo.rewards.judge import columns_of, judge, key_of
 from oppo.run.loading import RoleLoader
 from oppo.scorers import Unscored
+from oppo.user_code import load_function
 
 if TYPE_CHECKING:
     from oppo.vllm import VllmEngine
@@ -195,6 +196,11 @@ def _environment(
         )
     if not section.source:
         return None
+    if hasattr(load_function(section.source, EnvironmentFailure), "reset"):
+        raise ConfigError(
+            f"environment.source = {section.source!r} is a class of environments, which takes a program: give the "
+            "graph of oppo.train(..., graph=...) an EnvironmentClass; or name a function here, or environment.tools"
+        )
     keeps = section.keep_special_tokens
     return FunctionEnvironment(
         section.source,

@@ -13,7 +13,9 @@ from oppo.cli import DONE, UNUSABLE
 from oppo.config.load import resolve
 from oppo.errors import ConfigError
 from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
+from oppo.placement import Thread
 from oppo.run.models import policy_tokenizer
+from oppo.run.rewards import UserCode
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
 from tests.workplace import oppo, records
@@ -60,6 +62,14 @@ def test_the_template_is_saved_with_the_policy_and_its_files_are_those_of_the_ru
     assert settings.files["data.chat_template"] == folder / "qwen3.jinja"
     assert settings.files["data.tools"] == folder / "tools.json"
     assert resolve(settings.document(), Path("/")) == settings
+
+
+def test_a_class_of_environments_is_refused_where_a_function_is_expected(folder: Path) -> None:
+    (folder / "reward.py").write_text("def short(prompts, completions): return [0.0 for _ in completions]\n")
+    (folder / "game.py").write_text("class Game:\n    def reset(self): ...\n    def play(self): ...\n")
+    settings = resolve({**document(), "environment": {"source": "game.py:Game"}}, folder)
+    with Thread("scorers") as place, pytest.raises(ConfigError, match=r"game.py:Game' is a class .* EnvironmentClass"):
+        UserCode.of(settings, policy_tokenizer(settings), place)
 
 
 @pytest.mark.parametrize(
