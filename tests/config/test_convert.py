@@ -18,7 +18,7 @@ FOREIGN = Path(__file__).with_name("foreign")
 FILES = ["trl_ppo.sh", "trl_grpo.py", "trl_grpo.yaml", "verl_ppo.sh", "verl_grpo.yaml"]
 HERE = {
     "trl_ppo.sh": ["run.track=[]"],
-    "trl_grpo.py": ["data.prompts=prompts.jsonl"],
+    "trl_grpo.py": ["data.prompts=prompts.jsonl", "data.chat_template_kwargs={}"],
     "verl_ppo.sh": ["run.track=[]"],
 }
 """What a user would change for the folder of the tests."""
@@ -89,11 +89,11 @@ def test_a_call_in_a_script_is_read_with_the_values_of_its_names() -> None:
         {"source": "./reward", "name": "reward", "weight": 0.5},
     ]
     assert converted.blank.keys() == {"rewards.0.source"}
+    assert found["data"]["chat_template_kwargs"] == {"enable_thinking": False}
     assert lost(converted) == {
         "`map` of the dataset",
         "num_processes",
         "max_grad_norm",
-        "chat_template_kwargs",
         "lora_dropout",
     }
 

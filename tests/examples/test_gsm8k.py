@@ -1,0 +1,97 @@
+"""The GSM8K example: its checkers, its prompts, and some steps of its settings on generated questions."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from examples.gsm8k import checkers, learn
+from oppo.cli import DONE
+from tests.hf import tiny
+from tests.workplace import tokenizer_of
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("so\n#### 72", 1, 1),
+        ("#### 1,072", 0, 0),
+        ("#### 7\nno: #### 72", 1, 1),
+        ("the answer is 72", 0, 1),
+        ("the answer is 72.", 0, 1),
+        ("#### 72 or 73", 1, 0),
+        ("#### 72." + " " * 290, 0, 1),
+        ("#### 72" + " " * 300, 0, 1),
+        ("####72", 0, 1),
+        ("#### ,", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_the_two_rules(text: str, strict: int, flexible: int) -> None:
+    assert checkers.strict([""], [text], ["72"]) == [strict]
+    assert checkers.flexible([""], [text], ["72"]) == [flexible]
+
+
+def test_commas_are_no_part_of_a_number(tmp_path: Path) -> None:
+    assert checkers.strict([""], ["#### 1,072"], ["1072"]) == checkers.flexible([""], ["1,072"], ["1072"]) == [1]
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "How many?", "answer": "Many.\n#### 1,072"}))
+    (row,) = learn.rows(tmp_path / "test.jsonl")
+    assert row["answer"] == "1072"
+    assert row["prompt"] == [{"role": "user", "content": f"How many? {learn.INSTRUCTION}"}]
+
+
+@pytest.mark.parametrize("line", ["{", '{"question": "?"}', '{"question": "?", "answer": "7"}', "[]"])
+def test_a_line_that_is_none_of_the_file_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "train.jsonl").write_text(line)
+    with pytest.raises(SystemExit, match=r"train\.jsonl:1: expected"):
+        list(learn.rows(tmp_path / "train.jsonl"))
+
+
+def generated(file: Path, first: int, count: int) -> Path:
+    lines = [
+        {"question": f"Ann has {a} pens and buys {a % 3} more .", "answer": f"{a} + {a % 3}\n#### {a + a % 3}"}
+        for a in range(first, first + count)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_some_steps_of_its_settings_report_accuracy_before_and_after(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["<pad>", "<s>", "</s>", "####", "Ann", "has", "pens", "and", "buys", "more", ".", *map(str, range(60))]
+    tokens = tokenizer_of([*words, *(f"w{i}" for i in range(tiny.VOCABULARY - len(words)))])
+    tokens.chat_template = TEMPLATE
+    tokens.save_pretrained(tmp_path / "model")
+    tiny.causal("llama", seed=1).save_pretrained(tmp_path / "model")
+    few = {
+        "models.policy": tmp_path / "model",
+        "run.directory": tmp_path / "runs",
+        "run.steps": 2,
+        "run.cores": 1,
+        "run.panel": "off",
+        "run.checkpoint_every": 0,
+        "step.batch": 8,
+        "sampling.max_new_tokens": 8,
+    }
+    files = [generated(tmp_path / "train.jsonl", 3, 20), generated(tmp_path / "test.jsonl", 30, 6)]
+    arguments = [*map(str, files), "--folder", str(tmp_path / "data")]
+    assert (
+        learn.main([*arguments, *(part for key, value in few.items() for part in ("--set", f"{key}={value}"))]) == DONE
+    )
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said[-2:]] == ["strict", "flexible"]
+    written = json.loads((tmp_path / "runs" / "gsm8k" / "metrics.jsonl").read_text().splitlines()[0])
+    assert written["objective/scores"] == written["rewards/strict/mean"]
+    assert {"rewards/flexible/mean", "val/explained_variance"} <= written.keys()
+
+
+def test_the_settings_are_those_of_the_run_that_it_repeats() -> None:
+    settings = tomllib.loads((Path(learn.__file__).parent / "config.toml").read_text())
+    batch, minibatches = settings["step"]["batch"], settings["trainer"]["minibatches"]
+    assert (batch, batch // minibatches, settings["run"]["steps"]) == (256, 64, 15 * (7_473 // batch))
