@@ -435,6 +435,8 @@ def _models_of_trl(draft: Draft) -> None:
     if draft.take("use_peft", default=False):
         draft.put("models.lora_rank", rank, "lora_r")
         draft.put("models.lora_alpha", alpha, "lora_alpha")
+        if modules := draft.take("lora_target_modules"):
+            draft.put("models.lora", {"target_modules": modules}, "lora_target_modules")
     if draft.take("tools"):
         draft.lose("a function that answers a response at a stop (see environment.source)", "tools")
     named = ["reward_model_path", "<reward>", "reward_model_name_or_path", "reward_funcs"]
@@ -595,6 +597,8 @@ def _models_of_verl(draft: Draft) -> None:
     alpha = draft.take(f"{MODEL}.lora_alpha", 16)
     if draft.take(f"{MODEL}.lora_rank", 0):
         draft.put("models.lora_alpha", alpha, f"{MODEL}.lora_alpha")
+        if (modules := draft.take(f"{MODEL}.target_modules", "all-linear")) != "all-linear":
+            draft.put("models.lora", {"target_modules": modules}, f"{MODEL}.target_modules")
     found: list[object] = []
     for place, last in (("reward_model", "model.path"), ("reward.reward_model", "model_path")):
         model = draft.take(f"{place}.{last}")

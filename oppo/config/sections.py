@@ -376,6 +376,13 @@ class ModelsSection:
     lora_rank: Count = setting(0, "train adapters of this rank, of a mixture in its attention; 0: all weights")
     lora_alpha: PositiveCount = setting(32, "adapters are scaled by lora_alpha / lora_rank")
     lora_experts: bool = setting(default=False, description="add adapters to the experts of a mixture too")
+    lora: dict[str, object] = field(
+        default_factory=dict,
+        metadata={
+            "description": 'further arguments of PEFT\'s `LoraConfig`, as `{target_modules = ["q_proj"], use_rslora = '
+            "true}`"
+        },
+    )
     adapter: str = setting(
         "",
         "directory or hub name of a LoRA adapter for the policy, which is trained on, with the rank that it has; "
@@ -408,7 +415,7 @@ class ModelsSection:
                 "shared_trunk = true makes the critic a head on the policy's trunk: leave critic out; got "
                 f"{self.critic!r}"
             )
-        if self.adapter and (given := changed(self, {"lora_rank", "lora_alpha", "lora_experts"})):
+        if self.adapter and (given := changed(self, {"lora_rank", "lora_alpha", "lora_experts", "lora"})):
             raise ValueError(
                 f"adapter = {self.adapter!r} has a rank, a scale and layers of its own: leave {', '.join(given)} out, "
                 "or adapter, for a new one"

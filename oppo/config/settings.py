@@ -400,10 +400,10 @@ def require_consistent(settings: Settings) -> None:
         _require_possible_in_flight(settings)
     if settings.step.stream_updates:
         _require_a_sum(settings)
-    if settings.models.lora_experts and not settings.models.lora_rank:
+    if not settings.models.lora_rank and (given := changed(settings.models, {"lora_experts", "lora"})):
         raise ValueError(
-            "models.lora_experts = true adds adapters to experts, and models.lora_rank = 0 adds none: give a rank, or "
-            "leave lora_experts out"
+            f"models.{' and models.'.join(given)} would be of new adapters, and models.lora_rank = 0 adds none: give a "
+            "rank, or leave that out"
         )
     if settings.trainer.router_replay and settings.algorithm.corrects:
         raise ValueError(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -46,7 +48,28 @@ def share_base(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, shared)
 
 
-def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0, experts: bool = False) -> None:
+OWNED: Final[Mapping[str, str]] = {
+    "r": "models.lora_rank sets it",
+    "lora_alpha": "models.lora_alpha sets it",
+    "target_parameters": "models.lora_experts sets it",
+    "lora_dropout": "a trained token would not have the log-prob with which it was sampled",
+    "task_type": "the policy is a causal language model",
+    "peft_type": "it is LORA",
+    "inference_mode": "the adapter is trained",
+    "base_model_name_or_path": "models.policy is the base",
+}
+"""Keys of PEFT's ``LoraConfig`` that :func:`add_lora` does not take, and why."""
+
+
+def add_lora(
+    model: PreTrainedModel,
+    rank: int,
+    alpha: int,
+    *,
+    seed: int = 0,
+    experts: bool = False,
+    more: Mapping[str, object] | None = None,
+) -> None:
     """Add an adapter to every linear layer that is trained but the last; from now on only adapters require a gradient.
 
     A mixture of experts gets adapters in its attention layers, and in its ``experts`` if that is asked for; its routers
@@ -64,10 +87,12 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0, ex
         experts: add one to each expert too: to tensors that hold a matrix for each expert. In a pass each layer then
             builds a second, full copy of its experts, their products added, in the type of their weights; training
             holds the copies of all layers until the backward pass, unless a layer is recomputed.
+        more: further arguments of PEFT's ``LoraConfig``, such as ``target_modules`` or ``use_rslora``.
 
     Raises:
         ConfigError: PEFT is not installed, or not in a version that works with that of transformers; or the rank is
-            more than that of the largest layer.
+            more than that of the largest layer; or ``more`` holds a key that PEFT does not have, or that is set here,
+            or has more trained than products added to the layers above.
         ModelRefused: the model is a mixture of experts without linear layers in its attention; or it has no experts in
             such tensors, and ``experts`` asks for them; or PEFT cannot add adapters to it.
     """
@@ -92,16 +117,42 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int, *, seed: int = 0, ex
             f"models.lora_rank = {rank} is more than the rank of any layer of {type(model).__name__}, which is at most "
             f"{largest}: expected a lower one, or 0, which trains all weights"
         )
-    adapter = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=0.0,
-        target_modules="all-linear" if of_every else list(linear),
-        target_parameters=list(fused_experts) or None,
-        exclude_modules=_read_past_adapters(model) or None,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in linear.values()),
-    )
-    _add(model, adapter, seed, "set models.lora_rank = 0")
+    given: dict[str, Any] = {
+        "target_modules": "all-linear" if of_every else list(linear),
+        "exclude_modules": _read_past_adapters(model) or None,
+        "fan_in_fan_out": any(isinstance(module, Conv1D) for module in linear.values()),
+        **_checked(more or {}),
+        "target_parameters": list(fused_experts) or None,
+    }
+    try:
+        adapter = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, **given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"models.lora is refused by PEFT: {one_line(error)}") from error
+    fit = _fit(model)
+    _add(model, adapter, seed, "change models.lora" if more else "set models.lora_rank = 0")
+    _require_products(model, fit, "models.lora", "has an adapter")
+
+
+def _checked(more: Mapping[str, object]) -> Mapping[str, object]:
+    from peft import LoraConfig  # noqa: PLC0415 - an extra
+
+    known = [each.name for each in fields(LoraConfig) if each.init]
+    for name in more:
+        if name in OWNED:
+            raise ConfigError(f"models.lora.{name}: {OWNED[name]}: leave it out")
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"models.lora.{name}: PEFT's LoraConfig has no such key{hint}")
+    _require_whole_base("models.lora", more.get("init_lora_weights", True))
+    return more
+
+
+def _require_whole_base(what: str, begun: object) -> None:
+    if isinstance(begun, str) and begun.startswith(CHANGES_BASE):
+        raise ConfigError(
+            f"{what} is LoRA begun with {begun}, whose base was changed: expected LoRA over the base as it is"
+        )
 
 
 def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, trained: bool = True) -> None:
@@ -131,22 +182,14 @@ def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, 
             f"the adapter in {directory} cannot be used ({one_line(error)}): expected {ADAPTER} and {ADAPTER_WEIGHTS}, "
             "as PEFT's save_pretrained writes them"
         ) from error
-    begun = getattr(config, "init_lora_weights", True)
-    if config.peft_type != "LORA" or (isinstance(begun, str) and begun.startswith(CHANGES_BASE)):
-        kind = f"LoRA begun with {begun}, whose base was changed" if config.peft_type == "LORA" else config.peft_type
-        raise ConfigError(f"the adapter in {directory} is {kind}: expected LoRA over the base as it is")
+    if config.peft_type != "LORA":
+        raise ConfigError(f"the adapter in {directory} is {config.peft_type}: expected LoRA")
+    _require_whole_base(f"the adapter in {directory}", config.init_lora_weights)
     config.inference_mode, config.lora_dropout, config.init_lora_weights = False, 0.0, True
-    fit = _linear(model)[1].keys() - {*_read_past_adapters(model)}
-    fit |= {name.rpartition(".")[0] for name in _fused_experts(model)}
+    fit = _fit(model)
     _add(model, config, 0, "leave models.adapter out")
+    _require_products(model, fit if trained else None, f"the adapter in {directory}", "is")
     added = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    layers = {_plain(name.partition(".lora_")[0]) for name in added}
-    if trained and (other := sorted(layers - fit)):
-        raise ConfigError(
-            f"the adapter in {directory} is on {other[0]}{f' and {len(other) - 1} more' * (len(other) > 1)}, and "
-            f"{type(model).__name__} has adapters on its inner linear layers only, as a mixture in its attention and "
-            "on the tensors of its experts: expected an adapter on these"
-        )
     given = {_of_model(name): each for name, each in tensors.items()}
     wrong = sorted(name for name in {*given, *added} if _shape(given, name) != _shape(added, name)) if weights else []
     if wrong:
@@ -160,6 +203,28 @@ def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, 
             added[name].copy_(each)
     for each in () if trained else added.values():
         each.requires_grad_(False)
+
+
+def _fit(model: PreTrainedModel) -> set[str]:
+    # The layers that may have adapters, before any has.
+    fit = _linear(model)[1].keys() - {*_read_past_adapters(model)}
+    return fit | {name.rpartition(".")[0] for name in _fused_experts(model)}
+
+
+def _require_products(model: PreTrainedModel, fit: set[str] | None, what: str, verb: str) -> None:
+    added = [name for name, each in model.named_parameters() if each.requires_grad]
+    if more := [name for name in added if not re.search(r"\.lora_[AB]\.\w+\.weight$", name)]:
+        raise ConfigError(
+            f"{what} trains {more[0]}: expected products of two matrices that are added to layers, without DoRA, "
+            "biases and modules_to_save"
+        )
+    layers = {_plain(name.partition(".lora_")[0]) for name in added}
+    if fit is not None and (other := sorted(layers - fit)):
+        raise ConfigError(
+            f"{what} {verb} on {other[0]}{f' and {len(other) - 1} more' * (len(other) > 1)}, and "
+            f"{type(model).__name__} has adapters on its inner linear layers only, as a mixture in its attention and "
+            "on the tensors of its experts: expected an adapter on these"
+        )
 
 
 def _of_model(name: str) -> str:

@@ -12,7 +12,7 @@ A hub name is fetched there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Final, Literal, TypeAlias, TypeVar
@@ -52,6 +52,7 @@ class ModelRecipe:
         device: by name; ``auto`` is the first CUDA device of the process that loads it, or the CPU without one.
         new_head: of a ``scalar`` model, see :func:`oppo.hf.load_scalar`.
         lora_rank, lora_alpha, lora_seed, lora_experts: of adapters that are added to it; rank 0: none.
+        lora: further arguments of theirs, see :func:`oppo.hf.lora.add_lora`.
         adapter: directory or hub name of one that is loaded and trained instead; empty: none.
 
     Example:
@@ -72,6 +73,7 @@ class ModelRecipe:
     lora_alpha: int = 32
     lora_seed: int = 0
     lora_experts: bool = False
+    lora: Mapping[str, object] = field(default_factory=dict, hash=False)
     adapter: str = ""
 
     def load(self) -> PreTrainedModel:
@@ -96,7 +98,8 @@ class ModelRecipe:
             )
         require_supported(model.dtype, model.device)
         if self.lora_rank:
-            add_lora(model, self.lora_rank, self.lora_alpha, seed=self.lora_seed, experts=self.lora_experts)
+            rank, alpha, seed, experts = self.lora_rank, self.lora_alpha, self.lora_seed, self.lora_experts
+            add_lora(model, rank, alpha, seed=seed, experts=experts, more=self.lora)
         if self.adapter:
             load_lora(model, located(self.adapter, weights=True))
         return model

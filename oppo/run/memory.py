@@ -125,7 +125,7 @@ class Outlines:
         models = self.settings.models
         actor = self._made("models.policy", CAUSAL, models.policy)
         if models.lora_rank:
-            add_lora(actor, models.lora_rank, models.lora_alpha, experts=models.lora_experts)
+            add_lora(actor, models.lora_rank, models.lora_alpha, experts=models.lora_experts, more=models.lora)
         if models.adapter:
             load_lora(actor, adapter_of(models), weights=False)
         return actor

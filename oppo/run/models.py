@@ -403,7 +403,14 @@ def _actor_and_reference(
     shared = models.adapts and models.reference in {models.policy, models.adapter} and not apart
     base = share_base(actor) if models.reference and shared else None
     if models.lora_rank:
-        add_lora(actor, models.lora_rank, models.lora_alpha, seed=seed, experts=models.lora_experts)
+        add_lora(
+            actor,
+            models.lora_rank,
+            models.lora_alpha,
+            seed=seed,
+            experts=models.lora_experts,
+            more=models.lora,
+        )
     if adapter is not None:
         with load.attributed("policy", "models.adapter"):
             load_lora(actor, adapter)
@@ -448,6 +455,7 @@ def _actor_recipe(models: ModelsSection, load: RoleLoader, device: torch.device,
         lora_alpha=models.lora_alpha,
         lora_seed=seed,
         lora_experts=models.lora_experts,
+        lora=models.lora,
         adapter=models.adapter,
     )
 

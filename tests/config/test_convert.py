@@ -83,7 +83,8 @@ def test_a_call_in_a_script_is_read_with_the_values_of_its_names() -> None:
     assert found["algorithm"] == {"samples": 4, "kl": 0.04, "kl_in": "loss", "kl_estimator": "k3"} | {
         key: value for key, value in found["algorithm"].items() if key == "aggregation"
     }
-    assert found["models"] == {"policy": "./actor", "lora_rank": 2, "lora_alpha": 4}
+    adapters = {"lora_rank": 2, "lora_alpha": 4, "lora": {"target_modules": ["q_proj"]}}
+    assert found["models"] == {"policy": "./actor", **adapters}
     assert found["rewards"] == [
         {"source": "rewards.py:short", "name": "short", "weight": 1.0},
         {"source": "./reward", "name": "reward", "weight": 0.5},

@@ -233,8 +233,10 @@ def test_a_critic_on_the_policys_trunk_is_no_model_of_its_own(tmp_path: Path) ->
 def test_adapters_of_experts_have_a_rank(tmp_path: Path) -> None:
     assert loaded(tmp_path, "", "models.lora_experts=true", "models.lora_rank=2").models.lora_experts
     said = refused(tmp_path, "", "models.lora_experts=true")
-    assert "models.lora_experts = true" in said
+    assert "models.lora_experts would be" in said
     assert "models.lora_rank = 0" in said
+    said = refused(tmp_path, "", 'models.lora={target_modules = ["q_proj"]}')
+    assert "models.lora would be" in said
 
 
 def test_the_reference_of_a_policy_with_an_adapter_has_it_too(tmp_path: Path) -> None:

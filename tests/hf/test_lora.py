@@ -543,3 +543,37 @@ def test_a_mamba_layer_has_adapters_only_where_its_kernels_read_through_them() -
     assert probe(model) == "whole"
     model(IDS, use_cache=False).logits.square().sum().backward()
     assert all(parameter.grad is not None for parameter in trained(model).values())
+
+
+def test_a_new_adapter_takes_further_arguments_of_peft() -> None:
+    model = tiny.causal("llama", seed=1)
+    chosen = {"target_modules": ["q_proj"], "layers_to_transform": [0], "use_rslora": True}
+    add_lora(model, 4, 8, seed=3, more=chosen)
+    own = trained(model)
+    assert {name.partition(".lora_")[0].rpartition("layers.")[2] for name in own} == {"0.self_attn.q_proj"}
+    (layer,) = [module for module in model.modules() if hasattr(module, "scaling") and hasattr(module, "lora_A")]
+    assert layer.scaling == {"default": 8 / 4**0.5}
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    before = merged(model)[weight].clone()
+    with torch.no_grad():
+        own[next(name for name in own if "lora_B" in name)].fill_(1.0)
+    a = own[next(name for name in own if "lora_A" in name)]
+    assert torch.allclose(merged(model)[weight] - before, 4.0 * a.sum(0).expand_as(before), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"target_module": ["q_proj"]}, "models.lora.target_module: .* did you mean target_modules"),
+        ({"r": 3}, r"models.lora.r: models.lora_rank sets it"),
+        ({"lora_dropout": 0.1}, "models.lora.lora_dropout: a trained token"),
+        ({"use_dora": True}, "models.lora trains .*lora_magnitude_vector"),
+        ({"modules_to_save": ["norm"]}, "models.lora trains .*norm"),
+        ({"target_modules": ["lm_head"]}, "models.lora has an adapter on lm_head"),
+        ({"init_lora_weights": "pissa"}, "begun with pissa, whose base was changed"),
+        ({"layers_pattern": ["layers"]}, "refused by PEFT"),
+    ],
+)
+def test_arguments_of_peft_that_a_new_adapter_does_not_take_are_refused(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        add_lora(tiny.causal("llama"), 4, 8, more=more)

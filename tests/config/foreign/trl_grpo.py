@@ -33,6 +33,6 @@ trainer = GRPOTrainer(
     reward_funcs=[short, "./reward"],
     args=args,
     train_dataset=dataset,
-    peft_config=LoraConfig(r=2, lora_alpha=4, lora_dropout=0.05),
+    peft_config=LoraConfig(r=2, lora_alpha=4, lora_dropout=0.05, target_modules=["q_proj"]),
 )
 trainer.train()
