@@ -159,7 +159,7 @@ class Draft:
             if not more:
                 continue
             how, value = more[0], self.take(name, more[1] if len(more) > 1 else None)
-            if value is None:
+            if value in (None, "all-linear"):
                 continue
             if isinstance(how, dict):
                 if (spelt := str(value).lower() if isinstance(value, bool) else str(value)) not in how:
@@ -168,7 +168,7 @@ class Draft:
                 value = how[spelt]
             elif how == "at least 0":
                 value = max(self.whole(name, more[1] if len(more) > 1 else 0), 0)
-            self.put(key, _name(value) if how == "name" else value, name)
+            self.put(key, {how: value} if how == "target_modules" else _name(value) if how == "name" else value, name)
 
     def settle(self) -> None:
         """Leave out what the algorithm or a setting does not take, and name every field that went nowhere."""
@@ -435,8 +435,6 @@ def _models_of_trl(draft: Draft) -> None:
     if draft.take("use_peft", default=False):
         draft.put("models.lora_rank", rank, "lora_r")
         draft.put("models.lora_alpha", alpha, "lora_alpha")
-        if modules := draft.take("lora_target_modules"):
-            draft.put("models.lora", {"target_modules": modules}, "lora_target_modules")
     if draft.take("tools"):
         draft.lose("a function that answers a response at a stop (see environment.source)", "tools")
     named = ["reward_model_path", "<reward>", "reward_model_name_or_path", "reward_funcs"]
@@ -597,8 +595,6 @@ def _models_of_verl(draft: Draft) -> None:
     alpha = draft.take(f"{MODEL}.lora_alpha", 16)
     if draft.take(f"{MODEL}.lora_rank", 0):
         draft.put("models.lora_alpha", alpha, f"{MODEL}.lora_alpha")
-        if (modules := draft.take(f"{MODEL}.target_modules", "all-linear")) != "all-linear":
-            draft.put("models.lora", {"target_modules": modules}, f"{MODEL}.target_modules")
     found: list[object] = []
     for place, last in (("reward_model", "model.path"), ("reward.reward_model", "model_path")):
         model = draft.take(f"{place}.{last}")

@@ -30,7 +30,7 @@ from oppo.hf.model_files import ADAPTER
 from oppo.libraries import require
 
 if TYPE_CHECKING:
-    from peft import PeftConfig
+    from peft import LoraConfig
 
 CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """Ways to begin a LoRA adapter after which its base is not the model of that name any more."""
@@ -128,9 +128,8 @@ def add_lora(
         adapter = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, **given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"models.lora is refused by PEFT: {one_line(error)}") from error
-    fit = _fit(model)
-    _add(model, adapter, seed, "change models.lora" if more else "set models.lora_rank = 0")
-    _require_products(model, fit, "models.lora", "has an adapter")
+    _check_base(what := "the adapter of models.lora", adapter)
+    _add(model, adapter, seed, what=what, remedy="change models.lora" if more else "set models.lora_rank = 0")
 
 
 def _checked(more: Mapping[str, object]) -> Mapping[str, object]:
@@ -144,15 +143,7 @@ def _checked(more: Mapping[str, object]) -> Mapping[str, object]:
             near = get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"models.lora.{name}: PEFT's LoraConfig has no such key{hint}")
-    _require_whole_base("models.lora", more.get("init_lora_weights", True))
     return more
-
-
-def _require_whole_base(what: str, begun: object) -> None:
-    if isinstance(begun, str) and begun.startswith(CHANGES_BASE):
-        raise ConfigError(
-            f"{what} is LoRA begun with {begun}, whose base was changed: expected LoRA over the base as it is"
-        )
 
 
 def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, trained: bool = True) -> None:
@@ -184,11 +175,10 @@ def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, 
         ) from error
     if config.peft_type != "LORA":
         raise ConfigError(f"the adapter in {directory} is {config.peft_type}: expected LoRA")
-    _require_whole_base(f"the adapter in {directory}", config.init_lora_weights)
-    config.inference_mode, config.lora_dropout, config.init_lora_weights = False, 0.0, True
-    fit = _fit(model)
-    _add(model, config, 0, "leave models.adapter out")
-    _require_products(model, fit if trained else None, f"the adapter in {directory}", "is")
+    config.inference_mode, config.lora_dropout = False, 0.0
+    _check_base(what := f"the adapter in {directory}", config)
+    config.init_lora_weights = True
+    _add(model, config, 0, what=what, remedy="leave models.adapter out", anywhere=not trained)
     added = {name: each for name, each in model.named_parameters() if each.requires_grad}
     given = {_of_model(name): each for name, each in tensors.items()}
     wrong = sorted(name for name in {*given, *added} if _shape(given, name) != _shape(added, name)) if weights else []
@@ -205,26 +195,18 @@ def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, 
         each.requires_grad_(False)
 
 
+def _check_base(what: str, adapter: LoraConfig) -> None:
+    begun = adapter.init_lora_weights
+    if isinstance(begun, str) and begun.startswith(CHANGES_BASE):
+        raise ConfigError(
+            f"{what} is LoRA begun with {begun}, whose base was changed: expected LoRA over the base as it is"
+        )
+
+
 def _fit(model: PreTrainedModel) -> set[str]:
     # The layers that may have adapters, before any has.
     fit = _linear(model)[1].keys() - {*_read_past_adapters(model)}
     return fit | {name.rpartition(".")[0] for name in _fused_experts(model)}
-
-
-def _require_products(model: PreTrainedModel, fit: set[str] | None, what: str, verb: str) -> None:
-    added = [name for name, each in model.named_parameters() if each.requires_grad]
-    if more := [name for name in added if not re.search(r"\.lora_[AB]\.\w+\.weight$", name)]:
-        raise ConfigError(
-            f"{what} trains {more[0]}: expected products of two matrices that are added to layers, without DoRA, "
-            "biases and modules_to_save"
-        )
-    layers = {_plain(name.partition(".lora_")[0]) for name in added}
-    if fit is not None and (other := sorted(layers - fit)):
-        raise ConfigError(
-            f"{what} {verb} on {other[0]}{f' and {len(other) - 1} more' * (len(other) > 1)}, and "
-            f"{type(model).__name__} has adapters on its inner linear layers only, as a mixture in its attention and "
-            "on the tensors of its experts: expected an adapter on these"
-        )
 
 
 def _of_model(name: str) -> str:
@@ -246,7 +228,10 @@ def _read_past_adapters(model: nn.Module) -> list[str]:
     ]
 
 
-def _add(model: PreTrainedModel, adapter: PeftConfig, seed: int, remedy: str) -> None:
+def _add(
+    model: PreTrainedModel, adapter: LoraConfig, seed: int, *, what: str, remedy: str, anywhere: bool = False
+) -> None:
+    fit = _fit(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -256,9 +241,21 @@ def _add(model: PreTrainedModel, adapter: PeftConfig, seed: int, remedy: str) ->
                 f"PEFT cannot add adapters to {type(model).__name__} ({one_line(error)}): {remedy}"
             ) from error
     allow_threads(model)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()  # 16 bits would round small optimizer steps away
+    added = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    if more := [name for name in added if not re.search(r"\.lora_[AB]\.\w+\.weight$", name)]:
+        raise ConfigError(
+            f"{what} trains {more[0]}: expected products of two matrices that are added to layers, without DoRA, "
+            "biases and modules_to_save"
+        )
+    layers = {_plain(name.partition(".lora_")[0]) for name in added}
+    if not anywhere and (other := sorted(layers - fit)):
+        raise ConfigError(
+            f"{what} is on {other[0]}{f' and {len(other) - 1} more' * (len(other) > 1)}, and "
+            f"{type(model).__name__} has adapters on its inner linear layers only, as a mixture in its attention and "
+            "on the tensors of its experts: expected an adapter on these"
+        )
+    for parameter in added.values():
+        parameter.data = parameter.data.float()  # 16 bits would round small optimizer steps away
     model.train(mode=False)
 
 
