@@ -176,7 +176,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "algorithm.value_coefficient": ("value coefficient, c1", "vf_coef"),
     "algorithm.bootstrap_truncated": ("partial-episode bootstrapping, bootstrapping at time limits", ""),
     "algorithm.samples": ("group size, G", "`num_generations` of GRPO"),
-    "algorithm.scale_scores": ("reward scaling, MaxRL", "`scale_rewards` of GRPO"),
+    "algorithm.scale_scores": ("reward scaling, MaxRL, GDPO", "`scale_rewards` of GRPO"),
     "algorithm.dynamic_sampling": ("dynamic sampling", ""),
     "algorithm.max_rounds": ("generation rounds of dynamic sampling", ""),
     "algorithm.long_buffer": ("soft over-long punishment, L_cache", ""),

@@ -453,6 +453,8 @@ class Batch:
         deferred: the rollouts deferred to the next step.
         token_rewards: float32 [T], the part of the scores that the scorer placed at tokens, before it is shaped; 0 for
             a response whose score is a plain number, and ``None`` if all are.
+        named_scores: of several rewards, by name: the weight, and float32 [N], NaN for a response to which the reward
+            does not apply.
 
     Raises:
         ProtocolError: a column is no array of numbers with one for each row or token, offsets are no borders of the
@@ -479,6 +481,7 @@ class Batch:
     token_rewards: FloatArray | None = None
     last_values: FloatArray | None = None
     teacher: FloatArray | None = None
+    named_scores: Mapping[str, tuple[float, FloatArray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, kind in _ITEMS.items():

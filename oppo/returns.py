@@ -369,6 +369,31 @@ class TokenRewards(float):
         return f"TokenRewards(sum={float(self)}, tokens={len(self.rewards)})"
 
 
+class NamedScores(float):
+    """The scores of several rewards of one response; as a number, their weighted sum.
+
+    Attributes:
+        terms: weight and score of each reward that applies, by name.
+
+    Example:
+        >>> score = NamedScores({"right": (1.0, 0.5), "short": (0.5, 2.0)})
+        >>> float(score), score.terms["short"]
+        (1.5, (0.5, 2.0))
+    """
+
+    __slots__ = ("terms",)
+
+    terms: Mapping[str, tuple[float, float]]
+
+    def __new__(cls, terms: Mapping[str, tuple[float, float]]) -> Self:
+        score = super().__new__(cls, sum(weight * score for weight, score in terms.values()))
+        score.terms = dict(terms)
+        return score
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return type(self), (self.terms,)
+
+
 def weighted_sum(scores: Iterable[tuple[float, float]]) -> float:
     """Return the sum of weight times score; rewards at tokens stay where they are, and a number is the last token's.
 

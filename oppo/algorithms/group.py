@@ -11,7 +11,17 @@ from annotated_types import Ge, Lt
 from oppo.admission import Admission
 from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.algorithms.base import ClippedAlgorithm, KLPlace, Roles
-from oppo.declared import MOST, Count, NonNegative, Positive, PositiveCount, require_declared, require_whole, setting
+from oppo.declared import (
+    MOST,
+    Count,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    changed,
+    require_declared,
+    require_whole,
+    setting,
+)
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
@@ -96,8 +106,8 @@ class GroupAlgorithm(ClippedAlgorithm):
     )
 
     @property
-    def compared(self) -> GroupAdvantage:
-        """The estimator; see :func:`oppo.returns.group_advantages`."""
+    def compared(self) -> GroupAdvantage | Literal["each_reward"]:
+        """The estimator; see :class:`oppo.GroupRelative`."""
         return "leave_one_out"
 
     @property
@@ -136,17 +146,27 @@ class GroupAlgorithm(ClippedAlgorithm):
         )
 
 
-SCALES: Final[Mapping[str, GroupAdvantage]] = {"group": "standardised", "batch": "batch_standardised", "mean": "max_rl"}
+SCALES: Final[Mapping[str, GroupAdvantage | Literal["each_reward"]]] = {
+    "group": "standardised",
+    "batch": "batch_standardised",
+    "mean": "max_rl",
+    "each_reward": "each_reward",
+}
+
+
+OF_THE_SUM: Final = frozenset({"score_norm", "score_clip", "reward_scale", "missing_eos_penalty"})
+"""The settings that shape the weighted sum of rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(GroupAlgorithm):
     """GRPO: scores are standardised within the group; the loss, KL included, is a mean over responses."""
 
-    scale_scores: Literal["group", "batch", "mean"] = setting(
+    scale_scores: Literal["group", "batch", "mean", "each_reward"] = setting(
         "group",
         "what divides the distance of a score from the mean of its group: the deviation of the `group` or of the "
-        "`batch`; or that `mean`, for scores that are not negative (MaxRL)",
+        "`batch`; or that `mean`, for scores that are not negative (MaxRL); `each_reward`: the deviations of each of "
+        "several rewards in the group, then that of their weighted sum in the batch (GDPO)",
     )
     kl_in: KLPlace = "loss"
     kl_estimator: KLEstimator = "k3"
@@ -154,6 +174,15 @@ class GRPO(GroupAlgorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        shaped = {key: getattr(self, key) for key in changed(self, OF_THE_SUM)}
+        if getattr(self, "long_buffer", 0) != 0:
+            shaped["long_buffer"] = getattr(self, "long_buffer", None)
+        if self.scale_scores == "each_reward" and shaped:
+            raise ConfigError(
+                "scale_scores = 'each_reward' compares rewards one by one, and "
+                f"{', '.join(f'{key} = {value}' for key, value in shaped.items())} changes their sum: leave "
+                "that out (a long_buffer of 0 is none), or make it a reward of its own"
+            )
         if self.kl_in == "reward" and self.kl > 0:
             raise ConfigError(
                 f"algorithm {type(self).__name__.lower()!r} standardises rewards: where the scores of a group tie, a "
@@ -161,7 +190,7 @@ class GRPO(GroupAlgorithm):
             )
 
     @property
-    def compared(self) -> GroupAdvantage:
+    def compared(self) -> GroupAdvantage | Literal["each_reward"]:
         return SCALES[self.scale_scores]
 
 

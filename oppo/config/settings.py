@@ -351,6 +351,14 @@ def _check_teacher(settings: Settings) -> None:
 
 
 def _check_scores(settings: Settings) -> None:
+    by_reward = getattr(settings.algorithm, "scale_scores", "") == "each_reward"
+    if by_reward and settings.reward_models and len(settings.rewards) == 1:
+        raise ValueError(
+            "algorithm.scale_scores = 'each_reward' compares each of several rewards, and [[rewards]] has one, a "
+            "model: give several with names, or another scale_scores"
+        )
+    if settings.rewards:
+        return
     given = {"eval.prompts": bool(settings.eval.prompts), "run.keep_best = true": settings.run.keep_best}
     if found := [key for key, is_given in given.items() if is_given]:
         raise ValueError(
@@ -375,8 +383,7 @@ def require_consistent(settings: Settings) -> None:
     if settings.step.loss:
         _refuse_idle(settings)
     _check_teacher(settings)
-    if not settings.rewards:
-        _check_scores(settings)
+    _check_scores(settings)
     if settings.run.deterministic:
         _require_exactness(settings)
     if settings.models.engine == "vllm":
@@ -450,6 +457,7 @@ def _units(settings: Settings) -> tuple[int, str]:
 
 def _require_a_sum(settings: Settings) -> None:
     algorithm, trainer = settings.algorithm, settings.trainer
+    scale = getattr(algorithm, "scale_scores", "")
     faults = {
         "run.deterministic = true, and parts come in an order that depends on timing": settings.run.deterministic,
         "models.share_weights = true, and gradients are computed while responses are decoded": (
@@ -461,7 +469,7 @@ def _require_a_sum(settings: Settings) -> None:
             algorithm.has_critic or algorithm.responses < 2
         ),
         f"trainer.router_aux_loss = {trainer.router_aux_loss}": bool(trainer.router_aux_loss),
-        "algorithm.scale_scores = 'batch'": getattr(algorithm, "scale_scores", "") == "batch",
+        f"algorithm.scale_scores = {scale!r}": scale in {"batch", "each_reward"},
         "algorithm.score_norm = true": getattr(algorithm, "score_norm", False),
         "algorithm.kl_target": getattr(algorithm, "kl_target", None) is not None,
         "algorithm.dynamic_sampling = true": getattr(algorithm, "dynamic_sampling", False),

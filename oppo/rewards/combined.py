@@ -18,7 +18,7 @@ from oppo.errors import ConfigError, RewardError, SessionsLost, as_itself, conta
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.models import RewardFunction, Scorer
 from oppo.placement import Hosted, Hosting, Make
-from oppo.returns import weighted_sum
+from oppo.returns import NamedScores, TokenRewards, weighted_sum
 from oppo.rewards.function import DOES_NOT_APPLY, RESERVED, FunctionReward
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority
 from oppo.scorers import ScorerCapabilities, capabilities_of, prioritised
@@ -184,7 +184,7 @@ class Rewards(Scorer["float | Drop"]):
                             turn.start_soon(work, part)
 
     def _sum(self, rollout: int, scores: Mapping[str, float | Drop]) -> float | Drop:
-        terms: list[tuple[float, float]] = []
+        terms: dict[str, tuple[float, float]] = {}
         for part in self._parts:
             score = scores[part.name]
             if (
@@ -198,8 +198,11 @@ class Rewards(Scorer["float | Drop"]):
             self._samples.setdefault(f"rewards/{part.name}/share", []).append(float(not isinstance(score, Drop)))
             if not isinstance(score, Drop):
                 self._samples.setdefault(f"rewards/{part.name}/mean", []).append(float(score))
-                terms.append((part.weight, score))
-        return weighted_sum(terms) if terms else Drop(rollout, NONE_APPLIES)
+                terms[part.name] = part.weight, score
+        if not terms:
+            return Drop(rollout, NONE_APPLIES)
+        at_tokens = any(isinstance(score, TokenRewards) for _, score in terms.values())
+        return weighted_sum(terms.values()) if at_tokens else NamedScores(terms)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, SupportsFloat, TypeAlias
+from typing import Any, Literal, SupportsFloat, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -363,7 +363,9 @@ class GroupRelative(AdaptiveObjective):
 
     Attributes:
         advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO), ``centred`` (Dr. GRPO), ``batch_standardised`` or
-            ``max_rl``; see :func:`oppo.returns.group_advantages`.
+            ``max_rl``; see :func:`oppo.returns.group_advantages`. ``each_reward`` standardises each of several named
+            rewards in its group, and whitens their weighted sum over the batch, so that none drowns in the deviation of
+            another (GDPO: Liu et al. 2026, arXiv 2601.05242).
         kl: coefficient of the KL penalty in the return of a response, as in RLOO: a number, or a controller that adapts
             it to a target. GRPO has its KL in the loss instead, ``ClippedLoss.kl``: standardising gives a KL the same
             size at any coefficient, and where scores tie only the KL is left. Both need a reference.
@@ -373,11 +375,12 @@ class GroupRelative(AdaptiveObjective):
         distill: weight of a teacher; see :class:`AdaptiveObjective`. It is added after the comparison.
 
     Raises:
-        ConfigError: there is no such estimator, or ``kl`` is no coefficient or would be standardised.
+        ConfigError: there is no such estimator, or ``kl`` is no coefficient or would be standardised; or scores are
+            shaped, of which ``each_reward`` knows the parts only.
         ValueError: the coefficient of the KL penalty is negative or not finite.
     """
 
-    advantage: GroupAdvantage = "standardised"
+    advantage: GroupAdvantage | Literal["each_reward"] = "standardised"
     kl: SupportsFloat | KLControl = 0.0
     kl_estimator: KLEstimator = "k1"
     shaping: ScoreShaping = field(default_factory=ScoreShaping)
@@ -388,7 +391,12 @@ class GroupRelative(AdaptiveObjective):
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
         self.control = controlled(self.kl)
-        if self.advantage in {"standardised", "max_rl"} and self.refers:
+        if self.advantage == "each_reward" and self.shaping != ScoreShaping():
+            raise ConfigError(
+                "advantage = 'each_reward' compares rewards one by one, and the shaping changes their sum: expected "
+                f"ScoreShaping(), got {self.shaping}"
+            )
+        if self.advantage in {"standardised", "max_rl", "each_reward"} and self.refers:
             raise ConfigError(
                 f"advantage = {self.advantage!r} cannot have a KL in the reward, got kl = {self.kl}: where the scores "
                 "of a group tie, only the KL is left, scaled to full size at any coefficient; put it into the "
@@ -413,11 +421,29 @@ class GroupRelative(AdaptiveObjective):
         groups = [np.flatnonzero(group_of == group) for group in np.unique(group_of)]
         deviation = float(returns.std(ddof=1, dtype=np.float64)) if len(returns) > 1 else 0.0
         relative = np.zeros(len(batch), np.float32)
-        for members in groups:
-            relative[members] = group_advantages(returns[members], self.advantage, deviation)
+        if self.advantage == "each_reward":
+            relative = _by_reward(batch, groups)
+        else:
+            for members in groups:
+                relative[members] = group_advantages(returns[members], self.advantage, deviation)
         advantages = np.where(batch.sampled, np.repeat(relative, np.diff(batch.offsets)), np.float32(0))
         metrics = {**objective.metrics(batch), **_spread([objective.shaped[members] for members in groups])}
         return replace(batch, rewards=rewards, advantages=advantages, metrics=metrics)
+
+
+def _by_reward(batch: Batch, groups: Sequence[NDArray[np.int64]]) -> FloatArray:
+    if len(batch) and not batch.named_scores:
+        raise ProtocolError(
+            "advantage = 'each_reward' compares each of several rewards, and the scores are single numbers: expected "
+            "those of oppo.Rewards, or of several [[rewards]] with names, none of which rewards tokens"
+        )
+    total = np.zeros(len(batch), np.float64)
+    for weight, scores in batch.named_scores.values():
+        for members in groups:
+            known = members[np.isfinite(scores[members])]
+            if len(known) > 1:
+                total[known] += weight * group_advantages(scores[known], "standardised").astype(np.float64)
+    return whiten(total.astype(np.float32), np.ones(len(batch), np.bool_))
 
 
 def _spread(groups: Sequence[FloatArray]) -> Mapping[str, float]:
@@ -487,7 +513,7 @@ class InParts:
                 f"{type(self.estimator).__name__} estimates advantages from the whole batch, so no group can be "
                 "trained before: expected a GroupRelative, as in RLOO, GRPO and Dr. GRPO"
             )
-        if self.estimator.advantage == "batch_standardised":
+        if self.estimator.advantage in {"batch_standardised", "each_reward"}:
             raise ConfigError("scores divided by the deviation of the batch cannot come in parts: divide by a group's")
         if self.estimator.shaping.norm:
             raise ConfigError("scores normalised by the moments of all cannot come in parts: leave norm out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import numpy as np
 from oppo.errors import ProtocolError, blaming, shown
 from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored, described
 from oppo.graph import Receiver, Sender, join, where
-from oppo.returns import TokenRewards
+from oppo.returns import NamedScores, TokenRewards
 
 LARGEST = float(np.finfo(np.float32).max)
 NONFINITE = "nonfinite"
@@ -172,7 +173,19 @@ class ScoredRollouts:
             deferred=tuple(self.deferred),
             token_rewards=self._token_rewards(),
             teacher=_flat_if_complete([each.teacher for each in self.rollouts]),
+            named_scores=self._named_scores(),
         )
+
+    def _named_scores(self) -> Mapping[str, tuple[float, FloatArray]]:
+        terms = [each.score.terms if isinstance(each.score, NamedScores) else {} for each in self.rollouts]
+        absent = math.nan, math.nan
+        return {
+            name: (
+                next(row[name][0] for row in terms if name in row),
+                np.array([row.get(name, absent)[1] for row in terms], np.float32),
+            )
+            for name in dict.fromkeys(name for row in terms for name in row)
+        }
 
     def _token_rewards(self) -> FloatArray | None:
         rewards = [each.token_rewards for each in self.rollouts]

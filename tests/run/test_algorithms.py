@@ -37,6 +37,8 @@ OWN: Final[Mapping[str, Sequence[str]]] = {
 REFERRING: Final = {"ppo", "grpo", "rloo", "reinforce_pp", "online_dpo"}
 """The algorithms with a KL to the reference by default."""
 
+SEVERAL: Final = "rewards=[{source='reward.py:short', name='short'}, {source='reward.py:odd', name='odd', weight=0.5}]"
+
 COMMON = ("run.panel=off", "rewards.0.source=reward.py:short", "step.batch=3", "run.scorers=thread")
 
 
@@ -73,6 +75,7 @@ def actor(folder: Path, name: str) -> Mapping[str, bytes]:
             "ppo",
             ("algorithm.lam_alpha=0.2", "algorithm.lam_value=1.0", "algorithm.nll=0.1", "algorithm.nll_above=-1.1"),
         ),
+        ("grpo", ("algorithm.scale_scores=each_reward", "algorithm.samples=4", "algorithm.clip=0.3", SEVERAL)),
     ],
 )
 def test_streaming_changes_no_bit(folder: Path, algorithm: str, chosen: tuple[str, ...]) -> None:
