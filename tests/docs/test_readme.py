@@ -179,9 +179,12 @@ def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> Non
     base = '[models]\npolicy = "actor"\n[data]\nprompts = "prompts.jsonl"\n'
     found = []
     for text in fenced(ROOT / "docs" / "rewards.md", "toml"):
-        (tmp_path / "config.toml").write_text(base + text)
-        found.append([each.name for each in load(tmp_path / "config.toml").rewards])
-    assert found == [["helpful", "short", "judge", "close"], [None]]
+        rewarded = text if "[[rewards]]" in text else text + '[[rewards]]\nsource = "reward.py:named"\nname = "named"\n'
+        (tmp_path / "config.toml").write_text(base + rewarded)
+        settings = load(tmp_path / "config.toml")
+        found.append([each.name for each in settings.rewards])
+    assert found == [["helpful", "short", "judge", "close"], [None], ["named"]]
+    assert settings.environment.tools == (f"{tmp_path / 'tools.py'}:add",)
 
 
 def test_the_reward_on_vllm_of_the_page_on_engines_is_settings(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from oppo.errors import ConfigError
 from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall, tool_schema
 from oppo.hf.tokenizer import HfTokenizer
-from tests.hf.spot_tokenizers import byte_tokenizer
+from tests.hf.spot_tokenizers import TEMPLATE, TRIMMING, byte_tokenizer, spot
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -116,6 +116,28 @@ def test_a_users_reply_is_what_the_template_renders_after_the_same_turn(name: st
     whole = own.rendered([USER, {"role": "assistant", "content": "fine"}, reply], answered=False)
     assert own.decode_whole([*turn, *given]) == whole.text[whole.text.index("fine") :]
     assert [*turn, *given] == own.encode_rendered(whole.after(whole.text.index("fine")))
+
+
+LLAMA2 = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }} </s>"
+    "{% endif %}{% endfor %}"
+)
+"""One without a generation prompt, and with a space before what ends a message."""
+
+
+@pytest.mark.parametrize("make", ["byte-level", "unigram", "sentence-piece"])
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(TEMPLATE, "<|im_end|>"), (TRIMMING, "</s>"), (LLAMA2, "</s>")],
+    ids=["chatml", "trim", "llama2"],
+)
+def test_a_reply_has_the_tokens_that_the_whole_conversation_has_there(make: str, template: str, end: str) -> None:
+    own = spot(make, template)
+    fine, reply = {"role": "assistant", "content": "fine, world"}, {"role": "user", "content": "and the dog?"}
+    given = ChatFormat(own).answer([*own.encode_whole("fine, world"), *own.encode_whole(end)[-1:]], [reply])
+    whole = own.encode_rendered(own.rendered([USER, fine, reply], answered=False))
+    assert len(given) > 5
+    assert whole[-len(given) :] == given
 
 
 @pytest.mark.parametrize("name", sorted(OF_TOOLS))
