@@ -126,16 +126,19 @@ class Draft:
         if isinstance(value, Computed):
             self.lose("computed when the program runs: give the setting by --set", f"{name} = {value}")
             return default
+        if isinstance(default, str | bool) and isinstance(value, list | dict):
+            self.lose(f"expected a value such as {default!r}", f"{name} = {value}")
+            return default
         return default if value is None else value
 
-    def whole(self, name: str, default: int) -> int:
-        """Return a field that is a whole number."""
-        return int(self.number(name, default))
+    def whole(self, name: str, default: int, least: float = -math.inf) -> int:
+        if (value := self.number(name, default)) < least:
+            raise ConfigError(f"{name}: expected at least {least}, got {value}")
+        return int(value)
 
     def number(self, name: str, default: float) -> float:
-        """Return a field that is a number."""
         value = self.take(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"{name}: expected a number, got {value!r}")
         return value
 
@@ -150,7 +153,6 @@ class Draft:
         self.blank[key] = what
 
     def lose(self, reason: str, *names: str) -> None:
-        """Note that fields are not carried over."""
         self.lost.setdefault(reason, []).extend(names)
 
     def same(self, rows: Rows) -> None:
@@ -172,7 +174,8 @@ class Draft:
 
     def settle(self) -> None:
         """Leave out what the algorithm or a setting does not take, and name every field that went nowhere."""
-        known, has_critic = keys_of(ALGORITHMS[self.algorithm]), ALGORITHMS[self.algorithm].has_critic
+        algorithm = self.algorithm
+        known, has_critic = keys_of(ALGORITHMS[algorithm]), ALGORITHMS[algorithm].has_critic
         for key, (value, why) in list(self.values.items()):
             section, _, name = key.partition(".")
             of_the_critic = not has_critic and "critic" in name
@@ -183,7 +186,7 @@ class Draft:
             elif name not in known[section] or of_the_critic:
                 del self.values[key]
                 if why in self.given and value not in (0, False, "none"):
-                    self.lose(f"step.algorithm = {self.algorithm!r} does not read {key}", why)
+                    self.lose(f"step.algorithm = {algorithm!r} does not read {key}", why)
             elif refusal := _refusal(known[section][name].kind, value):
                 del self.values[key]
                 self.lose(f"{key}: {refusal}", why)
@@ -227,8 +230,8 @@ def _name(text: object) -> str:
 
 
 def _trackers(draft: Draft, name: str) -> None:
-    given = draft.take(name, [])
-    listed, known = [given] if isinstance(given, str) else list(given), get_args(Tracker)
+    given = draft.take(name) or []
+    listed, known = [*map(str, given if isinstance(given, list) else [given])], get_args(Tracker)
     if chosen := [each for each in known if each in listed]:
         draft.put("run.track", chosen, name)
     if others := [f"{name} = {each}" for each in listed if each not in {*known, "console", "none"}]:
@@ -267,9 +270,6 @@ def _rewards(draft: Draft, rewards: Sequence[object], weights: Sequence[object] 
             draft.put(f"{key}.weight", weights[number], "reward_weights")
     if not rewards:
         draft.open("rewards.0.source", "rewards.py:score", REWARD)
-
-
-# TRL
 
 
 def _rows_of_trl(kind: Kind) -> dict[str, Sequence[Any]]:
@@ -347,10 +347,10 @@ def _engine_of_trl(draft: Draft) -> None:
             if (value := draft.take(f"vllm_{name}")) is not None:
                 draft.put(f"vllm.{ours}", value, f"vllm_{name}")
     prefix = "vllm_importance_sampling"
-    mode = draft.take(f"{prefix}_mode")
+    mode = draft.take(f"{prefix}_mode", "")
     if not draft.take(f"{prefix}_correction", default=True):
         mode = "none"
-    if mode is None:
+    if not mode:
         return  # importance weights of tokens are truncated where vLLM decodes, unless others are asked for
     chosen = {"token_truncate": "truncated", "token_mask": "mask", "none": "none"}.get(mode, "mask_sequence")
     draft.put("algorithm.is_correction", chosen, f"{prefix}_mode")
@@ -361,8 +361,11 @@ def _engine_of_trl(draft: Draft) -> None:
 
 def _batch_of_trl(draft: Draft) -> int:
     """Settle the batch and the steps; return the optimizer steps of a batch."""
-    rows, passes = draft.whole("per_device_train_batch_size", 8), draft.whole("gradient_accumulation_steps", 1)
-    processes, names = draft.whole("num_processes", 1), ["per_device_train_batch_size", "gradient_accumulation_steps"]
+    rows, passes = draft.whole("per_device_train_batch_size", 8, 1), draft.whole("gradient_accumulation_steps", 1, 1)
+    processes, names = (
+        draft.whole("num_processes", 1, 1),
+        ["per_device_train_batch_size", "gradient_accumulation_steps"],
+    )
     if "num_processes" not in draft.given:
         draft.lose("a batch is counted for one process: multiply step.batch by their number", "num_processes")
     epochs, most, each = draft.number("num_train_epochs", 3.0), draft.whole("max_steps", -1), 1
@@ -371,8 +374,8 @@ def _batch_of_trl(draft: Draft) -> int:
         if total := draft.whole("total_episodes", 0):
             draft.put("run.steps", math.ceil(total / batch), "total_episodes")
     else:
-        samples, several = draft.whole("num_generations", 8), draft.whole("steps_per_generation", passes)
-        completions = draft.whole("generation_batch_size", rows * processes * several)
+        samples, several = draft.whole("num_generations", 8, 1), draft.whole("steps_per_generation", passes, 1)
+        completions = draft.whole("generation_batch_size", rows * processes * several, 1)
         names += ["generation_batch_size", "steps_per_generation", "num_generations"]
         draft.put("step.batch", math.ceil(completions / samples), *names)
         if completions % samples:
@@ -381,7 +384,7 @@ def _batch_of_trl(draft: Draft) -> int:
             )
         if (minibatches := completions // (rows * processes * passes)) > 1:
             draft.put("trainer.minibatches", minibatches, *names[1:-1])
-        each = max(minibatches, 1) * draft.whole("num_iterations", 1)
+        each = max(minibatches, 1) * draft.whole("num_iterations", 1, 1)
         if most > 0:
             draft.put("run.steps", math.ceil(most / each), "max_steps")
     if "run.steps" not in draft.values:
@@ -463,8 +466,6 @@ def _source(draft: Draft, key: str, source: Mapping[str, object]) -> None:
     table = {name: value for name, value in source.items() if value and (name, value) != ("split", "train")}
     draft.put(key, table["path"] if len(table) == 1 else [table], "dataset_name", note="the dataset")
 
-
-# verl
 
 ESTIMATORS: Final = {"gae": "ppo", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp"}
 KLS: Final = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -579,7 +580,9 @@ def _batch_of_verl(draft: Draft) -> None:
     if draft.take(f"{ACTOR}.use_dynamic_bsz", default=False):
         draft.put("trainer.micro_batch_tokens", tokens, size)
     epochs = draft.number("trainer.total_epochs", 30)
-    if "run.steps" not in draft.values:
+    if total := draft.whole("trainer.total_training_steps", 0):
+        draft.put("run.steps", total, "trainer.total_training_steps")
+    else:
         _until_the_data_ends(draft, epochs, "trainer.total_epochs")
     steps, ratio = draft.number(f"{ACTOR}.optim.lr_warmup_steps", -1), f"{ACTOR}.optim.lr_warmup_steps_ratio"
     _warm_up(draft, max(steps, 0), draft.number(ratio, 0.0), ratio if steps < 0 else f"{ACTOR}.optim.lr_warmup_steps")
@@ -676,12 +679,9 @@ def _rendered(
         for number, table in enumerate(given if isinstance(given, list) else [given]):
             place = f"{section}.{number}" if given is not table else section
             lines += ["", f"[[{section}]]" if given is not table else f"[{section}]"]
-            lines += [_line(key, value, notes.get(f"{place}.{key}", "")) for key, value in table.items()]
+            told = {key: f"  # {notes[name]}" if (name := f"{place}.{key}") in notes else "" for key in table}
+            lines += [f"{_key(key)} = {_toml(value)}{_printable(told[key])}" for key, value in table.items()]
     return "\n".join([*lines, ""])
-
-
-def _line(key: str, value: object, note: str) -> str:
-    return f"{_key(key)} = {_toml(value)}{_printable(f'  # {note}') if note else ''}"
 
 
 def _printable(text: str) -> str:

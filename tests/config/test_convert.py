@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from oppo.cli import UNUSABLE, main
 from oppo.config.convert import Converted, convert
 from oppo.config.load import resolve
-from oppo.config.peers import peers
+from oppo.config.peers import Kind, peers
 from oppo.errors import ConfigError
 from tests.workplace import furnish
 
@@ -211,3 +213,20 @@ def test_a_value_that_is_taken_as_it_is_goes_to_one_setting() -> None:
         for name, (key, remark, *more) in rows.items():
             assert key or remark, name
             assert not more or key.count(".") == 1, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "tables"),
+    [
+        ("ppo", ("PPOConfig", "TrainingArguments", "scripts")),
+        ("grpo", ("GRPOConfig", "TrainingArguments", "scripts")),
+        ("verl", ("verl",)),
+    ],
+)
+def test_whatever_a_field_holds_is_converted_lost_or_refused(kind: Kind, tables: Sequence[str], tmp_path: Path) -> None:
+    file, began = tmp_path / "c.yaml", "trainer.total_epochs: 1" if kind == "verl" else "learning_rate: 1e-6"
+    for name in (name for table in tables for name in peers()[table]):
+        for value in ("[a]", "text", "0", ".nan"):
+            file.write_text(f"{began}\n{name}: {value}\n")
+            with suppress(ConfigError):
+                assert tomllib.loads(convert(file, kind=kind).text)
