@@ -14,6 +14,7 @@ from oppo.log import routed
 from oppo.run.simulation import RENAMED, load_profile, profile_of
 from oppo.simulate.costs import GPUS, MODELS, Reached
 from oppo.simulate.profile import Profile, ScheduleSection
+from oppo.simulate.run import SimulatedRun, ladder
 
 PROFILE: dict[str, dict[str, object]] = {
     "workload": {"batch": 64},
@@ -157,6 +158,19 @@ def test_where_models_are_decides_what_meets() -> None:
 def test_kinds_of_work_on_a_device_slow_each_other_down(corunning: float, share: float) -> None:
     system = profile(layout={"corunning": corunning}).system()
     assert system.interference("decode", "score") == pytest.approx(share)
+
+
+def test_a_teacher_reads_beside_the_reference_by_its_own_size() -> None:
+    sections: dict[str, dict[str, object] | None] = {"workload": {"batch": 4}, "lengths": {"cap": 64, "median": 20}}
+    found = profile(**sections, models={"teacher": "qwen2.5-7b", "actor": "qwen2.5-3b"})
+    readers = found.system().readers
+    assert readers["teacher"].place == readers["reference"].place
+    assert readers["teacher"].passes.token > 2 * readers["reference"].passes.token
+    assert "teacher" not in profile().system().readers
+    schedule = ladder(4, overcommit=1, chunk=16, max_deferrals=2, staleness_price=1.0, kv_on_sync="recompute")["chunk"]
+    run = SimulatedRun(found.system(), found.work(), schedule, steps=8, skipped=2)
+    assert "teacher_logp" in run.graph().nodes
+    assert run.run().seconds > 0
 
 
 def test_a_critic_a_reward_and_a_reference_may_be_missing() -> None:
