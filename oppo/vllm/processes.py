@@ -9,6 +9,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -288,7 +289,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
         file, (held, lifeline) = EngineLog(log).path, os.pipe()
         self._lifeline: int | None = lifeline
-        with environment(file, None, on_cpu=on_cpu), file.open("ab") as written:
+        with guarded(), environment(file, None, on_cpu=on_cpu), file.open("ab") as written:
             chosen = {
                 "VLLM_SERVER_DEV_MODE": "1",
                 "VLLM_API_KEY": key,
@@ -336,6 +337,8 @@ class ServerProcess:
         lifeline, self._lifeline = self._lifeline, None
         if lifeline is not None:
             os.close(lifeline)
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # the engine's processes, which may not watch it yet
             self._process.wait()
 
 

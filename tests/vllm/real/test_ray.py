@@ -14,7 +14,7 @@ from tests.vllm.real.program import furnish
 from tests.vllm.real.test_program import ENGINE, train
 from tests.workplace import records
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,11 @@ def test_servers_of_a_cluster_decode_and_one_that_dies_is_started_again(
     monkeypatch.setenv(MARK, two.mark)
     before = two.pids()
     where = (f"placement.cluster={two.address}", 'placement.remote=["policy"]', "placement.policy_replicas=2")
-    with train(place, "there", "run.steps=4", "sampling.max_new_tokens=300", *where) as program:
-        program.until("step 1/", 300)
+    with train(place, "there", "run.steps=4", "sampling.max_new_tokens=100", *where) as program:
+        program.until("step 1/", 500)
         assert len(engines(two)) == 2
         os.kill(engines(two)[0], signal.SIGKILL)
-        assert program.wait(300) == 0, program.said
+        assert program.wait(500) == 0, program.said
     assert "of the pool is lost" in program.said
     assert not two.settled(before)
     lines = records(place, "there", "metrics.jsonl")
