@@ -6,6 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pickle import PickleBuffer
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +16,21 @@ from oppo.errors import ModelError
 from oppo.hf.devices import synchronised
 from oppo.placement.wire import Bulk
 
+T = TypeVar("T")
+
 
 @torch.no_grad()
 def adopt(module: nn.Module, weights: Mapping[str, object]) -> int:
     """Copy ``weights``, named as in ``state_dict()``, into ``module``; return the number of tensors copied.
 
-    A tensor in the module's own memory is not copied.
+    A tensor in the module's own memory is not copied. Of a module with adapters the rest may be left out: it does not
+    change.
 
     Raises:
         ModelError: a name is missing or unknown, or a shape differs; the module is unchanged.
     """
     targets: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    missing = [name for name in targets if name not in weights]
+    missing = [name for name in changing(targets) if name not in weights]
     unknown = [name for name in weights if name not in targets]
     if missing or unknown:
         raise ModelError(
@@ -34,8 +38,8 @@ def adopt(module: nn.Module, weights: Mapping[str, object]) -> int:
             f"unknown {unknown[:3]}; names must be those of its state_dict()"
         )
     copies: list[tuple[Tensor, Tensor]] = []
-    for name, target in targets.items():
-        value = weights[name]
+    for name, value in weights.items():
+        target = targets[name]
         if not isinstance(value, Tensor) or value.shape != target.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ModelError(f"{type(module).__name__}: {name} should have shape {tuple(target.shape)}, not {found}")
@@ -44,6 +48,11 @@ def adopt(module: nn.Module, weights: Mapping[str, object]) -> int:
     for target, value in copies:
         target.copy_(value)
     return len(copies)
+
+
+def changing(weights: Mapping[str, T]) -> Mapping[str, T]:
+    """Return what updates change of a model's weights: its adapters, or all if it has none."""
+    return {name: each for name, each in weights.items() if ".lora_" in name} or weights
 
 
 class SentWeights(Bulk, Mapping[str, object]):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oppo.admission.chunking import Fixed
-from oppo.errors import ConfigError, ModelRefused
+from oppo.errors import ConfigError, ModelError, ModelRefused
+from oppo.events import Prompt
+from oppo.hf.devices import ModelPlace
 from oppo.hf.kv.states import CONTINUED
 from oppo.hf.loading import load_causal
 from oppo.hf.lora import (
@@ -30,11 +33,13 @@ from oppo.hf.lora import (
     share_base,
 )
 from oppo.hf.probe import probe
+from oppo.hf.recipe import ModelRecipe
+from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.shared_memory import SharedModel
 from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.weights import weights_digest
-from oppo.models import Weights
-from oppo.placement import Thread
+from oppo.hf.weights import SentWeights, changing, weights_digest
+from oppo.models import Piece, Sampling, Weights
+from oppo.placement import Process, Thread
 from oppo.placement.wire import pack_with_blocks, unpack
 from oppo.training import TrainerSettings
 from tests.hf import tiny
@@ -577,3 +582,40 @@ def test_a_new_adapter_takes_further_arguments_of_peft() -> None:
 def test_arguments_of_peft_that_a_new_adapter_does_not_take_are_refused(more: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         add_lora(tiny.causal("llama"), 4, 8, more=more)
+
+
+def test_a_policy_that_was_loaded_elsewhere_is_sent_its_adapters_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, actor = tiny.causal("llama", seed=1), tiny.causal("llama", seed=1)
+    base.save_pretrained(tmp_path)
+    add_lora(actor, 4, 8, seed=3)
+    with torch.no_grad():
+        for parameter in trained(actor).values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    sent: list[list[str]] = []
+
+    def sending(weights: Mapping[str, object]) -> SentWeights:
+        sent.append([*weights])
+        return SentWeights(weights)
+
+    async def decoded() -> Piece:
+        with Process("policy") as process:
+            policy = HfPolicy(recipe, sampling=Sampling(max_new_tokens=9), place=ModelPlace(process, "policy", ""))
+            await policy.load(Weights(1, actor.state_dict()))
+            (decode,) = await policy.open([Prompt(0, 0, np.array([5, 6, 7], np.int32))])
+            async with policy.decoding([decode], lambda ended: False):
+                piece = await decode.read(9)
+            with pytest.raises(ModelError, match=r"1 missing \[.*lora_"):
+                await policy.load(Weights(2, dict([*changing(actor.state_dict()).items()][1:])))
+            assert policy.version == 1
+        return piece
+
+    monkeypatch.setattr("oppo.hf.serve.policy.SentWeights", sending)
+    recipe = ModelRecipe(path=str(tmp_path), lora_rank=4, lora_alpha=8, lora_seed=3, device="cpu")
+    piece = anyio.run(decoded)
+    assert sent[0] == [name for name in actor.state_dict() if ".lora_" in name]
+    with torch.no_grad():
+        read = torch.tensor([[5, 6, 7, *piece.tokens.tolist()]])
+        expected = actor.train(mode=False)(read).logits[0, 2:-1].log_softmax(-1)
+    assert np.allclose(piece.logprobs, expected[range(len(piece.tokens)), piece.tokens.tolist()], atol=1e-5)

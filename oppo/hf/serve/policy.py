@@ -27,7 +27,7 @@ from oppo.errors import ModelLost, ProtocolError
 from oppo.events import Prompt, Response
 from oppo.hf.recipe import Loadable, ModelRecipe, ResidentRecipe, name_of, positions_of, vocabulary_of
 from oppo.hf.serve.decoder import Counters, Decoder, DecodeRow, PolicyCore, Signals, core_maker
-from oppo.hf.weights import SentWeights, addresses, share_storage
+from oppo.hf.weights import SentWeights, addresses, changing, share_storage
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Sampling, Weights
 from oppo.placement import Callback, Hosted, Hosting
 from oppo.rollout_buffer import DecodeSteps, RolloutBuffer, raise_first, response_to, unfinished
@@ -171,13 +171,15 @@ class HfPolicy:
         Live rollouts go on with the new weights, their KV cache recomputed or kept as ``kv_on_sync`` says.
         In deterministic mode this waits for the end of decoding. An empty ``weights.actor`` changes the version only:
         the actor was not trained. No tensor crosses to another process of this machine: this process writes the memory
-        that both share, while no other call is made there. To another machine all tensors are sent.
+        that both share, while no other call is made there. To a model that was loaded elsewhere all tensors are sent,
+        or its adapters.
 
         Raises:
             ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
         """
         async with nullcontext() if self._loop is None else self._loop.between_steps():
-            await self._core.load(PolicyCore.load, Weights(weights.version, actor=SentWeights(weights.actor)))
+            actor = changing(weights.actor) if isinstance(self._model, ModelRecipe) else weights.actor
+            await self._core.load(PolicyCore.load, Weights(weights.version, actor=SentWeights(actor)))
             await self._core.call("refresh", PolicyCore.refresh)
 
     def serves(self, weights: Weights) -> bool:
