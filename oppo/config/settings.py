@@ -147,8 +147,12 @@ class Settings(BaseModel):
 
     @property
     def devices(self) -> Mapping[str, tuple[str, ...]]:
-        """The devices by model: ``policy``, ``trainer``, ``reference``, ``reward``, ``critic``, ``teacher``."""
-        return self.placement.names(self.models.device)
+        """The devices by model: ``policy``, ``trainer``, ``reference``, ``reward``, ``critic``, ``teacher``.
+
+        A missing teacher counts as on the CPU, so that no other device is looked for.
+        """
+        found = self.placement.names(self.models.device)
+        return found if self.models.teacher else {**found, "teacher": ("cpu",)}
 
     @property
     def actor_device(self) -> str:
