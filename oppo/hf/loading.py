@@ -40,6 +40,7 @@ from oppo.hf.model_files import (
     CLASSIFIER,
     CONFIG,
     EMBEDDER,
+    MAKING,
     MODULES,
     OBSOLETE,
     PROCESS,
@@ -209,16 +210,18 @@ def load(
         tensors = require_data(base, trusted=trust_remote_code, allow_pickle=allow_pickle)
         auto = auto_of(kind, base, tensors, trusted=trust_remote_code)
         options = _options(kind, dtype, attention, trusted=trust_remote_code, allow_pickle=allow_pickle)
-        trial, info = cast(
-            "tuple[PreTrainedModel, Info]",
-            auto.from_pretrained(base, device_map="meta", output_loading_info=True, **options),
-        )
+        with MAKING:
+            trial, info = cast(
+                "tuple[PreTrainedModel, Info]",
+                auto.from_pretrained(base, device_map="meta", output_loading_info=True, **options),
+            )
         kind.require(trial)
         given = () if adapter is None else adapter.tensors
         missing, left_out = require_fit(
             kind, trial, info, path, given=given, new_head=new_head, ignore_unused=ignore_unused
         )
-        model = cast("PreTrainedModel", auto.from_pretrained(base, **options))
+        with MAKING:
+            model = cast("PreTrainedModel", auto.from_pretrained(base, **options))
         _freeze_beside_text(model)
         if getattr(model.config, "rescale_every", 0):
             model.config.rescale_every = 0  # RWKV would scale its weights in place: those that are trained and saved

@@ -7,6 +7,7 @@ is read is complete data inside of the directory, and no code.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,12 @@ from transformers.utils import logging
 from oppo.errors import ConfigError, ModelRefused, OppoError, did_you_mean_path, one_line
 from oppo.hf.introspection import score_head, token_head
 from oppo.log import logger
+
+MAKING: Final = threading.RLock()
+"""Held while transformers makes a model: it changes its own classes for that time.
+
+Models of two threads that were made at once could have heads that are not tied to their embeddings, now and ever after.
+"""
 
 METADATA = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Files of a hub that describe a model or its tokenizer."""
@@ -185,9 +192,9 @@ class Kind:
 
     def made(self, config: PreTrainedConfig, **options: object) -> PreTrainedModel:
         """Return a model of this config whose weights no file has; options are those of ``from_config``."""
-        model: PreTrainedModel = self.auto(config).from_config(  # type: ignore[no-untyped-call]  # transformers'
-            config, **options
-        )
+        auto: Any = self.auto(config)
+        with MAKING:
+            model: PreTrainedModel = auto.from_config(config, **options)
         return model
 
 
@@ -491,7 +498,7 @@ def reward_kind(directory: Path, *, trusted: bool = False) -> RewardKind:
 def _scores_the_last_token(directory: Path, *, trusted: bool) -> bool:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted, num_labels=1)
-        with torch.device("meta"):
+        with MAKING, torch.device("meta"):
             score_head(AutoModelForSequenceClassification.from_config(config, trust_remote_code=trusted))
     except ModelRefused:
         return False

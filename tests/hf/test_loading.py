@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     CTRLConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -444,3 +448,26 @@ def test_a_hub_is_asked_once_and_that_is_told(
     assert messages[1] == f"owner/kept is no directory here: asking {ENDPOINT} for it"
     assert messages[2] == f"taking owner/kept as this machine's copy {hub_copy} has it (TimeoutError: no answer)"
     assert messages[3:] == ["owner/kept has no score.weight: the head is new, and begins at zero"]
+
+
+def test_models_that_threads_load_at_once_are_made_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else transformers may leave every later model of the process without tied weights."""
+    tiny.causal("gemma", seed=1).save_pretrained(tmp_path)
+    ties, inside = PreTrainedModel.tie_weights, list[int]()
+    from_pretrained: Callable[..., object] = AutoModelForCausalLM.from_pretrained
+
+    def slow(*args: object, **options: object) -> object:
+        inside.append(len(inside))
+        time.sleep(0.05)
+        made = from_pretrained(*args, **options)
+        inside.pop()
+        assert not inside, "another thread makes a model"
+        return made
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", slow)
+    with ThreadPoolExecutor(3) as threads:
+        for model in threads.map(load_causal, [tmp_path] * 3):
+            assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert PreTrainedModel.tie_weights is ties

@@ -19,6 +19,7 @@ from oppo.errors import ModelRefused
 from oppo.hf.head import Measure, OwnHead, require_own_head, separable_head, widen_head
 from oppo.hf.introspection import backbone, keeps_logits, score_head, takes
 from oppo.hf.kv.attention import Packed, packed_mask, packed_rows, packs, reads_packed, rows_apart
+from oppo.hf.model_files import MAKING
 from oppo.hf.recipe import ModelRecipe
 from oppo.hf.routers import record_routers, replayed, replaying
 from oppo.hf.train.packing import MicroBatch
@@ -36,7 +37,7 @@ def value_model_on(actor: PreTrainedModel) -> PreTrainedModel:
     config.num_labels = 1
     require_own_head(actor)
     try:
-        with torch.device("meta"):  # the trunk built here is dropped, so it takes no memory
+        with MAKING, torch.device("meta"):  # the trunk built here is dropped, so it takes no memory
             critic = cast("PreTrainedModel", AutoModelForSequenceClassification.from_config(config, dtype=actor.dtype))
     except ValueError as error:
         raise ModelRefused(
