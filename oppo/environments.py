@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, SupportsFloat, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, SupportsFloat, TypeAlias, TypeVar, cast
 
 import anyio
 import numpy as np
@@ -55,6 +55,8 @@ class TextTurn:
     state: EnvironmentState
     columns: Mapping[str, object]
 
+
+T = TypeVar("T")
 
 EnvironmentFunction: TypeAlias = Callable[[TextTurn], object]
 """``f(turn)``, sync or async: returns the answer as text or ``(text, state)``, ``None`` to end the response, or a
@@ -199,15 +201,21 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
 
 
 @dataclass(frozen=True)
-class CalledTool(CheckedFunction[Mapping[str, object], str, str]):
-    """A tool as it is called, and its result as text: what is none is JSON."""
+class CalledByName(CheckedFunction[Mapping[str, object], str, T]):
+    """A function that is called with arguments by their names."""
 
-    kind: ClassVar[str] = "tool"
     error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
     user: UserFunction
 
     def made(self, given: Mapping[str, object]) -> object:
         return self.user.function(**given)
+
+
+@dataclass(frozen=True)
+class CalledTool(CalledByName[str]):
+    """A tool as it is called, and its result as text: what is none is JSON."""
+
+    kind: ClassVar[str] = "tool"
 
     def failure(self, what: str, where: str) -> EnvironmentFailure:
         return EnvironmentFailure(f"tool {self.user.name!r} {what} ({where})")
@@ -389,15 +397,10 @@ class Tools:
 
 
 @dataclass(frozen=True)
-class CalledReward(CheckedFunction[Mapping[str, object], str, float]):
+class CalledReward(CalledByName[float]):
     """The method of an environment that gives its reward."""
 
     kind: ClassVar[str] = "reward of environment"
-    error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
-    user: UserFunction
-
-    def made(self, given: Mapping[str, object]) -> object:
-        return self.user.function(**given)
 
     def failure(self, what: str, where: str) -> EnvironmentFailure:
         return EnvironmentFailure(f"{self.user.name}() of the environment {what} ({where})")

@@ -311,6 +311,8 @@ class ServerProcess:
                 self._wait_until_ready(host, port)
             except BaseException as error:
                 self.end()
+                if not isinstance(error, RuntimeError):
+                    raise
                 raise ConfigError(failure(model, error, file)) from error
         self._weights = WeightFile()
 
