@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import tomllib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import reload
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
 import transformers
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import oppo.hf
 from oppo import libraries
@@ -110,3 +112,37 @@ def test_the_bounds_of_torch_in_the_makefile_are_those_of_the_package() -> None:
     assert bounds is not None
     low, lower, high, higher = bounds.groups()
     assert f'("{low}", {lower}) <= (v[0], int(v[1])) < ("{high}", {higher})' in (ROOT / "Makefile").read_text()
+
+
+def pins(*files: str) -> dict[str, str]:
+    read = "\n".join((ROOT / file).read_text() for file in reversed(files))
+    return {canonicalize_name(name): pin for name, pin in re.findall(r"^([\w.-]+)==([\w.+-]+)", read, re.MULTILINE)}
+
+
+def needed(roots: list[str], pinned: dict[str, str]) -> Iterator[tuple[str, Requirement]]:
+    todo, seen = [("oppo", each) for each in roots], set[tuple[str, str]]()
+    while todo:
+        by, said = todo.pop()
+        one = Requirement(said)
+        name = canonicalize_name(one.name)
+        if (by, said) in seen or not (one.marker is None or one.marker.evaluate({"extra": ""})):
+            continue
+        seen.add((by, said))
+        yield by, one
+        try:
+            if version(name) == pinned.get(name):
+                todo += [(name, each) for each in requires(name) or ()]
+        except PackageNotFoundError:  # pins are of Linux, and the lowest versions are not these
+            continue
+
+
+def test_what_the_real_engine_is_tested_with_fits_the_pins_of_vllm() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    pinned = pins("tests/vllm/requirements.txt", "constraints.txt")
+    roots = project["dependencies"] + extras["ray"] + extras["test"]
+    asked = [
+        (by, one, pinned[name]) for by, one in needed(roots, pinned) if (name := canonicalize_name(one.name)) in pinned
+    ]
+    assert len(asked) > 50
+    assert [f"{by} needs {one}, pinned is {pin}" for by, one, pin in asked if not one.specifier.contains(pin)] == []
