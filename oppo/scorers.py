@@ -55,6 +55,8 @@ class ScorerCapabilities:
         time_slice: how long a call that nothing waits for should last. Read once, before the first step.
         samples: returns what the scorer measured of each rollout since the last call, by metric; the mean over a step
             is the metric of that step.
+        extras: returns what the scorer noted of rollouts since the last call, as JSON values by name, by rollout; the
+            samples of a run show it.
         at_work: returns the names of the calls in progress, for a watchdog; empty without one.
         close: ends what the scorer has started; idempotent.
     """
@@ -62,8 +64,16 @@ class ScorerCapabilities:
     concurrent: bool = False
     time_slice: TimeSlice = DEFAULT_TIME_SLICE
     samples: Callable[[], Mapping[str, Sequence[float]]] = dict
+    extras: Callable[[], Mapping[int, Mapping[str, object]]] = dict
     at_work: Callable[[], str] = str
     close: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a scorer noted of rollouts, for the observers of a run: JSON values by name, by rollout."""
+
+    values: Mapping[int, Mapping[str, object]]
 
 
 def capabilities_of(scorer: object) -> ScorerCapabilities:

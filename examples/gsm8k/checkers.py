@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from oppo.rewards import text_of
+
+Said: TypeAlias = str | Sequence[Mapping[str, object]]
 
 NUMBER = r"-?[0-9.,]+"
 
@@ -11,20 +16,21 @@ TAIL = 300
 """Characters at the end of a response in which the strict rule looks for an answer."""
 
 
-def strict(prompts: Sequence[object], completions: Sequence[str], answer: Sequence[str]) -> list[float]:
+def strict(prompts: Sequence[object], completions: Sequence[Said], answer: Sequence[str]) -> list[float]:
     """Return 1 for each response whose last ``#### NUMBER`` is the answer, commas left out, character by character."""
     del prompts
     return [
         float(_last(rf"#### ({NUMBER})", text[-TAIL:]) == right)
-        for text, right in zip(completions, answer, strict=True)
+        for text, right in zip(map(text_of, completions), answer, strict=True)
     ]
 
 
-def flexible(prompts: Sequence[object], completions: Sequence[str], answer: Sequence[str]) -> list[float]:
+def flexible(prompts: Sequence[object], completions: Sequence[Said], answer: Sequence[str]) -> list[float]:
     """Return 1 for each response whose last number is the answer, wherever it stands."""
     del prompts
     return [
-        float(_last(rf"({NUMBER})", text).rstrip(".") == right) for text, right in zip(completions, answer, strict=True)
+        float(_last(rf"({NUMBER})", text).rstrip(".") == right)
+        for text, right in zip(map(text_of, completions), answer, strict=True)
     ]
 
 

@@ -98,14 +98,17 @@ class Parts:
         return self.substance * total - RUDENESS * self.rude
 
 
-def reward(prompts: Sequence[Conversation], completions: Sequence[str], **columns: Sequence[object]) -> list[float]:
+def reward(
+    prompts: Sequence[Conversation], completions: Sequence[Conversation], **columns: Sequence[object]
+) -> list[float]:
     """Return the score of each completion, in [-1, 4]; the data's other columns do not matter.
 
     Raises:
         ValueError: there are not as many completions as prompts.
     """
     del columns
-    return [judge(prompt, completion).score for prompt, completion in zip(prompts, completions, strict=True)]
+    texts = [said if isinstance(said, str) else said[-1]["content"] for said in completions]
+    return [judge(prompt, text).score for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def judge(prompt: Conversation, completion: str) -> Parts:

@@ -41,7 +41,7 @@ from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Batch, StepReport
 from oppo.models import Detokenize
 from oppo.observe import Observer, Span
-from oppo.redact import holds_secret, redacted
+from oppo.redact import holds_secret, redacted, redacted_values
 from oppo.report.charts import Excerpt, timeline
 from oppo.report.metrics import finite, metrics_of, step_metrics, summary, summary_of
 from oppo.report.page import page
@@ -70,16 +70,24 @@ from oppo.report.records import (
     work_of,
 )
 from oppo.report.trace import TRACED, Timekeeper, Trace, TraceFile
+from oppo.scorers import Extras
 from oppo.stages.selection import Rounds
 
 
-def samples(step: int, batch: Batch, count: int, decode: Detokenize) -> Iterator[Record]:
-    """Yield up to ``count`` rollouts of a batch, spread evenly from the worst score to the best."""
+def samples(
+    step: int, batch: Batch, count: int, decode: Detokenize, extras: Mapping[int, Mapping[str, object]] | None = None
+) -> Iterator[Record]:
+    """Yield up to ``count`` rollouts of a batch, spread evenly from the worst score to the best.
+
+    Args:
+        extras: what scorers noted, by rollout.
+    """
     order = sorted(range(len(batch)), key=lambda row: (float(batch.scores[row]), row))
     last, rows = len(order) - 1, batch.rows()
     spread = [k * last // (count - 1) for k in range(count)] if count > 1 else [last]
     for row in order if count >= len(order) else [order[place] for place in spread]:
         response, span = batch.responses[row], rows[row]
+        extra = (extras or {}).get(response.prompt.rollout)
         kl = None if batch.reference is None else (batch.logprobs[span] - batch.reference[span])[response.sampled]
         yield {
             "step": step,
@@ -90,6 +98,7 @@ def samples(step: int, batch: Batch, count: int, decode: Detokenize) -> Iterator
             "reason": batch.reasons[row],
             "prompt": redacted(decode(response.prompt.tokens.tolist())),
             "completion": redacted(decode(response.tokens.tolist())),
+            **({"extra": redacted_values(extra)} if extra else {}),
         }
 
 
@@ -174,6 +183,7 @@ class RunDirectory(Observer):
         self.evaluated = False
         self.faults: list[str] = []
         self._at = 0.0  # loop time of the latest item
+        self._extras: dict[int, dict[int, Mapping[str, object]]] = {}  # by step and rollout
         self._files: dict[str, TextIO] = {}
         self._stack = ExitStack()
         self._closed = False
@@ -222,7 +232,11 @@ class RunDirectory(Observer):
             self.evaluated = True
             self._write(EVALUATIONS, [evaluation_record(item, self._keep, self._decode)])
         elif isinstance(item, Batch) and self._decode is not None and self._keep:
-            self._write(SAMPLES, samples(step, item, self._keep, self._decode))
+            self._write(SAMPLES, samples(step, item, self._keep, self._decode, self._extras.get(step)))
+        elif isinstance(item, Extras):
+            noted = self._extras.setdefault(step, {})
+            for rollout, values in item.values.items():
+                noted[rollout] = {**noted.get(rollout, {}), **values}
 
     def on_span(self, span: Span) -> None:
         """Trace a stage's execution; its work is in the tracks of the models."""
@@ -234,6 +248,7 @@ class RunDirectory(Observer):
         """Write the step's metrics, and flush all files."""
         del channels
         self.made = step + 1
+        self._extras.pop(step, None)
         spans = self._timekeeper.complete(step)
         self._trace_models(spans)
         self._write(WORK, [{"step": step, "models": work_of(spans)}])

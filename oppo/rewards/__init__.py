@@ -2,7 +2,16 @@
 
 from oppo.returns import TokenRewards
 from oppo.rewards.combined import OnDrop, Rewards, Weighted, load_reward
-from oppo.rewards.function import PAUSES, ByCharacter, FunctionReward, OnFailure, RewardFailure, load_function
+from oppo.rewards.function import (
+    PAUSES,
+    ByCharacter,
+    FunctionReward,
+    OnFailure,
+    RewardFailure,
+    TrainerState,
+    load_function,
+    text_of,
+)
 
 __all__ = [
     "PAUSES",
@@ -13,7 +22,9 @@ __all__ = [
     "RewardFailure",
     "Rewards",
     "TokenRewards",
+    "TrainerState",
     "Weighted",
     "load_function",
     "load_reward",
+    "text_of",
 ]

@@ -19,7 +19,7 @@ from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.models import RewardFunction, Scorer
 from oppo.placement import Hosted, Hosting, Make
 from oppo.returns import NamedScores, TokenRewards, weighted_sum
-from oppo.rewards.function import DOES_NOT_APPLY, RESERVED, FunctionReward
+from oppo.rewards.function import ARGUMENTS, DOES_NOT_APPLY, FunctionReward
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority
 from oppo.scorers import ScorerCapabilities, capabilities_of, prioritised
 from oppo.user_code import LoadedFile, UserFunction
@@ -50,7 +50,7 @@ class Rewards(Scorer["float | Drop"]):
 
     Raises:
         ConfigError: there is no part, a weight is no finite number, or a function has no ``decode``.
-        RewardError: a function takes no ``prompts`` and ``completions``.
+        RewardError: a function takes no argument that rewards are given.
 
     Example:
         >>> def short(prompts, completions):
@@ -104,6 +104,7 @@ class Rewards(Scorer["float | Drop"]):
             concurrent=any(each.concurrent for each in parts),
             time_slice=min(slices, key=lambda each: each.seconds, default=DEFAULT_TIME_SLICE),
             samples=self._taken,
+            extras=self._noted,
             at_work=lambda: ", ".join(filter(None, (each.at_work() for each in parts))),
             close=self.close,
         )
@@ -114,6 +115,13 @@ class Rewards(Scorer["float | Drop"]):
             for name, measured in part.capabilities.samples().items():
                 samples.setdefault(name, []).extend(measured)
         return samples
+
+    def _noted(self) -> Mapping[int, Mapping[str, object]]:
+        noted: dict[int, dict[str, object]] = {}
+        for part in self._parts:
+            for rollout, columns in part.capabilities.extras().items():
+                noted.setdefault(rollout, {}).update(columns)
+        return noted
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         """Have each part that reads growing responses read the events.
@@ -341,7 +349,7 @@ def _makes_scorer(found: object) -> TypeGuard[Callable[..., object]]:
         parameters = inspect.signature(found).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return False
-    return "place" in parameters and not set(RESERVED) & parameters.keys()
+    return "place" in parameters and parameters.keys().isdisjoint(ARGUMENTS)
 
 
 def _made(make: Callable[..., object], spec: str, given: Mapping[str, object]) -> object:

@@ -1,20 +1,21 @@
 """Reward functions: plain Python as a scorer, and never a silent zero.
 
-A function is called for rollouts that finish together, or for each alone, as ``f(prompts, completions, **columns)``,
-and returns one finite number for each, or a :class:`~oppo.Drop` with its reason (:meth:`oppo.Drop.because`). Anything
-else is a failure, with a chosen consequence: the run stops with a :class:`~oppo.errors.RewardError` that names the
-rollout, or the function is called again, or the rollout is dropped.
+A function is called for rollouts that finish together, or for each alone, with what it asks for by name, as TRL calls
+one: ``f(prompts, completions, **columns)``. It returns one finite number for each, or a :class:`~oppo.Drop` with its
+reason (:meth:`oppo.Drop.because`). Anything else is a failure, with a chosen consequence: the run stops with a
+:class:`~oppo.errors.RewardError` that names the rollout, or the function is called again, or the rollout is dropped.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import index
 from typing import ClassVar, Final, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
@@ -150,11 +151,86 @@ def _number(item: object) -> float:
     return number
 
 
-RESERVED: Final = ("prompts", "completions")
-"""The arguments of a reward function that are no columns."""
+ARGUMENTS: Final = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""The arguments of a reward function that are no columns, by TRL's names."""
+
+LOGS: Final = frozenset({"log_extra", "log_metric"})
+
+Message: TypeAlias = Mapping[str, object]
 
 ReturnedScore: TypeAlias = float | Placed | Drop | None
 """A finite number, or several at places of the response; a ``Drop`` by choice; ``None``: the reward does not apply."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """How far a run is, by TRL's names.
+
+    Attributes:
+        global_step: updates behind the weights that sampled the newest of the completions.
+        max_steps: updates that the run makes; 0 if that is not known.
+    """
+
+    global_step: int
+    max_steps: int = 0
+
+
+@dataclass(slots=True)
+class CallLog:
+    """What a reward function logs while it is called for ``count`` completions.
+
+    Attributes:
+        extras: for each completion, by column, as JSON values.
+        metrics: by name.
+    """
+
+    count: int
+    extras: dict[str, list[object]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: Iterable[object]) -> None:
+        """Log a value for each completion, which the samples of a run show.
+
+        Raises:
+            ValueError: there are not as many.
+        """
+        items = list(values)
+        if len(items) != self.count:
+            raise ValueError(
+                f"log_extra({column!r}, values) takes one value for each of {self.count} completions; got {len(items)}"
+            )
+        self.extras[str(column)] = [_json(item) for item in items]
+
+    def log_metric(self, name: str, value: SupportsFloat) -> None:
+        """Log a number, whose mean over the completions of a step is a metric of that step.
+
+        Raises:
+            ValueError: it is no finite number.
+        """
+        if not (isinstance(name, str) and name):
+            raise ValueError(f"log_metric(name, value) takes a text as the name; got {shown(name)}")
+        self.metrics.setdefault(name, []).append(_number(value))
+
+
+def _json(item: object) -> object:
+    plain = item.item() if isinstance(item, np.generic) else item
+    try:
+        json.dumps(plain, allow_nan=False)
+    except (TypeError, ValueError):
+        return str(item)
+    return plain
+
+
+def text_of(completion: str | Sequence[Message]) -> str:
+    """Return the text of a completion; of chat messages that of the last one.
+
+    Example:
+        >>> text_of([{"role": "assistant", "content": "4"}])
+        '4'
+    """
+    if isinstance(completion, str):
+        return completion
+    return str(completion[-1].get("content") or "") if completion else ""
 
 
 class RewardFailure(RewardError):  # noqa: N818 - it says what happened
@@ -162,35 +238,44 @@ class RewardFailure(RewardError):  # noqa: N818 - it says what happened
 
 
 @dataclass(frozen=True)
-class CalledFunction(CheckedFunction[Mapping[str, object], Sequence[int], list[ReturnedScore]]):
-    """A reward function as it is called, with the check of its scores: one for each rollout.
+class CalledFunction(CheckedFunction[Mapping[str, object], Sequence[int], tuple[list[ReturnedScore], CallLog]]):
+    """A reward function as it is called, with the check of its scores: one for each rollout; and what it logs.
 
     Attributes:
         optional: whether it may return ``None``.
+        logs: which of :data:`LOGS` it is given.
     """
 
     kind: ClassVar[str] = "reward function"
     error: ClassVar[type[RewardFailure]] = RewardFailure
     user: UserFunction
     optional: bool = False
+    logs: frozenset[str] = frozenset()
 
     def made(self, given: Mapping[str, object]) -> object:
         """Call the function with these arguments."""
-        return self.user.function(**given)
+        count = max((len(each) for each in given.values() if isinstance(each, list)), default=0)
+        log = CallLog(count)
+        result = self.user.function(**given, **{name: getattr(log, name) for name in self.logs})
+        return self._both(result, log) if isinstance(result, Awaitable) else (result, log)
+
+    async def _both(self, result: Awaitable[object], log: CallLog) -> tuple[object, CallLog]:
+        return await result, log
 
     def failure(self, what: str, where: Sequence[int]) -> RewardFailure:
         """Return an error that names the function and the rollouts."""
         return RewardFailure(f"reward function {self.user.name!r} {what} (rollouts {', '.join(map(str, where))})")
 
-    def checked(self, result: object, where: Sequence[int]) -> list[ReturnedScore]:
+    def checked(self, result: object, where: Sequence[int]) -> tuple[list[ReturnedScore], CallLog]:
         """Return the scores."""
+        result, log = cast("tuple[object, CallLog]", result)
         items, wrong = _items(result, len(where))
         if wrong:
             raise RewardFailure(
                 f"reward function {self.user.name!r} must return {len(where)} numbers, one for each completion, "
                 f"in a list; got {wrong}"
             )
-        return [self._score(item, rollout) for item, rollout in zip(items, where, strict=True)]
+        return [self._score(item, rollout) for item, rollout in zip(items, where, strict=True)], log
 
     def _score(self, item: object, rollout: int) -> ReturnedScore:
         if item is None and self.optional:
@@ -237,32 +322,34 @@ def load_function(spec: str) -> RewardFunction:
     """Return the reward function that ``file.py:function`` names; the file is run as a module of its own.
 
     Raises:
-        RewardError: there is no such file or function, the file cannot be run, or the function takes no
-            ``prompts`` and ``completions``.
+        RewardError: there is no such file or function, the file cannot be run, or the function takes none of
+            :data:`ARGUMENTS`.
     """
     function = user_code.load_function(spec, RewardError)
     parameters_of(function, spec.rpartition(":")[2])
     return function
 
 
-def parameters_of(function: Callable[..., object], name: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name; none of a builtin without a signature.
+def parameters_of(function: Callable[..., object], name: str) -> tuple[Sequence[inspect.Parameter], bool]:
+    """Return the parameters of a function that have names, and whether it takes any others.
+
+    A builtin without a signature has ``prompts`` and ``completions``.
 
     Raises:
-        RewardError: it takes no ``prompts`` and ``completions``.
+        RewardError: it takes none of :data:`ARGUMENTS`.
     """
+    kinds = inspect.Parameter
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without a signature: the call will tell
-        return {}
-    parameters = signature.parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    lacking = [each for each in RESERVED if each not in parameters]
-    if lacking and not takes_all:
+        return [kinds(each, kinds.KEYWORD_ONLY) for each in ARGUMENTS[:2]], False
+    parameters = signature.parameters.values()
+    takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+    if not takes_all and signature.parameters.keys().isdisjoint(ARGUMENTS):
         raise RewardError(
             f"reward function {name!r} must take (prompts, completions, **columns); its signature is {name}{signature}"
         )
-    return parameters
+    return [p for p in parameters if p.kind in {kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY}], takes_all
 
 
 OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
@@ -271,9 +358,6 @@ OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
 PAUSES = (1.0, 5.0, 25.0)
 """Seconds before each further attempt: a restarting service is back within half a minute."""
 
-COMPLETION_IDS: Final = "completion_ids"
-"""The argument by which a function asks for the token ids of the completions, as rewards at tokens need them."""
-
 DOES_NOT_APPLY = "the reward does not apply"
 """Reason of a drop for a rollout for which an optional function returned ``None``."""
 
@@ -281,21 +365,26 @@ _Work: TypeAlias = Callable[[Sequence[Finish]], Awaitable[list[float | Drop]]]
 
 
 class FunctionReward(
-    CallsFunction[Mapping[str, object], Sequence[int], list[ReturnedScore]], Closing, Scorer[float | Drop]
+    CallsFunction[Mapping[str, object], Sequence[int], tuple[list[ReturnedScore], CallLog]],
+    Closing,
+    Scorer[float | Drop],
 ):
     """A Python function as the reward; it reads whole responses only, so it has nothing to prefill.
 
     Any error of the function counts as its failure, ``sys.exit()`` and a ``CancelledError`` of its own included.
 
     Args:
-        function: ``f(prompts, completions, **columns)``, sync or async, or its ``file.py:name``; every argument is a
-            list with one item for each rollout. ``prompts`` holds the data's ``prompt`` column if there is one, else
-            the prompt's text; ``columns`` are copies of the data's other columns: all that the function names, or all
-            if it takes ``**``; an argument ``completion_ids`` is given the token ids. For each rollout it returns a
-            number, or rewards at places in the response: one for each token, a mapping from positions of tokens, or a
-            :class:`ByCharacter`. A sync function runs in a thread of its own, or inline on a loop of virtual time. One
-            that never returns keeps neither a cancelled run nor the process from ending. Calls of an async function
-            overlap, so a step waits for the slowest and not for their sum.
+        function: ``f(prompts, completions, **columns)``, sync or async, or its ``file.py:name``. It is given what it
+            names of :data:`ARGUMENTS` and of the columns, or all if it takes ``**``; each is a list with one item for
+            each rollout, but for the last three. ``prompts`` holds the data's ``prompt`` column if there is one, else
+            the prompt's text. ``completions`` are texts, or, of prompts that are chat messages, lists of messages, as
+            TRL has them; ``completion_ids`` are their tokens; ``trainer_state`` is a :class:`TrainerState`;
+            ``log_extra(column, values)`` and ``log_metric(name, value)`` are those of a :class:`CallLog`. Columns are
+            copies of the data's. For each rollout it returns a number, or rewards at places in the response: one for
+            each token, a mapping from positions of tokens, or a :class:`ByCharacter`. A sync function runs in a thread
+            of its own, or inline on a loop of virtual time. One that never returns keeps neither a cancelled run nor
+            the process from ending. Calls of an async function overlap, so a step waits for the slowest and not for
+            their sum.
         decode: token ids to text, without special tokens.
         name: the function's name in errors.
         prompt_column: the column passed as ``prompts``.
@@ -311,10 +400,11 @@ class FunctionReward(
         each: call the function for each rollout alone.
         optional: ``None`` as a score means that the reward does not apply: the rollout is dropped, or, as a part of
             :class:`Rewards`, scored by the other parts. Otherwise it is a failure.
+        max_steps: of the run, for ``trainer_state``.
 
     Raises:
         ConfigError: ``concurrency`` or ``timeout`` is out of range.
-        RewardError: the function takes no ``prompts`` and ``completions``, or cannot be called in a process.
+        RewardError: the function takes none of :data:`ARGUMENTS`, or cannot be called in a process.
 
     Example:
         >>> async def main() -> list[float | Drop]:
@@ -338,11 +428,16 @@ class FunctionReward(
         timeout: float | None = None,
         each: bool = False,
         optional: bool = False,
+        max_steps: int = 0,
     ) -> None:
         user = UserFunction.of(function, name, RewardError)
-        parameters = parameters_of(user.function, user.name)
+        named, self._takes_all = parameters_of(user.function, user.name)
+        names = {p.name for p in named}
+        self._given = frozenset(each for each in ARGUMENTS if self._takes_all or each in names)
+        self._named = names.difference(ARGUMENTS)
+        self._required = [p.name for p in named if p.name in self._named and p.default is inspect.Parameter.empty]
         self.name = user.name
-        self._function = CalledFunction(user, optional)
+        self._function = CalledFunction(user, optional, self._given & LOGS)
         default = CONCURRENCY if user.is_async else 1
         self._calls = UserCalls(
             self._function,
@@ -357,19 +452,28 @@ class FunctionReward(
         for pause in self._pauses:
             require_real("a pause", pause, 0)
         self._each = each
-        kinds = inspect.Parameter
-        self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
-        named = [p for p in parameters.values() if p.kind in {kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY}]
-        self._named = tuple(p.name for p in named if p.name not in {*RESERVED, COMPLETION_IDS})
-        self._wants_ids = COMPLETION_IDS in parameters
-        self._required = tuple(p.name for p in named if p.name in self._named and p.default is kinds.empty)
+        self._max_steps = max_steps
+        self._samples: dict[str, list[float]] = {}
+        self._extras: dict[int, dict[str, object]] = {}
 
     @property
     def capabilities(self) -> ScorerCapabilities:
         """Calls may overlap; a watchdog sees them."""
         return ScorerCapabilities(
-            concurrent=self._calls.concurrent, at_work=lambda: self._calls.at_work, close=self.close
+            concurrent=self._calls.concurrent,
+            samples=self._measured,
+            extras=self._noted,
+            at_work=lambda: self._calls.at_work,
+            close=self.close,
         )
+
+    def _measured(self) -> Mapping[str, Sequence[float]]:
+        samples, self._samples = self._samples, {}
+        return samples
+
+    def _noted(self) -> Mapping[int, Mapping[str, object]]:
+        extras, self._extras = self._extras, {}
+        return extras
 
     @property
     def version(self) -> int:
@@ -448,21 +552,40 @@ class FunctionReward(
 
     async def _attempt(self, finished: Sequence[Finish]) -> list[ReturnedScore]:
         arguments, rollouts = self._arguments(finished), [each.rollout for each in finished]
-        return await self._calls.make(arguments, rollouts)
+        scores, log = await self._calls.make(arguments, rollouts)
+        for name, values in log.metrics.items():  # weighted by completions, however many finish together
+            self._samples.setdefault(name, []).extend(value for value in values for _ in rollouts)
+        for column, items in log.extras.items():
+            for rollout, item in zip(rollouts, items, strict=True):
+                self._extras.setdefault(rollout, {})[column] = item
+        return scores
 
     def _arguments(self, finished: Sequence[Finish]) -> dict[str, object]:
-        prompts = [each.response.prompt for each in finished]
-        columns = self.arguments_of({name for prompt in prompts for name in prompt.columns})
+        responses = [each.response for each in finished]
+        rows = [each.prompt.columns for each in responses]
+        columns = self.arguments_of({name for row in rows for name in row})
         wanted = columns if self._takes_all else [name for name in columns if name in self._named]
         # Copies, since rollouts of a group, and later epochs, are given the same columns again.
-        return {
-            "prompts": [
-                copy.deepcopy(p.columns.get(self._prompt_column)) or self._decode(p.tokens.tolist()) for p in prompts
+        makes: dict[str, Callable[[], object]] = {
+            "prompts": lambda: [
+                copy.deepcopy(each.prompt.columns.get(self._prompt_column)) or self._decode(each.prompt.tokens.tolist())
+                for each in responses
             ],
-            "completions": [self._decode(each.response.tokens.tolist()) for each in finished],
-            **({COMPLETION_IDS: [each.response.tokens.tolist() for each in finished]} if self._wants_ids else {}),
-            **{name: [copy.deepcopy(prompt.columns.get(name)) for prompt in prompts] for name in wanted},
+            "completions": lambda: [self._completion(each) for each in responses],
+            "completion_ids": lambda: [each.tokens.tolist() for each in responses],
+            "trainer_state": lambda: TrainerState(
+                max((int(each.versions[-1]) for each in responses if len(each)), default=0), self._max_steps
+            ),
         }
+        return {
+            **{name: make() for name, make in makes.items() if name in self._given},
+            **{name: [copy.deepcopy(row.get(name)) for row in rows] for name in wanted},
+        }
+
+    def _completion(self, response: Response) -> str | list[Message]:
+        text = self._decode(response.tokens.tolist())
+        chat = isinstance(response.prompt.columns.get(self._prompt_column), list)
+        return [{"role": "assistant", "content": text}] if chat else text
 
     def arguments_of(self, names: Collection[str]) -> list[str]:
         """Return the data's columns that are arguments of the function, sorted.
@@ -471,7 +594,7 @@ class FunctionReward(
             RewardError: one bears the name of another argument, or one that the function asks for is not there.
         """
         columns = sorted({*names} - {self._prompt_column})
-        if clash := [name for name in columns if name in {*RESERVED, *([COMPLETION_IDS] * self._wants_ids)}]:
+        if clash := [name for name in columns if name in {*ARGUMENTS[:2], *self._given}]:
             raise RewardError(
                 f"the data's column {clash[0]!r} bears the name of an argument of reward functions: rename it"
             )

@@ -13,6 +13,7 @@ from typing import Any, Final
 from oppo.declared import require_whole
 from oppo.errors import DataError, one_line
 from oppo.libraries import require
+from oppo.rewards.function import Message, text_of
 
 LIBRARY: Final = "reasoning-gym"
 """Its name, and in settings that of its verifiers as a reward."""
@@ -62,7 +63,7 @@ def task_rows(task: str, *, size: int = 1000, seed: int = 0, **config: object) -
 
 def verify(
     prompts: Sequence[object],
-    completions: Sequence[str],
+    completions: Sequence[str | Sequence[Message]],
     question: Sequence[str],
     answer: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
@@ -74,7 +75,7 @@ def verify(
     del prompts
     extract = _library().utils.extract_answer
     scores = []
-    for completion, asked, right, facts in zip(completions, question, answer, metadata, strict=True):
+    for completion, asked, right, facts in zip(map(text_of, completions), question, answer, metadata, strict=True):
         found = extract(completion)
         entry = {"question": asked, "answer": right, "metadata": facts}
         scores.append(float(_verifier(facts["source_dataset"])(completion.strip() if found is None else found, entry)))

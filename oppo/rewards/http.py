@@ -23,6 +23,7 @@ import stamina
 from oppo.declared import require_real, require_whole
 from oppo.errors import ConfigError, RewardError, one_line, shortened
 from oppo.log import logger
+from oppo.rewards.function import ARGUMENTS
 from oppo.user_code import CONCURRENCY
 
 __all__ = ["JSON", "PASSING", "HttpReward", "ServiceFailure", "as_table", "from_table"]
@@ -109,7 +110,9 @@ PASSING: Final = frozenset({408, 429, *range(500, 600)})
 """Status codes of failures that may pass: asking again may help."""
 
 
-def as_table(prompts: Sequence[object], completions: Sequence[str], columns: Mapping[str, Sequence[object]]) -> object:
+def as_table(
+    prompts: Sequence[object], completions: Sequence[object], columns: Mapping[str, Sequence[object]]
+) -> object:
     """Return the body of a request: ``{"prompts": [...], "completions": [...], "columns": {...}}``."""
     return {"prompts": prompts, "completions": completions, "columns": columns}
 
@@ -189,7 +192,7 @@ class HttpReward:
     most_bytes: int = 10_000_000
     open_after: int = 5
     rest: float = 30.0
-    request: Callable[[Sequence[object], Sequence[str], Mapping[str, Sequence[object]]], object] = as_table
+    request: Callable[[Sequence[object], Sequence[object], Mapping[str, Sequence[object]]], object] = as_table
     scores: Callable[[JSON], object] = from_table
     transport: httpx.AsyncBaseTransport | None = None
     _breaker: CircuitBreaker = field(init=False, repr=False)
@@ -228,14 +231,14 @@ class HttpReward:
             await session.client.aclose()
 
     async def __call__(
-        self, prompts: Sequence[object], completions: Sequence[str], **columns: Sequence[object]
+        self, prompts: Sequence[object], completions: Sequence[object], **columns: Sequence[object]
     ) -> object:
         """Return the service's scores.
 
         Raises:
             ServiceFailure: it did not answer in time, or refused, or answered something else; or it is left alone.
         """
-        body = self.request(prompts, completions, columns)
+        body = self.request(prompts, completions, {name: columns[name] for name in columns if name not in ARGUMENTS})
         async with self._opened() as session, session.room, self._breaker.call() as asks_for_all:
             answer = await self._answered(session.client, body, 1 if asks_for_all else self.attempts)
             try:

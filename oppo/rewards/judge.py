@@ -97,9 +97,10 @@ def judge(
     sampled = {"logprobs": True, "top_logprobs": LIKELY, "max_tokens": 1} if by_tokens else {"max_tokens": max_tokens}
 
     def request(
-        prompts: Sequence[object], completions: Sequence[str], columns: Mapping[str, Sequence[object]]
+        prompts: Sequence[object], completions: Sequence[object], columns: Mapping[str, Sequence[object]]
     ) -> object:
-        (prompt,), (response,) = prompts, completions
+        (prompt,), (said,) = prompts, completions
+        response = said[0]["content"] if isinstance(said, list) and len(said) == 1 else as_text(said)
         own = {name: values[0] for name, values in columns.items()}
         asked = template.format_map({**own, "prompt": as_text(prompt), "response": response})
         first = [{"role": "system", "content": system}] if system else []
@@ -123,7 +124,7 @@ def as_text(prompt: object) -> str:
     """Return a prompt as text; of messages, each after its role."""
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return str(prompt)
-    return "\n\n".join(f"{each['role']}: {each['content']}" for each in prompt)
+    return "\n\n".join(f"{each['role']}: {each.get('content') or ''}" for each in prompt)
 
 
 Read: TypeAlias = Callable[[Mapping[str, Any]], float]

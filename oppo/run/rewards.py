@@ -92,6 +92,7 @@ class UserCode:
             options: dict[str, Any] = {
                 "prompt_column": settings.data.column,
                 "optional": reward.name is not None,
+                "max_steps": settings.run.steps,
             }
             options |= {name: getattr(reward, name) for name in OPTIONS}
             if reward.source == LIBRARY:

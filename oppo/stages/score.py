@@ -19,7 +19,7 @@ from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import PrioritisedScorer, Scorer, SyncedModel, require_count, require_model
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
-from oppo.scorers import Growth, RolloutSession, capabilities_of, prioritised
+from oppo.scorers import Extras, Growth, RolloutSession, capabilities_of, prioritised
 from oppo.stages.metrics import Averaged, ScorerAnswer, ScorerReading
 from oppo.stages.sync import SyncedScorer
 
@@ -267,8 +267,11 @@ class Score(Generic[T]):
         start = anyio.current_time()
         values = await self._values(finished, step, priority)
         step.record(ScorerAnswer(start, anyio.current_time(), len(finished)))
-        if samples := capabilities_of(self.scorer).samples():
+        can = capabilities_of(self.scorer)
+        if samples := can.samples():
             step.record(Averaged(samples))
+        if extras := can.extras():
+            step.note(Extras(extras))
         for event in finished:
             del self._sessions[event.rollout]
         return [

@@ -47,7 +47,7 @@ async def test_a_function_gets_aligned_lists_and_the_columns_it_names() -> None:
 
 async def test_a_function_with_keywords_gets_every_column_with_none_where_a_row_has_none() -> None:
     def reward(prompts: list[str], completions: list[str], **columns: list[object]) -> list[float]:
-        assert columns == {"answer": ["x", "y"], "level": [1, None]}
+        assert {name: columns[name] for name in ("answer", "level")} == {"answer": ["x", "y"], "level": [1, None]}
         return [0.0 for _ in zip(prompts, completions, strict=True)]
 
     assert await FunctionReward(reward, decode).finish(TWO) == [0.0, 0.0]
@@ -56,8 +56,9 @@ async def test_a_function_with_keywords_gets_every_column_with_none_where_a_row_
 async def test_the_datas_own_prompt_is_handed_over_as_it_stands() -> None:
     chat = [{"role": "user", "content": "hello"}]
 
-    def reward(prompts: list[object], completions: list[str]) -> list[float]:
+    def reward(prompts: list[object], completions: list[object]) -> list[float]:
         assert prompts == [chat]
+        assert completions == [[{"role": "assistant", "content": "5"}]]
         return [float(len(completions))]
 
     assert await FunctionReward(reward, decode).finish([finish(0, [5], {"prompt": chat})]) == [1.0]
