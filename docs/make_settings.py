@@ -142,6 +142,8 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "step.stream_updates": ("gradient accumulation during generation", ""),
     "step.weight_sync": ("in-flight weight updates, PipelineRL", ""),
     "algorithm.distill": ("on-policy distillation coefficient", ""),
+    "algorithm.distill_top_k": ("top-k logits distillation", "`loss_top_k` of Distillation"),
+    "algorithm.distill_beta": ("forward KL, reverse KL, generalised JSD; beta", "`beta` of GKD and Distillation"),
     "algorithm.mask_truncated": ("over-long filtering, truncation mask", "`mask_truncated_completions` of GRPO"),
     "algorithm.surrogate": ("policy loss: dual clip, CISPO, SAPO, DPPO", "`loss_type` of GRPO"),
     "algorithm.dual_clip": ("dual clip, c", ""),

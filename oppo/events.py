@@ -419,6 +419,9 @@ _PER_TOKEN: Final[Mapping[str, str]] = {
 }
 """The columns of a batch that have an item for each token, and the kinds of their types."""
 
+_TOP: Final[Mapping[str, str]] = {"teacher_ids": "iu", "teacher_top": "fiu"}
+"""The columns that have a row for each token, likewise."""
+
 _ITEMS: Final[Mapping[str, type]] = {"responses": Response, "dropped": Drop, "deferred": Defer}
 
 _REQUIRED: Final = frozenset({"scores", "tokens", "versions", "sampled", "logprobs"})
@@ -443,6 +446,9 @@ class Batch:
             tokens that those weights made; ``None`` unless they were computed.
         reference: float32 [T], reference log-probs, over the same supports; ``None`` without a reference.
         teacher: float32 [T], log-probs of the teacher of a distillation, likewise; ``None`` without a teacher.
+        teacher_ids: int32 [T, k], the teacher's likeliest ids at each token, the likeliest first; ``None`` unless it
+            gives them.
+        teacher_top: float32 [T, k + 1], their log-probs, and that of all other ids together; over the whole vocabulary.
         values: float32 [T], the critic's value of the state *before* each token; ``None`` without a critic.
         last_values: float32 [N], its value of the state after the last token; ``None`` unless it gives that too.
         rewards: float32 [T], per token, after the KL penalty; ``None`` unless they were estimated.
@@ -481,6 +487,8 @@ class Batch:
     token_rewards: FloatArray | None = None
     last_values: FloatArray | None = None
     teacher: FloatArray | None = None
+    teacher_ids: IntArray | None = None
+    teacher_top: FloatArray | None = None
     named_scores: Mapping[str, tuple[float, FloatArray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -504,17 +512,21 @@ class Batch:
             self._require(name, "fiu", rows, "row")
         for name, kinds in _PER_TOKEN.items():
             self._require(name, kinds, tokens, "token")
+        for name, kinds in _TOP.items():
+            self._require(name, kinds, tokens, "token", wide=True)
         require_metrics("Batch.metrics", self.metrics, error=ProtocolError)
 
-    def _require(self, name: str, kinds: str, length: int, each: str) -> None:
+    def _require(self, name: str, kinds: str, length: int, each: str, *, wide: bool = False) -> None:
         column: object = getattr(self, name)
         if column is None and name not in _REQUIRED:
             return
-        if not isinstance(column, np.ndarray) or column.shape != (length,) or column.dtype.kind not in kinds:
-            advice = "np.repeat(per_row, np.diff(batch.offsets)) gives every token the number of its row"
+        shaped = isinstance(column, np.ndarray) and column.shape[:1] == (length,) and column.ndim == 1 + wide
+        if not isinstance(column, np.ndarray) or not shaped or column.dtype.kind not in kinds:
+            advice = ": np.repeat(per_row, np.diff(batch.offsets)) gives every token the number of its row"
+            what = "row" if wide else "number"
             raise ProtocolError(
-                f"Batch.{name} must be a NumPy array with a number for each {each}, {length} in {len(self.responses)} "
-                f"rows; got {described(column)}{f': {advice}' if each == 'token' else ''}"
+                f"Batch.{name} must be a NumPy array with a {what} for each {each}, {length} in {len(self.responses)} "
+                f"rows; got {described(column)}{advice if each == 'token' and not wide else ''}"
             )
 
     def __len__(self) -> int:

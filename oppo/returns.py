@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oppo.declared import AtLeastOne, Count, Fraction, Limit, NonNegative, Positive, require_declared
-from oppo.errors import ConfigError
-from oppo.events import BoolArray, FloatArray
+from oppo.errors import ConfigError, ProtocolError
+from oppo.events import BoolArray, FloatArray, IntArray, described
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 GroupAdvantage: TypeAlias = Literal["leave_one_out", "standardised", "centred", "batch_standardised", "max_rl"]
@@ -308,6 +308,36 @@ def _require_aligned(**arrays: FloatArray | BoolArray) -> None:
     shapes = {name: array.shape for name, array in arrays.items()}
     if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
         raise ValueError(f"expected one-dimensional arrays of one length, got {shapes}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLogprobs:
+    """A teacher's log-probs for one response of n tokens, beside those of its k likeliest ids at each of them.
+
+    A scorer returns it in place of the log-probs where a loss learns the teacher's distribution. It takes ``8 k + 8``
+    bytes a token.
+
+    Attributes:
+        tokens: float32 [n], of the response's tokens, over their supports.
+        ids: int32 [n, k], the likeliest of the vocabulary, the likeliest first.
+        top: float32 [n, k + 1], their log-probs over the vocabulary, and that of all other ids together.
+
+    Raises:
+        ProtocolError: the arrays have other shapes or types.
+    """
+
+    tokens: FloatArray
+    ids: IntArray
+    top: FloatArray
+
+    def __post_init__(self) -> None:
+        n, k = self.ids.shape if self.ids.ndim == 2 else (-1, 0)
+        shapes = self.tokens.shape == (n,) and self.top.shape == (n, k + 1) and k > 0
+        if not shapes or (self.tokens.dtype.kind, self.ids.dtype.kind, self.top.dtype.kind) != ("f", "i", "f"):
+            raise ProtocolError(
+                "TopLogprobs of n tokens are floats [n], integers [n, k] and floats [n, k + 1]; got "
+                f"{described(self.tokens)}, {described(self.ids)} and {described(self.top)}"
+            )
 
 
 class TokenRewards(float):

@@ -24,7 +24,17 @@ from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, StepReport
 from oppo.graph import Graph
 from oppo.models import Policy, Scorer, Trainer
-from oppo.returns import CAP, AdaptiveKL, Correction, KLEstimator, Level, RatioBase, ScoreShaping, TokenWeight
+from oppo.returns import (
+    CAP,
+    AdaptiveKL,
+    Correction,
+    KLEstimator,
+    Level,
+    RatioBase,
+    ScoreShaping,
+    TokenWeight,
+    TopLogprobs,
+)
 from oppo.training import Aggregation, Surrogate, SurrogateKind
 
 if TYPE_CHECKING:
@@ -49,7 +59,7 @@ class Roles:
     admission: Admission
     chunks: ChunkSize
     max_new_tokens: int
-    teacher: Scorer[FloatArray] | None = None
+    teacher: Scorer[FloatArray | TopLogprobs] | None = None
 
 
 class Algorithm(Protocol):
@@ -80,7 +90,7 @@ class Algorithm(Protocol):
 OF_THE_LOSS: Final = frozenset(
     {
         *("surrogate", "dual_clip", "gates", "clip", "clip_high", "value_clip"),
-        *("entropy_coefficient", "value_coefficient", "aggregation", "beta", "nll", "nll_above"),
+        *("entropy_coefficient", "value_coefficient", "aggregation", "beta", "nll", "nll_above", "distill_beta"),
     }
 )
 """The settings that an algorithm's loss alone reads."""
@@ -110,7 +120,15 @@ class Clipped:
     distill: NonNegative = setting(
         0.0,
         "weight of `models.teacher`: the log-ratio of the teacher to the policy, times this, is added to the advantage "
-        "of each token, after all else",
+        "of each token, after all else; or, with `distill_top_k`, the divergence from the teacher is added to the loss",
+    )
+    distill_top_k: PositiveCount | None = setting(
+        None,
+        "learn the distribution over the teacher's likeliest ids, so many at each token, and all others together, in "
+        "the loss; absent: the sampled token's log-ratio alone, in the advantage",
+    )
+    distill_beta: Fraction = setting(
+        1.0, "divergence with `distill_top_k`: 0, forward KL; 1, reverse KL; between, generalised Jensen-Shannon"
     )
     mask_truncated: bool = setting(
         default=False,
@@ -155,6 +173,16 @@ class Clipped:
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
         Surrogate.of(self)
+        if self.distill_top_k is None and changed(self, {"distill_beta"}):
+            raise ConfigError(
+                f"distill_beta = {self.distill_beta} is of the divergence over a teacher's likeliest ids: give "
+                "distill_top_k, or leave distill_beta out"
+            )
+        if self.distill_top_k is not None and not self.distill:
+            raise ConfigError(
+                f"distill_top_k = {self.distill_top_k} is of a teacher, whose weight, distill, is 0: give distill, or "
+                "leave distill_top_k out"
+            )
         kind = self.is_correction.partition("_")[0]
         reads = {"truncated": {"is_cap"}, "mask": {"is_low", "is_high"}}.get(kind, set())
         if idle := changed(self, {"is_cap", "is_low", "is_high"} - reads):
@@ -172,6 +200,11 @@ class Clipped:
     def distills(self) -> bool:
         """Whether a teacher is needed."""
         return self.distill > 0
+
+    @property
+    def distill_advantage(self) -> float:
+        """The weight of a teacher in the advantage: 0 if the loss learns its distribution."""
+        return self.distill if self.distill_top_k is None else 0.0
 
     @property
     def corrects(self) -> bool:
@@ -204,6 +237,8 @@ class Clipped:
             entropy_coefficient=self.entropy_coefficient,
             aggregation=self.aggregation,
             correction=self.correction,
+            distill=self.distill - self.distill_advantage,
+            distill_beta=self.distill_beta,
         )
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from oppo.admission import Admission
 from oppo.admission.chunking import ChunkSize
 from oppo.algorithms.base import Clipped, Roles
 from oppo.algorithms.ppo import ppo
-from oppo.declared import Positive
+from oppo.declared import Positive, changed
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, StepReport
 from oppo.graph import Graph
 from oppo.models import Policy, Scorer, Trainer
+from oppo.returns import TopLogprobs
 from oppo.scorers import Unscored
 from oppo.stages import Distillation
 
@@ -21,7 +22,7 @@ from oppo.stages import Distillation
 def distill(
     *,
     policy: Policy,
-    teacher: Scorer[FloatArray],
+    teacher: Scorer[FloatArray | TopLogprobs],
     trainer: Trainer,
     admission: Admission,
     reward: Scorer[float | Drop] | None = None,
@@ -33,13 +34,18 @@ def distill(
     """Return on-policy distillation, streamed: a teacher reads responses while the policy writes them.
 
     The advantage of a token is the log-ratio of the teacher to the policy, so that the policy gradient is that of the
-    reverse KL (Agarwal et al. 2024, arXiv 2306.13649; Gu et al. 2024, arXiv 2306.08543). To learn from scores too, give
-    :func:`oppo.ppo` or :func:`oppo.grpo` a teacher, and their advantage stage a weight, ``GroupRelative(distill=0.5)``.
+    reverse KL (Agarwal et al. 2024, arXiv 2306.13649; Gu et al. 2024, arXiv 2306.08543). To learn the teacher's
+    distribution over its likeliest ids instead, give ``advantage=Distillation(0)``, a teacher that lists them
+    (:class:`oppo.hf.TeacherLogprobs`) and a trainer with ``loss=ClippedLoss(distill=1.0, distill_beta=1.0)``.
+
+    To learn from scores too, give :func:`oppo.ppo` or :func:`oppo.grpo` a teacher, and their advantage stage a weight,
+    ``GroupRelative(distill=0.5)``, or none where the loss has it.
 
     Other arguments are as for :func:`oppo.ppo`.
 
     Args:
-        teacher: log-probs of the teacher, float32 [n] for a response of n tokens, which reads the policy's tokens.
+        teacher: log-probs of the teacher, float32 [n] for a response of n tokens, which reads the policy's tokens; or
+            :class:`oppo.returns.TopLogprobs`.
         trainer: trains the actor.
         reward: scores that are measured; ``None``: every score is 0.
         advantage: the weight of the teacher; ``Distillation()`` by default.
@@ -58,6 +64,15 @@ def distill(
     )
 
 
+OF_THE_RATIO: Final = frozenset(
+    {
+        *("surrogate", "dual_clip", "gates", "clip", "clip_high", "ratio_base"),
+        *("is_correction", "is_cap", "is_low", "is_high", "is_k3"),
+    }
+)
+"""The settings that the policy loss alone reads."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Distill(Clipped):
     """On-policy distillation: the policy follows the log-probs of a teacher, `models.teacher`; scores are optional."""
@@ -65,6 +80,14 @@ class Distill(Clipped):
     scoreless: ClassVar[bool] = True
 
     distill: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distill_top_k is not None and (idle := changed(self, OF_THE_RATIO)):
+            raise ConfigError(
+                f"distill_top_k = {self.distill_top_k} leaves advantages at 0, so there is no policy loss that reads "
+                f"{', '.join(sorted(idle))}: leave that out"
+            )
 
     @property
     def responses(self) -> int:
@@ -84,7 +107,7 @@ class Distill(Clipped):
             trainer=roles.trainer,
             admission=roles.admission,
             reward=roles.reward,
-            advantage=Distillation(self.distill, self.mask_truncated),
+            advantage=Distillation(self.distill_advantage, self.mask_truncated),
             reference=roles.reference,
             proximal=roles.proximal,
             chunks=roles.chunks,

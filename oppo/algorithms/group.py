@@ -26,7 +26,7 @@ from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
-from oppo.returns import Correction, GroupAdvantage, KLEstimator, ScoreShaping
+from oppo.returns import Correction, GroupAdvantage, KLEstimator, ScoreShaping, TopLogprobs
 from oppo.stages import Generate, GroupRelative, Score, Selection, Update
 from oppo.stages.score import synced_models
 from oppo.training import Aggregation
@@ -49,7 +49,7 @@ def grpo(
     select: Selection | None = None,
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
-    teacher: Scorer[FloatArray] | None = None,
+    teacher: Scorer[FloatArray | TopLogprobs] | None = None,
 ) -> Graph[StepReport]:
     """Return training without a critic, streamed: the responses to one prompt are compared with one another.
 
@@ -136,7 +136,7 @@ class GroupAlgorithm(ClippedAlgorithm):
                 self.kl_estimator,
                 self.shaping_of(roles),
                 self.mask_truncated,
-                self.distill,
+                self.distill_advantage,
             ),
             reference=roles.reference,
             proximal=roles.proximal,

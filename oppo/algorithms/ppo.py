@@ -14,6 +14,7 @@ from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
+from oppo.returns import TopLogprobs
 from oppo.stages import GAE, Generate, Score, Update
 from oppo.stages.advantage import AdaptiveObjective
 from oppo.stages.score import synced_models
@@ -35,7 +36,7 @@ def ppo(
     proximal: Scorer[FloatArray] | None = None,
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
-    teacher: Scorer[FloatArray] | None = None,
+    teacher: Scorer[FloatArray | TopLogprobs] | None = None,
 ) -> Graph[StepReport]:
     """Return PPO with a learned or rule-based reward and a critic (Ziegler et al. 2019), streamed.
 
@@ -126,7 +127,7 @@ class PPO(ClippedAlgorithm):
             whiten_rewards=self.whiten_rewards,
             bootstrap_truncated=self.bootstrap_truncated,
             mask_truncated=self.mask_truncated,
-            distill=self.distill,
+            distill=self.distill_advantage,
         )
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
@@ -183,7 +184,7 @@ class ReinforcePP(ClippedAlgorithm):
                 kl_estimator=self.kl_estimator,
                 shaping=self.shaping,
                 mask_truncated=self.mask_truncated,
-                distill=self.distill,
+                distill=self.distill_advantage,
             ),
             proximal=roles.proximal,
             chunks=roles.chunks,

@@ -325,6 +325,8 @@ def with_correction(document: Mapping[str, object]) -> dict[str, object]:
         return filled
     name = step.get("algorithm", "ppo") if isinstance(step, Mapping) else "ppo"
     kind = find(name)
+    if name == "distill" and "distill_top_k" in algorithm:  # no ratio, which it would correct
+        return filled
     if kind is not None and "is_correction" in declared(kind):
         filled["algorithm"] = {"is_correction": CORRECTION, **algorithm}
     return filled

@@ -20,6 +20,7 @@ from oppo.hf.serve.scorers import (
     RecomputedLogprobs,
     ReferenceLogprobs,
     RewardModel,
+    TeacherLogprobs,
     ValueModel,
 )
 from oppo.hf.tokenizer import HfTokenizer
@@ -41,6 +42,7 @@ __all__ = [
     "ReferenceLogprobs",
     "RewardModel",
     "SimilarityReward",
+    "TeacherLogprobs",
     "ValueModel",
     "chatting",
     "end_ids",

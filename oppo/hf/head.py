@@ -33,7 +33,7 @@ CPU_LOGITS_BYTES: Final = 32 << 20
 """The same on a CPU, where a chunk that stays in its caches is faster: an update takes 0.7 to 1.05 of the time."""
 
 Measure: TypeAlias = Callable[[Tensor, slice, bool], Mapping[Input, Tensor]]
-"""Numbers of tokens, float32 [t] each, from their logits [t, V], and which of the T tokens these are.
+"""Numbers of tokens, [t] or [t, n] each, from their logits [t, V], and which of the T tokens these are.
 
 With ``True`` they are for a backward pass: those without gradient may be left out.
 """
@@ -105,7 +105,7 @@ class OwnHead:
         return max(1, most // (4 * int(self._shell.config.get_text_config().vocab_size)))
 
     def measured(self, hidden: Tensor, measure: Measure) -> Mapping[Input, Tensor]:
-        """Return what ``measure`` says of each token, from hidden states [T, D]; float32 [T] each.
+        """Return what ``measure`` says of each token, from hidden states [T, D]; [T] or [T, n] each.
 
         The logits of a chunk are gone before those of the next, and are computed again in the backward pass. Gradients
         of weights are added up over chunks in float32.

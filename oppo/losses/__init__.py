@@ -8,6 +8,7 @@ from oppo.losses.group import PairwiseLoss, SequenceLoss
 from oppo.losses.ppo import ClippedLoss, PPOLoss, default_loss, importance_weights
 from oppo.losses.terms import (
     SupportIndex,
+    divergences,
     entropies,
     kl_loss,
     kl_losses,
@@ -16,6 +17,7 @@ from oppo.losses.terms import (
     policy_losses,
     surrogate_losses,
     token_logprobs,
+    top_logprobs,
     value_loss,
 )
 
@@ -34,6 +36,7 @@ __all__ = [
     "Unit",
     "Whole",
     "default_loss",
+    "divergences",
     "entropies",
     "importance_weights",
     "kl_loss",
@@ -44,5 +47,6 @@ __all__ = [
     "policy_losses",
     "surrogate_losses",
     "token_logprobs",
+    "top_logprobs",
     "value_loss",
 ]

@@ -37,12 +37,16 @@ Input: TypeAlias = Literal[
     "old_values",
     "returns",
     "scores",
+    "top_logprobs",
+    "teacher_top",
 ]
-"""An input of a loss; float32 [T], one for each response token, but ``scores`` [R], one for each row.
+"""An input of a loss; float32 [T], one for each response token, but ``scores`` [R], one for each row, and
+``top_logprobs`` and ``teacher_top`` [T, k + 1], log-probs of the teacher's k likeliest ids and of all others together.
 
-The models being trained compute ``logprobs``, ``entropies`` (nats) and ``values``. The :class:`~oppo.events.Batch` has
-the others: ``behaviour``, ``proximal`` and ``reference`` log-probs (nats), ``old_values``, the critic's values when
-``advantages`` and ``returns`` were estimated, and ``scores``, the reward model's scalars.
+The models being trained compute ``logprobs``, ``entropies`` (nats), ``values`` and ``top_logprobs``. The
+:class:`~oppo.events.Batch` has the others: ``behaviour``, ``proximal`` and ``reference`` log-probs (nats),
+``old_values``, the critic's values when ``advantages`` and ``returns`` were estimated, ``scores``, the reward model's
+scalars, and ``teacher_top``.
 """
 
 OF_A_CRITIC: Final[frozenset[Input]] = frozenset({"values", "old_values", "returns"})
@@ -275,12 +279,14 @@ def require_loss(loss: Loss, *, critic: bool) -> None:
 
 def require_inputs(loss: Loss, batch: Batch) -> None:
     """Raise ``ConfigError`` if the batch lacks an input that the loss reads; nothing stands in for it."""
+    top = batch.teacher_top, "the likeliest ids of a teacher", "teacher=, for example oppo.hf.TeacherLogprobs"
     optional: dict[Input, tuple[object, str, str]] = {
         "advantages": (batch.advantages, "advantages", "an advantage stage, for example oppo.GAE"),
         "reference": (batch.reference, "reference log-probs", "reference=, for example oppo.hf.ReferenceLogprobs"),
         "proximal": (batch.proximal, "proximal log-probs", "proximal=, for example oppo.hf.ProximalLogprobs"),
         "old_values": (batch.values, "values of a critic", "critic=, for example oppo.hf.ValueModel"),
         "returns": (batch.returns, "returns", "critic=, of whose values oppo.GAE makes them"),
+        **dict.fromkeys(("top_logprobs", "teacher_top"), top),
     }
     for name, (column, what, remedy) in optional.items():
         if name in loss.reads and column is None:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oppo.declared import Limit, NonNegative, Positive, require_declared
+from oppo.declared import Fraction, Limit, NonNegative, Positive, require_declared
 from oppo.errors import ConfigError
 from oppo.losses.base import OF_A_CRITIC, Divisor, Input, Inputs, Loss, LossValue, Unit, means
-from oppo.losses.terms import PolicyTerm, kl_losses, policy_losses, value_loss
+from oppo.losses.terms import PolicyTerm, divergences, kl_losses, policy_losses, value_loss
 from oppo.returns import Correction, KLEstimator
 from oppo.training import CLIP, Aggregation, Surrogate, SurrogateKind
 
@@ -40,6 +40,9 @@ class ClippedLoss:
         nll: weight of the negative log-likelihood of the responses whose score is above ``nll_above``, aggregated as
             the surrogate is, with 0 for the tokens of the others (VAPO: Yue et al. 2025, arXiv 2504.05118, section 4.4,
             which divides by the tokens of the former alone).
+        distill: weight of the divergence from a teacher over its likeliest ids, aggregated as the surrogate is. Stale
+            tokens have no other weight: it is of whole distributions, after what the policy wrote.
+        distill_beta: which divergence, see :func:`oppo.losses.divergences`.
 
     Raises:
         ConfigError: a value is out of range, or the surrogate does not read it.
@@ -57,6 +60,8 @@ class ClippedLoss:
     correction: Correction = field(default_factory=Correction)
     nll: NonNegative = 0.0
     nll_above: float = 0.0
+    distill: NonNegative = 0.0
+    distill_beta: Fraction = 1.0
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
@@ -86,6 +91,8 @@ class ClippedLoss:
             reads.add("reference")
         if self.nll:
             reads.add("scores")
+        if self.distill:
+            reads |= {"top_logprobs", "teacher_top"}
         return frozenset(reads)
 
     @property
@@ -113,6 +120,10 @@ class ClippedLoss:
             nll = torch.where(positive & inputs.mask, -inputs["logprobs"], 0.0)
             measured["loss/nll_avg"] = inputs.mean(nll, self.aggregation)
             loss = loss + self.nll * measured["loss/nll_avg"]
+        if self.distill:
+            divergence = divergences(inputs["top_logprobs"], inputs["teacher_top"], self.distill_beta)
+            measured["loss/distill_avg"] = inputs.mean(divergence, self.aggregation)
+            loss = loss + self.distill * measured["loss/distill_avg"]
         if "reference" in inputs:
             kl = kl_losses(inputs["logprobs"], inputs["reference"], inputs.mask, self.kl_estimator)
             measured["policy/kl_avg"] = inputs.mean(kl)

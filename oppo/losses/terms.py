@@ -6,6 +6,7 @@ micro-batches add up to the results of the whole, and so do their gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple, assert_never
@@ -95,6 +96,49 @@ def token_logprobs(
         return -cross_entropy(scaled.flatten(0, -2), tokens.flatten(), reduction="none").view(tokens.shape)
     chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return chosen - support.each(scaled, _normaliser)
+
+
+def top_logprobs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the log-probs of k ids at each token, and of all other ids together: float32 [T, k + 1], nats.
+
+    They are over the whole vocabulary. What is impossible has the lowest float32, not minus infinity: its probability
+    is 0, and so is 0 times its logarithm.
+
+    Args:
+        logits: float [T, V].
+        ids: int64 [T, k], different ones at each token.
+        temperature: divides the logits; 0 counts as 1.
+    """
+    scaled = _scaled(logits, temperature)
+    lowest = torch.finfo(scaled.dtype).min
+    others = scaled.scatter(-1, ids, lowest).logsumexp(-1, keepdim=True)
+    return torch.cat((scaled.gather(-1, ids), others), -1).log_softmax(-1).clamp(min=lowest)
+
+
+def divergences(logprobs: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Return the divergence of each token's distribution from a teacher's: float32 [T], nats, not negative.
+
+    With policy ``q`` and teacher ``p`` (Agarwal et al. 2024, arXiv 2306.13649, section 2 and equation 1)::
+
+        beta 0   KL(p || q), forward
+        beta 1   KL(q || p), reverse
+        between  beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q: generalised Jensen-Shannon
+
+    Args:
+        logprobs: float32 [T, K], of the policy, of K events that exclude each other, with gradient.
+        teacher: float32 [T, K], of the teacher.
+        beta: 0 .. 1.
+    """
+    if beta == 0:
+        return _kl(teacher, logprobs)
+    if beta == 1:
+        return _kl(logprobs, teacher)
+    mixed = torch.logaddexp(teacher + math.log(beta), logprobs + math.log1p(-beta))
+    return beta * _kl(teacher, mixed) + (1.0 - beta) * _kl(logprobs, mixed)
+
+
+def _kl(one: Tensor, other: Tensor) -> Tensor:
+    return (one.exp() * (one - other)).sum(-1)
 
 
 def entropies(logits: Tensor, temperature: float = 1.0, support: SupportIndex | None = None) -> Tensor:

@@ -33,7 +33,7 @@ from oppo.redact import excerpt, redacted, redacted_values
 
 ARRAYS = (
     "scores", "offsets", "tokens", "versions", "sampled", "logprobs", "proximal", "reference", "values", "rewards",
-    "advantages", "returns", "token_rewards", "last_values", "teacher",
+    "advantages", "returns", "token_rewards", "last_values", "teacher", "teacher_ids", "teacher_top",
 )  # fmt: skip
 """The arrays that a batch may have, under their own names."""
 

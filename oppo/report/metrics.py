@@ -166,6 +166,8 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
         Metric("loss/policy_avg", "1", "Policy loss, mean over minibatches.", verl="actor/pg_loss"),
         Metric("loss/nll_avg", "nats", "Negative log-likelihood of responses with high scores, mean over minibatches; "
                "only with `algorithm.nll`."),
+        Metric("loss/distill_avg", "nats", "Divergence from the teacher over its likeliest ids, mean over minibatches; "
+               "only with `algorithm.distill_top_k`."),
         Metric("loss/value_avg", "as the returns, squared", "Value loss of the critic, mean over minibatches.",
                verl="critic/vf_loss"),
         Metric("loss/aux", "1", "Load-balancing loss of a mixture of experts, mean over minibatches; not weighted.",

@@ -31,7 +31,13 @@ from oppo.hf.loading import load_tokenizer
 from oppo.hf.lora import add_lora, load_lora, share_base
 from oppo.hf.model_files import ADAPTER, CONFIG, located, processor_files, quiet, read_object
 from oppo.hf.recipe import Loadable, ModelRecipe, positions_of
-from oppo.hf.serve.scorers import ProximalLogprobs, RecomputedLogprobs, ReferenceLogprobs, ValueModel
+from oppo.hf.serve.scorers import (
+    ProximalLogprobs,
+    RecomputedLogprobs,
+    ReferenceLogprobs,
+    TeacherLogprobs,
+    ValueModel,
+)
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
@@ -39,6 +45,7 @@ from oppo.log import logger, routed
 from oppo.models import Passes, Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting, Thread
+from oppo.returns import TopLogprobs
 from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.loading import RoleLoader, adapter_of, critic_source
 from oppo.run.memory import load_of, require_memory, share_beside, with_micro_batches
@@ -83,7 +90,7 @@ class Assembly:
 
     serving: Serving
     reference: Scorer[FloatArray] | None
-    teacher: Scorer[FloatArray] | None
+    teacher: Scorer[FloatArray | TopLogprobs] | None
     reward: Scorer[float | Drop]
     critic: ValueModel | None
     proximal: RecomputedLogprobs | None
@@ -333,17 +340,16 @@ def _assembled(
     if critic.served is not None:
         value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
 
-    def logprobs(key: str, model: Loadable) -> ReferenceLogprobs:
-        place = _scoring(places, key.partition(".")[0], key)
-        return ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
-
-    teaching = {key.partition(".")[2]: logprobs(key, model) for key, model in teachers.items()}
-    column = settings.models.teacher_column
+    referring = None
+    if reference is not None:
+        place = _scoring(places, "reference")
+        referring = ReferenceLogprobs(reference, sampling=sampling, place=place, deterministic=deterministic)
+    teacher = _teacher(settings, sampling, places, teachers)
     places.wait_until_ready()
     return Assembly(
         serving=serving,
-        reference=None if reference is None else logprobs("reference", reference),
-        teacher=ByColumn(column, teaching) if column else teaching.get(""),
+        reference=referring,
+        teacher=teacher,
         reward=code.reward({key: each.scorer for key, each in rewards.items()}),
         critic=value,
         proximal=_proximal(settings, actor, sampling, places) if settings.algorithm.corrects else None,
@@ -364,6 +370,23 @@ def _assembled(
         gauges=memory_gauges(devices.distinct()),
         scoring=scoring,
     )
+
+
+def _teacher(
+    settings: Settings, sampling: Sampling, places: DeviceLayout, models: Mapping[str, Loadable]
+) -> Scorer[FloatArray | TopLogprobs] | None:
+    top_k, deterministic = getattr(settings.algorithm, "distill_top_k", None), settings.run.deterministic
+    known = dict[str, Scorer[FloatArray | TopLogprobs]]()
+    for key, model in models.items():
+        place, name = _scoring(places, "teacher", key), key.partition(".")[2]
+        if top_k is None:
+            known[name] = ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
+        else:
+            known[name] = TeacherLogprobs(
+                model, sampling=sampling, place=place, top_k=top_k, deterministic=deterministic
+            )
+    column = settings.models.teacher_column
+    return ByColumn(column, known) if column else known.get("")
 
 
 def _ideal(
@@ -469,13 +492,19 @@ def _trainer(
     *,
     copies: ActorCriticRecipe | None,
 ) -> HfTrainer:
+    loss, top_k = settings.trained_loss(), getattr(settings.algorithm, "distill_top_k", None)
+    if top_k is not None and not loss.reads & {"top_logprobs", "teacher_top"}:
+        raise ConfigError(
+            f"algorithm.distill_top_k = {top_k} gives the loss a teacher's likeliest ids, and {type(loss).__name__} "
+            "reads neither top_logprobs nor teacher_top: name them in its reads, or leave distill_top_k out"
+        )
     return HfTrainer(
         models.actor,
         models.critic,
         sampling=sampling,
         place=ModelPlace(place, "trainer", _TRAINING),
         settings=settings.trainer,
-        loss=settings.trained_loss(),
+        loss=loss,
         shard=settings.placement.shard,
         devices=devices if len(devices) > 1 else (),
         recipe=copies,

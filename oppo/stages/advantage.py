@@ -23,6 +23,7 @@ from oppo.returns import (
     KLEstimator,
     RunningMoments,
     ScoreShaping,
+    TopLogprobs,
     distillation_advantages,
     gae,
     group_advantages,
@@ -464,14 +465,14 @@ class Distillation(AdaptiveObjective):
     nothing is whitened. It has the named inputs of :class:`BatchStage`, of which it needs ``teacher=``.
 
     Attributes:
-        distill: the weight of the teacher; see :class:`AdaptiveObjective`.
+        distill: the weight of the teacher; see :class:`AdaptiveObjective`. With 0 the loss alone learns from it.
         mask_truncated: leave responses that ended at the length cap out of the loss.
 
     Raises:
-        ConfigError: the weight is not positive.
+        ConfigError: the weight is negative.
     """
 
-    distill: Positive = 1.0
+    distill: NonNegative = 1.0
     mask_truncated: bool = False
     kl_estimator: KLEstimator = field(default="k1", init=False, repr=False)
     shaping: ScoreShaping = field(default_factory=ScoreShaping, init=False, repr=False)
@@ -530,7 +531,7 @@ class InParts:
         reference: Receiver[Scored[FloatArray] | Drop] | None = None,
         value: Receiver[Scored[FloatArray] | Drop] | None = None,
         proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
-        teacher: Receiver[Scored[FloatArray] | Drop] | None = None,
+        teacher: Receiver[Scored[FloatArray | TopLogprobs] | Drop] | None = None,
     ) -> None:
         """Send groups as they are complete, then the step's batch; send nothing without a rollout."""
         groups = defaultdict[int, list[ScoredRollout]](list)

@@ -13,7 +13,7 @@ import numpy as np
 from oppo.errors import ProtocolError, blaming, shown
 from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored, described
 from oppo.graph import Receiver, Sender, join, where
-from oppo.returns import NamedScores, TokenRewards
+from oppo.returns import NamedScores, TokenRewards, TopLogprobs
 
 LARGEST = float(np.finfo(np.float32).max)
 NONFINITE = "nonfinite"
@@ -35,6 +35,7 @@ class ScoredRollout:
             the last one too; ``None`` without a critic.
         proximal: log-probs under the weights that are about to be updated; ``None`` unless they were computed.
         teacher: log-probs of a teacher; ``None`` without one.
+        top: the same and those of its likeliest ids; ``None`` unless it gives them.
     """
 
     finish: Finish
@@ -43,6 +44,7 @@ class ScoredRollout:
     values: FloatArray | None = None
     proximal: FloatArray | None = None
     teacher: FloatArray | None = None
+    top: TopLogprobs | None = None
 
     @property
     def rollout(self) -> int:
@@ -76,6 +78,7 @@ class ScoredRollout:
             "behaviour log-prob": self.finish.response.logprobs[sampled],
             "proximal log-prob": None if self.proximal is None else self.proximal[sampled],
             "teacher log-prob": None if self.teacher is None else self.teacher[sampled],
+            "log-prob of the teacher's likeliest ids": None if self.top is None else self.top.top[sampled],
         }
         faulty = (name for name, value in results.items() if value is not None and not (np.abs(value) <= LARGEST).all())
         return next((Drop(self.rollout, f"{NONFINITE} {name}", nonfinite=True) for name in faulty), None)
@@ -110,7 +113,7 @@ class ScoredRollouts:
         score: Receiver[Scored[float] | Drop],
         *,
         each: Callable[[ScoredRollout], Awaitable[None]] | None = None,
-        **per_token: Receiver[Scored[FloatArray] | Drop] | None,
+        **per_token: Receiver[Scored[FloatArray | TopLogprobs] | Drop] | None,
     ) -> ScoredRollouts:
         """Return the step's rollouts once all are scored; the trained and the dropped ones in admission order.
 
@@ -155,6 +158,10 @@ class ScoredRollouts:
         """
         responses = [each.finish.response for each in self.rollouts]
         lengths = [len(response) for response in responses]
+        tops = [each.top for each in self.rollouts if each.top is not None]
+        if len({each.ids.shape[1] for each in tops}) > 1:
+            raise ProtocolError("teachers gave different numbers of likeliest ids: give all of them the same top_k")
+        known = len(tops) == len(self.rollouts) > 0
         values = [(each.values, n) for each, n in zip(self.rollouts, lengths, strict=True)]
         return Batch(
             responses=tuple(responses),
@@ -173,6 +180,8 @@ class ScoredRollouts:
             deferred=tuple(self.deferred),
             token_rewards=self._token_rewards(),
             teacher=_flat_if_complete([each.teacher for each in self.rollouts]),
+            teacher_ids=np.concatenate([each.ids for each in tops], dtype=np.int32) if known else None,
+            teacher_top=np.concatenate([each.top for each in tops], dtype=np.float32) if known else None,
             named_scores=self._named_scores(),
         )
 
@@ -202,7 +211,7 @@ def scored_rollout(
     values: Scored[FloatArray] | Drop | None = None,
     proximal: Scored[FloatArray] | Drop | None = None,
     *,
-    teacher: Scored[FloatArray] | Drop | None = None,
+    teacher: Scored[FloatArray | TopLogprobs] | Drop | None = None,
 ) -> ScoredRollout | Drop:
     """Return a rollout with its results, or its first ``Drop``: of generation, of a scorer, or of a number not finite.
 
@@ -213,6 +222,7 @@ def scored_rollout(
     if isinstance(finish, Drop) or isinstance(score, Drop) or drops:
         return drops[0]
     require_score(score.value, finish)
+    top = teacher.value if isinstance(teacher, Scored) and isinstance(teacher.value, TopLogprobs) else None
     scored = ScoredRollout(
         finish,
         _per_token(reference, finish, "reference log-prob"),
@@ -220,6 +230,7 @@ def scored_rollout(
         _per_token(values, finish, "value", last=True),
         _per_token(proximal, finish, "proximal log-prob"),
         _per_token(teacher, finish, "teacher log-prob"),
+        top,
     )
     return scored.fault() or scored
 
@@ -265,12 +276,13 @@ def _flat_if_complete(arrays: Sequence[FloatArray | None]) -> FloatArray | None:
 
 
 def _per_token(
-    scored: Scored[FloatArray] | Drop | None, finish: Finish, what: str, *, last: bool = False
+    scored: Scored[FloatArray | TopLogprobs] | Drop | None, finish: Finish, what: str, *, last: bool = False
 ) -> FloatArray | None:
     if not isinstance(scored, Scored):
         return None  # the input is not connected; a scorer's own None is an error
-    require_per_token(scored.value, finish, what, last=last)
-    return scored.value
+    values = scored.value.tokens if isinstance(scored.value, TopLogprobs) else scored.value
+    require_per_token(values, finish, what, last=last)
+    return values
 
 
 class BatchStage(ABC):
@@ -278,7 +290,8 @@ class BatchStage(ABC):
 
     ``reference=``, ``value=``, ``proximal=`` and ``teacher=`` are inputs by name: log-probs of a reference, the values
     of a critic, log-probs under the weights that are about to be updated, which corrections for stale tokens need, and
-    log-probs of a teacher. The batch holds the results of the inputs that are connected.
+    log-probs of a teacher, with those of its likeliest ids if it gives them. The batch holds the results of the inputs
+    that are connected.
     """
 
     @property
@@ -296,7 +309,7 @@ class BatchStage(ABC):
         reference: Receiver[Scored[FloatArray] | Drop] | None = None,
         value: Receiver[Scored[FloatArray] | Drop] | None = None,
         proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
-        teacher: Receiver[Scored[FloatArray] | Drop] | None = None,
+        teacher: Receiver[Scored[FloatArray | TopLogprobs] | Drop] | None = None,
     ) -> None:
         """Send the step's batch once every finished rollout is scored; send nothing without a rollout."""
         scored = await ScoredRollouts.of(

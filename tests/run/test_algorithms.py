@@ -39,6 +39,8 @@ REFERRING: Final = {"ppo", "grpo", "rloo", "reinforce_pp", "online_dpo"}
 
 SEVERAL: Final = "rewards=[{source='reward.py:short', name='short'}, {source='reward.py:odd', name='odd', weight=0.5}]"
 
+NARROW: Final = ("algorithm.distill_beta=0", "sampling.top_k=7")
+
 COMMON = ("run.panel=off", "rewards.0.source=reward.py:short", "step.batch=3", "run.scorers=thread")
 
 
@@ -71,6 +73,11 @@ def actor(folder: Path, name: str) -> Mapping[str, bytes]:
         ("ppo", ("algorithm.surrogate=cispo", "algorithm.aggregation=response_sums")),
         ("grpo", ("algorithm.distill=0.5", "models.teacher=teacher", "algorithm.surrogate=clip")),
         ("ppo", ("algorithm.distill=0.5", "models.teacher=teacher", "algorithm.lam=0.9")),
+        ("distill", ("algorithm.distill_top_k=5", "algorithm.distill_beta=0.5")),
+        (
+            "grpo",
+            ("algorithm.distill=2.0", "models.teacher=teacher", "algorithm.distill_top_k=3", *NARROW),
+        ),
         (
             "ppo",
             ("algorithm.lam_alpha=0.2", "algorithm.lam_value=1.0", "algorithm.nll=0.1", "algorithm.nll_above=-1.1"),

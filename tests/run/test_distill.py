@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer(shifted=shifted).save_pretrained(folder / name)
     (folder / "config.toml").write_text(PLAIN)
     (folder / "scored.toml").write_text(CONFIG)
+    (folder / "own.py").write_text("from oppo.losses import ClippedLoss\ndef plain(): return ClippedLoss()\n")
     return folder
 
 
@@ -43,28 +44,38 @@ def actor(folder: Path, name: str) -> dict[str, bytes]:
     return {key: tensor.tobytes() for key, tensor in tensors.items()}
 
 
-def test_the_kl_to_the_teacher_falls_without_any_reward_and_with_responses_deferred(folder: Path) -> None:
+FORWARD: Final = ("algorithm.distill_top_k=8", "algorithm.distill_beta=0")
+
+
+@pytest.mark.parametrize("chosen", [(), FORWARD], ids=["advantage", "loss"])
+def test_the_kl_to_the_teacher_falls_without_any_reward_and_with_responses_deferred(
+    folder: Path, chosen: tuple[str, ...]
+) -> None:
     learning = ("run.steps=30", "step.batch=16", "trainer.learning_rate=1e-2", "trainer.epochs=4")
-    assert oppo(folder, "", *ALONE, *learning, "run.name=learns") == DONE
-    steps = records(folder, "learns", "metrics.jsonl")
+    name = f"learns-{len(chosen)}"
+    assert oppo(folder, "", *ALONE, *learning, *chosen, f"run.name={name}") == DONE
+    steps = records(folder, name, "metrics.jsonl")
+    assert all(("loss/distill_avg" in step) == bool(chosen) for step in steps)
     kl = [step["objective/teacher_kl"] for step in steps]
     assert mean(kl[-5:]) < 0.7 * mean(kl[:5]), kl
     assert any(step["deferral/deferred"] for step in steps)
     assert all(step["objective/scores"] == 0 for step in steps)
 
 
-def test_a_resumed_distillation_equals_an_uninterrupted_one(folder: Path) -> None:
-    chosen = (*ALONE, "run.deterministic=true", "run.checkpoint_every=1", "run.steps=4")
-    assert oppo(folder, "", *chosen, "run.name=whole") == DONE
-    assert any(step["deferred"] for step in records(folder, "whole", "metrics.jsonl"))
-    run = folder / "runs" / "killed"
-    with start(folder, *chosen, "run.name=killed", before="from tests.hf.child import set_up; set_up()") as process:
+@pytest.mark.parametrize("further", [(), FORWARD], ids=["advantage", "loss"])
+def test_a_resumed_distillation_equals_an_uninterrupted_one(folder: Path, further: tuple[str, ...]) -> None:
+    chosen = (*ALONE, "run.deterministic=true", "run.checkpoint_every=1", "run.steps=4", *further)
+    whole, killed = f"whole-{len(further)}", f"killed-{len(further)}"
+    assert oppo(folder, "", *chosen, f"run.name={whole}") == DONE
+    assert any(step["deferred"] for step in records(folder, whole, "metrics.jsonl"))
+    run = folder / "runs" / killed
+    with start(folder, *chosen, f"run.name={killed}", before="from tests.hf.child import set_up; set_up()") as process:
         while process.poll() is None and steps_of(run) < 2:
             wait(process, 0.005)
         process.kill()
         process.communicate()
-    assert resume(folder, "killed") == DONE
-    assert actor(folder, "killed") == actor(folder, "whole")
+    assert resume(folder, killed) == DONE
+    assert actor(folder, killed) == actor(folder, whole)
 
 
 def test_each_prompt_has_the_teacher_that_its_column_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,6 +134,14 @@ def test_the_teacher_is_counted_and_placed_like_the_reference(folder: Path) -> N
         (("models.teacher=teacher", "step.algorithm=online_dpo"), "choose step.algorithm = 'distill', or another"),
         ((*ALONE[2:], "algorithm.kl=0.1"), "unknown key 'algorithm.kl' (it is a key of [algorithm] for 'ppo'"),
         ((*ALONE[2:], "algorithm.distill=0"), "algorithm.distill: expected more than 0, got 0"),
+        ((*ALONE[2:], "algorithm.distill_beta=0.5"), "give distill_top_k, or leave distill_beta out"),
+        ((*ALONE[2:], *FORWARD, "algorithm.clip=0.1"), "so there is no policy loss that reads clip: leave that out"),
+        ((*ALONE[2:], "algorithm.distill_top_k=999"), "expected 1 to 96, the ids that may be sampled, got 999"),
+        (
+            ("algorithm.distill_top_k=4",),
+            "distill_top_k = 4 is of a teacher, whose weight, distill, is 0: give distill",
+        ),
+        ((*ALONE[2:], "algorithm.distill_top_k=4", "step.loss=own.py:plain"), "reads neither top_logprobs nor"),
         (("placement.teacher=cpu",), "placement.teacher = 'cpu' places a teacher, and models.teacher names none"),
         (("step.algorithm=distill", "models.teacher=foreign"), "foreign does not share the policy's tokenizer"),
     ],

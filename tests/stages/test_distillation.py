@@ -120,9 +120,9 @@ def test_a_weight_without_a_teacher_is_a_fault_of_the_graph(stage: AdaptiveObjec
         grpo(**models, advantage=GroupRelative(distill=0.5))  # type: ignore[arg-type]
 
 
-def test_a_weight_is_a_number_above_0() -> None:
+def test_a_weight_is_not_negative_and_alone_above_0() -> None:
     with pytest.raises(ConfigError, match=r"distill"):
-        Distillation(0.0)
+        Distillation(-1.0)
     with pytest.raises(ConfigError, match=r"distill"):
         GroupRelative(distill=-1.0)
     with pytest.raises(ConfigError, match=r"distill"):

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -33,10 +33,10 @@ from oppo.hf.kv.prefill import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.kv.reader import Reader, reader_of
 from oppo.hf.recipe import Loadable, ModelRecipe, worker_maker
 from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
-from oppo.losses import Input, SupportIndex, token_logprobs
+from oppo.losses import Input, SupportIndex, token_logprobs, top_logprobs
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Make
-from oppo.returns import TokenRewards
+from oppo.returns import TokenRewards, TopLogprobs
 from oppo.scheduling import IN_ORDER, Priority
 from oppo.scorers import Growth, ScorerCapabilities
 
@@ -156,8 +156,8 @@ class ScorerWorker(ABC, Generic[T]):
     def _results(self, states: Sequence[ReadState]) -> list[T]: ...
 
 
-class ReferenceWorker(ScorerWorker[FloatArray]):
-    """Log-probs of a response under a causal LM, float32 [n]; see :class:`oppo.hf.serve.scorers.ReferenceLogprobs`."""
+class LogprobWorker(ScorerWorker[T]):
+    """Reads with a causal LM, and keeps numbers of each response token that follow from the logits which predict it."""
 
     def __init__(self, model: PreTrainedModel, deterministic: bool, sampling: Sampling) -> None:
         self._sampling = sampling
@@ -170,8 +170,10 @@ class ReferenceWorker(ScorerWorker[FloatArray]):
         if weights:
             super().load(weights)
 
-    def _results(self, states: Sequence[ReadState]) -> list[FloatArray]:
-        return read_back(states)
+    @abstractmethod
+    def _measured(self, logits: Tensor, targets: Tensor, support: Support) -> Tensor:
+        # Of logits [t, V] and the tokens that they predict: [t] or [t, n].
+        ...
 
     def _prepare(self) -> None:
         if not self._prepared:
@@ -192,23 +194,63 @@ class ReferenceWorker(ScorerWorker[FloatArray]):
             states, targets, supports = zip(*read, strict=True)
             sizes = [len(tokens) for tokens in targets]
             support = Support.concatenate(zip(supports, sizes, strict=True))
-            logprobs = self._logprobs(torch.cat(before), torch.cat(targets).to(before[0].device), support)
-            for state, each in zip(states, logprobs.split(sizes), strict=True):
+            measured = self._in_chunks(torch.cat(before), torch.cat(targets).to(before[0].device), support)
+            for state, each in zip(states, measured.split(sizes), strict=True):
                 state.kept.append(each)
         tails = torch.stack([output[-1] for output in outputs])  # a view would keep the outputs alive
         for span, tail in zip(spans, tails.split(1), strict=True):
             span.state.tail = tail
 
-    def _logprobs(self, outputs: Tensor, targets: Tensor, support: Support) -> Tensor:
+    def _in_chunks(self, outputs: Tensor, targets: Tensor, support: Support) -> Tensor:
         def measure(logits: Tensor, at: slice, again: bool) -> Mapping[Input, Tensor]:
             del again
-            index = SupportIndex.of(support.slice(at.start, at.stop), logits.device)
-            logits = logits[:, self._sampling.ids]
-            return {"logprobs": token_logprobs(logits, targets[at], self._sampling.temperature, index)}
+            given = support.slice(at.start, at.stop)
+            return {"logprobs": self._measured(logits[:, self._sampling.ids], targets[at], given)}
 
         if self._head is None:  # outputs are logits
             return measure(outputs, slice(0, len(outputs)), False)["logprobs"]
         return self._head.measured(outputs, measure)["logprobs"]
+
+
+class ReferenceWorker(LogprobWorker[FloatArray]):
+    """Log-probs of a response under a causal LM, float32 [n]; see :class:`oppo.hf.serve.scorers.ReferenceLogprobs`."""
+
+    def _measured(self, logits: Tensor, targets: Tensor, support: Support) -> Tensor:
+        index = SupportIndex.of(support, logits.device)
+        return token_logprobs(logits, targets, self._sampling.temperature, index)
+
+    def _results(self, states: Sequence[ReadState]) -> list[FloatArray]:
+        return read_back(states)
+
+
+class TeacherWorker(LogprobWorker[TopLogprobs]):
+    """Log-probs of a response and of the likeliest ids; see :class:`oppo.hf.serve.scorers.TeacherLogprobs`."""
+
+    def __init__(self, model: PreTrainedModel, deterministic: bool, sampling: Sampling, top_k: int) -> None:
+        known = sampling.vocabulary or vocabulary(model)
+        if not 0 < top_k <= known:
+            raise ConfigError(
+                f"a teacher gives the log-probs of its top_k likeliest ids: expected 1 to {known}, the ids that may be "
+                f"sampled, got {top_k} (algorithm.distill_top_k): give fewer"
+            )
+        self._top_k = top_k
+        super().__init__(model, deterministic, sampling)
+
+    def _measured(self, logits: Tensor, targets: Tensor, support: Support) -> Tensor:
+        index, temperature = SupportIndex.of(support, logits.device), self._sampling.temperature
+        ids = logits.topk(self._top_k).indices
+        logprobs = token_logprobs(logits, targets, temperature, index)
+        floats = torch.cat((logprobs[:, None], top_logprobs(logits, ids, temperature)), 1)
+        return torch.cat((floats.view(torch.int32), ids.int()), 1)  # one tensor of bits [t, 2 k + 2]: one transfer
+
+    def _results(self, states: Sequence[ReadState]) -> list[TopLogprobs]:
+        found, k = [], self._top_k
+        for bits in read_back(states):
+            table = bits.reshape(-1, 2 * k + 2)
+            floats = np.ascontiguousarray(table[:, : k + 2]).view(np.float32)
+            ids = table[:, k + 2 :].astype(np.int32)
+            found.append(TopLogprobs(floats[:, 0].copy(), ids, floats[:, 1:].copy()))
+        return found
 
 
 class RewardWorker(ScorerWorker[float]):
@@ -252,10 +294,11 @@ def score_reader(model: PreTrainedModel) -> Reader:
     return reader_of(backbone(model), head=head)
 
 
-def read_back(states: Sequence[ReadState]) -> list[FloatArray]:
-    """Return what was kept of each rollout, float32 [n]; the host waits once for all of them."""
+def read_back(states: Sequence[ReadState]) -> list[Any]:
+    """Return what was kept of each rollout, float32 [n], or int32 as it is; the host waits once for all of them."""
     pieces = [piece for state in states for piece in state.kept]
-    kept = torch.cat(pieces).float().cpu().numpy() if pieces else np.zeros(0, np.float32)
+    joined = torch.cat(pieces) if pieces else torch.zeros(0)
+    kept = (joined if joined.dtype == torch.int32 else joined.float()).cpu().numpy()
     return np.split(kept, np.cumsum([sum(map(len, state.kept)) for state in states])[:-1])[: len(states)]
 
 
@@ -326,6 +369,27 @@ class ReferenceLogprobs(StreamedScorer[FloatArray]):
 
     def __init__(self, model: Loadable, *, sampling: Sampling, place: Hosting, deterministic: bool = False) -> None:
         super().__init__(worker_maker(ReferenceWorker, model, deterministic, sampling), place, supports=True)
+
+
+class TeacherLogprobs(StreamedScorer[TopLogprobs]):
+    """Scores each response token with its log-prob under a teacher, as :class:`ReferenceLogprobs` does, and its top k.
+
+    The likeliest ids at each token are of the whole vocabulary, at the policy's temperature, whatever sampling left
+    out. It keeps ``8 k + 8`` bytes of each token until its rollout finishes, and returns as many.
+
+    Args:
+        model, sampling, place, deterministic: as for :class:`ReferenceLogprobs`.
+        top_k: ids at each token.
+
+    Raises:
+        ConfigError: there are fewer ids than ``top_k``.
+        ModelRefused: the model cannot be served row by row.
+    """
+
+    def __init__(
+        self, model: Loadable, *, sampling: Sampling, place: Hosting, top_k: int, deterministic: bool = False
+    ) -> None:
+        super().__init__(worker_maker(TeacherWorker, model, deterministic, sampling, top_k), place, supports=True)
 
 
 class RewardModel(StreamedScorer[float]):

@@ -43,8 +43,9 @@ class MicroBatch:
         groups: int64 [n], the group of each row.
         versions: int64 [T].
         behaviour: float32 [T], behaviour log-probs.
-        given: inputs of the loss that the batch holds: float32 [T], or [n] for those of rows.
+        given: inputs of the loss that the batch holds: float32 [T], [T, k + 1], or [n] for those of rows.
         support: the ids from which the T tokens were sampled.
+        top_ids: int64 [T, k], the likeliest ids of a teacher; ``None`` unless the loss reads their log-probs.
         routed_experts: those that the routers of the actor take at each id, int64 [layers, ids, k], see
             :func:`oppo.hf.routers.replaying`; ``None``: they choose freely.
     """
@@ -62,6 +63,7 @@ class MicroBatch:
     behaviour: Tensor
     given: Mapping[Input, Tensor]
     support: Support
+    top_ids: Tensor | None = None
     routed_experts: Tensor | None = None
 
     @property
@@ -170,9 +172,12 @@ def pack(
         "scores": batch.scores,
         "proximal": batch.proximal,
         "reference": batch.reference,
+        "teacher_top": batch.teacher_top,
     }
+    listed = {} if batch.teacher_ids is None or "top_logprobs" not in inputs else {"top_ids": batch.teacher_ids[taken]}
     whole = _uploaded(
         {
+            **listed,
             "ids": ids,
             "positions": positions,
             "keep": keep,

@@ -50,6 +50,7 @@ from oppo.losses import (
     default_loss,
     entropies,
     token_logprobs,
+    top_logprobs,
 )
 from oppo.losses.base import evaluated, require_inputs, require_loss
 from oppo.models import Sampling, Trained, TrainerCapabilities, Weights
@@ -57,8 +58,11 @@ from oppo.placement import Hosting
 from oppo.placement.trainer import HostedTrainer, TrainerCounts
 from oppo.training import TrainerSettings
 
-_COMPARED = ("tokens", "sampled", "logprobs", "versions", "advantages", "proximal", "reference", "values", "returns")
-"""The columns of a batch, a number for each token, that a loss may read."""
+_COMPARED = (
+    *("tokens", "sampled", "logprobs", "versions", "advantages", "proximal", "reference", "values", "returns"),
+    *("teacher_ids", "teacher_top"),
+)
+"""The columns of a batch, a number or a row for each token, that a loss may read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -417,7 +421,7 @@ class HfTrainerCore:
         return evaluated(self.loss, Inputs(part.mask, part.row, part.groups, size, {**part.given, **inputs}))
 
     def outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
-        """Return log-probs, values if there is a critic, and entropies if the loss has them as input: float32 [T]."""
+        """Return log-probs, values if there is a critic, and what else the loss has as input: float32 [T, ...]."""
 
         def measure(logits: Tensor, at: slice, again: bool) -> dict[Input, Tensor]:
             temperature, logits = self._sampling.temperature, logits[..., self._sampling.ids]
@@ -426,6 +430,8 @@ class HfTrainerCore:
             if "entropies" in (self.loss.reads if again else self._inputs):
                 source = logits if "entropies" in self.loss.reads else logits.detach()
                 found["entropies"] = entropies(source, temperature, support)
+            if part.top_ids is not None and "top_logprobs" in (self.loss.reads if again else self._inputs):
+                found["top_logprobs"] = top_logprobs(logits, part.top_ids[at], temperature)
             return found
 
         learns = self.counts.version >= self.settings.critic_warmup
