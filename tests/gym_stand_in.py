@@ -1,4 +1,4 @@
-"""A stand-in for reasoning-gym with one of its tasks: the parts of its interface that ``oppo.rewards.gym`` uses."""
+"""A stand-in for reasoning-gym with one of its tasks: the parts of its interface that ``oppo.rewards.tasks`` uses."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from benchmarks.harness import processor
 from examples.reasoning_gym import make_model
 from examples.reasoning_gym.make_model import CONFIG, ROWS, TASK
 from oppo.errors import OppoError
-from oppo.rewards.gym import task_rows
+from oppo.rewards.tasks import task_rows
 
 HERE = Path(__file__).parent
 

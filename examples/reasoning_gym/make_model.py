@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from oppo.errors import OppoError
-from oppo.rewards.gym import task_rows
+from oppo.rewards.tasks import task_rows
 
 TASK = "chain_sum"
 CONFIG = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}

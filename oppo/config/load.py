@@ -27,6 +27,7 @@ from oppo.errors import ConfigError, did_you_mean, shortened
 from oppo.libraries import is_installed
 from oppo.log import logger
 from oppo.redact import HIDDEN, holds_secret, names_secret, redacted
+from oppo.rewards.tasks import CHECKERS
 from oppo.user_code import SPEC
 
 if TYPE_CHECKING:
@@ -64,13 +65,16 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     Raises:
         ConfigError: a setting is unknown, missing or out of range.
     """
-    document = _with_engine(_with_files(document, folder))
+    document = _with_engine(_with_tables(_with_files(document, folder)))
     try:
         settings = Settings.of(with_correction(seeded(document)))
     except ValidationError as error:
         raise ConfigError(SettingsFaults.of(document).describe(error)) from error
     models = settings.models
-    rewards = tuple(replace(each, source=_model(each.source, folder)) for each in settings.rewards)
+    rewards = tuple(
+        each if each.source in CHECKERS else replace(each, source=_model(each.source, folder))
+        for each in settings.rewards
+    )
     settings = settings.model_copy(update={"rewards": rewards})
     policy, adapter = _model(models.policy, folder), _model(models.adapter, folder)
     own_critic = next(iter(settings.reward_models), policy)
@@ -117,6 +121,13 @@ def _with_files(document: Mapping[str, object], folder: Path) -> Mapping[str, ob
     named = {name: step.get(name) for name in NAMED}
     found = {name: _spec(spec, folder) for name, spec in named.items() if isinstance(spec, str) and SPEC.match(spec)}
     return {**document, "step": {**step, **found}} if found else document
+
+
+def _with_tables(document: Mapping[str, object]) -> Mapping[str, object]:
+    rewards = document.get("rewards")
+    if not isinstance(rewards, list | tuple):
+        return document
+    return {**document, "rewards": [{"source": each} if isinstance(each, str) else each for each in rewards]}
 
 
 def _with_engine(document: Mapping[str, object]) -> Mapping[str, object]:

@@ -22,8 +22,8 @@ from oppo.declared import (
     setting,
 )
 from oppo.rewards import OnDrop, OnFailure
-from oppo.rewards.gym import LIBRARY
 from oppo.rewards.judge import reading_of
+from oppo.rewards.tasks import CHECKERS
 from oppo.user_code import SPEC
 
 When: TypeAlias = Literal["auto", "whole"]
@@ -41,14 +41,14 @@ Separators: TypeAlias = Annotated[tuple[Filled, ...], FromList()]
 
 SOURCE: Final = (
     "directory or hub name of a reward model, or `file.py:name` of a function, of a scorer, of a function that makes "
-    "one in a `place`, or of several rewards `{name: (weight, function or scorer)}`; `reasoning-gym`: the verifier of "
-    "its tasks; `http://host:8000/v1`: a judge behind a chat API"
+    "one in a `place`, or of several rewards `{name: (weight, function or scorer)}`; a checker by its name: `math`, "
+    "`gsm8k`, `code`, `reasoning-gym`; `http://host:8000/v1`: a judge behind a chat API"
 )
 
 
 def is_code(source: object) -> bool:
     """Whether a reward's source is Python code, and no reward model."""
-    return isinstance(source, str) and (source == LIBRARY or file_of(source) is not None)
+    return isinstance(source, str) and (source in CHECKERS or file_of(source) is not None)
 
 
 def file_of(spec: str) -> Path | None:

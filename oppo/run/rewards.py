@@ -36,8 +36,8 @@ from oppo.models import Scorer
 from oppo.observe import Reporter
 from oppo.placement import Hosting
 from oppo.rewards import FunctionReward, Rewards, load_reward
-from oppo.rewards.gym import LIBRARY, verify
 from oppo.rewards.judge import columns_of, judge, key_of
+from oppo.rewards.tasks import CHECKERS
 from oppo.run.loading import RoleLoader
 from oppo.scorers import Unscored
 from oppo.user_code import load_function
@@ -95,8 +95,9 @@ class UserCode:
                 "max_steps": settings.run.steps,
             }
             options |= {name: getattr(reward, name) for name in OPTIONS}
-            if reward.source == LIBRARY:
-                return _of_tasks(key, decode, options)
+            if reward.source in CHECKERS:
+                cores = settings.run.cores or available_cores()
+                return _checking(key, reward, decode, options, cores=cores)
             return load_reward(reward.source, decode, place=place, on_drop=reward.on_drop, **options)
 
         tables, rewards = settings.reward_tables, dict[str, Scorer[float | Drop]]()
@@ -177,9 +178,28 @@ def _judge(
     )
 
 
-def _of_tasks(key: str, decode: Callable[[Sequence[int]], str], options: Mapping[str, Any]) -> FunctionReward:
-    require(LIBRARY, f"{key}: {LIBRARY}", module="reasoning_gym")
-    return FunctionReward(verify, decode, name=LIBRARY, **{**options, "process": bool(options["process"])})
+def _checking(
+    key: str,
+    reward: FunctionRewardSection,
+    decode: Callable[[Sequence[int]], str],
+    options: Mapping[str, Any],
+    *,
+    cores: int,
+) -> Scorer[float | Drop]:
+    checker = CHECKERS[reward.source]
+    if checker.extra:
+        require(checker.extra, f"{key}: {reward.source}", module=checker.module)
+    chosen = {
+        **options,
+        "process": bool(options["process"]) or checker.process,
+        "each": options["each"] or checker.each,
+        "concurrency": options["concurrency"] or (cores if checker.each else None),
+        "timeout": options["timeout"] or checker.timeout,
+    }
+    if "" not in checker.functions:
+        del chosen["optional"]
+        return Rewards(checker.functions, decode, on_drop=reward.on_drop, **chosen)
+    return FunctionReward(checker.functions[""][1], decode, name=reward.source, **chosen)
 
 
 def _environment(

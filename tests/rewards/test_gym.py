@@ -10,7 +10,7 @@ import pytest
 from oppo import FunctionReward
 from oppo.errors import DataError
 from oppo.events import Chunk, Finish, Prompt, Response
-from oppo.rewards.gym import INSTRUCTION, _verifier, task_rows, verify
+from oppo.rewards.tasks import INSTRUCTION, _verifier, task_rows, verify
 from tests import gym_stand_in
 
 EASY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

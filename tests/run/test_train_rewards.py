@@ -220,6 +220,12 @@ def test_a_process_for_an_async_part_is_refused_where_it_was_asked_for(
     assert "'here' is async, and a process of its own is for sync ones" in capsys.readouterr().err
 
 
+def test_a_checker_is_named_in_a_list_and_needs_its_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, column in (("math", "answer"), ("gsm8k", "answer"), ("code", "tests")):
+        assert oppo(folder, "", f"rewards=['{name}']", f"run.name=checked-{name}") == UNUSABLE
+        assert f"asks for '{column}', which is no column of the data" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("scorers", ["thread", "process"])
 def test_a_scorer_of_a_file_works_in_the_place_of_the_scorers(folder: Path, scorers: str) -> None:
     made = (
