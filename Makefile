@@ -53,7 +53,7 @@ $(LOWEST)/.installed $(NEWEST)/.installed: pyproject.toml constraints.txt
 	grep '^torch==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
 	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --upgrade --resolution $(RESOLUTION) \
-		-c $(@D)/constraints.txt -e '.[examples,test,trackers]'
+		-c $(@D)/constraints.txt -e '.[examples,quantization,test,trackers]'
 	@touch $@
 
 # The real vLLM on a CPU, in an environment of its own; its modules warn of their own doings.

@@ -58,6 +58,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "models.lora_experts": ("LoRA on experts, `target_parameters`", "lora_target_parameters"),
     "models.lora": ("LoRA target modules, rsLoRA, rank pattern", "`lora_target_modules`, `use_rslora`"),
     "models.adapter": ("pretrained adapter, `adapter_name_or_path`", "model_adapter_name"),
+    "models.quantization": ("QLoRA, bitsandbytes, NF4", "load_in_4bit"),
     "models.lora_sync": ("LoRA weight sync, hot-swapped adapter", ""),
     "models.trust_remote_code": ("custom code", "trust_remote_code"),
     "models.allow_pickle": ("pickled weights, `pytorch_model.bin`", ""),

@@ -388,6 +388,11 @@ class ModelsSection:
         "directory or hub name of a LoRA adapter for the policy, which is trained on, with the rank that it has; "
         "empty: none, or a new one of `lora_rank`",
     )
+    quantization: Literal["none", "nf4", "fp4"] = setting(
+        "none",
+        "4-bit type of the weights that adapters are added to (QLoRA), in the extra `quantization`; the reference over "
+        "the same base has them too",
+    )
     lora_sync: Literal["adapter", "merged"] = setting(
         "merged",
         "what vLLM gets of adapters: `adapter`: the adapters alone, which it computes with beside the base in its own "
@@ -424,7 +429,13 @@ class ModelsSection:
             f"engine = {self.engine!r}, which is not given adapters apart": self.engine != "vllm",
             "all weights being trained: set lora_rank or adapter": not self.adapts,
             "lora_experts = true, adapters that vLLM does not load": self.lora_experts,
+            f"quantization = {self.quantization!r}, a base that vLLM has whole": self.quantization != "none",
         }
+        if self.quantization != "none" and not self.adapts:
+            raise ValueError(
+                f"quantization = {self.quantization!r} freezes the weights of the policy's layers, and no adapters are "
+                "trained beside them: set lora_rank or adapter, or leave quantization out"
+            )
         if self.lora_sync == "adapter" and (found := [fault for fault, holds in unfit.items() if holds]):
             raise ValueError(
                 "lora_sync = 'adapter' gives vLLM the adapters of linear layers alone, which does not go with "
@@ -442,6 +453,16 @@ class ModelsSection:
     def adapts(self) -> bool:
         """Whether adapters are trained, and not all weights."""
         return bool(self.lora_rank or self.adapter)
+
+    @property
+    def begins_off_base(self) -> bool:
+        """Whether the policy begins as another model than the one in its files, or is sent apart from that."""
+        return bool(self.adapter) or self.quantization != "none" or self.lora_sync == "adapter"
+
+    @property
+    def is_reference_on_base(self) -> bool:
+        """Whether the reference is the base of the adapters that are trained."""
+        return self.adapts and self.reference in {self.policy, self.adapter}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

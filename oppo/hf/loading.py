@@ -34,7 +34,7 @@ from oppo.hf.as_text.whole import Encoder, Pooling, reach, reads_beside
 from oppo.hf.devices import CPU, ran_out
 from oppo.hf.introspection import only_whole
 from oppo.hf.kv.attention import CHOICES, COSTS, Choice
-from oppo.hf.lora import allow_threads, require_peft
+from oppo.hf.lora import Quantization, allow_threads, quantise_base, require_peft
 from oppo.hf.model_files import (
     CAUSAL,
     CLASSIFIER,
@@ -81,6 +81,8 @@ class LoadOptions(TypedDict, total=False):
         ignore_unused: leave out weights that the model does not use.
         attention: the kind of attention; ``auto``, the default: the fastest that serves the model exactly
             (:mod:`oppo.hf.kv.attention`).
+        quantization: of the layers that adapters are added to (:func:`oppo.hf.lora.quantise_base`); ``none``, the
+            default, leaves them as they are.
     """
 
     dtype: str
@@ -89,6 +91,7 @@ class LoadOptions(TypedDict, total=False):
     allow_pickle: bool
     ignore_unused: bool
     attention: Choice
+    quantization: Quantization
 
 
 def load_causal(path: str | Path, **options: Unpack[LoadOptions]) -> PreTrainedModel:
@@ -193,6 +196,7 @@ def load(
     allow_pickle: bool = False,
     ignore_unused: bool = False,
     attention: Choice = "auto",
+    quantization: Quantization = "none",
     new_head: bool = False,
 ) -> PreTrainedModel:
     """Return a model of a kind; arguments and errors are those of :func:`load_causal` and :func:`load_scalar`."""
@@ -229,10 +233,13 @@ def load(
         with torch.no_grad():
             for name in missing:
                 model.get_parameter(name).zero_()
+        require_finite(model, path)
+        if quantization != "none":
+            quantise_base(model, quantization, torch.device(device))
         if adapter is not None:
             left_out += _adapted(kind, model, directory, path, ignore_unused=ignore_unused)
+            require_finite(model, path)
         model.name_or_path = model.config.name_or_path = str(path if adapter is None else adapter.base)
-        require_finite(model, path)
         _align(model)
         torch.nn.Module.to(model, device=device)
         served_by = probe(model, attention=attention) if kind.streamed else "segmented"
@@ -395,14 +402,19 @@ def require_finite(model: PreTrainedModel, path: str | Path) -> None:
 
 @quiet()
 def outline(
-    kind: Kind, path: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False
+    kind: Kind,
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    quantization: Quantization = "none",
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Return the model of a directory or hub name without its weights.
 
     Args:
         kind: of the model.
         path: a directory with ``config.json``, or with an adapter for such a model, or a hub name.
-        dtype: as :func:`oppo.hf.loading.load_causal` has it.
+        dtype, quantization: as :func:`oppo.hf.loading.load_causal` has them.
 
     Raises:
         ConfigError: there is no such model, its ``config.json`` cannot be used, or there are weights beside it that are
@@ -433,6 +445,8 @@ def outline(
             f"{directory / 'config.json'} describes {numbers} numbers, but the weights have {there} bytes: expected "
             "the weights of that model"
         )
+    if quantization != "none":
+        quantise_base(model, quantization, model.device)
     return model
 
 

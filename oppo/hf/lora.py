@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -32,6 +33,9 @@ from oppo.libraries import require
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+Quantization: TypeAlias = Literal["none", "nf4", "fp4"]
+"""The type of a base's weights: as they are, or 4 bits."""
+
 CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """Ways to begin a LoRA adapter after which its base is not the model of that name any more."""
 
@@ -46,6 +50,56 @@ def share_base(model: PreTrainedModel) -> PreTrainedModel:
     """
     shared = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, shared)
+
+
+def quantise_base(model: PreTrainedModel, kind: Quantization, device: torch.device) -> None:
+    """Quantise the weights of the layers that :func:`add_lora` chooses by itself to 4 bits (QLoRA, arXiv 2305.14314).
+
+    They are frozen, moved to the device one by one, and computed with in the dtype that they had.
+
+    Args:
+        model: changed in place, before it has adapters.
+        kind: ``nf4`` or ``fp4``, in blocks of 64, whose scales are 8 bits.
+        device: of the quantised layers; the others stay where they are. On ``meta`` they have as many bytes.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+        ModelRefused: there are no such layers.
+    """
+    chosen = {name: layer for name, layer in _linear(model)[1].items() if isinstance(layer, nn.Linear)}
+    chosen = {name: layer for name, layer in chosen.items() if name not in _read_past_adapters(model)}
+    if not chosen:
+        raise ModelRefused(
+            f"{type(model).__name__} has no linear layers that could be quantised: leave models.quantization out"
+        )
+    if device.type == "meta":
+        for name, layer in chosen.items():
+            model.set_submodule(name, _OutlineOf4Bits(layer))
+        return
+    require("quantization", f"models.quantization = {kind!r}", module="bitsandbytes")
+    layers: Any = import_module("bitsandbytes.nn")
+    for name, layer in chosen.items():
+        with torch.device("meta"):
+            made: Any = layers.Linear4bit(
+                layer.in_features, layer.out_features, layer.bias is not None, layer.weight.dtype
+            )
+        made.support_avx512bf16_for_cpu = False  # it would pack the weights anew in the midst of another's pass
+        weight = layers.Params4bit(layer.weight.detach(), requires_grad=False, quant_type=kind, module=made)
+        made.weight, made.bias = weight.to(device), layer.bias
+        model.set_submodule(name, made)
+    vars(model)["is_loaded_in_4bit"] = True  # PEFT asks for it
+
+
+class _OutlineOf4Bits(nn.Linear):
+    def __init__(self, layer: nn.Linear) -> None:
+        inputs, outputs = layer.in_features, layer.out_features
+        super().__init__(inputs, outputs, layer.bias is not None, "meta", layer.weight.dtype)
+        stored = inputs * outputs // 2 + inputs * outputs // 64
+        self.weight = nn.Parameter(torch.empty(stored, dtype=torch.uint8, device="meta"), requires_grad=False)
+        vars(self.weight)["quant_state"] = layer.weight
+
+    def forward(self, given: Tensor) -> Tensor:
+        return nn.functional.linear(given, given.new_empty(self.out_features, self.in_features), self.bias)
 
 
 OWNED: Final[Mapping[str, str]] = {
@@ -111,8 +165,8 @@ def add_lora(
             f"models.lora_experts = true adds adapters to experts that lie in one tensor, and {type(model).__name__} "
             "has none that are trained: set models.lora_experts = false"
         )
-    layers = [module.weight for module in linear.values()] + [each[0] for each in fused_experts.values()]
-    if rank > (largest := max(min(weight.shape) for weight in layers)):
+    layers = [_described(module) for module in linear.values()] + [each[0] for each in fused_experts.values()]
+    if rank > (largest := max(min(each.shape) for each in layers)):
         raise ConfigError(
             f"models.lora_rank = {rank} is more than the rank of any layer of {type(model).__name__}, which is at most "
             f"{largest}: expected a lower one, or 0, which trains all weights"
@@ -268,11 +322,18 @@ def _linear(model: PreTrainedModel) -> tuple[bool, dict[str, nn.Linear | Conv1D]
     }
     mixture = has_experts(model)
     chosen = {
-        name: module
-        for name, module in linear.items()
-        if module.weight.requires_grad and (_of_attention(name) or not mixture)
+        name: module for name, module in linear.items() if _is_trained(module) and (_of_attention(name) or not mixture)
     }
-    return not mixture and all(module.weight.requires_grad for module in linear.values()), chosen
+    return not mixture and all(map(_is_trained, linear.values())), chosen
+
+
+def _is_trained(layer: nn.Linear | Conv1D) -> bool:
+    return layer.weight.requires_grad or _described(layer) is not layer.weight
+
+
+def _described(layer: nn.Linear | Conv1D) -> Any:
+    # What has the shape of a layer's weights: of quantised ones, which are bytes, their state.
+    return getattr(layer.weight, "quant_state", layer.weight)
 
 
 def allow_threads(model: nn.Module) -> None:
@@ -355,14 +416,30 @@ def merged(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tens
     state: dict[str, Tensor] = model.state_dict()
     if not has_adapters(model):
         return state
-    from peft.tuners.lora import Linear  # noqa: PLC0415 - an extra, installed if there are adapters
+    from peft.tuners.lora import LoraLayer  # noqa: PLC0415 - an extra, installed if there are adapters
 
-    plain = {_plain(name): tensor for name, tensor in state.items() if ".lora_" not in name}
+    plain = {_plain(name): each for name, each in _dequantised(state).items() if ".lora_" not in name}
     for name, layer in model.named_modules():
-        if isinstance(layer, Linear) or _of_tensor(layer):
+        if isinstance(layer, LoraLayer):
             key = _plain(f"{name}.{getattr(layer, 'parameter_name', 'weight')}")
             plain[key] = _with_product(plain[key], layer, dtype)
     return plain
+
+
+def _dequantised(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    # A state_dict with quantised weights as they are computed with, without what says how they are quantised.
+    described: dict[str, dict[str, Any]] = {name: {} for name in state if f"{name}.quant_map" in state}
+    if not described:
+        return state
+    from bitsandbytes.functional import QuantState, dequantize_4bit  # noqa: PLC0415 - an extra
+
+    whole = dict[str, Any]()
+    for name, each in state.items():
+        layer, _, part = name.rpartition(".weight.")
+        described.get(f"{layer}.weight", whole)[part or name] = each
+    for name, parts in described.items():
+        whole[name] = dequantize_4bit(state[name], QuantState.from_dict(parts, state[name].device))
+    return whole
 
 
 def _plain(name: str) -> str:
@@ -384,7 +461,7 @@ def rounding_loss(state: Mapping[str, object], merged: Mapping[str, object], dty
         1.0
     """
     added = lost = 0.0
-    for name, weight in state.items():
+    for name, weight in _dequantised(state).items():
         whole = merged.get(_plain(name))
         if ".base_layer." in name and isinstance(weight, Tensor) and isinstance(whole, Tensor):
             added += float((whole.float() - weight.float()).square().sum())

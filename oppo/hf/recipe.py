@@ -26,7 +26,7 @@ from oppo.hf.devices import device_of
 from oppo.hf.introspection import longest, reach, vocabulary
 from oppo.hf.kv.attention import Choice
 from oppo.hf.loading import load_causal, load_process, load_scalar, require_supported
-from oppo.hf.lora import add_lora, load_lora
+from oppo.hf.lora import Quantization, add_lora, load_lora
 from oppo.hf.model_files import located, require_adapter
 from oppo.hf.shared_memory import SharedModel, Source
 from oppo.log import routed
@@ -50,6 +50,7 @@ class ModelRecipe:
         path: a directory, or a hub name.
         kind: ``causal`` (a policy, a reference), ``scalar`` (a reward model, a critic) or ``process``.
         device: by name; ``auto`` is the first CUDA device of the process that loads it, or the CPU without one.
+        quantization: see :class:`oppo.hf.loading.LoadOptions`.
         new_head: of a ``scalar`` model, see :func:`oppo.hf.load_scalar`.
         lora_rank, lora_alpha, lora_seed, lora_experts: of adapters that are added to it; rank 0: none.
         lora: further arguments of theirs, see :func:`oppo.hf.lora.add_lora`.
@@ -68,6 +69,7 @@ class ModelRecipe:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     ignore_unused: bool = False
+    quantization: Quantization = "none"
     new_head: bool = False
     lora_rank: int = 0
     lora_alpha: int = 32
@@ -95,6 +97,7 @@ class ModelRecipe:
                 allow_pickle=self.allow_pickle,
                 ignore_unused=self.ignore_unused,
                 attention=self.attention,
+                quantization=self.quantization,
             )
         require_supported(model.dtype, model.device)
         if self.lora_rank:

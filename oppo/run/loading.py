@@ -16,6 +16,7 @@ from oppo.hf.as_text.whole import Encoder
 from oppo.hf.devices import Devices, attributed
 from oppo.hf.introspection import require_pieces
 from oppo.hf.loading import LoadOptions, load_causal, load_encoder, load_scalar, load_tokenizer, require_supported
+from oppo.hf.lora import Quantization
 from oppo.hf.model_files import (
     ADAPTER,
     RewardKind,
@@ -140,6 +141,7 @@ class RoleLoader:
             trust_remote_code=models.trust_remote_code,
             allow_pickle=models.allow_pickle,
             ignore_unused=models.ignore_unused_weights,
+            quantization=self._quantization(name),
             new_head=name == "critic",
         )
 
@@ -165,7 +167,7 @@ class RoleLoader:
 
     def _loaded(self, name: str, load: Callable[..., PreTrainedModel], path: str) -> PreTrainedModel:
         logger.info(f"loading the {name} {path}")
-        model = load(path, **self._options(name))
+        model = load(path, quantization=self._quantization(name), **self._options(name))
         require_supported(model.dtype, model.device)
         return model
 
@@ -198,6 +200,10 @@ class RoleLoader:
             "ignore_unused": models.ignore_unused_weights,
             "attention": models.attention,
         }
+
+    def _quantization(self, name: str) -> Quantization:
+        of_base = name == "policy" or (name == "reference" and self._models.is_reference_on_base)
+        return self._models.quantization if of_base else "none"
 
     def _device(self, model: str) -> torch.device:
         found: torch.device = getattr(self._devices, "actor" if model == "policy" else model)

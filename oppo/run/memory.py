@@ -19,7 +19,7 @@ from oppo.declared import declared
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.devices import CPU, Devices
 from oppo.hf.loading import outline, transformer_of
-from oppo.hf.lora import add_lora, load_lora
+from oppo.hf.lora import Quantization, add_lora, load_lora
 from oppo.hf.memory import (
     Bytes,
     Hardware,
@@ -123,7 +123,7 @@ class Outlines:
 
     def actor(self) -> PreTrainedModel:
         models = self.settings.models
-        actor = self._made("models.policy", CAUSAL, models.policy)
+        actor = self._made("models.policy", CAUSAL, models.policy, quantization=models.quantization)
         if models.lora_rank:
             add_lora(actor, models.lora_rank, models.lora_alpha, experts=models.lora_experts, more=models.lora)
         if models.adapter:
@@ -133,7 +133,9 @@ class Outlines:
     def logprobs(self, name: str) -> PreTrainedModel:
         """Return the causal language model of ``models.<name>``, the reference or a teacher."""
         models = self.settings.models
-        return self._made(f"models.{name}", CAUSAL, {"reference": models.reference, **models.teachers}[name])
+        path = {"reference": models.reference, **models.teachers}[name]
+        on_base = name == "reference" and models.is_reference_on_base
+        return self._made(f"models.{name}", CAUSAL, path, quantization=models.quantization if on_base else "none")
 
     def reward(self, key: str, reward: ModelRewardSection, load: Load | None) -> Bytes:
         """Return what a reward model needs; of one that reads whole responses the weights alone are known."""
@@ -183,10 +185,12 @@ class Outlines:
             return ActorCritic(actor)
         return ActorCritic(actor, value_model_on(actor) if self.settings.models.shared_trunk else self.critic())
 
-    def _made(self, key: str, kind: Kind, path: str) -> PreTrainedModel:
+    def _made(self, key: str, kind: Kind, path: str, *, quantization: Quantization = "none") -> PreTrainedModel:
         models = self.settings.models
         try:
-            return outline(kind, path, dtype=models.dtype, trust_remote_code=models.trust_remote_code)
+            return outline(
+                kind, path, dtype=models.dtype, quantization=quantization, trust_remote_code=models.trust_remote_code
+            )
         except (ConfigError, ModelRefused) as error:
             raise type(error)(f"{key}: {error}") from error
 
@@ -385,7 +389,7 @@ def _shares_the_policy_s(settings: Settings, devices: Devices, model: str) -> bo
     models = settings.models
     if model == "reference":
         apart = devices.reference != devices.actor or model in devices.apart
-        return models.adapts and models.reference in {models.policy, models.adapter} and not apart
+        return models.is_reference_on_base and not apart
     if model == "proximal":
         return settings.shares_weights or "policy" not in devices.apart
     return model == "critic" and models.shared_trunk

@@ -363,9 +363,7 @@ def _assembled(
         served_apart=critic.is_apart
         or served is not actor
         or settings.on_server
-        or bool(
-            settings.models.engine == "vllm" and (settings.models.adapter or settings.models.lora_sync == "adapter")
-        ),
+        or (settings.models.engine == "vllm" and settings.models.begins_off_base),
         ideal=_ideal(settings, devices, models, serving.gpus),
         gauges=memory_gauges(devices.distinct()),
         scoring=scoring,
@@ -423,7 +421,7 @@ def _actor_and_reference(
     # With adapters both are over the same base in memory, unless they are apart: on two devices or machines.
     adapter = adapter_of(models) if models.adapter else None
     actor = load.policy()
-    shared = models.adapts and models.reference in {models.policy, models.adapter} and not apart
+    shared = models.is_reference_on_base and not apart
     base = share_base(actor) if models.reference and shared else None
     if models.lora_rank:
         add_lora(

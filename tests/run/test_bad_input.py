@@ -91,6 +91,11 @@ def _one_thread_here() -> None:
         ("models.adapter=adapter", ["models.adapter: ", "is for the model 'org/base'", "models.policy = 'org/base'"]),
         ("models.adapter=actor", ["models.adapter: ", "adapter_config.json"]),
         ("models.adapter=adapter models.lora_rank=2", ["[models]: adapter = ", "a rank, a scale and", "lora_rank out"]),
+        ("models.quantization=nf4", ["[models]: quantization = 'nf4' freezes", "set lora_rank or adapter, or leave"]),
+        (
+            "models.quantization=fp4 models.lora_rank=2 models.engine=vllm models.lora_sync=adapter",
+            ["[models]: lora_sync = 'adapter'", "quantization = 'fp4', a base that vLLM has whole"],
+        ),
         ("models.policy=int8", ["models.policy: ", "int8/model.safetensors holds ", "as I8, without the quantization"]),
         ("models.policy=./acter", ["models.policy: ", "acter' is no directory here (did you mean 'actor'?)"]),
         ("models.lora_rank=1000000", ["models.lora_rank = 1000000 is more than the rank of any layer", "at most 32"]),

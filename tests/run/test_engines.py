@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partialmethod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -95,7 +95,7 @@ class StandInPolicy(HfPolicy):
 
     async def load(self, weights: Weights) -> None:
         with self.reporter.reported("load"):
-            await super().load(weights)
+            await super().load(replace(weights, actor=weights.standalone()))
         self._engine.loads.append(weights.version)
 
 
@@ -183,6 +183,13 @@ def test_a_run_is_resumed_on_its_checkpoints_weights(workplace: Path, stand_in: 
     lines = records(workplace, "again", "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(abs(line["mismatch/kl_current"]) < 1e-9 for line in lines)
+
+
+@pytest.mark.adapters
+def test_an_engine_begins_with_what_a_quantised_base_computes_with(workplace: Path, stand_in: list[StandIn]) -> None:
+    assert on_vllm(workplace, "bits", "models.lora_rank=2", "models.quantization=nf4", "vllm.dtype=float32") == 0
+    assert stand_in[0].loads[:2] == [0, 1]
+    assert all(abs(line["mismatch/kl_current"]) < 1e-6 for line in records(workplace, "bits", "metrics.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from oppo.vllm.server import start_command
 from oppo.vllm.sync import free_port
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor
+from tests.vllm.real.test_adapters import adapted, respond, weights
 from tests.vllm.real.test_policy import logprobs_of, read, some, tokens_of, until, whole
 from tests.workplace import furnish, oppo, records
 
@@ -48,10 +49,11 @@ class Served:
     directory: Path
     log: Path
     url: str
+    adapters: int = 0
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = f"exec env {start_command(self.directory, self.url, on_cpu=True)} --host 127.0.0.1 {SMALL}"
+        command = start_command(self.directory, self.url, on_cpu=True, adapters=self.adapters)
         environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -64,7 +66,11 @@ class Served:
         }
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                ["/bin/sh", "-c", command], env=environment, stdout=log, stderr=log, start_new_session=True
+                ["/bin/sh", "-c", f"exec env {command} --host 127.0.0.1 {SMALL}"],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         for _ in range(900):
             assert self.process.poll() is None, self.log.read_text()[-3000:]
@@ -75,7 +81,7 @@ class Served:
         raise TimeoutError(self.log.read_text()[-3000:])
 
     def connected(self) -> VllmServer:
-        return VllmServer(self.url, model=self.directory, api_key=KEY)
+        return VllmServer(self.url, model=self.directory, api_key=KEY, adapters=self.adapters)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -85,8 +91,8 @@ class Served:
 
 
 @contextmanager
-def serving(directory: Path, folder: Path) -> Iterator[Served]:
-    served = Served(directory, folder / "server.log", f"http://127.0.0.1:{free_port()}")
+def serving(directory: Path, folder: Path, *, adapters: int = 0) -> Iterator[Served]:
+    served = Served(directory, folder / "server.log", f"http://127.0.0.1:{free_port()}", adapters)
     try:
         served.start()
         yield served
@@ -244,3 +250,18 @@ async def test_rollouts_of_a_killed_server_go_on_in_another_engine_from_their_to
         assert len(tokens_of(each)) == 150
         wanted = await reference.logprobs(models, prompt, each)
         np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
+
+
+async def test_adapters_arrive_alone_and_make_the_tokens_that_name_them(directory: Path, tmp_path: Path) -> None:
+    """The second arrives while a response is decoded."""
+    with serving(directory, tmp_path, adapters=4) as served:
+        with pytest.raises(ConfigError, match="--enable-lora should be False, and is True"):
+            VllmServer(served.url, model=directory, api_key=KEY)
+        policy = VllmPolicy(served.connected(), sampling=Sampling(max_new_tokens=300, seed=2))
+        await policy.load(weights(1))
+        (prompt,) = some(1)
+        pieces = await respond(policy, prompt, load=weights(2))
+        assert {int(version) for piece in pieces for version in piece.versions} == {1, 2}
+        wanted = await reference.logprobs([adapted(version) for version in range(3)], prompt, pieces)
+        np.testing.assert_allclose(logprobs_of(pieces), wanted, rtol=0, atol=TOLERANCE)
+        assert policy.sync_metrics["sync/bytes"] < 0.2 * sum(each.nbytes for each in tiny_actor().state_dict().values())
