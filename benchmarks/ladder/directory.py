@@ -46,7 +46,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from benchmarks.ladder.workloads import BenchWorkload, Bound, Lengths, Models, Shape
+from benchmarks.ladder.workloads import LISTED, BenchWorkload, Bound, Lengths, Models, Shape
 from oppo.demo.assets import alone, cache_directory as demos, made_once
 from oppo.demo.models import IGNORED, Progress, TrainingBudget, descend, rate
 from oppo.errors import ConfigError, ModelError
@@ -257,7 +257,7 @@ def lengths_written(actor: PreTrainedModel, prompts: Sequence[Prompt], *, cap: i
 
 
 ROLES: Final = ("actor", "reward", "critic")
-"""The critic is PPO's."""
+"""The shapes that every workload has."""
 EXAMINED: Final = 256
 """Responses of the taught actor that are compared with the announced lengths."""
 
@@ -296,7 +296,7 @@ class Files:
     facts: Facts
 
     def model(self, name: str) -> Path:
-        """Return the directory of ``actor``, ``reward`` or ``critic``."""
+        """Return the directory of ``actor``, ``reward``, ``critic`` or ``teacher``."""
         return self.directory / name
 
     def prompts(self) -> Iterator[Prompt]:
@@ -359,6 +359,7 @@ def workload_in(directory: Path) -> BenchWorkload:
         "shares": tuple(Bound(**bound) for bound in recipe["shares"]),
         "capped": tuple(recipe["capped"]),
         "prompt_tokens": tuple(recipe["prompt_tokens"]),
+        "teacher": Shape(**recipe["teacher"]) if recipe.get("teacher") else None,
     }
     return BenchWorkload(**{**recipe, **typed})
 
@@ -396,7 +397,7 @@ def _build(directory: Path, workload: BenchWorkload, cache: Path, progress: Prog
     parameters: dict[str, int] = {}
     write_prompts(directory / "prompts.jsonl", workload)
     if not workload.models.scripted:
-        for role in ROLES[:2] if workload.samples else ROLES:
+        for role in workload.roles:
             made = _model(role, workload, cache, progress)
             parameters[role] = int((made / "parameters").read_text(encoding="utf-8"))
             shutil.copytree(made / "model", directory / role)
@@ -423,19 +424,22 @@ def _build(directory: Path, workload: BenchWorkload, cache: Path, progress: Prog
     }
     if workload.samples:  # sweeps of the others stay theirs
         spec["samples"] = workload.samples
+    if workload.teacher:
+        spec["distill_top_k"] = LISTED
     (directory / "spec.json").write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
 
 
 def _model(role: str, workload: BenchWorkload, cache: Path, progress: Progress) -> Path:
     """Return the directory of a model in ``cache``, made first if it is missing; workloads may share it."""
-    models, language, positions = workload.models, language_of(workload), workload.positions
-    shape: Shape = getattr(models, role)
-    lessons = models.taught if role == "actor" else 0
+    shape, language, positions = workload.shape(role), language_of(workload), workload.positions
+    lessons = workload.models.taught if role == "actor" else 0
 
     def build(directory: Path) -> None:
         with alone(workload.seed):
             if lessons:
                 model = taught(language, shape, steps=lessons, positions=positions, progress=progress)
+            elif role == "teacher":
+                model = LlamaForCausalLM(config_of(shape, language.vocabulary, positions))
             else:
                 model = scalar_model(shape, language.vocabulary, positions)
         with quiet():

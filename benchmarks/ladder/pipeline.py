@@ -24,8 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from benchmarks.ladder.directory import EOS, PAD, Files, config_of, language_of, scalar_config
-from benchmarks.ladder.workloads import BenchWorkload, Layout, Mode, Phase, Scorers, Shape
+from benchmarks.ladder.workloads import LISTED, BenchWorkload, Layout, Mode, Phase, Scorers, Shape
 from oppo.algorithms.base import Roles
+from oppo.algorithms.distill import Distill
 from oppo.algorithms.group import GRPO
 from oppo.algorithms.ppo import PPO
 from oppo.demo.assets import alone, made_once
@@ -35,7 +36,7 @@ from oppo.hf.devices import DeviceThread, ModelPlace, use_cores
 from oppo.hf.loading import load_causal, load_scalar
 from oppo.hf.memory import at_rest
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, TeacherLogprobs, ValueModel
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Policy, Sampling, Scorer
@@ -206,6 +207,8 @@ WORK: Final[dict[tuple[str, str], Phase]] = {
     ("reward", "finish"): "score",
     ("critic", "extend"): "score",
     ("critic", "finish"): "score",
+    ("teacher", "extend"): "score",
+    ("teacher", "finish"): "score",
     ("trainer", "update"): "update",
 }
 """The phase of each span by track and label; spans of weight sync weights have none."""
@@ -215,12 +218,13 @@ REMEDY: Final = "choose a smaller --workload"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Models:
-    """The models of a workload; the reward may be a function, and GRPO has no critic."""
+    """The models of a workload; the reward may be a function, GRPO has no critic, and a distillation only a teacher."""
 
     actor: PreTrainedModel
-    reference: PreTrainedModel
+    reference: PreTrainedModel | None
     reward: PreTrainedModel | None
     critic: PreTrainedModel | None
+    teacher: PreTrainedModel | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,12 +287,18 @@ def pipeline(
     critic = None
     if models.critic is not None:
         critic = ValueModel(models.critic, place=ModelPlace(scoring, "critic", REMEDY))
+    teacher = reference = None
+    if models.teacher is not None:
+        at = ModelPlace(scoring, "teacher", REMEDY)
+        teacher = TeacherLogprobs(models.teacher, sampling=sampling, place=at, top_k=LISTED)
+    if models.reference is not None:
+        at = ModelPlace(scoring, "reference", REMEDY)
+        reference = ReferenceLogprobs(models.reference, sampling=sampling, place=at)
     algorithm = algorithm_of(workload)
     roles = Roles(
         policy=acting.policy,
-        reference=ReferenceLogprobs(
-            models.reference, sampling=sampling, place=ModelPlace(scoring, "reference", REMEDY)
-        ),
+        reference=reference,
+        teacher=teacher,
         reward=reward,
         critic=critic,
         proximal=None,
@@ -311,7 +321,9 @@ def pipeline(
     return Pipeline(held(graph) if mode.held else graph, mode.lookahead, acting, (scoring, training))
 
 
-def algorithm_of(workload: BenchWorkload) -> PPO | GRPO:
+def algorithm_of(workload: BenchWorkload) -> PPO | GRPO | Distill:
+    if workload.teacher:
+        return Distill(distill_top_k=LISTED)
     if workload.samples:
         return GRPO(samples=workload.samples, kl=workload.kl)
     return PPO(kl=workload.kl, gamma=workload.gamma, lam=workload.lam)
@@ -330,20 +342,27 @@ def countdown_reward(prompts: Sequence[str], completions: Sequence[str], length:
 def load(files: Files, device: str) -> Models:
     """Return the models of a workload, loaded and probed, or with random weights for scripted lengths."""
     workload = files.workload
-    ruled, by_groups = workload.reward == "rule", workload.samples > 0
-    if not workload.models.scripted:
-        return Models(
-            actor=load_causal(files.model("actor"), device=device),
-            reference=load_causal(files.model("actor"), device=device),
-            reward=None if ruled else load_scalar(files.model("reward"), device=device),
-            critic=None if by_groups else load_scalar(files.model("critic"), device=device),
+    scripted = workload.models.scripted
+
+    def causal(role: str) -> PreTrainedModel:
+        shape = workload.shape(role)
+        return (
+            drawn(workload, shape, device, scalar=False) if scripted else load_causal(files.model(role), device=device)
         )
-    shapes = workload.models
+
+    def scalar(role: str) -> PreTrainedModel:
+        shape = workload.shape(role)
+        return (
+            drawn(workload, shape, device, scalar=True) if scripted else load_scalar(files.model(role), device=device)
+        )
+
+    taught = workload.teacher is not None
     return Models(
-        actor=drawn(workload, shapes.actor, device, scalar=False),
-        reference=drawn(workload, shapes.actor, device, scalar=False),
-        reward=None if ruled else drawn(workload, shapes.reward, device, scalar=True),
-        critic=None if by_groups else drawn(workload, shapes.critic, device, scalar=True),
+        actor=causal("actor"),
+        reference=None if taught else causal("actor"),
+        reward=None if workload.reward == "rule" else scalar("reward"),
+        critic=scalar("critic") if "critic" in workload.roles else None,
+        teacher=causal("teacher") if taught else None,
     )
 
 

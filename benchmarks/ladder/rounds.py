@@ -275,9 +275,10 @@ def peer_of(name: str, request: Request, workloads: Sequence[BenchWorkload]) -> 
     if request.device != "cpu":
         raise ConfigError("on a GPU lengths are scripted, and the peer cannot be told how long its responses are")
     for workload in workloads:
-        if found.by_groups != bool(workload.samples):
-            algorithm = "GRPO" if workload.samples else "PPO"
-            raise ConfigError(f"workload {workload.name!r} is trained by {algorithm}; peer {found.name!r} is another's")
+        if workload.algorithm != ("GRPO" if found.by_groups else "PPO"):
+            raise ConfigError(
+                f"workload {workload.name!r} is trained by {workload.algorithm}; peer {found.name!r} is another's"
+            )
     found.interpreter(CHECKOUT)
     return found
 

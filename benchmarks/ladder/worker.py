@@ -92,7 +92,8 @@ class Watch(Observer):
             raise DataError("a step trained nothing, so there is nothing to measure")
         lengths = np.diff(batch.offsets)
         wanted = np.array([response.prompt.columns["length"] for response in batch.responses])
-        tracks = dict.fromkeys(track for track, _ in WORK)
+        worked = {span.track for span in spans}
+        tracks = dict.fromkeys(track for track, _ in WORK if track in worked)
         busy = {track: seconds(union([(s.start, s.end) for s in spans if s.track == track])) for track in tracks}
         total = occupation(spans)
         return StepRecord(

@@ -27,6 +27,10 @@ Architecture: TypeAlias = Literal["llama", "qwen3_5_text"]
 Range: TypeAlias = tuple[float, float]
 
 
+LISTED: Final = 64
+"""Ids that a teacher lists at each token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The size of a Llama, or of a model of another architecture with as many parameters."""
@@ -95,7 +99,7 @@ class BenchWorkload:
     Attributes:
         batch: rollouts trained in a step.
         extra: Delta of the overcommitted modes, in rollouts.
-        samples: responses to each prompt, which GRPO compares; 0: one, and PPO with a critic.
+        samples: responses to each prompt, which GRPO compares; 0: one, and PPO with a critic, or a teacher.
         chunk: tokens of a chunk in the streamed modes.
         reward: a model, or a function of the finished response.
         shares: of the phases in a serial step.
@@ -105,6 +109,7 @@ class BenchWorkload:
         prompts: number in the workload's directory; they are used in order, again and again.
         prompt_tokens: shortest and longest prompt.
         trains_apart: updates are made in a process of their own in every mode, not only in those that look ahead.
+        teacher: of random weights, from whose likeliest ids the actor learns; ``None``: it learns from the reward.
     """
 
     name: str
@@ -130,6 +135,23 @@ class BenchWorkload:
     prompt_tokens: tuple[int, int] = (12, 24)
     trains_apart: bool = False
     samples: int = 0
+    teacher: Shape | None = None
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm that trains it."""
+        return "distillation" if self.teacher else "GRPO" if self.samples else "PPO"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The models beside the reference, which is the actor's."""
+        if self.teacher:
+            return "actor", "teacher"
+        return ("actor", "reward") if self.samples else ("actor", "reward", "critic")
+
+    def shape(self, role: str) -> Shape:
+        """Return the shape of the model of a role."""
+        return self.teacher if role == "teacher" and self.teacher else cast("Shape", getattr(self.models, role))
 
     @property
     def group(self) -> int:
@@ -198,6 +220,13 @@ BY_GROUPS: Final = replace(
     shares=(),
 )
 
+DISTILL: Final = replace(
+    RULE_REWARD,
+    name="distill",
+    about="a teacher eight times the student, which learns from its likeliest ids; a rule measures scores",
+    teacher=Shape(hidden=384, intermediate=1040, layers=10, heads=8),
+)
+
 SHORTER: Final = replace(
     PAPER,
     lengths=Lengths(median=24, sigma=1.35, cap=512),  # of 24 the longest is 6 means
@@ -242,7 +271,7 @@ SMOKE: Final = BenchWorkload(
 )
 
 WORKLOADS: Final = MappingProxyType(
-    {each.name: each for each in (PAPER, BY_GROUPS, TRAIN_BOUND, RULE_REWARD, CAPPED, BALANCED, SMOKE)}
+    {each.name: each for each in (PAPER, BY_GROUPS, DISTILL, TRAIN_BOUND, RULE_REWARD, CAPPED, BALANCED, SMOKE)}
 )
 """By name; ``all`` does not include ``smoke``."""
 
@@ -278,6 +307,7 @@ def on_gpu(workload: BenchWorkload, actor: str) -> BenchWorkload:
             dtype="bfloat16",
             vocabulary=151_936,
         ),
+        teacher=workload.teacher and REWARD_ON_A_GPU,
         shares=(),
         prompt_tokens=(64, 256),
     )
@@ -364,8 +394,8 @@ class Request:
     """The options of ``python -m benchmarks`` as they were written.
 
     Attributes:
-        workload: paper, grpo, train-bound, rule-reward, balanced, capped, several with commas between them, or all;
-            smoke measures nothing and shows that everything runs.
+        workload: paper, grpo, distill, train-bound, rule-reward, balanced, capped, several with commas between them, or
+            all; smoke measures nothing and shows that everything runs.
         layout: split (each side on a core of its own), shared (all cores for the running side), or all;
             a GPU is always shared.
         modes: serial, rollout, chunk, overcommit, fixed, adaptive, lookahead, lookahead+adaptive, several with commas

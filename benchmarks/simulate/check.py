@@ -110,8 +110,10 @@ class LadderResult:
         if not records or name not in WORKLOADS:
             raise DataError(f"{path} lacks the records of steps of a workload: it was made by an older `make bench`")
         rounds = {mode: [[_step(step) for step in steps] for steps in each] for mode, each in records.items()}
-        if WORKLOADS[name].samples:
-            raise DataError(f"{path} is of workload {name}, whose steps are GRPO's: the simulated ones are PPO's")
+        if (algorithm := WORKLOADS[name].algorithm) != "PPO":
+            raise DataError(
+                f"{path} is of workload {name}, whose steps are of {algorithm}: the simulated ones are PPO's"
+            )
         plan, models = written["plan"], written["recipe"]["models"]
         return cls(WORKLOADS[name], written["layout"], models, rounds, plan["warm_up"])
 

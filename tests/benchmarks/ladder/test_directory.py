@@ -74,5 +74,7 @@ def test_a_workload_is_read_back_from_its_directory_and_another_recipe_has_anoth
         None,
         2,
     ]
+    taught = replace(scripted, teacher=SMOKE.models.reward)
+    assert workload_in(files_of(taught, tmp_path).directory) == taught
     with pytest.raises(ConfigError, match=str(tmp_path)):
         workload_in(tmp_path)

@@ -83,10 +83,25 @@ def test_grpo_trains_whole_groups_without_a_critic(mode: str, tmp_path: Path) ->
     wanted = [2 * sum(int(str(next(prompts).columns["length"])) for _ in range(SMOKE.batch // 2)) for _ in records]
     for record, tokens in zip(records, wanted, strict=True):
         assert (record.samples, record.as_announced) == (SMOKE.batch, 1.0)
-        assert set(record.busy) == {"actor", "reference", "reward", "critic", "trainer"}
-        assert record.busy["critic"] == 0
+        assert set(record.busy) == {"actor", "reference", "reward", "trainer"}
         assert record.deferred == (SMOKE.extra if mode == "fixed" else 0)
         assert record.tokens == tokens or mode == "fixed"
+
+
+@pytest.mark.parametrize("mode", ["serial", "chunk", "fixed"])
+def test_a_distillation_reads_with_its_teacher_alone_and_writes_the_lengths_of_the_others(
+    mode: str, tmp_path: Path
+) -> None:
+    taught = replace(SCRIPTED, name="smoke-distill", reward="rule", teacher=SMOKE.models.reward)
+    files = files_of(taught, tmp_path)
+    records, spans = run(files, mode, 2)
+    for record in records:
+        assert (record.samples, record.as_announced) == (SMOKE.batch, 1.0)
+        assert set(record.busy) == {"actor", "teacher", "trainer"}
+        assert all(seconds > 0 for seconds in record.busy.values())
+        assert record.score == pytest.approx(record.busy["teacher"])
+    reads = [span for span in spans if (span.track, span.label) == ("teacher", "extend")]
+    assert len(reads) > len(records) or mode == "serial"
 
 
 @pytest.mark.parametrize("mode", ["serial", "overcommit"])

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from benchmarks.__main__ import main
 from benchmarks.ladder import rounds
-from benchmarks.ladder.directory import language_of, scalar_model
+from benchmarks.ladder.directory import config_of, language_of, scalar_model
 from benchmarks.ladder.workloads import (
     CAPPED,
+    DISTILL,
     PAPER,
     SMOKE,
     BenchWorkload,
@@ -43,6 +45,7 @@ from benchmarks.ladder.workloads import (
         (["--peer", "trl"], "bench-peer PEER=trl"),
         (["--peer", "trl-grpo"], "'smoke' is trained by PPO"),
         (["--workload", "grpo", "--peer", "trl"], "'grpo' is trained by GRPO"),
+        (["--workload", "distill", "--peer", "trl"], "'distill' is trained by distillation"),
     ],
     ids=" ".join,
 )
@@ -74,6 +77,17 @@ def test_a_recurrent_reward_model_is_as_large_as_the_llama_in_its_place(workload
         ]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
     assert on_gpu(recurrent, "0.5b").models.reward.architecture == "qwen3_5_text"
+
+
+def test_the_teacher_of_a_distillation_has_eight_times_the_parameters_of_its_student() -> None:
+    vocabulary = language_of(DISTILL).vocabulary
+    with torch.device("meta"):
+        student, teacher = (
+            LlamaForCausalLM(config_of(DISTILL.shape(role), vocabulary, DISTILL.positions)).num_parameters()
+            for role in DISTILL.roles
+        )
+    assert teacher == pytest.approx(8 * student, rel=0.01)
+    assert on_gpu(DISTILL, "0.5b").teacher == on_gpu(DISTILL, "0.5b").models.reward
 
 
 @pytest.mark.parametrize("size", ["0.5b", "1.5b"])
