@@ -244,6 +244,7 @@ class _Result:
     text: str = ""
     failure: str = ""
     error: EnvironmentFailure | None = None
+    seconds: float | None = None
 
     @property
     def message(self) -> Mapping[str, object]:
@@ -372,7 +373,8 @@ class Tools:
             tokens = self.chat.answer(turn.tokens.tolist(), [result.message for result in results])
         except ConfigError as error:
             raise EnvironmentFailure(f"the answer of tools cannot be rendered ({where}): {error}") from error
-        return Answer(np.array(tokens, np.int32), calls=len(results), failures=len(failures))
+        seconds = [(result.name, result.seconds) for result in results if result.seconds is not None]
+        return Answer(np.array(tokens, np.int32), calls=len(results), failures=len(failures), seconds=seconds)
 
     def _understood(
         self, name: str, arguments: Mapping[str, object], result: _Result, own: Mapping[str, object]
@@ -389,11 +391,13 @@ class Tools:
     async def _call(
         self, name: str, arguments: Mapping[str, object], result: _Result, where: str, own: Mapping[str, object]
     ) -> None:
+        began = anyio.current_time()
         try:
             result.text = await self._calls[name].make({**arguments, **own}, where)
         except EnvironmentFailure as failure:
             cause, told = failure.__cause__, self._on_failure == "answer"
             result.error, result.failure = failure, one_line(cause) if told and cause is not None else str(failure)
+        result.seconds = anyio.current_time() - began
 
 
 @dataclass(frozen=True)

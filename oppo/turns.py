@@ -45,12 +45,14 @@ class Answer:
         state: given back with the next turn; it is in checkpoints, so it holds JSON values.
         calls: of tools that the turn made.
         failures: how many of them failed.
+        seconds: that each call took, by the name of its tool.
     """
 
     tokens: IntArray
     state: EnvironmentState = None
     calls: int = 0
     failures: int = 0
+    seconds: Sequence[tuple[str, float]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ body{padding:0 1rem}figure{margin:0 0 1rem;overflow-x:auto}figure svg{min-width:
 svg{width:100%;box-sizing:border-box;border:1px solid var(--line);border-radius:8px;color:var(--ink)}
 table{border-collapse:collapse;width:100%}
 td,th{border-bottom:1px solid var(--line);padding:.35rem .5rem;text-align:left}
+span.tool{background:var(--line);border-radius:3px}
 td.text{white-space:pre-wrap;overflow-wrap:anywhere}td.number,th.number{text-align:right;white-space:nowrap}
 """
 
@@ -135,10 +136,16 @@ def _samples(samples: Sequence[Record]) -> str:
 
 
 def _row(sample: Record) -> str:
-    said = (printable(str(sample[name]), kept="\n\t") for name in ("prompt", "completion"))
-    texts = (str(cast("int", sample["step"]) + 1), _number(sample["score"]), *said)
-    cells = zip(("number", "number", "text", "text"), texts, strict=True)
-    return "<tr>" + "".join(f'<td class="{kind}">{escape(text)}</td>' for kind, text in cells) + "</tr>"
+    figures = (str(cast("int", sample["step"]) + 1), _number(sample["score"]))
+    parts = cast("list[Record]", sample.get("parts")) or [{"by": "policy", "text": sample["completion"]}]
+    said = "".join(_part(str(each["text"]), each["by"]) for each in parts)
+    numbers = "".join(f'<td class="number">{escape(each)}</td>' for each in figures)
+    return f'<tr>{numbers}<td class="text">{_part(str(sample["prompt"]))}</td><td class="text">{said}</td></tr>'
+
+
+def _part(text: str, by: object = "policy") -> str:
+    shown = escape(printable(text, kept="\n\t"))
+    return shown if by == "policy" else f'<span class="tool" title="not the policy\'s">{shown}</span>'
 
 
 def _column(records: Sequence[Mapping[str, float | None]], name: str) -> list[float | None]:

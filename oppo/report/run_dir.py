@@ -38,7 +38,7 @@ from oppo.durable import make, opened, put, sync
 from oppo.errors import ConfigError, behind
 from oppo.evaluation import Evaluated
 from oppo.evaluation.evaluate import BEFORE
-from oppo.events import Batch, StepReport
+from oppo.events import Batch, Chunk, Response, StepReport
 from oppo.models import Detokenize
 from oppo.observe import Observer, Span
 from oppo.redact import holds_secret, redacted, redacted_values
@@ -97,9 +97,21 @@ def samples(
             "tokens": len(response),
             "reason": batch.reasons[row],
             "prompt": redacted(decode(response.prompt.tokens.tolist())),
-            "completion": redacted(decode(response.tokens.tolist())),
+            **_completion(response, decode),
             **({"extra": redacted_values(extra)} if extra else {}),
         }
+
+
+def _completion(response: Response, decode: Detokenize) -> Record:
+    # With whose text is whose, where a tool or an environment has spoken too.
+    whole: Record = {"completion": redacted(decode(response.tokens.tolist()))}
+    if response.sampled.all():
+        return whole
+    parts = [
+        {"by": "policy" if isinstance(piece, Chunk) else "tool", "text": redacted(decode(piece.tokens.tolist()))}
+        for piece in response.pieces()
+    ]
+    return {**whole, "parts": parts}
 
 
 def evaluation_record(found: Evaluated, count: int, decode: Detokenize | None) -> Record:
@@ -115,7 +127,7 @@ def evaluation_record(found: Evaluated, count: int, decode: Detokenize | None) -
                 "score": float(each.score),
                 "reason": each.finish.reason,
                 "prompt": redacted(decode(each.finish.response.prompt.tokens.tolist())),
-                "completion": redacted(decode(each.finish.response.tokens.tolist())),
+                **_completion(each.finish.response, decode),
             }
             for each in answers
             if decode is not None

@@ -16,7 +16,7 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self, cast
 
 from oppo.durable import make, put
 from oppo.errors import ConfigError, behind, one_line
@@ -154,7 +154,7 @@ def _markdown(samples: Sequence[Record]) -> str:
         text = f"{value:.6g}" if isinstance(value, float) else str(value)
         return re.sub(r"([\\|`*_{}\[\]<>#~])", r"\\\1", text).replace("\n", "<br>")
 
-    rows = [[cell(each.get(name)) for name in SAMPLE] for each in samples]
+    rows = [[cell(each) for each in row] for row in _rows(samples)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (SAMPLE, ["---"] * len(SAMPLE), *rows))
 
 
@@ -243,7 +243,13 @@ class WeightsAndBiases(Tracker):
 
 
 def _rows(samples: Sequence[Record]) -> list[list[object]]:
-    return [[each.get(name) for name in SAMPLE] for each in samples]
+    return [[_marked(each) if name == "completion" else each.get(name) for name in SAMPLE] for each in samples]
+
+
+def _marked(sample: Record) -> object:
+    # The completion; one in which tools speak too has a line with the speaker before each part.
+    parts = cast("list[Record]", sample.get("parts", ()))
+    return "\n".join(f"[{each['by']}]\n{each['text']}" for each in parts) or sample.get("completion")
 
 
 def _identity(folder: Path) -> str:

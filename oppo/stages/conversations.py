@@ -132,6 +132,8 @@ class Conversations:
                 self._memories[number] = memory.after(outcome)
                 self._tools = self._tools or bool(outcome.calls)
             step.record(Averaged({"turns/answer_seconds": [call.ended - call.started]}))
+            for name, seconds in outcome.seconds if isinstance(outcome, Answer) else ():
+                step.record(Averaged({f"tools/{name}/seconds": [seconds]}))
 
     async def _turn(self, rollout: int, decode: TurnDecode) -> IntArray | None:
         with noted(f"while waiting for a turn of rollout {rollout}"):
@@ -163,7 +165,8 @@ class Conversations:
     def measured(self) -> Averaged:
         """Return the turns of rollouts that ended since this was asked last, and their calls of tools if there are."""
         ended, self._ended = self._ended, []
-        found = {"num_turns/mean": [each.answered + 1.0 for each in ended]}
+        turns = [each.answered + 1.0 for each in ended]
+        found = {"num_turns/mean": turns, "num_turns/min": turns, "num_turns/max": turns}
         if self._tools:
             failed = [float(number < each.failures) for each in ended for number in range(each.calls)]
             found |= {"tools/call_frequency": [float(each.calls) for each in ended], "tools/failure_frequency": failed}

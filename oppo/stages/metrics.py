@@ -157,7 +157,10 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """Measurements by metric, which is their mean over the step; recorded by any stage."""
+    """Measurements by metric, which is their mean over the step; recorded by any stage.
+
+    A metric whose name ends with ``/min`` or ``/max`` is the least or the most of them.
+    """
 
     values: Mapping[str, Sequence[float]]
 
@@ -169,7 +172,12 @@ def step_metrics(step: Step) -> dict[str, float]:
     for _, each in step.recorded(Averaged):
         for name, values in each.values.items():
             averaged.setdefault(name, []).extend(values)
-    return metrics | {name: math.fsum(values) / len(values) for name, values in averaged.items() if values}
+    return metrics | {name: _together(name, values) for name, values in averaged.items() if values}
+
+
+def _together(name: str, values: Sequence[float]) -> float:
+    kind = name.rpartition("/")[2]
+    return {"min": min, "max": max}[kind](values) if kind in {"min", "max"} else math.fsum(values) / len(values)
 
 
 class DecodeMeter:

@@ -144,6 +144,10 @@ def test_who_is_not_logged_in_is_told_what_to_do(tmp_path: Path, monkeypatch: py
 SAMPLES: list[Record] = [
     {"rollout": 3, "score": 0.5, "kl": None, "tokens": 2, "reason": "eos", "prompt": "a | b", "completion": "*c*\nd"},
 ]
+CALLED: Record = {
+    "completion": "add 2 3 5 five",
+    "parts": [{"by": "policy", "text": "add 2 3"}, {"by": "tool", "text": "5"}, {"by": "policy", "text": "five"}],
+}
 
 
 @pytest.fixture
@@ -196,21 +200,23 @@ def test_every_tracker_shows_samples_as_a_table(tmp_path: Path, mlflow_store: Pa
         MLflow(tmp_path, name="x"),
     ]
     for tracker in trackers:
-        tracker.sampled = lambda step, item: SAMPLES
+        tracker.sampled = lambda step, item: [*SAMPLES, {**SAMPLES[0], **CALLED}]
         tracker.on_item(0, "advantage", batch([finish(3, 5)], [0.5]), 0.0)
         tracker.on_step(0, report(0, (0,), 0.5), {})
         tracker.close()
-    head, _, row = texts(tmp_path / "board")[1].splitlines()
+    head, _, row, called = texts(tmp_path / "board")[1].splitlines()
+    assert called.endswith(r"| \[policy\]<br>add 2 3<br>\[tool\]<br>5<br>\[policy\]<br>five |")
     assert head == "| rollout | score | kl | tokens | reason | prompt | completion |"
     assert row == r"| 3 | 0.5 | None | 2 | eos | a \| b | \*c\*<br>d |"
     (file,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples*.json")
     row_of_wandb = [3, 0.5, None, 2, "eos", "a | b", "*c*\nd"]
-    assert json.loads(file.read_text())["data"] == [row_of_wandb]
+    row_called = [*row_of_wandb[:-1], "[policy]\nadd 2 3\n[tool]\n5\n[policy]\nfive"]
+    assert json.loads(file.read_text())["data"] == [row_of_wandb, row_called]
     (logged,) = [each["samples"] for _, _, each in trackio_history(tmp_path.name) if "samples" in each]
     assert isinstance(logged, dict)
-    assert logged["_value"] == SAMPLES
+    assert [list(each.values()) for each in logged["_value"]] == [row_of_wandb, row_called]
     (artifact,) = mlflow_store.rglob("samples/step-1.json")
-    assert json.loads(artifact.read_text())["data"] == [row_of_wandb]
+    assert json.loads(artifact.read_text())["data"] == [row_of_wandb, row_called]
 
 
 def test_mlflow_without_a_server_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -168,6 +168,15 @@ def test_tools_of_the_settings_are_shown_called_answered_and_counted(
     assert all("<tool_response>\n3\n</tool_response>" in str(each["completion"]) for each in samples)
     assert all("Error: there is no tool 'subtract'; the tools are add" in str(each["completion"]) for each in samples)
     assert all('"name": "add"' in str(each["prompt"]) for each in samples)
+    assert {line["num_turns/max"] for line in lines} <= {2, 3}
+    assert all(line["num_turns/min"] <= line["num_turns/mean"] <= line["num_turns/max"] for line in lines)
+    assert all(line["tools/add/seconds"] > 0 for line in lines)
+    assert not any("tools/subtract/seconds" in line for line in lines)
+    for each in samples:
+        parts = cast("list[dict[str, str]]", each["parts"])
+        assert [part["by"] for part in parts][:2] == ["policy", "tool"]
+        assert all(("<tool_response>" in part["text"]) == (part["by"] == "tool") for part in parts)
+    assert '<span class="tool"' in (trained / "runs" / "run" / "report.html").read_text(encoding="utf-8")
     assert samples
 
 
