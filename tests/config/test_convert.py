@@ -111,6 +111,40 @@ def test_a_value_that_a_setting_does_not_take_is_lost_with_what_it_takes() -> No
     assert "'linear'" in why
 
 
+def test_rewards_that_trl_compares_one_by_one_are_compared_so(tmp_path: Path) -> None:
+    script = tmp_path / "gdpo.yaml"
+    script.write_text(
+        "reward_funcs: [a.one, a.two]\nnum_generations: 4\nmulti_objective_aggregation: normalize_then_sum\n"
+    )
+    assert convert(script).document["algorithm"]["scale_scores"] == "each_reward"
+    script.write_text(script.read_text().replace("normalize_then_sum", "sum_then_normalize"))
+    assert convert(script).document["algorithm"]["scale_scores"] == "group"
+    script.write_text(script.read_text().replace("sum_then_normalize", "neither"))
+    assert "multi_objective_aggregation" in lost(convert(script))
+
+
+def test_a_mask_and_a_distillation_of_verl_say_which_settings_are_theirs(tmp_path: Path) -> None:
+    command = tmp_path / "verl.sh"
+    correction, distillation = "algorithm.rollout_correction", "distillation.distillation_loss"
+    given = {
+        f"{correction}.bypass_mode": "False",
+        f"{correction}.rollout_rs": "seq_mean_k3",
+        f"{correction}.rollout_rs_threshold": "0.01",
+        "distillation.enabled": "True",
+        "distillation.teacher_models.teacher_model.model_path": "large",
+        f"{distillation}.loss_mode": "forward_kl_topk",
+        f"{distillation}.topk": "64",
+    }
+    command.write_text(f"python -m verl.trainer.main_ppo {' '.join(f'{key}={value}' for key, value in given.items())}")
+    converted = convert(command)
+    assert converted.document["algorithm"]["ratio_base"] == "proximal"
+    reasons = {name.partition(" = ")[0]: why for why, names in converted.lost.items() for name in names}
+    assert reasons.keys() >= given.keys() - {f"{correction}.bypass_mode"}
+    assert "(see algorithm.is_k3, algorithm.is_correction)" in reasons[f"{correction}.rollout_rs"]
+    assert "(see models.teacher)" in reasons["distillation.teacher_models.teacher_model.model_path"]
+    assert "(see algorithm.distill_top_k)" in reasons[f"{distillation}.topk"]
+
+
 def test_overrides_of_verl_are_read_with_their_variables() -> None:
     converted = convert(FOREIGN / "verl_ppo.sh")
     found = converted.document
