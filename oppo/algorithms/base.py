@@ -59,7 +59,7 @@ class Roles:
     admission: Admission
     chunks: ChunkSize
     max_new_tokens: int
-    teacher: Scorer[FloatArray | TopLogprobs] | None = None
+    teacher: Scorer[FloatArray | TopLogprobs | Drop] | None = None
 
 
 class Algorithm(Protocol):

@@ -22,7 +22,7 @@ from oppo.stages import Distillation
 def distill(
     *,
     policy: Policy,
-    teacher: Scorer[FloatArray | TopLogprobs],
+    teacher: Scorer[FloatArray | TopLogprobs | Drop],
     trainer: Trainer,
     admission: Admission,
     reward: Scorer[float | Drop] | None = None,

@@ -49,7 +49,7 @@ def grpo(
     select: Selection | None = None,
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
-    teacher: Scorer[FloatArray | TopLogprobs] | None = None,
+    teacher: Scorer[FloatArray | TopLogprobs | Drop] | None = None,
 ) -> Graph[StepReport]:
     """Return training without a critic, streamed: the responses to one prompt are compared with one another.
 

@@ -36,7 +36,7 @@ def ppo(
     proximal: Scorer[FloatArray] | None = None,
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
-    teacher: Scorer[FloatArray | TopLogprobs] | None = None,
+    teacher: Scorer[FloatArray | TopLogprobs | Drop] | None = None,
 ) -> Graph[StepReport]:
     """Return PPO with a learned or rule-based reward and a critic (Ziegler et al. 2019), streamed.
 

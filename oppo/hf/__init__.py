@@ -7,6 +7,7 @@ from oppo.libraries import warn_of_untested
 warn_of_untested()  # first: what is imported below may fail for it
 
 from oppo.hf.as_text.streamed import Bridge, BridgedReward
+from oppo.hf.as_text.teacher import BridgedTeacher
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
 from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.devices import DeviceThread
@@ -30,6 +31,7 @@ from oppo.hf.train.trainer import HfTrainer
 __all__ = [
     "Bridge",
     "BridgedReward",
+    "BridgedTeacher",
     "ChatFormat",
     "ClassifierReward",
     "DeviceThread",

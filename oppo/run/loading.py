@@ -97,6 +97,18 @@ class RoleLoader:
         with self.attributed(name):
             return self._checked(path, self._served(name, "causal", path))
 
+    def teacher(self, name: str) -> tuple[Loadable, HfTokenizer | None]:
+        """Return the teacher of ``models.<name>``, and its tokenizer if that is not the policy's."""
+        path = self._models.teachers[name]
+        with self.attributed(name):
+            model = self._served(name, "causal", path)
+            if (difference := self._difference(path, model)) is None:
+                return model, None
+            if isinstance(model, ModelRecipe):
+                raise self.not_here(name, path)
+            logger.info(f"{path} {difference}: it reads rollouts as text while they grow")
+            return model, self.tokenizer(path)
+
     def critic(self, path: str) -> PreTrainedModel:
         """Return the critic that is trained, at ``path``; its head may be new."""
         with self.attributed("critic"):

@@ -24,6 +24,9 @@ from oppo.environments import EnvironmentFailure, FunctionEnvironment, Tools
 from oppo.errors import ConfigError, ModelError, one_line, shown
 from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
+from oppo.hf.as_text.rendering import Form
+from oppo.hf.as_text.streamed import Bridge
+from oppo.hf.as_text.teacher import BridgedTeacher
 from oppo.hf.chat import ToolSchema, chatting
 from oppo.hf.devices import DeviceLayout, Devices, ModelPlace, available_cores, memory_gauges
 from oppo.hf.introspection import end_ids, passes_at, vocabulary
@@ -90,7 +93,7 @@ class Assembly:
 
     serving: Serving
     reference: Scorer[FloatArray] | None
-    teacher: Scorer[FloatArray | TopLogprobs] | None
+    teacher: Scorer[FloatArray | TopLogprobs | Drop] | None
     reward: Scorer[float | Drop]
     critic: ValueModel | None
     proximal: RecomputedLogprobs | None
@@ -306,14 +309,14 @@ def _assembled(
     deterministic, seed = settings.run.deterministic, settings.trainer.seed
     apart = devices.reference != devices.actor or "reference" in devices.apart
     actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=seed)
-    teachers = {key: load.logprobs(key) for key in settings.models.teachers}
+    teachers = {key: load.teacher(key) for key in settings.models.teachers}
     rewards = _reward_models(settings, tokenizer, places, load, on_vllm)
     scoring = tuple(each.scorer for each in rewards.values() if isinstance(each.scorer, VllmReward))
     critic = load_critic(settings, actor, [*rewards.values()], load, devices=devices)
     models: dict[str, list[Loadable | None]] = {
         "policy": [actor],
         "reference": [reference],
-        "teacher": [*teachers.values()],
+        "teacher": [model for model, _ in teachers.values()],
         "reward": [each.model for each in rewards.values()],
         "critic": [critic.trained],
     }
@@ -344,7 +347,12 @@ def _assembled(
     if reference is not None:
         place = _scoring(places, "reference")
         referring = ReferenceLogprobs(reference, sampling=sampling, place=place, deterministic=deterministic)
-    teacher = _teacher(settings, sampling, places, teachers)
+    if code.environment is not None and (foreign := [key for key, (_, reader) in teachers.items() if reader]):
+        raise ConfigError(
+            f"models.{foreign[0]} has another tokenizer and reads a response as one text, in which turns and answers "
+            "cannot be told apart: expected a teacher with the policy's tokenizer, or no [environment]"
+        )
+    teacher = _teacher(settings, sampling, places, teachers, tokenizer)
     places.wait_until_ready()
     return Assembly(
         serving=serving,
@@ -371,13 +379,32 @@ def _assembled(
 
 
 def _teacher(
-    settings: Settings, sampling: Sampling, places: DeviceLayout, models: Mapping[str, Loadable]
-) -> Scorer[FloatArray | TopLogprobs] | None:
+    settings: Settings,
+    sampling: Sampling,
+    places: DeviceLayout,
+    models: Mapping[str, tuple[Loadable, HfTokenizer | None]],
+    tokenizer: HfTokenizer,
+) -> Scorer[FloatArray | TopLogprobs | Drop] | None:
     top_k, deterministic = getattr(settings.algorithm, "distill_top_k", None), settings.run.deterministic
-    known = dict[str, Scorer[FloatArray | TopLogprobs]]()
-    for key, model in models.items():
+    known = dict[str, Scorer[FloatArray | TopLogprobs | Drop]]()
+    for key, (model, reader) in models.items():
         place, name = _scoring(places, "teacher", key), key.partition(".")[2]
-        if top_k is None:
+        if reader is not None and top_k is not None:
+            raise ConfigError(
+                f"algorithm.distill_top_k = {top_k} has the policy learn a teacher's likeliest ids, and models.{key} "
+                "has ids of its own: leave distill_top_k out, or name a teacher with the policy's tokenizer"
+            )
+        if reader is not None:
+            form: Form = "chat" if reader.has_chat_template else "joined"
+            bridge = Bridge(tokenizer, reader, form, settings.data.column, "drop")
+            known[name] = BridgedTeacher(
+                cast("PreTrainedModel", model),
+                sampling=sampling,
+                bridge=bridge,
+                place=place,
+                deterministic=deterministic,
+            )
+        elif top_k is None:
             known[name] = ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
         else:
             known[name] = TeacherLogprobs(

@@ -101,11 +101,18 @@ def test_each_prompt_has_the_teacher_that_its_column_names(folder: Path, capsys:
         "data.prompts=prompts.jsonl": "models.teacher_column = 'domain' is no column of data.prompts; the columns",
         "data.prompts=wrong.jsonl": "expected one of own, other in the column 'domain' of its prompt, got 'third'",
         "models.teacher_column=": "teacher_column names the column by which each prompt has one of several teachers",
-        "models.teacher={own = 'actor', other = 'foreign'}": "models.teacher.other: ",
     }
     for number, (fault, message) in enumerate(faults.items()):
         assert oppo(folder, "", *several, fault, f"run.name=fault-{number}") != DONE
         assert message in capsys.readouterr().err
+
+
+def test_a_teacher_with_another_tokenizer_is_learnt_from(folder: Path) -> None:
+    learning = ("run.steps=20", "step.batch=16", "trainer.learning_rate=1e-2", "trainer.epochs=4")
+    foreign = ("models.teacher=foreign", "run.name=foreign")
+    assert oppo(folder, "", *ALONE, *learning, *foreign) == DONE
+    kl = [step["objective/teacher_kl"] for step in records(folder, "foreign", "metrics.jsonl")]
+    assert mean(kl[-5:]) < 0.8 * mean(kl[:5]), kl
 
 
 def _needs(folder: Path, *chosen: str) -> list[Expected]:
@@ -143,7 +150,14 @@ def test_the_teacher_is_counted_and_placed_like_the_reference(folder: Path) -> N
         ),
         ((*ALONE[2:], "algorithm.distill_top_k=4", "step.loss=own.py:plain"), "reads neither top_logprobs nor"),
         (("placement.teacher=cpu",), "placement.teacher = 'cpu' places a teacher, and models.teacher names none"),
-        (("step.algorithm=distill", "models.teacher=foreign"), "foreign does not share the policy's tokenizer"),
+        (
+            ("step.algorithm=distill", "models.teacher=foreign", "algorithm.distill_top_k=4"),
+            "likeliest ids, and models.teacher has ids of its own: leave distill_top_k out",
+        ),
+        (
+            ("step.algorithm=distill", "models.teacher=foreign", "environment.source=reward.py:short"),
+            "models.teacher has another tokenizer and reads a response as one text",
+        ),
     ],
 )
 def test_a_teacher_that_is_missing_idle_or_of_another_tokenizer_is_refused(

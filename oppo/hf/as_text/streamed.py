@@ -1,4 +1,4 @@
-"""A reward model with another tokenizer or chat template, streamed: it reads the rollout as text while that grows.
+"""A model with another tokenizer or chat template, streamed: it reads the rollout as text while that grows.
 
 A token is sent on when what follows can hardly change it: the last word is held back, and of a word without end its
 last tokens. That is a guess. In the end the model has read the tokens of the whole text, in one call of its
@@ -7,11 +7,13 @@ tokenizer: where they differ from the tokens that were sent, it goes back to the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from oppo.events import Chunk, Drop, Finish, FloatArray, Prompt, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import longest, vocabulary
 from oppo.hf.kv.prefill import IncrementalPrefill, TokenSpan
+from oppo.hf.kv.reader import Reader as ModelReader
 from oppo.hf.recipe import worker_maker
 from oppo.hf.serve.scorers import ScorerInput, read_back, score_reader
 from oppo.hf.tokenizer import HfTokenizer, Rendered
@@ -32,6 +35,10 @@ from oppo.scorers import RolloutSession, RolloutSessions, ScorerCapabilities
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Stands in decoded text for an incomplete character."""
+
+
+EMPTY_TEXT: Final = Rendered("")
+"""What is before the response, where that is not known before the end."""
 
 
 class GrowingText:
@@ -104,14 +111,21 @@ class Retokenizer:
         reader: the other tokenizer.
         decode: the policy's tokens to text.
         prompt: as the data has it.
+        closing: tokens behind the whole text.
 
     Attributes:
         sent: the tokens of the other tokenizer that were sent on.
         reread: tokens that had been sent, and were taken back.
+        whole: the whole text, once it is known.
     """
 
     def __init__(
-        self, rendering: Rendering, reader: Reader, decode: Callable[[Sequence[int]], str], prompt: PromptText
+        self,
+        rendering: Rendering,
+        reader: Reader,
+        decode: Callable[[Sequence[int]], str],
+        prompt: PromptText,
+        closing: Sequence[int] = (),
     ) -> None:
         self.sent: list[int] = []
         self.reread = 0
@@ -121,16 +135,23 @@ class Retokenizer:
         self._prompt = prompt
         opening = rendering.opening(prompt) if reader.knows_offsets else None
         self._streams = opening is not None
-        self._opening = opening or Rendered("")
+        self._opening = opening or EMPTY_TEXT
         self._text = self._opening.text
         self._end = 0  # of the text that was sent, in characters
         self._rewinds = 0
         self._growing = GrowingText(decode)
+        self._closing = closing
+        self.whole: Rendered | None = None
 
     @property
-    def length(self) -> int:
-        """Tokens of the response that came."""
-        return len(self._growing.tokens)
+    def tokens(self) -> Sequence[int]:
+        """The policy's tokens of the response that came."""
+        return self._growing.tokens
+
+    @property
+    def begins(self) -> int | None:
+        """Where the response begins in the text, in characters; ``None`` if that depends on the response."""
+        return len(self._opening.text) if self._opening is not EMPTY_TEXT else None
 
     def grow(self, tokens: Sequence[int]) -> Edit:
         """Return what becomes certain with more of the response; none at first: the prompt alone."""
@@ -146,8 +167,8 @@ class Retokenizer:
             TooLong: the text has more tokens than the model reads.
         """
         response = self._decode(self._growing.tokens)
-        rendered = self._rendering.whole(self._prompt, response)
-        return self._corrected(self._reader.features(rendered)["input_ids"])
+        self.whole = self._rendering.whole(self._prompt, response)
+        return self._corrected([*self._reader.features(self.whole)["input_ids"], *self._closing])
 
     def _continued(self) -> Edit | None:
         start = max(last_word(self._text[: self._end]), self._end - CONTEXT) if self._end else 0
@@ -204,6 +225,13 @@ def last_word(text: str) -> int:
     return len(head) if word else 0
 
 
+V = TypeVar("V")
+
+
+class Unaligned(Exception):  # noqa: N818 - it says what happened
+    """The tokens of a text cannot be told to be those of the policy."""
+
+
 REREAD = "bridge/reread_tokens"
 """The metric of the tokens of a rollout that were read in vain."""
 
@@ -231,10 +259,10 @@ class Bridge:
 
 
 @dataclass(frozen=True, slots=True)
-class BridgedScore:
-    """The score of one rollout, or why there is none; the tokens read in vain, and those read at its end."""
+class Found(Generic[V]):
+    """What came of one rollout, or why nothing did; the tokens read in vain, and those read at its end."""
 
-    score: float
+    value: V | None
     refusal: str
     reread: int
     tail: int
@@ -242,26 +270,56 @@ class BridgedScore:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BridgedSession(RolloutSession):
-    """One rollout on its way to the other tokenizer."""
+    """One rollout on its way to the other tokenizer.
+
+    Attributes:
+        read: tokens of the other tokenizer that the model was given.
+    """
 
     retokenizer: Retokenizer
+    read: int = 0
 
 
-class BridgeWorker:
-    """Retokenizes rollouts and reads them; see :class:`BridgedReward`."""
+class BridgeWorker(ABC, Generic[V]):
+    """Retokenizes rollouts and reads them.
 
-    def __init__(self, model: PreTrainedModel, deterministic: bool, bridge: Bridge) -> None:
-        self._model = model
-        self._deterministic = deterministic
+    Args:
+        reader: of the model.
+        overlap: tokens before the first that changed that are read again too.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, deterministic: bool, bridge: Bridge, reader: ModelReader, *, overlap: int = 0
+    ) -> None:
         self._bridge = bridge
+        self._overlap = overlap
         self._name = type(model).__name__
-        self._padding = model.config.get_text_config().pad_token_id
         self._reader = Reader(bridge.reader, longest(model), bridge.over_long)
         self._rendering = Rendering(bridge.form, bridge.reader)
-        self._prefill = IncrementalPrefill(
-            score_reader(model), name=self._name, vocabulary=vocabulary(model), keep=_keep, deterministic=deterministic
+        self._prefill_with = partial(
+            IncrementalPrefill,
+            name=self._name,
+            vocabulary=vocabulary(model),
+            keep=self._keep,
+            deterministic=deterministic,
         )
+        self._prefill = self._prefill_with(reader)
         self._sessions = RolloutSessions(self._name, self._opened)
+
+    @property
+    def _closing(self) -> Sequence[int]:
+        return ()
+
+    def _prepare(self) -> None:
+        """Do what needs a forward pass before the first one over rollouts."""
+
+    @abstractmethod
+    def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None: ...
+
+    @abstractmethod
+    def _value(self, retokenizer: Retokenizer, kept: FloatArray) -> V:
+        # Of what was kept of a rollout; raises ``Unaligned``.
+        ...
 
     def extend(self, inputs: ScorerInput) -> None:
         """Receive more of some rollouts, and read of their text what is certain.
@@ -269,6 +327,7 @@ class BridgeWorker:
         Raises:
             ProtocolError: a rollout is opened twice, was never opened, or has a gap.
         """
+        self._prepare()
         grown: dict[int, list[int]] = {}
         for event in inputs.events:
             self._sessions.receive(event)
@@ -276,8 +335,8 @@ class BridgeWorker:
             tokens += [] if isinstance(event, Prompt) else event.tokens.tolist()
         self._read({rollout: self._sessions[rollout].retokenizer.grow(tokens) for rollout, tokens in grown.items()})
 
-    def finish(self, lengths: Mapping[int, int]) -> list[BridgedScore]:
-        """Return each rollout's score, and forget it; ``lengths`` are the tokens of the responses, by rollout.
+    def finish(self, lengths: Mapping[int, int]) -> list[Found[V]]:
+        """Return what came of each rollout, and forget it; ``lengths`` are the tokens of the responses, by rollout.
 
         Raises:
             ModelError: a rollout is longer than the model reads, and such rollouts are neither cut nor dropped.
@@ -287,13 +346,18 @@ class BridgeWorker:
         complete = {rollout: edit for rollout, edit in edits.items() if isinstance(edit, Edit)}
         self._read(complete)
         read = {rollout: sent for rollout in complete if (sent := len(self._sent(rollout)))}
-        scores = dict(zip(read, map(self._score, read, read_back(self._prefill.finish(read))), strict=True))
+        kept = dict(zip(read, read_back(self._prefill.finish(read)), strict=True))
         found = []
         for rollout, edit in edits.items():
-            refusal = edit if isinstance(edit, str) else "" if rollout in scores else EMPTY
+            value, refusal = None, edit if isinstance(edit, str) else ""
+            retokenizer = self._sessions[rollout].retokenizer
+            try:
+                value = self._value(retokenizer, kept[rollout]) if rollout in kept else None
+            except Unaligned as error:
+                refusal = str(error)
             tail = len(edit.ids) if isinstance(edit, Edit) else 0
-            reread = self._sessions[rollout].retokenizer.reread
-            found.append(BridgedScore(scores.get(rollout, 0.0), refusal, reread, tail))
+            refusal = refusal or (EMPTY if value is None else "")
+            found.append(Found(value, refusal, retokenizer.reread, tail))
         self.forget(lengths)
         return found
 
@@ -306,7 +370,7 @@ class BridgeWorker:
         self._prefill.extend([Prompt(prompt.rollout, prompt.rollout, np.zeros(0, np.int32))])
         decode = self._bridge.policy.decode
         text = prompt_text(prompt, self._bridge.prompt_column, decode)
-        retokenizer = Retokenizer(self._rendering, self._reader, decode, text)
+        retokenizer = Retokenizer(self._rendering, self._reader, decode, text, self._closing)
         return BridgedSession(prompt.rollout, len(prompt.tokens), retokenizer=retokenizer)
 
     def _sent(self, rollout: int) -> list[int]:
@@ -327,49 +391,48 @@ class BridgeWorker:
     def _read(self, edits: Mapping[int, Edit]) -> None:
         chunks: list[ToolTokens] = []
         for rollout, edit in edits.items():
-            kept = self._prefill.rewind(rollout, edit.keep)
+            session = self._sessions[rollout]
+            changed = edit.keep < session.read
+            kept = self._prefill.rewind(rollout, max(0, edit.keep - self._overlap) if changed else edit.keep)
             tokens = np.array(self._sent(rollout)[kept:], np.int32)
+            session.read = len(self._sent(rollout))
             if len(tokens):
                 chunks.append(ToolTokens(rollout, kept, tokens))
         self._prefill.extend(chunks)
 
-    def _score(self, rollout: int, kept: FloatArray) -> float:
-        ids = self._sent(rollout)
+
+class ScoreWorker(BridgeWorker[float]):
+    """Reads the score of each rollout; see :class:`BridgedReward`."""
+
+    def __init__(self, model: PreTrainedModel, deterministic: bool, bridge: Bridge) -> None:
+        self._padding = model.config.get_text_config().pad_token_id
+        super().__init__(model, deterministic, bridge, score_reader(model))
+
+    @torch.inference_mode()
+    def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
+        # The score at each position is kept, since the last one is known only in the end.
+        for span, output in zip(spans, outputs, strict=True):
+            before = torch.cat(span.state.kept)[: span.start] if span.state.kept else output[:0, 0]
+            span.state.kept = [before, output[:, 0].float()]
+
+    def _value(self, retokenizer: Retokenizer, kept: FloatArray) -> float:
+        ids = retokenizer.sent
         last = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] != self._padding), 0)
         return float(kept[last])
 
 
-@torch.inference_mode()
-def _keep(spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
-    # The score at each position is kept, since the last one is known only in the end.
-    for span, output in zip(spans, outputs, strict=True):
-        before = torch.cat(span.state.kept)[: span.start] if span.state.kept else output[:0, 0]
-        span.state.kept = [before, output[:, 0].float()]
-
-
-class BridgedReward:
-    """Scores each rollout with a reward model that has another tokenizer or chat template, streamed as text.
-
-    The score is that of the model's own call on the whole text: prompt and response, rendered in one of the forms of
-    :class:`~oppo.hf.as_text.rendering.Rendering` and tokenized at once. While the rollout grows, the model reads the
-    tokens that its end can hardly change; where it does change them, the model goes back. Of each rollout the tokens
-    read in vain are in the metrics (``bridge/reread_tokens``), and those read when it had ended
-    (``bridge/tail_tokens``). ``ToolTokens`` tokens are part of the response's text.
+class Bridged(Generic[V]):
+    """A frozen model that reads rollouts as text while they grow.
 
     Args:
-        model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
-        bridge: both tokenizers, and the form of the text.
-        place: where the model lives: any place.
-        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
-
-    Raises:
-        ConfigError: the form is ``chat``, and the model's tokenizer has no chat template.
-        ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
+        make: makes the worker.
+        place: where the model lives.
+        column: of the data, which holds the prompt.
     """
 
-    def __init__(self, model: PreTrainedModel, bridge: Bridge, *, place: Hosting, deterministic: bool = False) -> None:
-        self._columns = (bridge.prompt_column,)
-        self._worker = place.host(worker_maker(BridgeWorker, model, deterministic, bridge))
+    def __init__(self, make: Callable[[], BridgeWorker[V]], place: Hosting, column: str) -> None:
+        self._columns = (column,)
+        self._worker = place.host(make)
         self._samples: dict[str, list[float]] = {}
 
     @property
@@ -390,21 +453,48 @@ class BridgedReward:
         inputs = ScorerInput(events, columns=self._columns)
         await self._worker.at(priority).call("extend", BridgeWorker.extend, inputs)
 
-    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> list[float | Drop]:
-        """Return each rollout's score, or a ``Drop`` of one that is too long, and forget it.
-
-        Raises:
-            ModelError: a rollout is longer than the model reads, and such rollouts are not dropped.
-        """
+    async def _finished(self, finished: Sequence[Finish], priority: Priority) -> list[V | Drop]:
         lengths = {event.rollout: len(event.response) for event in finished}
-        found = await self._worker.at(priority).call("finish", BridgeWorker.finish, lengths)
+        found = await self._worker.at(priority).call("finish", BridgeWorker[V].finish, lengths)
         self._samples.setdefault(REREAD, []).extend(float(each.reread) for each in found)
         self._samples.setdefault(TAIL_TOKENS, []).extend(float(each.tail) for each in found)
         return [
-            Drop(event.rollout, each.refusal) if each.refusal else each.score
+            Drop(event.rollout, each.refusal) if each.value is None else each.value
             for event, each in zip(finished, found, strict=True)
         ]
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         with suppress(ModelLost):  # sessions are lost with the place they were in
             await self._worker.at(priority).call("forget", BridgeWorker.forget, list(rollouts))
+
+
+class BridgedReward(Bridged[float]):
+    """Scores each rollout with a reward model that has another tokenizer or chat template, streamed as text.
+
+    The score is that of the model's own call on the whole text: prompt and response, rendered in one of the forms of
+    :class:`~oppo.hf.as_text.rendering.Rendering` and tokenized at once. While the rollout grows, the model reads the
+    tokens that its end can hardly change; where it does change them, the model goes back. Of each rollout the tokens
+    read in vain are in the metrics (``bridge/reread_tokens``), and those read when it had ended
+    (``bridge/tail_tokens``). ``ToolTokens`` tokens are part of the response's text.
+
+    Args:
+        model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
+        bridge: both tokenizers, and the form of the text.
+        place: where the model lives: any place.
+        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
+
+    Raises:
+        ConfigError: the form is ``chat``, and the model's tokenizer has no chat template.
+        ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
+    """
+
+    def __init__(self, model: PreTrainedModel, bridge: Bridge, *, place: Hosting, deterministic: bool = False) -> None:
+        super().__init__(worker_maker(ScoreWorker, model, deterministic, bridge), place, bridge.prompt_column)
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> list[float | Drop]:
+        """Return each rollout's score, or a ``Drop`` of one that is too long, and forget it.
+
+        Raises:
+            ModelError: a rollout is longer than the model reads, and such rollouts are not dropped.
+        """
+        return await self._finished(finished, priority)
