@@ -347,12 +347,7 @@ def _assembled(
     if reference is not None:
         place = _scoring(places, "reference")
         referring = ReferenceLogprobs(reference, sampling=sampling, place=place, deterministic=deterministic)
-    if code.environment is not None and (foreign := [key for key, (_, reader) in teachers.items() if reader]):
-        raise ConfigError(
-            f"models.{foreign[0]} has another tokenizer and reads a response as one text, in which turns and answers "
-            "cannot be told apart: expected a teacher with the policy's tokenizer, or no [environment]"
-        )
-    teacher = _teacher(settings, sampling, places, teachers, tokenizer)
+    teacher = _teacher(settings, sampling, places, teachers, tokenizer, answered=code.environment is not None)
     places.wait_until_ready()
     return Assembly(
         serving=serving,
@@ -384,6 +379,8 @@ def _teacher(
     places: DeviceLayout,
     models: Mapping[str, tuple[Loadable, HfTokenizer | None]],
     tokenizer: HfTokenizer,
+    *,
+    answered: bool,
 ) -> Scorer[FloatArray | TopLogprobs | Drop] | None:
     top_k, deterministic = getattr(settings.algorithm, "distill_top_k", None), settings.run.deterministic
     known = dict[str, Scorer[FloatArray | TopLogprobs | Drop]]()
@@ -393,6 +390,11 @@ def _teacher(
             raise ConfigError(
                 f"algorithm.distill_top_k = {top_k} has the policy learn a teacher's likeliest ids, and models.{key} "
                 "has ids of its own: leave distill_top_k out, or name a teacher with the policy's tokenizer"
+            )
+        if reader is not None and answered:
+            raise ConfigError(
+                f"models.{key} has another tokenizer and reads a response as one text, in which turns and answers "
+                "cannot be told apart: expected a teacher with the policy's tokenizer, or no [environment]"
             )
         if reader is not None:
             form: Form = "chat" if reader.has_chat_template else "joined"
