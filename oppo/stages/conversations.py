@@ -163,13 +163,17 @@ class Conversations:
             call.scope.cancel()
 
     def measured(self) -> Averaged:
-        """Return the turns of rollouts that ended since this was asked last, and their calls of tools if there are."""
+        """Return the turns of rollouts that ended since this was asked last, their calls of tools if there are.
+
+        And what the environment measured itself, as its ``samples()``, if it has that.
+        """
         ended, self._ended = self._ended, []
         turns = [each.answered + 1.0 for each in ended]
         found = {"num_turns/mean": turns, "num_turns/min": turns, "num_turns/max": turns}
         if self._tools:
             failed = [float(number < each.failures) for each in ended for number in range(each.calls)]
             found |= {"tools/call_frequency": [float(each.calls) for each in ended], "tools/failure_frequency": failed}
+        found |= getattr(self._environment, "samples", dict)()
         return Averaged(found)
 
     def state_dict(self) -> dict[str, Any]:

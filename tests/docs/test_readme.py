@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,7 @@ import oppo.algorithms
 from oppo import GAE, Fixed, FloatArray, Graph, Overcommit, Score, grpo, ppo
 from oppo.config.load import load
 from oppo.errors import GraphError
-from oppo.events import Finish, Response
+from oppo.events import Chunk, Finish, Prompt, Response
 from oppo.hf import BridgedReward, ClassifierReward, ProcessRewardModel, SimilarityReward
 from oppo.placement import Thread
 from oppo.testing import (
@@ -228,7 +229,7 @@ def test_the_tools_of_the_page_are_shown_and_called(tmp_path: Path, monkeypatch:
         (ROOT / "tests" / "hf" / "templates" / "qwen3.jinja").read_text(), special=("<|im_end|>", "<|im_start|>")
     )
     policy.save(tmp_path / "policy")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "2 + 3?"}]}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "2 + 3?"}], "gold": "5"}\n')
     names: dict[str, Any] = {}
     for block in fenced(ROOT / "docs" / "rewards.md", "python"):
         if block.startswith(("def add", "# where a graph is composed", "class Guessing")):
@@ -246,6 +247,18 @@ def test_the_tools_of_the_page_are_shown_and_called(tmp_path: Path, monkeypatch:
     assert '"name": "add"' in policy.decode_whole(prompt.tokens.tolist())
     answer = run_virtual(names["tools"].answer, Turn(prompt, 0, np.array(policy.encode_whole(call), np.int32)))
     assert "<tool_response>\n5\n</tool_response>" in policy.decode_whole(answer.tokens.tolist())
+
+    async def solved() -> tuple[Prompt, object, object]:
+        async with names["agents"] as agents:
+            prompt = await anext(names["tasks"])
+            said = np.array(policy.encode_whole("It is 5.<|im_end|>"), np.int32)
+            chunk = Chunk(0, 0, said, np.zeros(len(said), np.float32), np.zeros(len(said), np.int32))
+            answer = await agents.answer(Turn(prompt, 0, said))
+            return prompt, answer, await agents.reward.finish([Finish(0, Response.of(prompt, [chunk]), "eos")])
+
+    prompt, answer, reward = anyio.run(solved)
+    assert (answer, reward) == (None, [1.0])
+    assert "2 + 3?" in policy.decode_whole(prompt.tokens.tolist())
 
 
 def test_the_reward_models_of_the_page_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,431 @@
+"""The conversation of one agent: requests as OpenAI's clients send them, answered with turns of the policy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+
+import anyio
+import numpy as np
+
+from oppo.environments import LONGEST, EnvironmentFailure
+from oppo.errors import ConfigError, one_line, shown
+from oppo.events import Drop, IntArray
+from oppo.models import SamplingSettings
+
+if TYPE_CHECKING:
+    from oppo.hf.chat import ChatFormat
+    from oppo.hf.tokenizer import HfTokenizer
+
+Json: TypeAlias = dict[str, Any]
+
+MODEL: Final = "policy"
+"""The name of the model that agents are served; they may ask for any."""
+
+FORMATS: Final = 64
+"""Sets of tools whose chat formats are kept."""
+
+_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_UNREAD: Final = frozenset({"model", "user", "metadata", "safety_identifier", "prompt_cache_key", "store"})
+_READ: Final = frozenset({"messages", "tools", "return_token_ids", "max_tokens", "max_completion_tokens"})
+
+
+class Refusal(Exception):  # noqa: N818 - an answer to an agent
+    """A request that is answered with an error, as OpenAI's servers do."""
+
+    def __init__(self, message: str, *, code: str = "invalid_request", status: int = 400) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+    def json(self) -> Json:
+        """Return the answer."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request of an agent that waits for a turn.
+
+    Attributes:
+        messages: all of its conversation.
+        tokens: int32 [n], the prompt, or what is read after the turn before.
+        answers: messages of tools behind the turn before.
+        digest: of what was sent.
+        shows_ids: whether the answer has token ids.
+    """
+
+    messages: list[Json]
+    tokens: IntArray
+    answers: int
+    digest: str
+    shows_ids: bool
+    reply: Json | Refusal | None = None
+    done: anyio.Event = field(default_factory=anyio.Event)
+
+    def settle(self, reply: Json | Refusal) -> None:
+        self.reply = reply
+        self.done.set()
+
+    async def result(self) -> Json:
+        """Return the answer once there is one.
+
+        Raises:
+            Refusal: that is the answer.
+        """
+        await self.done.wait()
+        if isinstance(self.reply, Refusal):
+            raise Refusal(str(self.reply), code=self.reply.code, status=self.reply.status)
+        assert self.reply is not None  # noqa: S101 - set before the event
+        return self.reply
+
+
+class ChatRequests:
+    """Reads the requests of agents: what they ask for can be sampled as the run samples, or is refused.
+
+    Args:
+        tokenizer: the policy's, with its chat template.
+        sampling: of the run.
+    """
+
+    def __init__(self, tokenizer: HfTokenizer, sampling: SamplingSettings) -> None:
+        self._tokenizer = tokenizer
+        self._most = sampling.max_new_tokens
+        self._formats: dict[str, tuple[HfTokenizer, ChatFormat]] = {}
+        self._fixed: dict[str, tuple[object, ...]] = {
+            "temperature": (sampling.temperature,),
+            "top_p": (sampling.top_p,),
+            "top_k": (sampling.top_k, *(() if sampling.top_k else (-1,))),
+            "n": (1,),
+            "frequency_penalty": (0,),
+            "presence_penalty": (0,),
+            "repetition_penalty": (1,),
+            "logit_bias": ({},),
+            "stop": ([],),
+            "stream": (False,),
+            "logprobs": (False,),
+            "top_logprobs": (0,),
+            "response_format": ({"type": "text"},),
+            "parallel_tool_calls": (True,),
+            "tool_choice": ("auto",),
+        }
+
+    def check(self, body: object) -> Json:
+        """Return the fields of a request.
+
+        Raises:
+            Refusal: they cannot be served as the run samples.
+        """
+        if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+            raise Refusal("expected a JSON object with a list of messages, as of chat completions")
+        for name, value in body.items():
+            if value is None or name in _UNREAD or name in _READ or (name == "tool_choice" and not body.get("tools")):
+                continue
+            if name not in self._fixed:
+                raise Refusal(f"{name!r} is no field that the policy's endpoint reads: leave it out")
+            if value not in self._fixed[name]:
+                raise Refusal(
+                    f"{name} = {value!r}: the run samples with {name} = {self._fixed[name][0]!r}, and trains "
+                    f"nothing else: leave {name} out, or change the run's [sampling]",
+                    code="unsupported_value",
+                )
+        for name in ("max_tokens", "max_completion_tokens"):
+            most = body.get(name)
+            if most is not None and (not isinstance(most, int) or most < self._most):
+                raise Refusal(
+                    f"{name} = {most!r}: a turn may be as long as its response has room for, sampling.max_new_tokens = "
+                    f"{self._most} in all: leave {name} out",
+                    code="unsupported_value",
+                )
+        return body
+
+    def messages(self, body: Json) -> list[Json]:
+        """Return the messages of a request, as chat templates read them.
+
+        Raises:
+            Refusal: one is none, or shows what is no text.
+        """
+        found = [_message(each, number) for number, each in enumerate(body["messages"])]
+        if (length := sum(len(str(each.get("content"))) for each in found)) > LONGEST:
+            raise Refusal(f"the messages have {length} characters, more than {LONGEST}: shorten them")
+        if found[-1]["role"] == "assistant":
+            raise Refusal("the last message is the assistant's: expected one of a user or a tool, to be answered")
+        return found
+
+    def format(self, tools: object) -> tuple[HfTokenizer, ChatFormat]:
+        """Return the tokenizer that shows these tools, and its chat format.
+
+        Raises:
+            Refusal: they are no tools, or the chat template does not show them.
+        """
+        from oppo.hf.chat import ChatFormat, chatting  # noqa: PLC0415 - torch takes seconds to import
+
+        for tool in tools if isinstance(tools, list) else [tools]:
+            function = tool.get("function") if isinstance(tool, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise Refusal(
+                    'expected tools as {"type": "function", "function": {"name": ..., "parameters": ...}}, got '
+                    f"{shown(tool)}"
+                )
+        shown_tools, key = cast("list[Json]", tools), _digest(tools)
+        if key not in self._formats:
+            try:
+                tokenizer = chatting(self._tokenizer, tools=shown_tools, variables=self._tokenizer.variables)
+                found = ChatFormat(tokenizer, ("user", "tool") if shown_tools else ("user",))
+            except ConfigError as error:
+                raise Refusal(str(error)) from error
+            self._formats = {**dict([*self._formats.items()][1 - FORMATS :]), key: (tokenizer, found)}
+        return self._formats[key]
+
+
+def _message(value: object, number: int) -> Json:
+    role = _ROLES.get(str(value.get("role"))) if isinstance(value, dict) else None
+    if role is None or not isinstance(value, dict):
+        raise Refusal(f"message {number}: expected one of role {', '.join(_ROLES)}, got {shown(value)}")
+    content = value.get("content")
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise Refusal(f"message {number} shows {shown(kind)}: the policy reads text only: leave it out")
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise Refusal(f"message {number}: expected its content to be text, got {shown(content)}")
+    found: Json = {"role": role, "content": content or ""}
+    found |= {name: value[name] for name in ("name", "tool_call_id", "reasoning_content") if value.get(name)}
+    try:
+        if value.get("tool_calls"):
+            found["tool_calls"] = [_called(each) for each in value["tool_calls"]]
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Refusal(f"message {number} has a call that cannot be read: {one_line(error)}") from error
+    return found
+
+
+def _called(call: Any) -> Json:
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": read}}
+
+
+def _plain(message: Json) -> Json:
+    # What tells messages apart: clients add fields, and leave reasoning out.
+    content = message["content"].strip() if message["role"] == "assistant" else message["content"]
+    kept = {name: message.get(name) for name in ("role", "tool_call_id", "tool_calls")}
+    return {**kept, "content": content}
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+class Conversation:
+    """What an agent and the policy have said; the requests of one key.
+
+    Args:
+        requests: read what is sent.
+        failure: returns an error that names the agent and its rollout.
+        timeout: seconds without a request of the agent, or its end, after which it has failed.
+
+    Attributes:
+        told: turns that the agent was told.
+        given: a digest of what was read after them.
+        outcome: how the agent ended; ``None`` while it goes on.
+        full: refuses whatever it asks for; ``None`` while there is room.
+    """
+
+    def __init__(
+        self, requests: ChatRequests, failure: Callable[[str], EnvironmentFailure], timeout: float | None
+    ) -> None:
+        self.scope = anyio.CancelScope()
+        self.told = 0
+        self.given = ""
+        self.outcome: float | Drop | EnvironmentFailure | None = None
+        self.full: Refusal | None = None
+        self.failure = failure
+        self._requests = requests
+        self._timeout = math.inf if timeout is None else timeout
+        self._tools: object = []
+        self._format: tuple[HfTokenizer, ChatFormat] | None = None
+        self._messages: list[Json] = []
+        self._names: dict[str, tuple[str, str]] = {}
+        self._turn: list[int] = []
+        self._read: list[int] = []
+        self._last: Request | None = None
+        self._news = anyio.Event()
+
+    @property
+    def request(self) -> Request | None:
+        """The request that waits for a turn."""
+        return None if self._last is None or self._last.reply is not None else self._last
+
+    def ask(self, body: Json, *, again: bool) -> tuple[Request, bool]:
+        """Return the request that ``body`` is, and whether it is one that was sent before.
+
+        Args:
+            body: of the request.
+            again: the client says that it may be one sent again.
+
+        Raises:
+            Refusal: it does not continue the conversation, or cannot be served.
+        """
+        digest = _digest(body)
+        if self._last is not None and self._last.digest == digest and (again or self.request is not None):
+            return self._last, True
+        if self.full is not None:
+            raise self.full
+        fields = self._requests.check(body)
+        if self.request is not None:
+            raise Refusal(
+                "a request of this key is unanswered, and another came: a key has one conversation, so await each "
+                "answer before the next request"
+            )
+        messages, tools = self._requests.messages(fields), fields.get("tools") or []
+        if self._format is None:
+            self._format, self._tools = self._requests.format(tools), tools
+            tokens, answers = self._prompt(messages), 0
+        else:
+            tokens, answers = self._following(messages, tools)
+        shows = bool(fields.get("return_token_ids"))
+        self._last = Request(messages, np.array(tokens, np.int32), answers, digest, shows)
+        self.given = _digest([self.given, tokens])
+        self._news.set()
+        return self._last, False
+
+    def _prompt(self, messages: list[Json]) -> list[int]:
+        assert self._format is not None  # noqa: S101 - set by whoever calls
+        tokenizer, _ = self._format
+        try:
+            return tokenizer.encode_chat(messages)
+        except Exception as error:  # any kind: a template is a program
+            self._format = None
+            raise Refusal(f"the policy's chat template cannot render the messages: {one_line(error)}") from error
+
+    def _following(self, messages: list[Json], tools: object) -> tuple[list[int], int]:
+        before = self._messages
+        pairs = zip(map(_plain, messages), map(_plain, before), strict=False)
+        same = next((at for at, (now, then) in enumerate(pairs) if now != then), min(len(messages), len(before)))
+        wanted = (
+            "expected the messages of the request before, then its answer, then new ones: a key has one conversation, "
+            "so leave out what begins another or changes what was said, such as a summary"
+        )
+        if _digest(tools) != _digest(self._tools):
+            raise Refusal(f"the tools are others than in the request before; {wanted}", code="history_changed")
+        if same < len(before):
+            now = shown(messages[same]) if same < len(messages) else "nothing"
+            raise Refusal(
+                f"message {same} was {shown(before[same])}, and now is {now}; {wanted}", code="history_changed"
+            )
+        if not (added := messages[len(before) :]):
+            raise Refusal(f"nothing follows the answer; {wanted}", code="history_changed")
+        assert self._format is not None  # noqa: S101 - of the first request
+        _, chat = self._format
+        said = []
+        for number, message in enumerate(added, len(before)):
+            if message["role"] not in chat.roles:
+                raise Refusal(
+                    f"message {number} is one of role {message['role']!r}, after a turn: expected "
+                    f"{' or '.join(sorted(chat.roles))}"
+                )
+            said.append(self._as_answer(message, number))
+        try:
+            return chat.answer(self._turn, said), sum(each["role"] == "tool" for each in said)
+        except ConfigError as error:
+            raise Refusal(str(error)) from error
+
+    def _as_answer(self, message: Json, number: int) -> Json:
+        if message["role"] != "tool":
+            return message
+        called = str(message.get("tool_call_id"))
+        if called not in self._names:
+            raise Refusal(f"message {number} answers the call {called!r}, which the turn before did not make")
+        name, own = self._names[called]
+        return {"role": "tool", "name": name, "content": message["content"], "tool_call_id": own}
+
+    async def heard(self) -> Request | None:
+        """Return the agent's next request, or ``None`` once it has ended.
+
+        Raises:
+            EnvironmentFailure: it failed, does nothing for too long, or ended before its request was answered.
+        """
+        with anyio.move_on_after(self._timeout):
+            while self.outcome is None and self.request is None:
+                self._news = anyio.Event()
+                await self._news.wait()
+        if isinstance(self.outcome, EnvironmentFailure):
+            raise self.outcome
+        if self.outcome is None and self.request is None:
+            raise self.failure(
+                f"neither asked for anything nor returned within {self._timeout:g} s: raise the timeout, or see what "
+                "it waits for"
+            )
+        if self.outcome is not None and self.request is not None:
+            raise self.failure("returned while its request was unanswered: expected it to await each answer")
+        return self.request
+
+    def tell(self, turn: Sequence[int], *, whole: bool = True) -> None:
+        """Answer the request that waits with a turn.
+
+        Args:
+            turn: its tokens.
+            whole: it was not cut off.
+        """
+        request = self.request
+        assert request is not None  # noqa: S101 - whoever calls has heard it
+        assert self._format is not None  # noqa: S101 - of the first request
+        tokenizer, chat = self._format
+        self._turn = list(turn)
+        parsed = chat.parse(self._turn)
+        content, calls = parsed.content, list[Json]()
+        if parsed.malformed:
+            content = tokenizer.decode(self._turn)
+        self._names = {}
+        for call in () if parsed.malformed else parsed.tool_calls:
+            key = f"call_{self.told}_{len(calls)}"
+            self._names[key] = (call.name, call.id)
+            function = {"name": call.name, "arguments": dict(call.arguments)}
+            calls.append({"id": key, "type": "function", "function": function})
+        message: Json = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = calls
+        self._messages = [*request.messages, message]
+        self.told += 1
+        self._read += request.tokens.tolist()
+        reason = "tool_calls" if calls else "stop"
+        request.settle(self._completion(request, message, parsed.reasoning, reason if whole else "length"))
+        self._read += self._turn
+
+    def _completion(self, request: Request, message: Json, reasoning: str, reason: str) -> Json:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in message.get("tool_calls", ())
+        ]
+        said = {"role": "assistant", "content": message["content"] or (None if calls else "")}
+        said |= ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": reasoning} if reasoning else {})
+        choice: Json = {"index": 0, "message": said, "logprobs": None, "finish_reason": reason}
+        read, written = len(self._read), len(self._turn)
+        found: Json = {
+            "id": f"chatcmpl-{request.digest[:24]}",
+            "object": "chat.completion",
+            "created": 0,
+            "model": MODEL,
+            "choices": [choice | ({"token_ids": self._turn} if request.shows_ids else {})],
+            "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
+        }
+        return found | ({"prompt_token_ids": [*self._read]} if request.shows_ids else {})
+
+    def end(self, outcome: float | Drop | EnvironmentFailure) -> None:
+        """Note how the agent ended."""
+        self.outcome = outcome
+        self._news.set()
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Refuse what the agent has asked for and will."""
+        self.full = refusal
+        if (request := self.request) is not None:
+            request.settle(refusal)

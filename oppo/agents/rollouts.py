@@ -1,0 +1,567 @@
+"""Agents that talk to the policy as to an OpenAI-compatible server: the prompts, turns and rewards of its rollouts.
+
+::
+
+    agent  -> POST /v1/chat/completions -> its first request     -> the prompt of the rollout       AgentPrompts
+    agent  <- the turn, as a message    <- Turn                  <- the policy                      Agents.answer
+    agent  -> the messages behind it    -> tokens after the turn -> the policy
+    agent  -> a number, at its end                               -> the reward of the response      AgentReward
+
+The key of an agent names its conversation. What it says after a turn becomes tokens by
+:meth:`oppo.hf.chat.ChatFormat.answer`: nothing that was said before is rendered again.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import secrets
+import socket
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, SupportsFloat, TypeAlias
+
+import anyio
+import numpy as np
+from anyio.abc import TaskGroup
+
+from oppo.agents.conversation import MODEL, ChatRequests, Conversation, Refusal, Request
+from oppo.declared import require_real
+from oppo.environments import EnvironmentFailure
+from oppo.errors import ConfigError, DataError, ProtocolError, as_itself, one_line, running_loop, shown
+from oppo.events import Chunk, Drop, Finish, IntArray, Prompt, ToolTokens
+from oppo.libraries import require
+from oppo.log import logger
+from oppo.models import SamplingSettings
+from oppo.placement.detached import run_detached
+from oppo.scorers import ScorerCapabilities
+from oppo.turns import Answer, Turn
+from oppo.user_code import CheckedFunction, UserFunction
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response as HttpResponse
+
+    from oppo.hf.tokenizer import HfTokenizer
+
+AgentFunction: TypeAlias = Callable[[dict[str, object], str, str], object]
+"""``f(row, base_url, api_key)``: returns the reward of its conversation, or a ``Drop``."""
+
+AHEAD: Final = 16
+"""Agents that are started before their prompts are asked for, so that they start side by side."""
+
+FAILURES: Final = 100
+"""Rows in a row that give no prompt, after which the run ends."""
+
+BACKLOG: Final = 2048
+"""Connections that may wait to be accepted."""
+
+PATH: Final = "/v1/chat/completions"
+
+
+class _Astray(EnvironmentFailure):
+    """An agent did otherwise than it did before: its rollout is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    row: Mapping[str, object]
+    url: str
+    key: str
+
+
+@dataclass(frozen=True)
+class CalledAgent(CheckedFunction[_Visit, str, float | Drop]):
+    """An agent as it is run, and its reward, checked."""
+
+    kind: ClassVar[str] = "agent"
+    error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
+    user: UserFunction
+
+    def made(self, given: _Visit) -> object:
+        return self.user.function(copy.deepcopy({**given.row}), given.url, given.key)
+
+    def failure(self, what: str, where: str) -> EnvironmentFailure:
+        return EnvironmentFailure(f"agent {self.user.name!r} {what} ({where})")
+
+    def checked(self, result: object, where: str) -> float | Drop:
+        if isinstance(result, Drop):
+            return result
+        if isinstance(result, bool) or not isinstance(result, SupportsFloat) or not math.isfinite(result):
+            raise self.failure(f"must return a finite number, the reward, or a Drop; got {shown(result)}", where)
+        return float(result)
+
+
+class Agents:
+    """A function that is an agent, as the prompts, the environment and the reward of rollouts.
+
+    It is run once for each rollout. Its first request is the prompt, the policy's turns are what it is answered, and
+    the number that it returns is the reward. Responses to one row begin with the same messages. An agent of a run that
+    is resumed is run anew, and told the turns that the policy has written: one that then asks for something else is
+    dropped.
+
+    Args:
+        run: ``f(row, base_url, api_key)``, or its ``file.py:name``: returns the reward of the conversation that it has
+            held with the server at this URL, or :meth:`oppo.Drop.because` of a reason. An async function runs on the
+            event loop, and must not block it; a sync one in a thread of its own.
+        tokenizer: the policy's, with its chat template.
+        sampling: of the run: a request for another is refused.
+        on_failure: an agent that raises, hangs, or asks for nothing: ``fail`` ends the run, ``drop`` drops the rollout,
+            or leaves the row out.
+        timeout: seconds in which an agent asks for something or returns, after it was started or answered; ``None``:
+            any number.
+        host: where the server listens; agents on other machines cannot reach the default.
+        port: likewise; 0: any that is free.
+
+    Raises:
+        ConfigError: the extra ``agents`` is not installed, the tokenizer has no chat template that can be used, or a
+            number is out of range.
+        EnvironmentFailure: there is no such file or function.
+    """
+
+    def __init__(
+        self,
+        run: AgentFunction | str,
+        tokenizer: HfTokenizer,
+        sampling: SamplingSettings | None = None,
+        *,
+        on_failure: Literal["fail", "drop"] = "fail",
+        timeout: float | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        for module in ("starlette", "uvicorn"):
+            require("agents", "an agent", module=module)
+        if timeout is not None:
+            require_real("timeout", timeout, 0, error=ConfigError)
+        user = UserFunction.of(run, None, EnvironmentFailure)
+        self.name = user.name
+        self._agent = CalledAgent(user)
+        self._requests = ChatRequests(tokenizer, sampling or SamplingSettings())
+        try:
+            _, chat = self._requests.format([])
+        except Refusal as refusal:
+            raise ConfigError(str(refusal)) from refusal
+        self.ends = chat.ends
+        self._drops = on_failure == "drop"
+        self._timeout = timeout
+        self._address = (host, port)
+        self._url = "http://agents/v1"  # on a loop of virtual time, where an agent asks the application itself
+        self._tasks: TaskGroup | None = None
+        self._server: Any = None
+        self._users = 0
+        self._waiting = 0
+        self._conversations: dict[tuple[int, int], Conversation] = {}
+        self._keys: dict[str, Conversation] = {}
+        self._samples: dict[str, list[float]] = {}
+
+    @property
+    def at_work(self) -> str:
+        """The agent's name while one is waited for; empty otherwise."""
+        return f"agent {self.name!r}" if self._waiting else ""
+
+    @property
+    def drops(self) -> bool:
+        """Whether failures drop rollouts."""
+        return self._drops
+
+    @property
+    def reward(self) -> AgentReward:
+        """What agents return, as a scorer."""
+        return AgentReward(self)
+
+    def samples(self) -> Mapping[str, Sequence[float]]:
+        """Return of each request since the last call whether it was refused, and whether it was sent again."""
+        found, self._samples = self._samples, {}
+        return found
+
+    async def __aenter__(self) -> Self:
+        if not self._users:
+            listening = None if getattr(running_loop(), "virtual", False) else self._listening()
+            self._tasks = await anyio.create_task_group().__aenter__()
+            if listening is not None:
+                self._serve(listening, self._tasks)
+        self._users += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._users -= 1
+        if self._users or self._tasks is None:
+            return
+        tasks, self._tasks = self._tasks, None
+        for key in list(self._conversations):
+            self.close(key)
+        if self._server is not None:
+            self._server.should_exit = self._server.force_exit = True
+        await tasks.__aexit__(None, None, None)
+        self._server = None
+
+    def _listening(self) -> socket.socket:
+        host, port = self._address
+        found = socket.socket()
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(self._address)
+            found.listen(BACKLOG)
+        except OSError as error:
+            found.close()
+            raise ConfigError(f"agents cannot be served at {host}:{port}: {error}; name another port, or 0") from error
+        self._url = f"http://{host}:{found.getsockname()[1]}/v1"
+        return found
+
+    def _serve(self, listening: socket.socket, tasks: TaskGroup) -> None:
+        import uvicorn  # noqa: PLC0415 - an extra
+
+        class Server(uvicorn.Server):
+            @contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield  # they are the run's
+
+        self._server = Server(uvicorn.Config(self.app, ws="none", lifespan="off", log_config=None, access_log=False))
+        tasks.start_soon(self._listen, listening, name="serve agents")
+
+    async def _listen(self, listening: socket.socket) -> None:
+        with anyio.CancelScope(shield=True), listening:  # it ends when it is told to
+            await self._server.serve([listening])
+
+    @property
+    def app(self) -> Starlette:
+        """The server, as an ASGI application."""
+        from starlette.applications import Starlette  # noqa: PLC0415 - an extra
+        from starlette.routing import Route  # noqa: PLC0415
+
+        return Starlette(
+            routes=[Route(PATH, self._complete, methods=["POST"]), Route("/v1/models", self._models, methods=["GET"])]
+        )
+
+    async def _complete(self, http: HttpRequest) -> HttpResponse:
+        from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
+
+        refused, repeated = False, False
+        try:
+            conversation = self._asked(http)
+            try:
+                body = await http.json()
+            except ValueError as error:
+                raise Refusal(f"the request is no JSON: {one_line(error)}") from error
+            again = http.headers.get("x-stainless-retry-count") != "0"
+            request, repeated = conversation.ask(body, again=again)
+            return JSONResponse(await request.result())
+        except Refusal as refusal:
+            refused = True
+            return JSONResponse(refusal.json(), refusal.status)
+        finally:
+            self._samples.setdefault("agents/refused", []).append(float(refused))
+            self._samples.setdefault("agents/repeated", []).append(float(repeated))
+
+    async def _models(self, http: HttpRequest) -> HttpResponse:
+        from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
+
+        try:
+            self._asked(http)
+        except Refusal as refusal:
+            return JSONResponse(refusal.json(), refusal.status)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "oppo"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    def _asked(self, http: HttpRequest) -> Conversation:
+        kind, _, key = http.headers.get("authorization", "").partition(" ")
+        found = self._keys.get(key.strip())
+        if kind.lower() != "bearer" or found is None:
+            raise Refusal(
+                "expected the key that the agent was given, as Authorization: Bearer KEY, while its rollout lasts",
+                code="invalid_api_key",
+                status=401,
+            )
+        return found
+
+    def start(self, prompt: Prompt) -> Conversation:
+        """Run the agent of a rollout, in place of one that there is.
+
+        Raises:
+            ProtocolError: the run is not open.
+        """
+        if self._tasks is None:
+            raise ProtocolError("agents run in a run only: open the graph first")
+        self.close(_key(prompt))
+        where = f"rollout {prompt.admission}.{prompt.sample}"
+        talk = Conversation(self._requests, partial(self._agent.failure, where=where), self._timeout)
+        visit = _Visit(prompt.columns, self._url, f"oppo-{secrets.token_hex(16)}")
+        self._conversations[_key(prompt)] = self._keys[visit.key] = talk
+        self._tasks.start_soon(self._run, visit, talk, where, name=f"agent of {where}")
+        return talk
+
+    async def _run(self, visit: _Visit, talk: Conversation, where: str) -> None:
+        with talk.scope:
+            try:
+                if self._agent.user.is_async:
+                    outcome: float | Drop | EnvironmentFailure = await self._agent.answer(visit, where)
+                else:
+                    outcome = await run_detached(f"oppo-{self.name}", partial(self._agent.call, visit, where))
+            except EnvironmentFailure as failure:
+                outcome = failure
+            talk.end(outcome)
+
+    def close(self, key: tuple[int, int]) -> None:
+        """End the agent of a rollout, if there is one."""
+        if (talk := self._conversations.pop(key, None)) is not None:
+            self._keys = {name: each for name, each in self._keys.items() if each is not talk}
+            talk.refuse(Refusal("the rollout of this key has ended", code="rollout_ended"))
+            talk.scope.cancel()
+
+    async def heard(self, talk: Conversation) -> Request | None:
+        """Return the next request of an agent; see :meth:`Conversation.heard`."""
+        self._waiting += 1
+        try:
+            return await talk.heard()
+        finally:
+            self._waiting -= 1
+
+    async def asked(self, talk: Conversation) -> Request:
+        """Return the first request of an agent.
+
+        Raises:
+            EnvironmentFailure: there is none.
+        """
+        request = await self.heard(talk)
+        if request is None:
+            raise talk.failure(f"returned {shown(talk.outcome)} without a request: {_WANTED}")
+        return request
+
+    async def _having_told(self, prompt: Prompt, turns: Sequence[Sequence[int]], given: str) -> Conversation:
+        # The conversation in which so many turns were told and the next one is waited for.
+        talk = self._conversations.get(_key(prompt))
+        if talk is None or talk.told != len(turns):
+            talk = self.start(prompt)
+        if not talk.told and not np.array_equal(first := (await self.asked(talk)).tokens, prompt.tokens):
+            raise _Astray(
+                f"the agent of rollout {prompt.rollout} began with {_difference(first, prompt.tokens)}: expected the "
+                "same messages and tools for each response to a row, and after a resume"
+            )
+        for turn in turns[talk.told :]:
+            talk.tell(turn)
+            if await self.heard(talk) is None:
+                raise _Astray(f"the agent of rollout {prompt.rollout} ended earlier than before the run was resumed")
+        if given and talk.given != given:
+            raise _Astray(
+                f"the agent of rollout {prompt.rollout} said something else than before the run was resumed, after the "
+                "same turns"
+            )
+        return talk
+
+    async def answer(self, turn: Turn) -> Answer | Drop | None:
+        """Return what the agent says after a turn, ``None`` once it has returned, or a ``Drop``.
+
+        Raises:
+            EnvironmentFailure: the agent failed, and failures are not dropped.
+        """
+        state: Any = turn.state or {"turns": [], "given": ""}
+        number, kept = turn.prompt.rollout, False
+        try:
+            talk = await self._having_told(turn.prompt, state["turns"], state["given"])
+            talk.tell(turn.tokens.tolist())
+            request = await self.heard(talk)
+            if request is None and isinstance(talk.outcome, Drop):
+                return replace(talk.outcome, rollout=number)
+            kept = True
+            if request is None:
+                return None
+            told = [*state["turns"], turn.tokens.tolist()]
+            return Answer(request.tokens, {"turns": told, "given": talk.given}, calls=request.answers)
+        except EnvironmentFailure as failure:
+            return self._dropped(number, failure)
+        finally:
+            if not kept:
+                self.close(_key(turn.prompt))
+
+    def _dropped(self, rollout: int, failure: EnvironmentFailure) -> Drop:
+        if self._drops or isinstance(failure, _Astray):
+            return Drop(rollout, str(failure))
+        raise failure
+
+    async def earned(self, finish: Finish) -> float | Drop:
+        """Return what the agent of a complete response returns, once it was told the end of it.
+
+        Raises:
+            EnvironmentFailure: the agent failed, and failures are not dropped.
+        """
+        prompt, cut = finish.response.prompt, finish.reason == "length"
+        turns = [each.tokens.tolist() for each in finish.response.pieces() if isinstance(each, Chunk)]
+        talk = self._conversations.get(_key(prompt))
+        try:
+            if talk is None or talk.told < len(turns):
+                talk = await self._having_told(prompt, turns[:-1], "")
+                talk.tell(turns[-1], whole=not cut)
+            if cut:
+                talk.refuse(_FULL)
+            if await self.heard(talk) is not None:
+                raise _Astray(
+                    f"the agent of rollout {finish.rollout} goes on, and had ended before the run was resumed"
+                )
+            outcome = talk.outcome
+            assert isinstance(outcome, float | Drop)  # noqa: S101 - a failure was raised
+            return replace(outcome, rollout=finish.rollout) if isinstance(outcome, Drop) else outcome
+        except EnvironmentFailure as failure:
+            if cut and talk is not None and talk.full is _FULL and talk.outcome is failure:
+                return Drop(finish.rollout, f"the response had no room for more, and {failure}")
+            return self._dropped(finish.rollout, failure)
+        finally:
+            self.close(_key(prompt))
+
+    def prompts(
+        self,
+        source: Iterable[Prompt] | AsyncIterable[Prompt],
+        *,
+        max_prompt_tokens: int = 512,
+        over_long: Literal["filter", "error"] = "filter",
+    ) -> AgentPrompts:
+        """Return the first requests of agents as prompts, one for each of ``source``, whose columns it is given.
+
+        Args:
+            source: its tokens are not read.
+            max_prompt_tokens: a prompt of more tokens is over-long.
+            over_long: what becomes of those.
+        """
+        return AgentPrompts(self, source, max_prompt_tokens, over_long)
+
+
+_WANTED: Final = f"expected it to POST to {PATH.removeprefix('/v1')} of its base URL at least once, with its key"
+
+_FULL: Final = Refusal(
+    "the response has reached the run's sampling.max_new_tokens, so nothing follows: return a reward for what there is",
+    code="context_length_exceeded",
+)
+
+
+def _key(prompt: Prompt) -> tuple[int, int]:
+    return prompt.admission, prompt.sample
+
+
+def _difference(now: IntArray, before: IntArray) -> str:
+    same = min(len(now), len(before))
+    at = next((at for at in range(same) if now[at] != before[at]), same)
+    return f"a prompt of {len(now)} tokens, which differs at token {at} from that of {len(before)} of its row"
+
+
+class AgentPrompts(AsyncIterator[Prompt]):
+    """Prompts that are the first requests of agents; see :meth:`Agents.prompts`.
+
+    Attributes:
+        longest: the most tokens that a prompt may have.
+    """
+
+    def __init__(
+        self,
+        agents: Agents,
+        source: Iterable[Prompt] | AsyncIterable[Prompt],
+        max_prompt_tokens: int,
+        over_long: Literal["filter", "error"],
+    ) -> None:
+        self.longest = max_prompt_tokens
+        self._agents = agents
+        self._source: Any = aiter(source) if isinstance(source, AsyncIterable) else iter(source)
+        self._refuses = over_long == "error"
+        self._begun = deque[tuple[Prompt, Conversation, Mapping[str, Any]]]()
+        self._state: Mapping[str, Any] = self._position()
+
+    @property
+    def columns(self) -> Callable[[int], Mapping[str, object]] | None:
+        """Returns the columns of the prompt with an admission number, where the source can."""
+        found: Callable[[int], Mapping[str, object]] | None = getattr(self._source, "columns", None)
+        return found
+
+    def _position(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._source.state_dict() if hasattr(self._source, "state_dict") else {}
+        return found
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return where the source is, without the agents that were started ahead."""
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where other prompts of the same source were."""
+        self._source.load_state_dict(state)
+        self._state = self._position()
+
+    async def __anext__(self) -> Prompt:
+        """Return the next prompt.
+
+        Raises:
+            EnvironmentFailure: an agent failed before its first request, and failures are not dropped; or many did.
+            DataError: a prompt is over-long, and that is an error.
+        """
+        fault = ""
+        for _ in range(FAILURES):
+            await self._begin()
+            if not self._begun:
+                raise StopAsyncIteration
+            prompt, talk, self._state = self._begun.popleft()
+            tokens, fault = await self._first(prompt, talk)
+            if not fault:
+                return replace(prompt, tokens=tokens)
+            self._agents.close(_key(prompt))
+            logger.warning(f"{fault}: the row is left out")
+        raise EnvironmentFailure(f"{FAILURES} rows in a row gave no prompt; the last: {fault}")
+
+    async def _begin(self) -> None:
+        # Rows of a program may come late, so that only the next one is waited for.
+        comes = isinstance(self._source, AsyncIterator)
+        while len(self._begun) < (1 if comes else AHEAD):
+            prompt = await anext(self._source, None) if comes else next(self._source, None)
+            if prompt is None:
+                return
+            self._begun.append((prompt, self._agents.start(prompt), self._position()))
+
+    async def _first(self, prompt: Prompt, talk: Conversation) -> tuple[IntArray, str]:
+        try:
+            tokens = (await self._agents.asked(talk)).tokens
+        except EnvironmentFailure as failure:
+            if not self._agents.drops:
+                raise
+            return prompt.tokens, str(failure)
+        if len(tokens) <= self.longest:
+            return tokens, ""
+        fault = f"the first request of rollout {prompt.admission} has {len(tokens)} tokens, more than {self.longest}"
+        if self._refuses:
+            raise DataError(f"{fault}: shorten its messages, or raise max_prompt_tokens")
+        return tokens, fault
+
+
+class AgentReward:
+    """What agents return as the reward of their responses, as a scorer."""
+
+    version = 0
+
+    def __init__(self, agents: Agents) -> None:
+        self._agents = agents
+        self.capabilities = ScorerCapabilities(concurrent=True, at_work=lambda: agents.at_work)
+
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
+        """Read nothing: the agent has seen the turns."""
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float | Drop]:
+        """Return the reward of each response.
+
+        Raises:
+            EnvironmentFailure: an agent failed, and failures are not dropped.
+        """
+        earned: dict[int, float | Drop] = {}
+
+        async def earn(finish: Finish) -> None:
+            earned[finish.rollout] = await self._agents.earned(finish)
+
+        with as_itself():
+            async with anyio.create_task_group() as tasks:
+                for each in finished:
+                    tasks.start_soon(earn, each, name=f"reward of rollout {each.rollout}")
+        return [earned[each.rollout] for each in finished]
+
+    async def forget(self, rollouts: Sequence[int]) -> None:
+        """Forget nothing."""

@@ -1,0 +1,522 @@
+"""Agents behind an OpenAI client: their requests become prompts and tokens, their results rewards, faults sentences."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import anyio
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from oppo.agents import Agents
+from oppo.environments import EnvironmentFailure, Tools
+from oppo.errors import ConfigError, DataError
+from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
+from oppo.hf.chat import ChatFormat, chatting, tool_schema
+from oppo.hf.tokenizer import HfTokenizer
+from oppo.models import SamplingSettings
+from oppo.testing import run_virtual
+from oppo.turns import Answer, Turn
+from tests.hf.spot_tokenizers import byte_tokenizer
+from tests.test_tools import TEMPLATE
+
+Act = Callable[[openai.AsyncOpenAI, dict[str, object]], Awaitable[object]]
+
+
+def add(left: int, right: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        left: the first.
+        right: the second.
+    """
+    return left + right
+
+
+def shout(text: str) -> str:
+    """Say it louder.
+
+    Args:
+        text: what to say.
+    """
+    return text.upper()
+
+
+SCHEMAS: Any = [tool_schema(add), tool_schema(shout)]
+ASK: Any = [{"role": "system", "content": "Count."}, {"role": "user", "content": "2 + 3, loudly?"}]
+
+
+@cache
+def tokenizer() -> HfTokenizer:
+    return chatting(byte_tokenizer(special=("<|im_end|>", "<|im_start|>")), template=TEMPLATE)
+
+
+@cache
+def chat() -> ChatFormat:
+    return ChatFormat(chatting(tokenizer(), tools=SCHEMAS), ("user", "tool"))
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def client(agents: Agents, key: str, **options: Any) -> openai.AsyncOpenAI:
+    transport = httpx2.ASGITransport(agents.app)
+    made = openai.AsyncOpenAI(
+        base_url="http://agents/v1", api_key=key, http_client=httpx2.AsyncClient(transport=transport), **options
+    )
+    made._platform = "Linux"  # which it would ask for in a thread
+    return made
+
+
+async def ask(to: openai.AsyncOpenAI, messages: Any, **fields: Any) -> Any:
+    return await to.chat.completions.create(**{"model": "any", "messages": messages, **fields})
+
+
+async def with_tools(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+    """Call tools as long as the policy asks for them, as agents do."""
+    messages = list(ASK)
+    while True:
+        reply = (await ask(to, messages, tools=SCHEMAS)).choices[0].message
+        messages.append(reply.model_dump(exclude_none=True))
+        if not reply.tool_calls:
+            return float(str(row["gold"]) in reply.content)
+        for each in reply.tool_calls:
+            tool = {"add": add, "shout": shout}[each.function.name]
+            result: Any = tool(**json.loads(each.function.arguments))  # type: ignore[operator]
+            content = result if isinstance(result, str) else json.dumps(result)
+            messages.append({"role": "tool", "tool_call_id": each.id, "content": content})
+
+
+@dataclass
+class Rollout:
+    """One rollout, whose turns a test says."""
+
+    agents: Agents
+    prompt: Prompt
+    pieces: list[Chunk | ToolTokens] = field(default_factory=list)
+    state: Any = None
+    number: int = 0
+
+    async def say(self, text: str, end: str = "<|im_end|>") -> Answer | Drop | None:
+        said = np.array(tokenizer().encode_whole(text + end), np.int32)
+        self.write(text, end)
+        answer = await self.agents.answer(Turn(self.prompt, self.number, said, self.state))
+        if isinstance(answer, Answer):
+            start = sum(len(each.tokens) for each in self.pieces)
+            self.pieces.append(ToolTokens(self.prompt.rollout, start, answer.tokens))
+            self.state, self.number = json.loads(json.dumps(answer.state)), self.number + 1
+        return answer
+
+    def write(self, text: str, end: str = "") -> None:
+        """Write a turn, or a part of one, of which the agent is not told yet."""
+        said = np.array(tokenizer().encode_whole(text + end), np.int32)
+        start, zeros = sum(len(each.tokens) for each in self.pieces), np.zeros(len(said), np.float32)
+        self.pieces.append(Chunk(self.prompt.rollout, start, said, zeros, zeros.astype(np.int32)))
+
+    async def reward(self, reason: Any = "eos") -> float | Drop:
+        finish = Finish(self.prompt.rollout, Response.of(self.prompt, self.pieces), reason)
+        (found,) = await self.agents.reward.finish([finish])
+        return found
+
+    def text(self) -> str:
+        return tokenizer().decode_whole([token for each in self.pieces for token in each.tokens.tolist()])
+
+
+def rows(*gold: int) -> list[Prompt]:
+    return [Prompt(at, at, np.array([0], np.int32), columns={"gold": each}) for at, each in enumerate(gold)]
+
+
+@asynccontextmanager
+async def acting(act: Act, **options: Any) -> AsyncIterator[Agents]:
+    """Open agents that do this."""
+
+    async def run(row: dict[str, object], base_url: str, key: str) -> object:
+        async with client(agents, key) as to:
+            return await act(to, row)
+
+    agents = Agents(run, tokenizer(), **options)
+    async with agents:
+        yield agents
+
+
+def tried(act: Act, then: Callable[[Rollout], Awaitable[Any]], **options: Any) -> Any:
+    """Return what comes of a rollout of an agent that does this."""
+
+    async def main() -> Any:
+        async with acting(act, **options) as agents:
+            return await then(Rollout(agents, await anext(agents.prompts(rows(5), max_prompt_tokens=2000))))
+
+    return run_virtual(main)
+
+
+TURNS = (call("add", left=2, right=3) + "\n" + call("shout", text="five"), "It is 5!")
+
+
+async def played(rollout: Rollout) -> tuple[Rollout, float | Drop]:
+    for said in TURNS:
+        answer = await rollout.say(said)
+    assert answer is None
+    return rollout, await rollout.reward()
+
+
+def test_one_conversation_has_the_tokens_that_it_has_with_tools() -> None:
+    rollout, reward = tried(with_tools, played)
+    assert reward == 1.0
+    assert rollout.prompt.tokens.tolist() == chatting(tokenizer(), tools=SCHEMAS).encode_chat(ASK)
+    first, given, _ = rollout.pieces
+    answer = run_virtual(Tools([add, shout], chat()).answer, Turn(rollout.prompt, 0, first.tokens))
+    assert isinstance(answer, Answer)
+    assert given.tokens.tolist() == answer.tokens.tolist()
+    assert isinstance(given, ToolTokens)
+    assert answer.calls == 2
+    assert (
+        rollout.text() == TURNS[0] + "<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response>\n"
+        "<tool_response>\nFIVE\n</tool_response><|im_end|>\n<|im_start|>assistant\nIt is 5!<|im_end|>"
+    )
+
+
+def test_a_conversation_goes_on_with_another_agent_that_is_told_its_turns() -> None:
+    async def main() -> list[object]:
+        async with acting(with_tools) as before:
+            begun = Rollout(before, await anext(before.prompts(rows(5), max_prompt_tokens=2000)))
+            await begun.say(TURNS[0])
+        found: list[object] = []
+        async with acting(with_tools) as after:
+            resumed = Rollout(after, begun.prompt, [*begun.pieces], begun.state, begun.number)
+            found += [await resumed.say(TURNS[1]), await resumed.reward()]
+        async with acting(with_tools) as third:
+            found += [await Rollout(third, begun.prompt, resumed.pieces).reward()]
+        return found
+
+    assert run_virtual(main) == [None, 1.0, 1.0]
+
+
+async def random_agent(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+    """Say something else each time."""
+    random_agent.count += 1  # type: ignore[attr-defined]
+    count = random_agent.count  # type: ignore[attr-defined]
+    first = [{"role": "user", "content": f"{row['first'] or count}"}]
+    reply = (await ask(to, first)).choices[0].message.content
+    await ask(to, [*first, {"role": "assistant", "content": reply}, {"role": "user", "content": f"{count}"}])
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (
+            "",
+            r"began with a prompt of \d+ tokens, which differs at token \d+ from that of \d+ of its row: expected the",
+        ),
+        ("always", "said something else than before the run was resumed, after the same turns"),
+    ],
+)
+def test_an_agent_that_does_otherwise_when_it_is_run_anew_loses_its_rollout_alone(first: str, words: str) -> None:
+    async def main() -> Answer | Drop | None:
+        async with acting(random_agent, on_failure="fail") as agents:
+            prompt = Prompt(0, 0, np.array([0], np.int32), columns={"first": first})
+            begun = Rollout(agents, await anext(agents.prompts([prompt])))
+            assert isinstance(await begun.say("Hm."), Answer)
+            agents.close((0, 0))
+            return await begun.say("So?")
+
+    random_agent.count = 0  # type: ignore[attr-defined]
+    dropped = run_virtual(main)
+    assert isinstance(dropped, Drop)
+    assert re.search(words, dropped.reason)
+
+
+def test_a_response_without_room_ends_the_agent_with_its_reward_or_its_rollout() -> None:
+    seen: list[tuple[str, str]] = []
+
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        messages: Any = [{"role": "user", "content": "Go on."}]
+        try:
+            while True:
+                choice = (await ask(to, messages)).choices[0]
+                seen.append((choice.message.content, choice.finish_reason))
+                messages += [choice.message.model_dump(exclude_none=True), {"role": "user", "content": "More."}]
+        except openai.BadRequestError as error:
+            if row["gold"] == 6:
+                raise
+            seen.append((str(error.code), ""))
+            return 0.25
+
+    async def main(*, in_turn: bool, gold: int) -> float | Drop:
+        async with acting(act, on_failure="fail") as agents:
+            rollout = Rollout(agents, await anext(agents.prompts(rows(gold), max_prompt_tokens=2000)))
+            await rollout.say("Yes.")
+            if in_turn:
+                rollout.write("It went")
+            else:
+                rollout.pieces.pop()  # the answer had no room
+            return await rollout.reward("length")
+
+    assert run_virtual(lambda: main(in_turn=True, gold=5)) == 0.25
+    assert run_virtual(lambda: main(in_turn=False, gold=5)) == 0.25
+    full = ("context_length_exceeded", "")
+    assert seen == [("Yes.", "stop"), ("It went", "length"), full, ("Yes.", "stop"), full]
+    dropped = run_virtual(lambda: main(in_turn=True, gold=6))
+    assert isinstance(dropped, Drop)
+    assert "the response had no room for more, and agent 'run' raised BadRequestError" in dropped.reason
+
+
+async def silent(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+    return 1.0
+
+
+async def hanging(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+    await anyio.sleep_forever()
+    return 1.0
+
+
+async def broken(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+    raise OSError("no network")
+
+
+async def showing(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+    await ask(to, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}])
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (silent, "agent 'run' returned 1.0 (float) without a request: expected it to POST to /chat/completions"),
+        (hanging, "agent 'run' neither asked for anything nor returned within 9 s: raise the timeout"),
+        (broken, "agent 'run' raised OSError: no network at "),
+        (showing, "message 0 shows 'image_url' (str): the policy reads text only"),
+    ],
+)
+def test_an_agent_without_a_first_request_ends_the_run_or_its_row_is_left_out(
+    act: Act, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def nothing(rollout: Rollout) -> None:
+        raise AssertionError
+
+    with pytest.raises(EnvironmentFailure) as failed:
+        tried(act, nothing, timeout=9)
+    assert words in str(failed.value)
+
+    async def main() -> list[Prompt]:
+        async def some(to: openai.AsyncOpenAI, row: dict[str, object]) -> object:
+            return await (act if row["gold"] == 1 else with_tools)(to, row)
+
+        async with acting(some, timeout=9, on_failure="drop") as agents:
+            return [prompt async for prompt in agents.prompts(rows(0, 1, 2), max_prompt_tokens=2000)]
+
+    assert [prompt.admission for prompt in run_virtual(main)] == [0, 2]
+
+
+async def hanging_later(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+    await ask(to, ASK)
+    return await hanging(to, row)
+
+
+async def broken_later(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+    await ask(to, ASK)
+    return await broken(to, row)
+
+
+async def no_number(to: openai.AsyncOpenAI, row: dict[str, object]) -> object:
+    await ask(to, ASK)
+    return "good"
+
+
+async def in_background(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, to, ASK)
+        tasks.start_soon(ask, to, [*ASK, *ASK])
+    return 1.0
+
+
+async def at_sea(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+    await ask(to, ASK)
+    await ask(to, ASK[1:])
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (hanging_later, "neither asked for anything nor returned within 9 s"),
+        (broken_later, "raised OSError: no network"),
+        (no_number, "must return a finite number, the reward, or a Drop; got 'good' (str)"),
+        (in_background, "a request of this key is unanswered, and another came"),
+        (at_sea, "message 0 was {'role': 'system', 'content': 'Count.'} (dict), and now is {'role': 'user', "),
+    ],
+)
+def test_a_failure_after_a_turn_ends_the_run_or_drops_the_rollout(act: Act, words: str) -> None:
+    async def once(rollout: Rollout) -> Answer | Drop | None:
+        return await rollout.say("Hm.")
+
+    with pytest.raises(EnvironmentFailure) as failed:
+        tried(act, once, timeout=9)
+    assert words in str(failed.value)
+    dropped = tried(act, once, timeout=9, on_failure="drop")
+    assert isinstance(dropped, Drop)
+    assert words in dropped.reason
+
+
+def test_a_drop_of_an_agent_drops_its_rollout() -> None:
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> Drop:
+        await ask(to, ASK)
+        return Drop.because("no such file")
+
+    dropped = tried(act, lambda rollout: rollout.say("Hm."))
+    assert (dropped.rollout, dropped.reason) == (0, "no such file")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": 0.3}, "temperature = 0.3: the run samples with temperature = 0.7, and trains nothing else"),
+        ({"n": 2}, "n = 2: the run samples with n = 1"),
+        ({"stop": ["\n"]}, "leave stop out"),
+        ({"logit_bias": {"5": 1}}, "leave logit_bias out"),
+        ({"seed": 5}, "'seed' is no field that the policy's endpoint reads: leave it out"),
+        ({"max_tokens": 16}, "max_tokens = 16: a turn may be as long as its response has room for"),
+        ({"tools": [{"name": "add"}]}, "expected tools as"),
+        ({"messages": []}, "expected a JSON object with a list of messages"),
+        ({"messages": [{"role": "critic", "content": "no"}]}, "message 0: expected one of role system, developer"),
+        ({"messages": [{"role": "assistant", "content": "I"}]}, "the last message is the assistant's"),
+        ({"messages": [{"role": "user", "content": "a" * 250_001}]}, "shorten them"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_and_the_agent_may_ask_otherwise(fields: dict[str, Any], words: str) -> None:
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(to, **{"messages": ASK, **fields})
+        assert words in refused.value.message
+        assert refused.value.type == "invalid_request_error"
+        await ask(to, ASK, temperature=0.7, max_completion_tokens=128, stop=[])
+        return 1.0
+
+    async def once(rollout: Rollout) -> tuple[object, object]:
+        return await rollout.say("Hm."), rollout.agents.samples()
+
+    answer, samples = tried(act, once, sampling=SamplingSettings(temperature=0.7))
+    assert answer is None
+    assert samples == {"agents/refused": [1.0, 0.0], "agents/repeated": [0.0, 0.0]}
+
+
+def test_a_request_that_a_client_sends_again_is_answered_again() -> None:
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        again = {"x-stainless-retry-count": "1"}
+        with anyio.move_on_after(3):
+            await ask(to, ASK)
+        replies = [await ask(to, ASK, extra_headers=again) for _ in range(2)]
+        assert len({reply.choices[0].message.content for reply in replies}) == 1
+        return 1.0
+
+    async def later(rollout: Rollout) -> tuple[object, object]:
+        await anyio.sleep(5)
+        return await rollout.say("Hm."), rollout.agents.samples()
+
+    answer, samples = tried(act, later)
+    assert answer is None
+    assert samples["agents/repeated"][-2:] == [1.0, 1.0]
+
+
+def test_an_answer_has_token_ids_if_asked_and_text_as_the_template_reads_it() -> None:
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        reply = await ask(to, ASK, tools=SCHEMAS, extra_body={"return_token_ids": True})
+        assert tokenizer().decode_whole(reply.choices[0].token_ids) == "<think>\nfive\n</think>\n5<|im_end|>"
+        message = reply.choices[0].message
+        assert (message.content, message.reasoning_content, message.tool_calls) == ("5", "five", None)
+        assert reply.usage.completion_tokens == len(reply.choices[0].token_ids)
+        assert reply.usage.prompt_tokens == len(reply.prompt_token_ids)
+        said = {"role": "assistant", "content": "5", "refusal": None}
+        reply = await ask(
+            to, [*ASK, said, {"role": "user", "content": [{"type": "text", "text": "Sure?"}]}], tools=SCHEMAS
+        )
+        assert reply.choices[0].message.content == "<tool_call>\n{no call}\n</tool_call>"
+        assert (await to.models.list()).data[0].id == "policy"
+        return 1.0
+
+    async def twice(rollout: Rollout) -> object:
+        assert isinstance(await rollout.say("<think>\nfive\n</think>\n5"), Answer)
+        return await rollout.say("<tool_call>\n{no call}\n</tool_call>")
+
+    assert tried(act, twice) is None
+
+
+def test_a_wrong_key_is_refused() -> None:
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        own, to.api_key = to.api_key, "oppo-guess"
+        with pytest.raises(openai.AuthenticationError, match="expected the key that the agent was given"):
+            await ask(to, ASK)
+        with pytest.raises(openai.AuthenticationError):
+            await to.models.list()
+        to.api_key = own
+        await ask(to, ASK)
+        return 1.0
+
+    assert tried(act, lambda rollout: rollout.say("Hm.")) is None
+
+
+def test_prompts_that_are_too_long_are_left_out_or_an_error() -> None:
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        await ask(to, [{"role": "user", "content": "x" * int(str(row["gold"]))}])
+        return 1.0
+
+    async def main(over_long: Any) -> list[int]:
+        async with acting(act) as agents:
+            return [len(each.tokens) async for each in agents.prompts(rows(9, 99, 19), over_long=over_long)]
+
+    async def short(over_long: Any) -> list[int]:
+        async with acting(act) as agents:
+            prompts = agents.prompts(rows(9, 999, 19), over_long=over_long)
+            return [len(each.tokens) async for each in prompts]
+
+    (one, two, three) = run_virtual(main, "filter")
+    assert run_virtual(short, "filter") == [one, three]
+    assert two > three
+    with pytest.raises(DataError, match="shorten its messages, or raise max_prompt_tokens"):
+        run_virtual(short, "error")
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no chat template"):
+        Agents(lambda row, url, key: 1.0, byte_tokenizer())
+
+
+def sync_agent(row: dict[str, object], base_url: str, key: str) -> float:
+    with openai.OpenAI(base_url=base_url, api_key=key) as to:
+        reply = to.chat.completions.create(model="any", messages=ASK)
+        return float(reply.choices[0].message.content == "Hm.")
+
+
+async def async_agent(row: dict[str, object], base_url: str, key: str) -> float:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as to:
+        reply = await ask(to, ASK)
+        return float(reply.choices[0].message.content == "Hm.")
+
+
+@pytest.mark.parametrize("run", [sync_agent, async_agent])
+async def test_a_client_in_a_thread_or_on_the_loop_is_served_over_http(run: Any) -> None:
+    agents = Agents(run, tokenizer(), timeout=60)
+    for _ in range(2):
+        async with agents, agents:
+            rollout = Rollout(agents, await anext(agents.prompts(rows(5))))
+            assert await rollout.say("Hm.") is None
+            assert await rollout.reward() == 1.0
+            left = Rollout(agents, await anext(agents.prompts(rows(7))))
+    assert len(left.prompt.tokens) > 10
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    async with Agents(async_agent, tokenizer()) as first:
+        port = int(first._url.split(":")[2].removesuffix("/v1"))
+        with pytest.raises(ConfigError, match=f"agents cannot be served at 127.0.0.1:{port}"):
+            async with Agents(async_agent, tokenizer(), port=port):
+                raise AssertionError

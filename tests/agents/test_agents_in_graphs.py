@@ -1,0 +1,206 @@
+"""Agents in whole graphs: deferred, cut, restarted and streamed rollouts are those of serial steps, exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import httpx2
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from oppo import Overcommit, grpo
+from oppo.admission import TailBatched
+from oppo.agents import Agents
+from oppo.agents.conversation import ChatRequests
+from oppo.events import Chunk, Prompt, Response
+from oppo.hf.chat import ParsedTurn
+from oppo.testing import FakePolicy, FakeTrainer, run_virtual
+from tests.agents.test_agents import tokenizer
+
+
+class Numbers:
+    """A chat format of fakes: a turn says how many tokens it has, and a message is as many as it says."""
+
+    roles = frozenset({"user"})
+    ends = frozenset({2})
+
+    def parse(self, turn: Sequence[int]) -> ParsedTurn:
+        return ParsedTurn(f"{len(turn)}: {sum(turn)}")
+
+    def answer(self, turn: Sequence[int], messages: Sequence[Mapping[str, object]]) -> list[int]:
+        return [90_000 + len(turn), *range(int(str(messages[0]["content"])))]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        return [1, int(str(messages[0]["content"])), 2]
+
+
+@pytest.fixture(autouse=True)
+def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def formats(self: ChatRequests, tools: object) -> Any:
+        return Numbers(), Numbers()
+
+    monkeypatch.setattr(ChatRequests, "format", formats)
+
+
+@dataclass
+class Players:
+    """Agents that take their time, and ask for as many turns as their row says.
+
+    Attributes:
+        seconds: before each request, by row and turn.
+        faults: rows whose agent raises after its first turn.
+    """
+
+    seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    faults: Sequence[int] = ()
+    begun: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.agents = Agents(self.run, tokenizer(), on_failure="drop")
+
+    async def run(self, row: dict[str, Any], base_url: str, key: str) -> float:
+        number, said = row["number"], 0
+        self.begun[number] += 1
+        messages: list[dict[str, str]] = [{"role": "user", "content": str(number)}]
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(self.agents.app), base_url=base_url) as to:
+            for turn in range(row["turns"]):
+                await anyio.sleep(self.seconds.get((number, turn), 0.01))
+                reply = await to.post(
+                    "/chat/completions", json={"messages": messages}, headers={"Authorization": f"Bearer {key}"}
+                )
+                if reply.status_code == 400:  # the response has no room
+                    return -1.0
+                content = reply.json()["choices"][0]["message"]["content"]
+                said += int(content.partition(":")[0])
+                messages += [{"role": "assistant", "content": content}, {"role": "user", "content": str(1 + turn % 3)}]
+                if number in self.faults:
+                    raise OSError
+        return float(said)
+
+
+def rows(count: int) -> list[Prompt]:
+    columns = [{"number": at, "turns": 1 + at % 3} for at in range(count)]
+    return [Prompt(at, at, np.array([0], np.int32), group=at, columns=each) for at, each in enumerate(columns)]
+
+
+def policy(**options: Any) -> FakePolicy:
+    def length(prompt: Prompt) -> int:
+        return 9 + 20 * (prompt.admission % 4 == 0)
+
+    def turns(prompt: Prompt) -> Sequence[int]:
+        return [3, 7][: prompt.admission % 3]
+
+    return FakePolicy(length=length, turns=turns, **options)
+
+
+def trained(
+    players: Players, admission: Any, steps: int = 4, *, samples: int = 2, **options: Any
+) -> tuple[list[tuple[float, Response]], list[dict[str, float]], list[str]]:
+    """Return the scored responses, the metrics and the reasons of drops."""
+    agents, trainer = players.agents, FakeTrainer()
+    graph = grpo(
+        policy=policy(**options),
+        reward=agents.reward,
+        trainer=trainer,
+        admission=admission,
+        samples=samples,
+        environment=agents,
+    )
+
+    async def main() -> tuple[list[dict[str, float]], list[str]]:
+        async with graph.open(agents.prompts(rows(60))) as run:
+            reports = [report async for report in run.steps(steps)]
+        return [{**each.metrics} for each in reports], [drop.reason for each in reports for drop in each.dropped]
+
+    metrics, reasons = run_virtual(main)
+    pairs = [
+        (float(score), each)
+        for batch in trainer.batches
+        for score, each in zip(batch.scores, batch.responses, strict=True)
+    ]
+    return pairs, metrics, reasons
+
+
+def described(pairs: Sequence[tuple[float, Response]]) -> dict[int, tuple[float, list[int], list[bool]]]:
+    return {
+        each.prompt.rollout: (score, [*each.prompt.tokens.tolist(), *each.tokens.tolist()], each.sampled.tolist())
+        for score, each in pairs
+    }
+
+
+def check(score: float, response: Response) -> None:
+    """Check a response against what its agent must have said and counted."""
+    pieces, number = response.pieces(), int(str(response.prompt.columns["number"]))
+    assert response.prompt.tokens.tolist() == [1, number, 2]
+    turns = [each for each in pieces if isinstance(each, Chunk)]
+    answers = [each.tokens.tolist() for each in pieces if not isinstance(each, Chunk)]
+    assert len(turns) == 1 + number % 3
+    assert answers == [[90_000 + len(turn.tokens), *range(1 + at % 3)] for at, turn in enumerate(turns[:-1])]
+    assert score == sum(len(turn.tokens) for turn in turns)
+
+
+def test_deferred_rollouts_are_trained_with_the_tokens_and_rewards_of_serial_steps() -> None:
+    players = Players({(at, 1): 0.5 for at in range(0, 60, 3)})
+    pairs, metrics, reasons = trained(players, Overcommit(batch=4, overcommit=3))
+    assert reasons == []
+    assert len(pairs) == 4 * 4 * 2
+    for score, response in pairs:
+        check(score, response)
+    assert sum(each["deferral/deferred"] for each in metrics) > 0
+    assert all(each["agents/refused"] == 0 for each in metrics)
+    assert set(players.begun.values()) <= {1, 2}
+    serial = described(trained(Players(), Overcommit(batch=4))[0])
+    streamed = described(pairs)
+    assert len(serial.keys() & streamed.keys()) > 20
+    assert all(serial[rollout] == streamed[rollout] for rollout in serial.keys() & streamed.keys())
+
+
+def test_rollouts_that_begin_anew_have_a_new_agent() -> None:
+    players = Players({(at, 1): 9.0 for at in range(1, 60, 3)})
+    pairs, metrics, _ = trained(players, TailBatched(batch=4), steps=6)
+    for score, response in pairs:
+        check(score, response)
+    assert sum(each.get("deferral/discarded_tokens", 0) for each in metrics) > 0
+    assert max(players.begun.values()) > 2  # one for each of two samples
+
+
+def test_a_response_at_its_cap_has_the_reward_that_the_agent_gives_it() -> None:
+    pairs, _, reasons = trained(Players(), Overcommit(batch=6), cap=8)
+    assert reasons == []
+    scores = {int(str(each.prompt.columns["turns"])): score for score, each in pairs}
+    assert scores == {1: 8.0, 2: 3.0 + 8 - 3 - 2, 3: -1.0}
+
+
+def test_agents_that_raise_lose_their_rollouts_alone() -> None:
+    pairs, _, reasons = trained(Players(faults=(1, 5)), Overcommit(batch=4))
+    assert {int(str(each.prompt.columns["number"])) for _, each in pairs} >= {0, 2, 3, 4}
+    assert len(reasons) == 4
+    assert all("raised OSError" in reason for reason in reasons)
+
+
+@pytest.mark.schedules
+@settings(max_examples=12, deadline=None)
+@given(
+    seconds=st.dictionaries(
+        st.tuples(st.integers(0, 30), st.integers(0, 2)), st.floats(0, 2).map(lambda each: round(each, 3)), max_size=30
+    ),
+    faults=st.lists(st.integers(0, 20), max_size=4),
+    overcommit=st.integers(0, 3),
+    samples=st.integers(2, 3),
+)
+def test_every_schedule_trains_each_rollout_once_and_as_it_was_said(
+    seconds: Mapping[tuple[int, int], float], faults: Sequence[int], overcommit: int, samples: int
+) -> None:
+    players = Players(seconds, faults)
+    pairs, _, reasons = trained(players, Overcommit(batch=3, overcommit=overcommit), samples=samples)
+    rollouts = [each.prompt.rollout for _, each in pairs]
+    assert len(rollouts) == len(set(rollouts))
+    assert len(rollouts) + len(reasons) == 4 * 3 * samples
+    for score, response in pairs:
+        check(score, response)
+    assert players.agents._conversations == {}
