@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -393,10 +393,11 @@ class ModelsSection:
         "4-bit type of the weights that adapters are added to (QLoRA), in the extra `quantization`; the reference over "
         "the same base has them too",
     )
-    lora_sync: Literal["adapter", "merged"] = setting(
-        "merged",
+    lora_sync: Literal["auto", "adapter", "merged"] = setting(
+        "auto",
         "what vLLM gets of adapters: `adapter`: the adapters alone, which it computes with beside the base in its own "
-        "dtype; `merged`: all weights with the adapters' products added, in float32",
+        "dtype; `merged`: all weights with the adapters' products added, in float32; auto: `adapter` over 16-bit "
+        "weights where that can be, else `merged`",
     )
     trust_remote_code: bool = setting(default=False, description="run code that comes with a model")
     allow_pickle: bool = setting(
@@ -425,21 +426,15 @@ class ModelsSection:
                 f"adapter = {self.adapter!r} has a rank, a scale and layers of its own: leave {', '.join(given)} out, "
                 "or adapter, for a new one"
             )
-        unfit = {
-            f"engine = {self.engine!r}, which is not given adapters apart": self.engine != "vllm",
-            "all weights being trained: set lora_rank or adapter": not self.adapts,
-            "lora_experts = true, adapters that vLLM does not load": self.lora_experts,
-            f"quantization = {self.quantization!r}, a base that vLLM has whole": self.quantization != "none",
-        }
         if self.quantization != "none" and not self.adapts:
             raise ValueError(
                 f"quantization = {self.quantization!r} freezes the weights of the policy's layers, and no adapters are "
                 "trained beside them: set lora_rank or adapter, or leave quantization out"
             )
-        if self.lora_sync == "adapter" and (found := [fault for fault, holds in unfit.items() if holds]):
+        if self.lora_sync == "adapter" and self.unfit_alone:
             raise ValueError(
                 "lora_sync = 'adapter' gives vLLM the adapters of linear layers alone, which does not go with "
-                f"{'; '.join(found)}: change that, or leave lora_sync out"
+                f"{'; '.join(self.unfit_alone)}: change that, or leave lora_sync out"
             )
 
     @property
@@ -453,6 +448,17 @@ class ModelsSection:
     def adapts(self) -> bool:
         """Whether adapters are trained, and not all weights."""
         return bool(self.lora_rank or self.adapter)
+
+    @property
+    def unfit_alone(self) -> Sequence[str]:
+        """Why an engine cannot be given adapters alone; empty if it can."""
+        faults = {
+            f"engine = {self.engine!r}, which is not given adapters apart": self.engine != "vllm",
+            "all weights being trained: set lora_rank or adapter": not self.adapts,
+            "lora_experts = true, adapters that vLLM does not load": self.lora_experts,
+            f"quantization = {self.quantization!r}, a base that vLLM has whole": self.quantization != "none",
+        }
+        return [fault for fault, holds in faults.items() if holds]
 
     @property
     def begins_off_base(self) -> bool:

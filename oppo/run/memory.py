@@ -41,7 +41,7 @@ from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
 from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
 from oppo.run.loading import adapter_of, critic_source
-from oppo.run.places import scored, served_dtype, with_dtype
+from oppo.run.places import scored, served_dtype, with_types
 from oppo.run.rewards import kind_of, named_reward
 from oppo.vllm.arguments import GIB, gpus_of, placed, workers_of
 
@@ -243,7 +243,7 @@ def _planned(
     # The tokens of a micro-batch, and what is needed with these: activations grow in proportion to them, at most.
     given, on_cpu = settings.trainer.micro_batch_tokens, devices.trainer[0].type == "cpu"
     tokens = given or (CPU_TOKENS if on_cpu else GPU_TOKENS // 4)
-    needs = _needs(_with_tokens(with_dtype(settings, devices, assumed), tokens), devices, load, assumed)
+    needs = _needs(_with_tokens(with_types(settings, devices, assumed), tokens), devices, load, assumed)
     for times in () if given or on_cpu or load is None else (8, 4, 2):
         larger = [each.with_activations(times) if each.model.startswith("trainer") else each for each in needs]
         if not crowded(larger, assumed, spread=settings.placement.spread):

@@ -52,7 +52,7 @@ from oppo.returns import TopLogprobs
 from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.loading import RoleLoader, adapter_of, critic_source
 from oppo.run.memory import load_of, require_memory, share_beside, with_micro_batches
-from oppo.run.places import SERVING, Serve, ServeRequest, Serving, Worker, devices_of, layout_of, serve, with_dtype
+from oppo.run.places import SERVING, Serve, ServeRequest, Serving, Worker, devices_of, layout_of, serve, with_types
 from oppo.run.rewards import RewardModels, ServedRewardModel, UserCode, served_by_vllm, track_of
 from oppo.scorers import ByColumn, capabilities_of
 from oppo.turns import Environment
@@ -254,7 +254,7 @@ def assemble(
         ModelRefused: a model cannot be served exactly.
     """
     devices = devices_of(settings)
-    settings = with_dtype(settings, devices)
+    settings = with_types(settings, devices)
     require_memory(settings, devices)
     settings = _with_micro_batches(settings, devices)
     share = share_beside(settings, devices)

@@ -71,13 +71,16 @@ def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
     )
 
 
-def with_dtype(settings: Settings, devices: Devices, assumed: Hardware | None = None) -> Settings:
-    """Return settings that name the type of the weights, where that is by the device; all else stays."""
-    if settings.models.dtype != "by-device":
-        return settings
-    capable = assumed is not None or torch.cuda.is_bf16_supported(including_emulation=False)
-    dtype: Final = "bfloat16" if devices.actor.type == "cuda" and capable else "float32"
-    return settings.model_copy(update={"models": replace(settings.models, dtype=dtype)})
+def with_types(settings: Settings, devices: Devices, assumed: Hardware | None = None) -> Settings:
+    """Return settings that name the type of the weights, and how adapters are synced, where that is by the device."""
+    models = settings.models
+    if models.dtype == "by-device":
+        capable = assumed is not None or torch.cuda.is_bf16_supported(including_emulation=False)
+        models = replace(models, dtype="bfloat16" if devices.actor.type == "cuda" and capable else "float32")
+    if models.lora_sync == "auto":
+        alone = models.dtype in {"bfloat16", "float16"} and "policy" not in devices.remote and not models.unfit_alone
+        models = replace(models, lora_sync="adapter" if alone else "merged")
+    return settings.model_copy(update={"models": models})
 
 
 def scored(settings: Settings) -> list[str]:
@@ -352,7 +355,7 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
                 )
         if settings.starts_servers:
             return
-        sender = devices.weights if settings.models.lora_sync == "merged" else torch.device("cpu")
+        sender = torch.device("cpu") if settings.models.lora_sync == "adapter" else devices.weights
         route_of(arguments, sender, on_cpu=on_cpu, gpus=gpus)
 
 
@@ -410,12 +413,12 @@ def served_dtype(models: ModelsSection, arguments: Mapping[str, object], trained
     chosen = arguments.get("dtype", "auto")
     if chosen != "auto":
         return str(chosen)
-    merges = models.adapts and models.lora_sync == "merged"
+    merges = models.adapts and models.lora_sync != "adapter"
     return "float32" if merges else str(trained).removeprefix("torch.")
 
 
 def _adapter_rank(request: ServeRequest) -> int:
-    if request.settings.models.lora_sync == "merged":
+    if request.settings.models.lora_sync != "adapter":
         return 0
     try:
         return rank_of(adapter_matrices(request.actor))

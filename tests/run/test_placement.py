@@ -23,7 +23,7 @@ from oppo.hf.recipe import ModelRecipe
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.placement import Place, Process, Ranks, Thread
 from oppo.run.memory import Expected, expected, load_of, with_micro_batches
-from oppo.run.places import devices_of, layout_of, with_dtype
+from oppo.run.places import devices_of, layout_of, with_types
 from oppo.run.train import FINAL
 from tests.hf import tiny
 from tests.placement.instances import gone
@@ -272,7 +272,26 @@ def test_the_type_of_the_weights_is_by_the_device_unless_it_is_chosen(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capable)
     settings = load(folder / "config.toml", [chosen])
-    assert with_dtype(settings, devices_of(settings)).models.dtype == dtype
+    assert with_types(settings, devices_of(settings)).models.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sync"),
+    [
+        ((), "adapter"),
+        (("models.lora_sync=merged",), "merged"),
+        (("models.dtype=float32",), "merged"),
+        (("models.quantization=nf4",), "merged"),
+        (("models.engine=transformers",), "merged"),
+        (('placement.remote=["policy"]', "placement.cluster=auto"), "merged"),
+    ],
+)
+def test_adapters_are_sent_alone_over_16_bits_where_that_can_be(
+    folder: Path, chosen: tuple[str, ...], sync: str
+) -> None:
+    assumed = Hardware.assumed("1xH100-80GB")
+    settings = load(folder / "config.toml", ["models.engine=vllm", "models.lora_rank=2", *chosen])
+    assert with_types(settings, devices_of(settings, assumed), assumed).models.lora_sync == sync
 
 
 def micro_batch(folder: Path, chosen: Sequence[str], assumed: Hardware) -> int | None:
@@ -308,4 +327,4 @@ def test_memory_is_counted_of_sequences_that_the_models_read(folder: Path) -> No
 
 def test_the_type_of_the_weights_is_bfloat16_on_gpus_that_are_assumed(folder: Path) -> None:
     settings, assumed = load(folder / "config.toml"), Hardware.assumed("2xH100-80GB")
-    assert with_dtype(settings, devices_of(settings, assumed), assumed).models.dtype == "bfloat16"
+    assert with_types(settings, devices_of(settings, assumed), assumed).models.dtype == "bfloat16"
