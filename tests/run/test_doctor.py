@@ -350,7 +350,9 @@ def test_an_engine_is_counted_with_its_share_and_has_what_others_leave(folder: P
 
 def test_adapters_are_counted_in_float32_where_vllm_serves_them(folder: Path) -> None:
     half = engine(folder, "models.dtype=bfloat16")["policy"].bytes.weights
-    merged = engine(folder, "models.dtype=bfloat16", "models.lora_rank=1", "models.lora_sync=merged")["policy"].bytes.weights
+    merged = engine(folder, "models.dtype=bfloat16", "models.lora_rank=1", "models.lora_sync=merged")[
+        "policy"
+    ].bytes.weights
     assert merged > 2 * half
 
 
