@@ -92,6 +92,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "rewards.max_tokens": ("judge answer length", ""),
     "environment.source": ("environment, tool calls, multi-turn rollouts", ""),
     "environment.tools": ("tools, function calling", "`tools` of GRPO"),
+    "environment.factory": ("environment classes, gyms", "`environment_factory` of GRPO"),
     "environment.on_failure": ("tool error policy", ""),
     "environment.max_turns": ("maximum tool turns", "`max_tool_calling_iterations` of GRPO"),
     "environment.process": ("tool in a subprocess", ""),
@@ -229,9 +230,9 @@ ABOUT: Mapping[str, str] = {
     "run": "What is run, for how long, and what is written about it.",
     "models": "The models that are trained or served, by directory or hub name, and how they are loaded.",
     "rewards": "The reward, or several with names, whose weighted sum is the score: [rewards.md](rewards.md). Each is "
-    "a table of the list `[[rewards]]`; `--set rewards.0.weight=2` sets a key of the first. If its source is code, it "
-    "has the keys of a `function`, if it is a URL those of a `judge`, else those of a `model`, or with "
-    '`engine = "vllm"` of a `model on vLLM`.',
+    'a table of the list `[[rewards]]`, or its source alone (`rewards = ["math"]`); `--set rewards.0.weight=2` sets a '
+    "key of the first. If its source is code or a checker, it has the keys of a `function`, if it is a URL those of a "
+    '`judge`, else those of a `model`, or with `engine = "vllm"` of a `model on vLLM`.',
     "environment": "What answers a response that has ended at a stop, as a tool does: "
     "[rewards.md](rewards.md#tools-and-turns).",
     "placement": "The device of each model, if they are not all on `models.device`: [scale.md](scale.md).",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeAlias, TypeVar, cast
 
-from oppo.errors import ModelError, ProtocolError, shown
+import anyio
+
+from oppo.errors import ModelError, ProtocolError, as_itself, shown
 from oppo.events import Chunk, Finish, Prompt, Response, Support, ToolTokens
 from oppo.models import PrioritisedScorer, Scorer
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
@@ -30,6 +32,39 @@ class Unscored:
     async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
         """Return a 0 for each rollout."""
         return [0.0] * len(finished)
+
+    async def forget(self, rollouts: Sequence[int]) -> None:
+        """Forget nothing."""
+
+
+class WholeScorer(Generic[T]):
+    """A scorer that reads nothing while responses grow, and is asked for the value of each at its end.
+
+    Args:
+        value: returns that; several are awaited at the same time.
+    """
+
+    version = 0
+
+    def __init__(self, value: Callable[[Finish], Awaitable[T]]) -> None:
+        self._value = value
+        self.capabilities = ScorerCapabilities(concurrent=True)
+
+    async def extend(self, events: Sequence[Growth]) -> None:
+        """Read nothing."""
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
+        """Return the value of each response."""
+        values: dict[int, T] = {}
+
+        async def ask(each: Finish) -> None:
+            values[each.rollout] = await self._value(each)
+
+        with as_itself():
+            async with anyio.create_task_group() as tasks:
+                for each in finished:
+                    tasks.start_soon(ask, each)
+        return [values[each.rollout] for each in finished]
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         """Forget nothing."""

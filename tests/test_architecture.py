@@ -87,9 +87,9 @@ MAX_FUNCTION_LINES = 80
 RATCHETS = {
     # Pools, members, rollouts; servers; rows apart from rollouts; judges; graphs of decode steps; chat formats;
     # configurations of others, read and converted; a distillation; placement apart from other sections;
-    # a teacher that reads text; agents.
-    "modules": 202,
-    "files in the root": 22,
+    # a teacher that reads text; agents; classes of environments apart from functions.
+    "modules": 204,
+    "files in the root": 21,
     # Repairs: estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to
     # user code, and what is checked at the seams; a limit for each kind of schedule, what a simulation leaves out.
     # Models that cannot continue a sequence read whole ones. The experts of each token travel with it to its update;
@@ -102,11 +102,11 @@ RATCHETS = {
     # A judge by its URL; what an engine reads is what was sent. Decode steps are CUDA graphs.
     # No more enter than a KV cache has room for; surrogates and scales besides PPO's; what a loss of your own
     # does not read. Chats by any template: calls are read, and what is said after them is tokens. A teacher.
-    "lines": 61_910,
+    "lines": 62_341,
     "protocols": 77,
     # Of metrics, that a batch has each rollout once, that names are distinct; that vLLM gives routed experts.
     "functions that only require": 90,
-    "modules that name turns": 35,  # agents are told turns
+    "modules that name turns": 36,  # agents are told turns; classes of environments answer them
     "modules that name deterministic": 27,
     "modules that name lookahead": 24,
     "modules that name restarts": 14,

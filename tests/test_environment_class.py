@@ -9,9 +9,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from oppo import Overcommit, grpo
-from oppo.environments import EnvironmentClass, EnvironmentFailure, tools_of
-from oppo.errors import ConfigError, DataError
+from oppo import FunctionReward, Overcommit, Rewards, grpo
+from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments, tools_of
+from oppo.errors import ConfigError, DataError, RewardError
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
 from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall, chatting
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
@@ -152,8 +152,128 @@ def test_rows_end_with_what_reset_says() -> None:
     assert text == "Guess. It is below 15."
     assert messages == [chats[0], {"role": "user", "content": "Guess. It is below 16."}]
     assert rows[1]["prompt"] == chats
-    with pytest.raises(DataError, match="returns text that is added to the prompt"):
+    assert environment.begun({"secret": 5})["prompt"] == [{"role": "user", "content": " It is below 15."}]
+    with pytest.raises(DataError, match="added to a prompt of text or to its last message; the prompt is "):
         list(environment.rows([{"prompt": [], "secret": 5}]))
+
+
+def begun(environment: EnvironmentClass, rollout: int = 0, /, **row: object) -> Game:
+    """Return a response to a row that the environment began."""
+    game = Game(environment, 0, rollout)
+    columns = environment.begun({"prompt": "?", **row})
+    game.prompt = Prompt(rollout, rollout, np.array([65], np.int32), columns=columns)
+    game.response = Response.empty(game.prompt)
+    return game
+
+
+class Counting(Guessing):
+    resets = 0
+
+    def reset(self, secret: int, **row: object) -> str | None:
+        type(self).resets += 1
+        self.own = type(self).resets
+        return super().reset(secret, **row)
+
+
+def test_an_instance_is_reset_once_a_response_also_where_its_prompt_was_made_of_it() -> None:
+    environment = EnvironmentClass(Counting, chat())
+    Counting.resets = 0
+    first = begun(environment, secret=7)
+    twin = Game(environment, 0, 1)
+    twin.prompt = Prompt(1, 1, first.prompt.tokens, columns=first.prompt.columns)
+    twin.response = Response.empty(twin.prompt)
+    assert Counting.resets == 1
+    for game in (first, twin):
+        assert "right" in str(game.say(guess(7)))
+        assert game.say("It was 7.") is None
+        assert game.reward() == pytest.approx(0.9)
+    assert Counting.resets == 2
+    silent = begun(environment, 2, secret=8)
+    assert silent.reward() == 0.0
+    assert Counting.resets == 3
+
+
+def test_what_reset_says_must_depend_on_the_row_alone() -> None:
+    class Fickle(Counting):
+        def reset(self, secret: int, **row: object) -> str | None:
+            super().reset(secret)
+            return f" It is the {type(self).resets}. time."
+
+    environment = EnvironmentClass(Fickle, chat())
+    first, second = (begun(environment, at, secret=7) for at in range(2))
+    second.prompt = Prompt(1, 1, first.prompt.tokens, columns=first.prompt.columns)
+    assert "wrong" in str(first.say(guess(1)))
+    with pytest.raises(
+        EnvironmentFailure, match=r"reset\(\) of the environment said ' It is the \d+. time.', and of the same"
+    ):
+        second.say(guess(1))
+
+
+def test_functions_that_make_instances_are_factories() -> None:
+    environment = EnvironmentClass(lambda: Guessing(), chat())  # noqa: PLW0108 - that is the case
+    assert environment.name == "Guessing"
+    assert played(environment, 7).reward() == pytest.approx(-0.2)
+    with pytest.raises(ConfigError, match=r"the factory of environments .* raised ZeroDivisionError"):
+        EnvironmentClass(lambda: 1 / 0, chat())
+    with pytest.raises(ConfigError, match="objects of this process: leave process out"):
+        EnvironmentClass(Guessing, chat(), process=True)
+
+
+def test_a_reward_function_sees_the_instances_that_give_the_reward() -> None:
+    environment = EnvironmentClass(Counting, chat())
+    game = begun(environment, secret=7)
+    game.say(guess(1, 7))
+    resets = Counting.resets
+
+    def count(completions: object, environments: list[Counting]) -> list[float]:
+        return [float(len(each.guesses)) for each in environments]
+
+    both = Rewards({"won": (1.0, environment.reward), "count": (1.0, count)}, str, instances=environment.instance)
+    finish = Finish(0, game.response, "eos")
+    assert run_virtual(both.finish, [finish]) == [pytest.approx(0.8 + 2.0)]
+    assert Counting.resets == resets
+    plain = FunctionReward(lambda completions, environments=None: [float(environments is None)], str)
+    assert run_virtual(plain.finish, [finish]) == [1.0]
+    with pytest.raises(RewardError, match="asks for environments, and there are none"):
+        FunctionReward(count, str)
+    with pytest.raises(RewardError, match="environments, which are objects of this process"):
+        FunctionReward(count, str, instances=environment.instance, process=True)
+
+
+class Sums:
+    def reset(self, **row: object) -> None:
+        assert "environment" not in row
+
+    def add(self, left: int, right: int) -> int:
+        """Add.
+
+        Args:
+            left: the first.
+            right: the second.
+        """
+        return left + right
+
+
+def test_a_column_names_the_environment_of_a_row() -> None:
+    shown = byte_tokenizer(special=("<|im_end|>", "<|im_start|>"))
+    sums = EnvironmentClass(Sums, ChatFormat(chatting(shown, template=TEMPLATE, tools=tools_of(Sums)), ("tool",)))
+    environment = Environments({"guess": EnvironmentClass(Guessing, chat()), "sum": sums})
+    game = begun(cast("EnvironmentClass", environment), environment="guess", secret=7)
+    other = begun(cast("EnvironmentClass", environment), 1, environment="sum")
+    assert "right" in str(game.say(guess(7)))
+    call = {"name": "add", "arguments": {"left": 1, "right": 2}}
+    assert "3" in str(other.say(f"<tool_call>\n{json.dumps(call)}\n</tool_call>"))
+    assert "there is no tool 'guess'; the tools are add" in str(other.say(guess(7)))
+    assert game.reward() == pytest.approx(0.9)
+    none = other.reward()
+    assert isinstance(none, Drop)
+    assert none.reason == "the reward does not apply"
+    with pytest.raises(DataError, match="expected one of guess, sum in the column 'environment' of each row, got 'x'"):
+        environment.begun({"environment": "x"})
+    with pytest.raises(ConfigError, match="at least one environment"):
+        Environments({})
+    with pytest.raises(ConfigError, match=r"none of sum has a method get_reward\(\)"):
+        _ = Environments({"sum": sums}).reward
 
 
 def test_a_reward_that_is_none_ends_the_run_or_drops_the_rollout() -> None:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.ppo import PPO
 from oppo.config.own import NAMED, Kinds, find
-from oppo.config.rewards import REWARD_KINDS, SOURCE, ModelRewardSection, is_code, reward_kind_of
+from oppo.config.rewards import REWARD_KINDS, SOURCE, ModelRewardSection, is_code, is_name, reward_kind_of
 from oppo.config.sections import StepSection, resolved, within
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import SEEDS, Declared, declared, expectation
@@ -27,7 +27,6 @@ from oppo.errors import ConfigError, did_you_mean, shortened
 from oppo.libraries import is_installed
 from oppo.log import logger
 from oppo.redact import HIDDEN, holds_secret, names_secret, redacted
-from oppo.rewards.tasks import CHECKERS
 from oppo.user_code import SPEC
 
 if TYPE_CHECKING:
@@ -72,8 +71,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
         raise ConfigError(SettingsFaults.of(document).describe(error)) from error
     models = settings.models
     rewards = tuple(
-        each if each.source in CHECKERS else replace(each, source=_model(each.source, folder))
-        for each in settings.rewards
+        each if is_name(each.source) else replace(each, source=_model(each.source, folder)) for each in settings.rewards
     )
     settings = settings.model_copy(update={"rewards": rewards})
     policy, adapter = _model(models.policy, folder), _model(models.adapter, folder)

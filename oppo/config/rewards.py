@@ -42,8 +42,18 @@ Separators: TypeAlias = Annotated[tuple[Filled, ...], FromList()]
 SOURCE: Final = (
     "directory or hub name of a reward model, or `file.py:name` of a function, of a scorer, of a function that makes "
     "one in a `place`, or of several rewards `{name: (weight, function or scorer)}`; a checker by its name: `math`, "
-    "`gsm8k`, `code`, `reasoning-gym`; `http://host:8000/v1`: a judge behind a chat API"
+    "`gsm8k`, `code`, `reasoning-gym`; `environment`: `get_reward()` of `environment.factory`; "
+    "`http://host:8000/v1`: a judge behind a chat API"
 )
+
+
+ENVIRONMENT: Final = "environment"
+"""The source of a reward that is the environment's."""
+
+
+def is_name(source: str) -> bool:
+    """Whether a reward's source is a name of ours, and no file, model or URL."""
+    return source == ENVIRONMENT or source in CHECKERS
 
 
 def is_code(source: object) -> bool:
@@ -203,11 +213,17 @@ class JudgeRewardSection(RewardSection):
     attempts: PositiveCount = setting(4, "for a request that failed in a way that may pass, the first included")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentRewardSection(RewardSection):
+    """``[[rewards]]`` whose source is the environment."""
+
+
 REWARD_KINDS: Final[Mapping[str, type[RewardSection]]] = {
     "function": FunctionRewardSection,
     "model": ModelRewardSection,
     "model on vLLM": VllmRewardSection,
     "judge": JudgeRewardSection,
+    ENVIRONMENT: EnvironmentRewardSection,
 }
 
 
@@ -216,6 +232,8 @@ def reward_kind_of(table: object) -> str:
     source = table.get("source") if isinstance(table, Mapping) else getattr(table, "source", None)
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         return "judge"
+    if source == ENVIRONMENT:
+        return ENVIRONMENT
     engine = table.get("engine") if isinstance(table, Mapping) else getattr(table, "engine", None)
     model = "model on vLLM" if engine == "vllm" else "model"
     return "function" if is_code(source) else model
@@ -239,7 +257,8 @@ Reward: TypeAlias = Annotated[
     Annotated[FunctionRewardSection, Table(), Tag("function")]
     | Annotated[ModelRewardSection, Table(), Tag("model")]
     | Annotated[VllmRewardSection, Table(), Tag("model on vLLM")]
-    | Annotated[JudgeRewardSection, Table(), Tag("judge")],
+    | Annotated[JudgeRewardSection, Table(), Tag("judge")]
+    | Annotated[EnvironmentRewardSection, Table(), Tag(ENVIRONMENT)],
     Discriminator(reward_kind_of),
 ]
 """A reward, told apart by its source and its engine."""

@@ -64,6 +64,12 @@ class EnvironmentSection:
         "functions that the policy calls by its chat template, each as `file.py:function`, with type hints and a "
         "docstring in Google's style, of which the template shows it their schemas; empty: none",
     )
+    factory: str | dict[str, Filled] = setting(
+        "",
+        "`file.py:name` of a class with `reset`, methods that are tools and maybe `get_reward`, as TRL's "
+        "`environment_factory`, or of a function that makes an instance; or a table of several, `{guess = "
+        "'games.py:Guess', ...}`, by the value of the column `environment`; empty: none",
+    )
     on_failure: Literal["fail", "drop", "answer"] | None = setting(
         None,
         "if a function fails: stop the run, drop the rollout, or, of tools, answer with the error; absent: `fail`, of "
@@ -90,10 +96,23 @@ class EnvironmentSection:
     )
 
     @property
+    def factories(self) -> Mapping[str, str]:
+        """What makes instances, by the setting that names it: ``environment.factory``, or ``...factory.NAME``."""
+        if isinstance(self.factory, dict):
+            return {f"environment.factory.{name}": spec for name, spec in self.factory.items()}
+        return {"environment.factory": self.factory} if self.factory else {}
+
+    @property
+    def answering(self) -> str:
+        """The key of what answers; empty without one."""
+        return next((key for key in ("source", "tools", "factory") if getattr(self, key)), "")
+
+    @property
     def files(self) -> dict[str, Path]:
         """The files of its functions, by the setting that names each."""
         named = {"environment.source": self.source}
         named |= {f"environment.tools[{number}]": spec for number, spec in enumerate(self.tools)}
+        named |= self.factories
         return {name: Path(spec.rpartition(":")[0]) for name, spec in named.items() if SPEC.match(spec)}
 
     def within(self, folder: Path) -> EnvironmentSection:
@@ -103,25 +122,38 @@ class EnvironmentSection:
             file, _, name = spec.rpartition(":")
             return f"{resolved(file, folder)}:{name}" if SPEC.match(spec) else spec
 
-        return replace(self, source=placed(self.source), tools=tuple(map(placed, self.tools)))
+        made = self.factory
+        factory = placed(made) if isinstance(made, str) else {name: placed(spec) for name, spec in made.items()}
+        return replace(self, source=placed(self.source), tools=tuple(map(placed, self.tools)), factory=factory)
 
     def check_tools(self, shown: str) -> None:
         """Check the settings of tools against those of a function, and tools that are only ``shown``."""
-        if self.tools and shown:
+        given = [key for key in ("source", "tools", "factory") if getattr(self, key)]
+        if len(given) > 1:
+            does = {"source": "answers every turn", "tools": "answer calls", "factory": "answers calls of its methods"}
+            first, second = given[:2]
             raise ValueError(
-                f"data.tools = {shown!r} shows tools that nothing calls, and environment.tools shows its own: leave "
-                "data.tools out"
+                f"environment.{first} = {getattr(self, first)!r} {does[first]}, and environment.{second} "
+                f"{does[second]}: leave one of them out"
             )
-        if self.source and self.tools:
+        if odd := [name for name, spec in self.factories.items() if not SPEC.match(spec)]:
+            raise ValueError(f"{odd[0]}: expected file.py:name, got {self.factories[odd[0]]!r}")
+        calls = bool(self.tools or self.factory)
+        if calls and shown:
             raise ValueError(
-                f"environment.source = {self.source!r} answers every turn, and environment.tools answer calls: leave "
-                "one of them out"
+                f"data.tools = {shown!r} shows tools that nothing calls, and environment.{given[0]} shows its own: "
+                "leave data.tools out"
             )
-        idle = {} if self.tools else {"on_failure": self.on_failure == "answer", "max_turns": self.max_turns}
-        if self.tools:
+        if self.factory and self.process:
+            raise ValueError(
+                "environment.process = true calls functions in other processes, and the instances of "
+                "environment.factory are objects of this one: leave process out"
+            )
+        idle = {} if calls else {"on_failure": self.on_failure == "answer", "max_turns": self.max_turns}
+        if calls:
             idle = {"keep_special_tokens": self.keep_special_tokens}
         for key in (key for key, given in idle.items() if given):
-            of = "text of a function; tools answer by the chat template" if self.tools else "tools"
+            of = "text of a function; tools answer by the chat template" if calls else "tools"
             raise ValueError(f"environment.{key} = {getattr(self, key)!r} is for {of}: leave it out")
 
 

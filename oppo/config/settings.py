@@ -28,7 +28,7 @@ from oppo.algorithms.base import OF_THE_LOSS, Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.config.own import NAMED, OWN, Kinds, checked, loss_of
 from oppo.config.placement import PlacementSection
-from oppo.config.rewards import ModelRewardSection, RewardList, RewardSection, VllmRewardSection, file_of
+from oppo.config.rewards import ENVIRONMENT, ModelRewardSection, RewardList, RewardSection, VllmRewardSection, file_of
 from oppo.config.sections import (
     DataSection,
     EnvironmentSection,
@@ -114,7 +114,10 @@ class Settings(BaseModel):
             ValidationError: a setting is unknown, missing or out of range.
         """
         kinds = Kinds.of(document)
-        rewards = {"rewards": ()} if getattr(kinds.algorithm, "scoreless", False) else {}
+        rewards: dict[str, object] = {"rewards": ()} if getattr(kinds.algorithm, "scoreless", False) else {}
+        environment = document.get("environment")
+        if not rewards and isinstance(environment, Mapping) and environment.get("factory"):
+            rewards = {"rewards": [{"source": ENVIRONMENT}]}
         return cls.model_validate({**rewards, **document}, context=kinds)
 
     @property
@@ -371,6 +374,16 @@ def _check_scores(settings: Settings) -> None:
         )
 
 
+def _check_environment(settings: Settings) -> None:
+    settings.environment.check_tools(settings.data.tools)
+    for key, reward in settings.reward_tables.items():
+        if reward.source == ENVIRONMENT and not settings.environment.factory:
+            raise ValueError(
+                f"{key}.source = {ENVIRONMENT!r} is what get_reward() of an environment says, and environment.factory "
+                "names none: give a class of a file, or another source"
+            )
+
+
 OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
 """The keys of ``[models]`` for a critic."""
 
@@ -383,7 +396,7 @@ def require_consistent(settings: Settings) -> None:
         ConfigError: an admission of one's own cannot be made of them.
     """
     settings.own_admission()  # which may refuse its settings
-    settings.environment.check_tools(settings.data.tools)
+    _check_environment(settings)
     if settings.step.loss:
         _refuse_idle(settings)
     _check_teacher(settings)

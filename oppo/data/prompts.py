@@ -14,7 +14,7 @@ import numpy as np
 from oppo.data.datasets_library import is_hub_name, rows_of_directory, rows_of_hub
 from oppo.data.rows import Located, Row, rows_of_file, rows_of_program
 from oppo.declared import require_whole
-from oppo.errors import DataError, one_line, shown
+from oppo.errors import DataError, noted, one_line, shown
 from oppo.events import IntArray, Prompt
 from oppo.log import logger
 
@@ -54,6 +54,10 @@ class Tokenizer(Protocol):
         """
 
 
+Begin: TypeAlias = Callable[[Row, str], tuple[Row, Tokenizer]]
+"""Returns a row as an environment begins it, given the column of its prompt, and the tokenizer that reads that."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
     """How a row becomes a prompt.
@@ -66,6 +70,7 @@ class Encoding:
         max_prompt_tokens: a prompt of more tokens is over-long.
         over_long: what becomes of those: they are left out, keep their last ``max_prompt_tokens`` tokens, or are an
             error.
+        begin: what an environment makes of a row before; ``None``: nothing.
 
     Raises:
         ValueError: ``max_prompt_tokens`` is no whole number of 1 or more.
@@ -75,16 +80,21 @@ class Encoding:
     column: str = "prompt"
     max_prompt_tokens: int = 512
     over_long: OverLongPrompt = "filter"
+    begin: Begin | None = None
 
     def __post_init__(self) -> None:
         require_whole("max_prompt_tokens", self.max_prompt_tokens, 1)
 
-    def tokens(self, place: str, row: Row) -> IntArray:
-        """Return the prompt of a row, int32 [P] with P >= 1, however long.
+    def read(self, place: str, row: Row) -> tuple[Row, IntArray]:
+        """Return a row as it begins, and its prompt, int32 [P] with P >= 1, however long.
 
         Raises:
             DataError: the row is malformed, or the prompt is empty.
         """
+        tokenizer = self.tokenizer
+        if self.begin is not None:
+            with noted(f"while reading {place}"):
+                row, tokenizer = self.begin(row, self.column)
         if self.column not in row:
             raise DataError(f"{place}: no column {self.column!r}; the columns there are {', '.join(row) or '(none)'}")
         if media := [name for name in MEDIA if _holds(row.get(name))]:
@@ -93,7 +103,7 @@ class Encoding:
                 "text only: leave it out, or give it another name if only a reward function reads it"
             )
         read = max(CHARACTERS, 256 * self.max_prompt_tokens)
-        return _encoded(row[self.column], self.tokenizer, read, f"{place}, column {self.column!r}")
+        return row, _encoded(row[self.column], tokenizer, read, f"{place}, column {self.column!r}")
 
     def fitted(self, tokens: IntArray) -> IntArray | None:
         """Return an over-long prompt's last tokens, or ``None`` for one that is left out; others as they are."""
@@ -111,6 +121,7 @@ def read_prompts(
     over_long: OverLongPrompt = "filter",
     split: str = "train",
     subset: str = "",
+    begin: Begin | None = None,
 ) -> list[Prompt]:
     """Return every usable prompt of a source, in its order, numbered from 0.
 
@@ -125,24 +136,27 @@ def read_prompts(
         over_long: leave such prompts out, keep their last ``max_prompt_tokens`` tokens, or refuse the source.
         split: of a dataset with several.
         subset: of a dataset at a hub: the name of one of its configurations.
+        begin: see :class:`Encoding`.
 
     Raises:
         DataError: the source cannot be read, a row is malformed, a prompt is empty, or no prompt is left.
     """
-    encoding = Encoding(tokenizer=tokenizer, column=column, max_prompt_tokens=max_prompt_tokens, over_long=over_long)
+    encoding = Encoding(
+        tokenizer=tokenizer, column=column, max_prompt_tokens=max_prompt_tokens, over_long=over_long, begin=begin
+    )
     name, rows = rows_of(source, split=split, subset=subset)
     prompts: list[Prompt] = []
     long: list[str] = []
     total = 0
     for place, row in rows:
         total += 1
-        tokens = encoding.tokens(place, row)
+        begun, tokens = encoding.read(place, row)
         if len(tokens) > max_prompt_tokens:
             long.append(place)
         fitted = encoding.fitted(tokens)
         if fitted is not None:
             number = len(prompts)
-            prompts.append(Prompt(rollout=number, admission=number, tokens=fitted, group=number, columns=dict(row)))
+            prompts.append(Prompt(rollout=number, admission=number, tokens=fitted, group=number, columns=dict(begun)))
     if long:
         message = f"{len(long)} of {total} prompts of {name} are longer than {max_prompt_tokens} tokens"
         if over_long == "error":

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 import anyio.to_thread
 
-from oppo.data.prompts import Encoding, OverLongPrompt, Tokenizer
+from oppo.data.prompts import Begin, Encoding, OverLongPrompt, Tokenizer
 from oppo.data.rows import located
 from oppo.errors import DataError, running_loop
 from oppo.events import IntArray, Prompt
@@ -26,8 +26,8 @@ class RowStream(AsyncIterator[Prompt]):
 
     Args:
         rows: a mapping of columns each.
-        tokenizer, column, max_prompt_tokens, over_long: as of :func:`oppo.read_prompts`; ``over_long`` of ``error``
-            raises at the first.
+        tokenizer, column, max_prompt_tokens, over_long, begin: as of :func:`oppo.read_prompts`; ``over_long`` of
+            ``error`` raises at the first.
 
     Attributes:
         ended: whether the end of the rows was found.
@@ -44,12 +44,13 @@ class RowStream(AsyncIterator[Prompt]):
         column: str = "prompt",
         max_prompt_tokens: int = 512,
         over_long: OverLongPrompt = "filter",
+        begin: Begin | None = None,
     ) -> None:
         self._rows: Iterator[object] | AsyncIterator[object] = (
             aiter(rows) if isinstance(rows, AsyncIterable) else iter(rows)
         )
         self._encoding = Encoding(
-            tokenizer=tokenizer, column=column, max_prompt_tokens=max_prompt_tokens, over_long=over_long
+            tokenizer=tokenizer, column=column, max_prompt_tokens=max_prompt_tokens, over_long=over_long, begin=begin
         )
         self._noted = False
         self._taken = 0  # rows
@@ -117,7 +118,10 @@ class RowStream(AsyncIterator[Prompt]):
             raise StopAsyncIteration
         self._taken += 1
         place, row = located(found, self._taken)
-        tokens = self._encoding.tokens(place, row)
+        if self._encoding.begin is None or getattr(running_loop(), "virtual", False):
+            row, tokens = self._encoding.read(place, row)
+        else:
+            row, tokens = await anyio.to_thread.run_sync(self._encoding.read, place, row)
         self._digest = hashlib.sha256(f"{self._digest} {json.dumps(tokens.tolist())}".encode()).hexdigest()
         return place, row, tokens
 

@@ -169,6 +169,11 @@ class ChatFormat:
         self._syntax = self._call_syntax() if "tool" in roles else None
         self.ends = frozenset(self._end(role) for role in roles)
 
+    @property
+    def tokenizer(self) -> HfTokenizer:
+        """The policy's, which shows the tools."""
+        return self._tokenizer
+
     def parse(self, tokens: Sequence[int]) -> ParsedTurn:
         """Return a turn as a message; a call that cannot be read is reported, never raised.
 

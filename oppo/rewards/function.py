@@ -151,7 +151,10 @@ def _number(item: object) -> float:
     return number
 
 
-ARGUMENTS: Final = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+ARGUMENTS: Final = (
+    *("prompts", "completions", "completion_ids"),
+    *("trainer_state", "log_extra", "log_metric", "environments"),
+)
 """The arguments of a reward function that are no columns, by TRL's names."""
 
 LOGS: Final = frozenset({"log_extra", "log_metric"})
@@ -376,10 +379,11 @@ class FunctionReward(
     Args:
         function: ``f(prompts, completions, **columns)``, sync or async, or its ``file.py:name``. It is given what it
             names of :data:`ARGUMENTS` and of the columns, or all if it takes ``**``; each is a list with one item for
-            each rollout, but for the last three. ``prompts`` holds the data's ``prompt`` column if there is one, else
+            each rollout, but for state and logs. ``prompts`` holds the data's ``prompt`` column if there is one, else
             the prompt's text. ``completions`` are texts, or, of prompts that are chat messages, lists of messages, as
             TRL has them; ``completion_ids`` are their tokens; ``trainer_state`` is a :class:`TrainerState`;
-            ``log_extra(column, values)`` and ``log_metric(name, value)`` are those of a :class:`CallLog`. Columns are
+            ``log_extra(column, values)`` and ``log_metric(name, value)`` are those of a :class:`CallLog`;
+            ``environments`` are those of ``instances``. Columns are
             copies of the data's. For each rollout it returns a number, or rewards at places in the response: one for
             each token, a mapping from positions of tokens, or a :class:`ByCharacter`. A sync function runs in a thread
             of its own, or inline on a loop of virtual time. One that never returns keeps neither a cancelled run nor
@@ -401,6 +405,8 @@ class FunctionReward(
         optional: ``None`` as a score means that the reward does not apply: the rollout is dropped, or, as a part of
             :class:`Rewards`, scored by the other parts. Otherwise it is a failure.
         max_steps: of the run, for ``trainer_state``.
+        instances: returns the instance of a rollout for ``environments``:
+            :meth:`oppo.environments.EnvironmentClass.instance`.
 
     Raises:
         ConfigError: ``concurrency`` or ``timeout`` is out of range.
@@ -429,11 +435,25 @@ class FunctionReward(
         each: bool = False,
         optional: bool = False,
         max_steps: int = 0,
+        instances: Callable[[Finish], Awaitable[object]] | None = None,
     ) -> None:
         user = UserFunction.of(function, name, RewardError)
         named, self._takes_all = parameters_of(user.function, user.name)
         names = {p.name for p in named}
         self._given = frozenset(each for each in ARGUMENTS if self._takes_all or each in names)
+        self._instances = instances if "environments" in self._given else None
+        if self._instances is None:
+            self._given -= {"environments"}
+            if any(p.name == "environments" and p.default is inspect.Parameter.empty for p in named):
+                raise RewardError(
+                    f"reward function {user.name!r} asks for environments, and there are none: give a class of them, "
+                    "environment.factory in settings"
+                )
+        elif process:
+            raise RewardError(
+                f"reward function {user.name!r} asks for environments, which are objects of this process: leave "
+                "process out"
+            )
         self._named = names.difference(ARGUMENTS)
         self._required = [p.name for p in named if p.name in self._named and p.default is inspect.Parameter.empty]
         self.name = user.name
@@ -552,6 +572,8 @@ class FunctionReward(
 
     async def _attempt(self, finished: Sequence[Finish]) -> list[ReturnedScore]:
         arguments, rollouts = self._arguments(finished), [each.rollout for each in finished]
+        if self._instances is not None:
+            arguments["environments"] = [await self._instances(each) for each in finished]
         scores, log = await self._calls.make(arguments, rollouts)
         for name, values in log.metrics.items():  # weighted by completions, however many finish together
             self._samples.setdefault(name, []).extend(value for value in values for _ in rollouts)

@@ -33,6 +33,7 @@ from oppo.run.memory import SHARE, Expected, advice, at_worst, by_device, crowde
 from oppo.run.models import policy_tokenizer
 from oppo.run.places import devices_of
 from oppo.run.prompts import supplied
+from oppo.run.rewards import begin_of, environment_of
 from oppo.run.train import PreparedRun, prepare
 from oppo.scorers import capabilities_of
 from oppo.stages import Generate
@@ -95,7 +96,9 @@ def examine(settings: Settings, assumed: Hardware | None = None) -> Diagnosis:
     devices = devices_of(settings, assumed)
     with routed():
         tokenizer = policy_tokenizer(settings)
-        load = load_of(settings, supplied(settings, tokenizer, Provenance.of(settings)).longest)
+        environment = environment_of(settings, tokenizer)
+        supply = supplied(settings, tokenizer, Provenance.of(settings), begin=begin_of(environment))
+        load = load_of(settings, supply.longest)
     needs = expected(settings, devices, load, assumed)
     found = crowded(needs, assumed, spread=settings.placement.spread)
     return Diagnosis(needs, load, [*found, advice(settings, devices, load, assumed)] if found else (), assumed)
@@ -259,7 +262,7 @@ def _scored(rewards: Sequence[str], tried: Tried) -> str:
     said = [f"drops it ({one.reason})" if isinstance(one, Drop) else f"says {float(one):g}" for one in tried.scores]
     first, second = said
     return (
-        f"the reward {' with '.join(rewards)} {first}"
+        f"the reward {' with '.join(rewards) or 'of the environment'} {first}"
         + f" ({parts})" * bool(parts)
         + f", and of a second response it {second}, after {tried.seconds:.3f} s"
     )

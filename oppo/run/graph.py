@@ -62,7 +62,7 @@ def compose(
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
     generate = graph.stage("generate", Generate)
     if generate.environment is not None and assembly.environment is not None:
-        key = "environment.tools" if settings.environment.tools else "environment.source"
+        key = f"environment.{settings.environment.answering}"
         raise ConfigError(
             f"the graph's stage 'generate' has an environment of its own, {type(generate.environment).__name__}, and "
             f"{key} = {getattr(settings.environment, key.rpartition('.')[2])!r} names another: leave one of them out"

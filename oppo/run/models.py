@@ -20,7 +20,7 @@ from oppo.config.sections import ModelsSection, SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.durable import whole, writing
-from oppo.environments import EnvironmentFailure, FunctionEnvironment, Tools
+from oppo.environments import EnvironmentFailure, Environments, FunctionEnvironment, Tools
 from oppo.errors import ConfigError, ModelError, one_line, shown
 from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
@@ -53,7 +53,15 @@ from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.loading import RoleLoader, adapter_of, critic_source
 from oppo.run.memory import load_of, require_memory, share_beside, with_micro_batches
 from oppo.run.places import SERVING, Serve, ServeRequest, Serving, Worker, devices_of, layout_of, serve, with_types
-from oppo.run.rewards import RewardModels, ServedRewardModel, UserCode, served_by_vllm, track_of
+from oppo.run.rewards import (
+    AnyEnvironment,
+    RewardModels,
+    ServedRewardModel,
+    UserCode,
+    class_tools,
+    served_by_vllm,
+    track_of,
+)
 from oppo.scorers import ByColumn, capabilities_of
 from oppo.turns import Environment
 from oppo.user_code import UserFunction
@@ -175,6 +183,8 @@ def policy_tokenizer(settings: Settings) -> HfTokenizer:
     if "data.chat_template" in data.files:
         template = _read("data.chat_template", template)
     called = [UserFunction.of(spec, None, EnvironmentFailure).function for spec in settings.environment.tools]
+    if isinstance(factory := settings.environment.factory, str) and factory:
+        called = class_tools("environment.factory", factory)
     return chatting(found, template=template, tools=called or _schemas(data.tools), variables=data.chat_template_kwargs)
 
 
@@ -204,7 +214,8 @@ def _schemas(path: str) -> Sequence[ToolSchema]:
 
 
 def _check_ends(environment: Environment | None, sampling: Sampling, tokenizer: HfTokenizer) -> None:
-    ends = sorted(environment.chat.ends) if isinstance(environment, Tools) else []
+    first = next(iter(environment.classes.values())) if isinstance(environment, Environments) else environment
+    ends = sorted(first.chat.ends) if isinstance(first, Tools) else []
     if ends and not set(ends).intersection(sampling.stop) and not sampling.stop_strings:
         wanted = ", ".join(f"{tokenizer.name_of(end)!r}" for end in ends)
         raise ConfigError(
@@ -236,6 +247,7 @@ def assemble(
     *,
     columns: Iterable[Collection[str]] = (),
     engine_log: Path | None = None,
+    environment: AnyEnvironment | None = None,
 ) -> Assembly:
     """Return the models of ``settings``, loaded and probed, the policy on its engine.
 
@@ -246,6 +258,7 @@ def assemble(
     Args:
         columns: of the data, of each kind of prompts; they are checked before a model is loaded.
         engine_log: the file for what an engine's processes write; ``None``: nowhere.
+        environment: as :func:`oppo.run.rewards.environment_of` made it for the prompts; ``None``: it is made here.
 
     Raises:
         ConfigError: a device is missing or has too little memory, or a model cannot be loaded, or reads other token ids
@@ -261,7 +274,7 @@ def assemble(
     places = layout_of(settings, devices)
     with ExitStack() as stack:
         stack.callback(places.close)
-        code = UserCode.of(settings, tokenizer, _here(places))
+        code = UserCode.of(settings, tokenizer, _here(places), environment)
         known = [*columns]
         for names in known:
             code.check_columns(names)

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeAlias, cast
 from oppo.config.sections import ROWS, DataSection, Prompts, PromptSource, named, sources
 from oppo.config.settings import Settings
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
+from oppo.data.prompts import Begin
 from oppo.errors import ConfigError, DataError, RunComplete
 from oppo.events import Prompt
 from oppo.log import logger
@@ -71,11 +72,13 @@ def supplied(
     tokenizer: Tokenizer,
     provenance: Provenance,
     rows: ProgramRows = NOTHING,
+    begin: Begin | None = None,
 ) -> Supplied:
     """Return the prompts of a run, tokenized.
 
     Args:
         provenance: from before any file was read.
+        begin: what the environment makes of each row; ``None``: nothing.
 
     Raises:
         DataError: a source cannot be used, or changed while it was read.
@@ -89,17 +92,14 @@ def supplied(
                 f"prompts of the run are rows of a program: go on with it there, oppo.train(directory, {argument}=rows)"
             )
     as_they_come = prompts is not None and not isinstance(prompts, Sized)
-    trained = {} if as_they_come else _pools("data.prompts", data.prompts, data, tokenizer, prompts)
-    apart = _pools("eval.prompts", settings.eval.prompts, data, tokenizer, held_out)
+    encoding = {"tokenizer": tokenizer, "begin": begin, **_encoding(data)}
+    trained = {} if as_they_come else _pools("data.prompts", data.prompts, encoding, prompts)
+    apart = _pools("eval.prompts", settings.eval.prompts, encoding, held_out)
     for file in provenance.changed(settings.files):
         raise DataError(f"{file} changed while it was read: start again when its writer is done")
     pools = trained | apart
     unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
-    stream = (
-        RowStream(cast("Rows", prompts), tokenizer, **_encoding(data))
-        if as_they_come
-        else _stream(data, list(trained.values()))
-    )
+    stream = RowStream(cast("Rows", prompts), **encoding) if as_they_come else _stream(data, list(trained.values()))
     every = [prompt for pool in apart.values() for prompt in pool]
     wanted = settings.run.steps
     if (steps := steps_of(wanted, data, settings.step.batch, stream)) < wanted:
@@ -120,11 +120,10 @@ def _columns(pools: Mapping[str, Sequence[Prompt]]) -> frozenset[str]:
 def _pools(
     key: Literal["data.prompts", "eval.prompts"],
     chosen: Prompts,
-    data: DataSection,
-    tokenizer: Tokenizer,
+    encoding: Mapping[str, Any],
     rows: Rows | None,
 ) -> dict[str, list[Prompt]]:
-    return {name: read(each, data, tokenizer, rows) for name, each in named(key, chosen).items()}
+    return {name: read(each, encoding, rows) for name, each in named(key, chosen).items()}
 
 
 def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStream:
@@ -134,13 +133,13 @@ def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStrea
     return PromptStream([prompt for pool in pools for prompt in pool], seed=data.seed, epochs=data.epochs)
 
 
-def read(source: PromptSource, data: DataSection, tokenizer: Tokenizer, rows: Rows | None = None) -> list[Prompt]:
+def read(source: PromptSource, encoding: Mapping[str, Any], rows: Rows | None = None) -> list[Prompt]:
     """Return the prompts of a source, or of a program's rows."""
     if rows is None:
         logger.info(f"reading {source.path}")
     found = source.file or source.path if rows is None else cast("Iterable[Mapping[str, object]]", rows)
-    encoding = _encoding(data) | ({} if source.column is None else {"column": source.column})
-    return read_prompts(found, tokenizer, split=source.split, subset=source.subset, **encoding)
+    own = {} if source.column is None else {"column": source.column}
+    return read_prompts(found, split=source.split, subset=source.subset, **{**encoding, **own})
 
 
 def _encoding(data: DataSection) -> dict[str, Any]:

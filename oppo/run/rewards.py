@@ -6,25 +6,28 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from oppo.config.own import naming
 from oppo.config.rewards import (
+    EnvironmentRewardSection,
     FunctionRewardSection,
     JudgeRewardSection,
     ModelRewardSection,
     RewardSection,
     VllmRewardSection,
 )
-from oppo.config.sections import DataSection, EnvironmentSection
 from oppo.config.settings import Settings
+from oppo.data.prompts import Begin
 from oppo.durable import make
-from oppo.environments import EnvironmentFailure, FunctionEnvironment, Tools
+from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments, FunctionEnvironment, Tools, tools_of
+from oppo.environments.classes import kind_of as made_by
 from oppo.errors import ConfigError
 from oppo.events import Drop
 from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
-from oppo.hf.chat import ChatFormat
+from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.devices import Devices, acting_share, available_cores
 from oppo.hf.model_files import RewardKind, located
 from oppo.hf.recipe import Loadable, ModelRecipe
@@ -69,12 +72,12 @@ class UserCode:
 
     Attributes:
         settings: of all rewards, by their place in the file: ``rewards.0``, ``rewards.1``, ...
-        environment: ``None`` where responses have no turns.
+        environment: ``None`` without one.
         rewards: those that are code.
     """
 
     settings: Mapping[str, RewardSection]
-    environment: FunctionEnvironment | Tools | None
+    environment: AnyEnvironment | None
     rewards: Mapping[str, Scorer[float | Drop]]
 
     @classmethod
@@ -83,9 +86,16 @@ class UserCode:
         settings: Settings,
         tokenizer: HfTokenizer,
         place: Hosting,
+        environment: AnyEnvironment | None = None,
     ) -> UserCode:
-        """Return the code that the settings name; scorers that a file makes work in ``place``."""
+        """Return the code that the settings name; scorers that a file makes work in ``place``.
+
+        Args:
+            environment: of :func:`environment_of`; ``None``: it is made here.
+        """
         _leave_retries_to_our_log()
+        environment = environment or environment_of(settings, tokenizer)
+        classes = environment if isinstance(environment, EnvironmentClass | Environments) else None
 
         def loaded(key: str, reward: FunctionRewardSection) -> Scorer[float | Drop]:
             decode = tokenizer.decode_whole if reward.keep_special_tokens else tokenizer.decode
@@ -93,6 +103,7 @@ class UserCode:
                 "prompt_column": settings.data.column,
                 "optional": reward.name is not None,
                 "max_steps": settings.run.steps,
+                "instances": None if classes is None else classes.instance,
             }
             options |= {name: getattr(reward, name) for name in OPTIONS}
             if reward.source in CHECKERS:
@@ -106,7 +117,12 @@ class UserCode:
                 rewards[key] = loaded(key, each)
             elif isinstance(each, JudgeRewardSection):
                 rewards[key] = _judge(key, each, tokenizer.decode, settings.data.column)
-        return cls(tables, _environment(settings.environment, settings.data, tokenizer), rewards)
+            elif isinstance(each, EnvironmentRewardSection) and classes is not None:
+                try:
+                    rewards[key] = classes.reward
+                except ConfigError as error:
+                    raise ConfigError(f"{key}: {error}; give it one, or [[rewards]] another source") from error
+        return cls(tables, environment, rewards)
 
     def check_columns(self, names: Collection[str]) -> None:
         """Check that the data has the columns that the rewards need.
@@ -202,25 +218,45 @@ def _checking(
     return FunctionReward(checker.functions[""][1], decode, name=reward.source, **chosen)
 
 
-def _environment(
-    section: EnvironmentSection, data: DataSection, tokenizer: HfTokenizer
-) -> FunctionEnvironment | Tools | None:
+AnyEnvironment: TypeAlias = FunctionEnvironment | Tools | Environments
+
+
+def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment | None:
+    """Return the environment of a run; ``None`` without one.
+
+    Args:
+        settings: of the run.
+        tokenizer: the policy's, which shows the tools of one class or function; several classes have views of it.
+
+    Raises:
+        ConfigError: it cannot be made.
+        EnvironmentFailure: there is no such file or name.
+    """
+    section = settings.environment
+    options: dict[str, Any] = {"timeout": section.timeout, "concurrency": section.concurrency}
+    calling = {**options, "on_failure": section.on_failure or "answer", "max_turns": section.max_turns}
     if section.tools:
-        return Tools(
-            section.tools,
-            ChatFormat(tokenizer, ("tool",)),
-            on_failure=section.on_failure or "answer",
-            timeout=section.timeout,
-            concurrency=section.concurrency,
-            process=section.process,
-            max_turns=section.max_turns,
+        return Tools(section.tools, ChatFormat(tokenizer, ("tool",)), process=section.process, **calling)
+    if isinstance(section.factory, dict):
+        return Environments(
+            {
+                name.removeprefix("environment.factory."): _class_of(
+                    name,
+                    spec,
+                    chatting(tokenizer, tools=class_tools(name, spec), variables=settings.data.chat_template_kwargs),
+                    calling,
+                )
+                for name, spec in section.factories.items()
+            }
         )
+    if section.factory:
+        return _class_of("environment.factory", section.factory, tokenizer, calling)
     if not section.source:
         return None
     if hasattr(load_function(section.source, EnvironmentFailure), "reset"):
         raise ConfigError(
-            f"environment.source = {section.source!r} is a class of environments, which takes a program: give the "
-            "graph of oppo.train(..., graph=...) an EnvironmentClass; or name a function here, or environment.tools"
+            f"environment.source = {section.source!r} is a class of environments: name it as environment.factory; "
+            "environment.source is a function that answers turns"
         )
     keeps = section.keep_special_tokens
     return FunctionEnvironment(
@@ -228,11 +264,39 @@ def _environment(
         tokenizer.decode_whole if keeps else tokenizer.decode,
         tokenizer.encode_whole if keeps else tokenizer.encode_exactly,
         on_failure="drop" if section.on_failure == "drop" else "fail",
-        timeout=section.timeout,
-        concurrency=section.concurrency,
         process=section.process,
-        prompt_column=data.column,
+        prompt_column=settings.data.column,
+        **options,
     )
+
+
+def class_tools(key: str, spec: str) -> list[Callable[..., object]]:
+    """Return the tools of the class of environments that a setting names.
+
+    Raises:
+        ConfigError: it is no class, and makes no instance.
+        EnvironmentFailure: there is no such file or name.
+    """
+    with naming(key, spec):
+        return tools_of(made_by(load_function(spec, EnvironmentFailure)))
+
+
+def _class_of(key: str, spec: str, tokenizer: HfTokenizer, options: Mapping[str, Any]) -> EnvironmentClass:
+    with naming(key, spec):
+        return EnvironmentClass(load_function(spec, EnvironmentFailure), ChatFormat(tokenizer, ("tool",)), **options)
+
+
+def begin_of(environment: AnyEnvironment | None) -> Begin | None:
+    """Return what an environment makes of rows before they are prompts; ``None`` if it is no class."""
+    if not isinstance(environment, EnvironmentClass | Environments):
+        return None
+    found = environment
+
+    def begin(row: Mapping[str, object], column: str) -> tuple[Mapping[str, object], HfTokenizer]:
+        one = found.of(row) if isinstance(found, Environments) else found
+        return one.begun(row, column), one.chat.tokenizer
+
+    return begin
 
 
 FORMS: dict[Form, str] = {

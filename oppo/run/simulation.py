@@ -119,7 +119,7 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
     """
     record = RunRecord.read(directory)
     settings = load(directory / "config.toml")
-    if settings.environment.source or settings.environment.tools:
+    if settings.environment.answering:
         raise ConfigError(f"the run in {directory} has an environment, whose answers a simulation does not know yet")
     step = settings.step
     if step.stream_updates:

@@ -178,10 +178,12 @@ def prepare(
         if not resume and not dry_run:
             require_unused(settings.run_directory)
         from oppo.run.models import assemble, policy_tokenizer  # noqa: PLC0415 - torch takes seconds to import
+        from oppo.run.rewards import begin_of, environment_of  # noqa: PLC0415
 
         require_installed(settings)
         tokenizer = policy_tokenizer(settings)
-        supply = supplied(settings, tokenizer, Provenance.of(settings), rows)
+        environment = environment_of(settings, tokenizer)
+        supply = supplied(settings, tokenizer, Provenance.of(settings), rows, begin_of(environment))
         stream, provenance = supply.stream, supply.provenance
         if checkpoint is not None:
             require_same_run(checkpoint, settings, provenance, accept_changed_code=accept_changed_code)
@@ -192,6 +194,7 @@ def prepare(
             tokenizer,
             columns=supply.columns,
             engine_log=None if dry_run else settings.run_directory / ENGINE_LOG,
+            environment=environment,
         )
         stack.callback(assembly.close)
         require_room(supply.longest, assembly.sampling.max_new_tokens, assembly.positions)

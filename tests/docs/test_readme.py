@@ -178,14 +178,15 @@ def test_the_settings_of_the_readme_are_settings(tmp_path: Path) -> None:
 
 def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> None:
     base = '[models]\npolicy = "actor"\n[data]\nprompts = "prompts.jsonl"\n'
-    found = []
+    found, answering = [], list[object]()
     for text in fenced(ROOT / "docs" / "rewards.md", "toml"):
         rewarded = text if "[[rewards]]" in text else text + '[[rewards]]\nsource = "reward.py:named"\nname = "named"\n'
         (tmp_path / "config.toml").write_text(base + rewarded)
         settings = load(tmp_path / "config.toml")
         found.append([each.name for each in settings.rewards])
-    assert found == [["helpful", "short", "judge", "close"], [None], ["named"]]
-    assert settings.environment.tools == (f"{tmp_path / 'tools.py'}:add",)
+        answering.append(settings.environment.tools or settings.environment.factory)
+    assert found == [["helpful", "short", "judge", "close"], [None], ["named"], ["named"]]
+    assert answering == ["", "", (f"{tmp_path / 'tools.py'}:add",), f"{tmp_path / 'games.py'}:Guessing"]
 
 
 def test_the_reward_on_vllm_of_the_page_on_engines_is_settings(tmp_path: Path) -> None:

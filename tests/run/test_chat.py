@@ -14,6 +14,7 @@ from oppo.config.load import resolve
 from oppo.errors import ConfigError
 from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
 from oppo.placement import Thread
+from oppo.run.checkpoint import settings_of
 from oppo.run.models import policy_tokenizer
 from oppo.run.rewards import UserCode
 from tests.hf import tiny
@@ -68,7 +69,10 @@ def test_a_class_of_environments_is_refused_where_a_function_is_expected(folder:
     (folder / "reward.py").write_text("def short(prompts, completions): return [0.0 for _ in completions]\n")
     (folder / "game.py").write_text("class Game:\n    def reset(self): ...\n    def play(self): ...\n")
     settings = resolve({**document(), "environment": {"source": "game.py:Game"}}, folder)
-    with Thread("scorers") as place, pytest.raises(ConfigError, match=r"game.py:Game' is a class .* EnvironmentClass"):
+    with (
+        Thread("scorers") as place,
+        pytest.raises(ConfigError, match=r"game.py:Game' is a class .* environment.factory"),
+    ):
         UserCode.of(settings, policy_tokenizer(settings), place)
 
 
@@ -178,6 +182,103 @@ def test_tools_of_the_settings_are_shown_called_answered_and_counted(
         assert all(("<tool_response>" in part["text"]) == (part["by"] == "tool") for part in parts)
     assert '<span class="tool"' in (trained / "runs" / "run" / "report.html").read_text(encoding="utf-8")
     assert samples
+
+
+GAMES = """
+class Game:
+    resets = 0
+
+    def reset(self, number=0, **row):
+        assert "environment" not in row or "prompt" in row
+        self.said = []
+        Game.resets += 1
+        return f" (below {number + 10})"
+
+    def add(self, left: int) -> int:
+        \"""Add.
+
+        Args:
+            left: the number.
+        \"""
+        self.said.append(left)
+        return left + 1
+
+    def get_reward(self):
+        return float(len(self.said))
+
+class Silent(Game):
+    get_reward = None
+
+def make():
+    return Game()
+
+def seen(completions, environments):
+    return [float(len(each.said)) for each in environments]
+"""
+
+
+@pytest.fixture
+def played(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def calls(chat: ChatFormat, tokens: object) -> ParsedTurn:
+        return ParsedTurn("", tool_calls=(ToolCall("add", {"left": 2}), ToolCall("add", {"left": 3})))
+
+    monkeypatch.setattr(ChatFormat, "parse", calls)  # a random policy calls nothing
+    (trained / "games.py").write_text(GAMES)
+    rows = [
+        {"prompt": [{"role": "user", "content": "Add."}], "number": n, "environment": ["one", "two"][n % 2]}
+        for n in range(8)
+    ]
+    (trained / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = TRAINED.replace('[[rewards]]\nsource = "reward.py:short"\n', "")
+    (trained / "config.toml").write_text(text.replace('tools = ["tools.py:add"]', 'factory = "games.py:Game"'))
+    return trained
+
+
+def test_a_class_of_the_settings_begins_prompts_answers_calls_and_gives_the_reward(played: Path) -> None:
+    assert oppo(played, "") == DONE
+    lines = records(played, "run", "metrics.jsonl")
+    assert all(line["objective/scores"] == 2 * (line["num_turns/mean"] - 1) > 0 for line in lines)
+    samples = records(played, "run", "samples.jsonl")
+    assert all(re.search(r"Add. \(below 1\d\)", str(each["prompt"])) for each in samples)
+    assert all('"name": "add"' in str(each["prompt"]) for each in samples)
+    settings = resolve(settings_of(played / "runs" / "run").document(), played)
+    assert [each.source for each in settings.rewards] == ["environment"]
+    assert settings.files["environment.factory"] == played / "games.py"
+
+
+def test_several_classes_are_chosen_by_a_column_beside_other_rewards(played: Path) -> None:
+    several = "environment.factory={one='games.py:Game', two='games.py:make'}"
+    rewards = "rewards=[{source='environment', name='won'}, {source='games.py:seen', name='seen', weight=10}]"
+    assert oppo(played, "", several, rewards, "run.name=several", "step.overcommit=0") == DONE
+    for line in records(played, "several", "metrics.jsonl"):
+        assert line["rewards/won/mean"] == line["rewards/seen/mean"] > 0
+        assert line["objective/scores"] == pytest.approx(11 * cast("float", line["rewards/won/mean"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["environment.tools=['tools.py:add']"], "environment.tools = .* answer calls, and environment.factory"),
+        (["environment.process=true"], "instances of environment.factory are objects of this one: leave process out"),
+        (["environment.factory=Game"], "environment.factory: expected file.py:name, got 'Game'"),
+        (["environment.factory={one='Game'}"], "environment.factory.one: expected file.py:name, got 'Game'"),
+        (["environment.factory=games.py:none"], "games.py has no 'none'"),
+        (["environment.factory=games.py:seen"], "factory of environments .* raised TypeError"),
+        (["environment.factory=games.py:Silent"], r"rewards.0: Silent has no method get_reward\(\), .* another source"),
+        (["environment.factory="], r"\[rewards\] is missing"),
+        (["environment.factory=", "environment.tools=['tools.py:add']", "rewards=['environment']"], "names none: give"),
+        (["rewards=[{source='environment', timeout=1}]"], "unknown key 'rewards.0.timeout'"),
+        (["environment.keep_special_tokens=true"], "environment.keep_special_tokens = True is for text of a function"),
+        (["environment.factory={one='games.py:Game'}"], "expected one of one in the column 'environment'.* got 'two'"),
+    ],
+)  # fmt: skip
+def test_classes_that_cannot_be_played_are_refused(
+    played: Path, settings: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(played, "--dry-run", *settings) == UNUSABLE
+    captured = capsys.readouterr()
+    said = " ".join((captured.err + captured.out).split())
+    assert re.search(words, said), said
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import json
-import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, SupportsFloat, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 import anyio
 import numpy as np
 
-from oppo.errors import ConfigError, DataError, OppoError, one_line, shortened, shown
-from oppo.events import Chunk, Drop, Finish, IntArray, Prompt, Response, ToolTokens
+from oppo.errors import ConfigError, OppoError, one_line, shortened, shown
+from oppo.events import Drop, IntArray, Response
 from oppo.turns import Answer, Environment, EnvironmentState, Turn
 from oppo.user_code import CONCURRENCY, CallsFunction, CheckedFunction, UserCalls, UserFunction
 
@@ -236,7 +231,7 @@ OnToolFailure: TypeAlias = Literal["answer", "drop", "fail"]
 
 
 @dataclass(slots=True)
-class _Result:
+class ToolResult:
     """What came of a call: its text, or why there is none."""
 
     name: str
@@ -250,6 +245,13 @@ class _Result:
     def message(self) -> Mapping[str, object]:
         content = f"Error: {self.failure}" if self.failure else self.text
         return {"role": "tool", "name": self.name, "content": content, "tool_call_id": self.call_id}
+
+
+async def leave(opened: Iterable[AbstractAsyncContextManager[object]]) -> None:
+    """Leave all of these, whatever one of them raises."""
+    async with AsyncExitStack() as stack:
+        for each in opened:
+            stack.push_async_exit(each)
 
 
 class Tools:
@@ -322,12 +324,8 @@ class Tools:
             await calls.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        async with AsyncExitStack() as stack:
-            for calls in self._calls.values():
-                stack.push_async_exit(calls)
+    async def __aexit__(self, *error: object) -> None:
+        await leave(self._calls.values())
 
     def close(self) -> None:
         """Kill the processes of tools, if there are some; idempotent."""
@@ -348,12 +346,12 @@ class Tools:
         # Calls of an owner's methods are made one after the other, and noted.
         where = f"turn {turn.number} of rollout {turn.prompt.rollout}"
         parsed = self.chat.parse(turn.tokens.tolist())
-        results = [_Result(call.name, call.id) for call in parsed.tool_calls]
+        results = [ToolResult(call.name, call.id) for call in parsed.tool_calls]
         if parsed.malformed:
-            results.append(_Result(self.names[0], failure=f"the call cannot be read: {parsed.malformed}"))
+            results.append(ToolResult(self.names[0], failure=f"the call cannot be read: {parsed.malformed}"))
         if not results or turn.number == self._max_turns:
             return None
-        todo: list[tuple[ToolCall, _Result]] = []
+        todo: list[tuple[ToolCall, ToolResult]] = []
         for call, result in zip(parsed.tool_calls, results, strict=False):
             if self._understood(call.name, call.arguments, result, {} if owner is None else {"self": owner}):
                 todo.append((call, result))
@@ -377,7 +375,7 @@ class Tools:
         return Answer(np.array(tokens, np.int32), calls=len(results), failures=len(failures), seconds=seconds)
 
     def _understood(
-        self, name: str, arguments: Mapping[str, object], result: _Result, own: Mapping[str, object]
+        self, name: str, arguments: Mapping[str, object], result: ToolResult, own: Mapping[str, object]
     ) -> bool:
         if (signature := self._signatures.get(name)) is None:
             result.failure = f"there is no tool {shortened(repr(name), 80)}; the tools are {', '.join(self.names)}"
@@ -389,7 +387,7 @@ class Tools:
         return not result.failure
 
     async def _call(
-        self, name: str, arguments: Mapping[str, object], result: _Result, where: str, own: Mapping[str, object]
+        self, name: str, arguments: Mapping[str, object], result: ToolResult, where: str, own: Mapping[str, object]
     ) -> None:
         began = anyio.current_time()
         try:
@@ -398,180 +396,6 @@ class Tools:
             cause, told = failure.__cause__, self._on_failure == "answer"
             result.error, result.failure = failure, one_line(cause) if told and cause is not None else str(failure)
         result.seconds = anyio.current_time() - began
-
-
-@dataclass(frozen=True)
-class CalledReward(CalledByName[float]):
-    """The method of an environment that gives its reward."""
-
-    kind: ClassVar[str] = "reward of environment"
-
-    def failure(self, what: str, where: str) -> EnvironmentFailure:
-        return EnvironmentFailure(f"{self.user.name}() of the environment {what} ({where})")
-
-    def checked(self, result: object, where: str) -> float:
-        if isinstance(result, bool) or not isinstance(result, SupportsFloat) or not math.isfinite(result):
-            raise self.failure(f"must return a finite number; got {shown(result)}", where)
-        return float(result)
-
-
-INSTANCES = 4096
-"""Instances of an environment that are kept, at most; one that is gone is made again of its calls."""
-
-
-def tools_of(kind: type) -> list[Callable[..., object]]:
-    """Return the public methods of a class of environments that the policy may call."""
-    every = {name: method for base in reversed(kind.__mro__) for name, method in vars(base).items()}
-    named = [name for name in every if not name.startswith("_") and name not in {"reset", "get_reward"}]
-    return [method for name in named if inspect.isfunction(method := getattr(kind, name))]
-
-
-class EnvironmentClass(Tools):
-    """A class with an instance for each response, by TRL's contract, as an environment and as a reward.
-
-    ``reset(**row)`` begins, and returns the text that is added to the prompt's last message, or ``None``. Public
-    methods are tools, which are called one after the other. ``get_reward()``, if there is one, is the reward of the
-    response (:attr:`reward`).
-
-    An instance may hold anything. A checkpoint holds the calls that were made, and they are made again on a new
-    instance where the old one is gone: when a run is resumed, for example. So the same calls must lead to the same
-    state.
-
-    Args:
-        kind: the class; it is made without arguments.
-        chat: as of :class:`Tools`; its tokenizer shows :func:`tools_of` the class.
-        options: as of :class:`Tools`.
-
-    Raises:
-        ConfigError: the class has no ``reset``, which is not async, or no method besides.
-    """
-
-    def __init__(self, kind: type[Any], chat: ChatFormat, **options: Any) -> None:
-        if not callable(getattr(kind, "reset", None)) or inspect.iscoroutinefunction(kind.reset):
-            raise ConfigError(
-                f"{kind.__name__} is no class of environments: it needs reset(self, **row), which is sync"
-            )
-        super().__init__(tools_of(kind), chat, **options)
-        self._kind = kind
-        self._instances = OrderedDict[str, list[Any]]()
-        self._kept = 0
-        for name, called in (("reset", CalledTool), ("get_reward", CalledReward)):
-            if (method := getattr(kind, name, None)) is not None:
-                user = UserFunction.of(method, None, EnvironmentFailure)
-                self._calls[name] = UserCalls(called(user), concurrency=CONCURRENCY, timeout=options.get("timeout"))
-
-    def rows(self, rows: Iterable[Mapping[str, object]], column: str = "prompt") -> Iterator[dict[str, object]]:
-        """Yield rows whose prompts end with what ``reset()`` says of each."""
-        for row in rows:
-            said = self._kind().reset(**copy.deepcopy({**row}))
-            yield {**row, column: _with_observation(row.get(column), said) if said else row.get(column)}
-
-    @property
-    def reward(self) -> EnvironmentReward:
-        """The reward that the environment gives.
-
-        Raises:
-            ConfigError: its class has no ``get_reward``.
-        """
-        if "get_reward" not in self._calls:
-            raise ConfigError(f"{self._kind.__name__} has no method get_reward(), so that it gives no reward")
-        return EnvironmentReward(self)
-
-    async def answer(self, turn: Turn) -> Answer | Drop | None:
-        """Return what the instance of a rollout answers; see :meth:`Tools.answer`."""
-        before: Any = turn.state or {"key": _beginning(turn.prompt), "calls": []}
-        owner = await self._instance(before["key"], turn.prompt, before["calls"])
-        made: list[ToolCall] = []
-        answer = await self._answered(turn, owner, made)
-        if isinstance(answer, Drop):
-            return answer
-        key = before["key"] if answer is None else _next(before["key"], turn.tokens)
-        self._keep(key, owner)
-        calls = [*before["calls"], *([call.name, call.arguments] for call in made)]
-        return None if answer is None else replace(answer, state={"key": key, "calls": calls})
-
-    async def earned(self, finish: Finish) -> float | Drop:
-        """Return the reward of a complete response."""
-        key, calls = _beginning(finish.response.prompt), list[tuple[str, Mapping[str, object]]]()
-        for turn, answer in pairwise(finish.response.pieces()):
-            if isinstance(turn, Chunk) and isinstance(answer, ToolTokens):
-                key = _next(key, turn.tokens)
-                parsed = self.chat.parse(turn.tokens.tolist())
-                calls += [(call.name, call.arguments) for call in parsed.tool_calls]
-        try:
-            owner = await self._instance(key, finish.response.prompt, calls)
-            earned: float = await self._calls["get_reward"].make({"self": owner}, f"rollout {finish.rollout}")
-        except EnvironmentFailure as failure:
-            if self._on_failure == "drop":
-                return Drop(finish.rollout, str(failure))
-            raise
-        return earned
-
-    async def _instance(self, key: str, prompt: Prompt, calls: Sequence[tuple[str, Mapping[str, object]]]) -> object:
-        if found := self._instances.get(key):
-            self._kept -= 1
-            owner = found.pop()
-            if not found:
-                del self._instances[key]
-            return owner
-        owner, where = self._kind(), f"rollout {prompt.rollout}"
-        await self._calls["reset"].make({"self": owner, **copy.deepcopy({**prompt.columns})}, where)
-        for name, arguments in calls:
-            result = _Result(name)
-            if self._understood(name, arguments, result, {"self": owner}):
-                await self._call(name, arguments, result, where, {"self": owner})
-        return owner
-
-    def _keep(self, key: str, owner: object) -> None:
-        self._instances.setdefault(key, []).append(owner)
-        self._kept += 1
-        while self._kept > INSTANCES:
-            self._kept -= len(self._instances.popitem(last=False)[1])
-
-
-def _beginning(prompt: Prompt) -> str:
-    row = json.dumps(prompt.columns, sort_keys=True, default=repr)
-    return hashlib.sha256(prompt.tokens.tobytes() + row.encode()).hexdigest()
-
-
-def _next(key: str, turn: IntArray) -> str:
-    return hashlib.sha256(key.encode() + turn.astype(np.int32).tobytes()).hexdigest()
-
-
-def _with_observation(prompt: object, said: object) -> object:
-    if isinstance(prompt, str) and isinstance(said, str):
-        return prompt + said
-    last = prompt[-1] if isinstance(prompt, list) and prompt else None
-    content = last.get("content") if isinstance(last, Mapping) else None
-    if not isinstance(said, str) or not isinstance(content, str):
-        raise DataError(
-            f"reset() returns text that is added to the prompt or to its last message, or None; got {shown(said)} for "
-            f"{shown(prompt)}"
-        )
-    return [*cast("list[object]", prompt)[:-1], {**cast("Mapping[str, object]", last), "content": content + said}]
-
-
-class EnvironmentReward:
-    """What an :class:`EnvironmentClass` gives as the reward of a response, as a scorer."""
-
-    version = 0
-
-    def __init__(self, environment: EnvironmentClass) -> None:
-        self._environment = environment
-
-    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
-        """Read nothing: the environment has seen the calls."""
-
-    async def finish(self, finished: Sequence[Finish]) -> Sequence[float | Drop]:
-        """Return the reward of each response.
-
-        Raises:
-            EnvironmentFailure: an environment failed to give one, and failures are not dropped.
-        """
-        return [await self._environment.earned(each) for each in finished]
-
-    async def forget(self, rollouts: Sequence[int]) -> None:
-        """Forget nothing."""
 
 
 async def first_answer(environment: Environment, response: Response) -> IntArray | None:

@@ -1,0 +1,25 @@
+"""What answers a response at a stop: functions, tools that the policy calls, and classes of environments."""
+
+from oppo.environments.classes import EnvironmentClass, Environments, tools_of
+from oppo.environments.functions import (
+    LONGEST,
+    EnvironmentFailure,
+    EnvironmentFunction,
+    FunctionEnvironment,
+    TextTurn,
+    Tools,
+    first_answer,
+)
+
+__all__ = [
+    "LONGEST",
+    "EnvironmentClass",
+    "EnvironmentFailure",
+    "EnvironmentFunction",
+    "Environments",
+    "FunctionEnvironment",
+    "TextTurn",
+    "Tools",
+    "first_answer",
+    "tools_of",
+]

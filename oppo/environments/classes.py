@@ -1,0 +1,358 @@
+"""Classes of environments by TRL's contract: an instance for each response, its methods as tools, and its reward."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsFloat, TypeVar, cast
+
+import numpy as np
+
+from oppo.environments.functions import CalledByName, EnvironmentFailure, ToolResult, Tools, leave
+from oppo.errors import ConfigError, DataError, contained, shortened, shown
+from oppo.events import Chunk, Drop, Finish, IntArray, Prompt, ToolTokens
+from oppo.models import Scorer
+from oppo.rewards.function import DOES_NOT_APPLY
+from oppo.scorers import WholeScorer
+from oppo.turns import Answer, Turn
+from oppo.user_code import CONCURRENCY, UserCalls, UserFunction
+
+if TYPE_CHECKING:
+    from oppo.hf.chat import ChatFormat, ToolCall
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CalledOwner(CalledByName[T]):
+    """A method of an environment that is no tool."""
+
+    kind: ClassVar[str] = "method of an environment"
+
+    def failure(self, what: str, where: str) -> EnvironmentFailure:
+        return EnvironmentFailure(f"{self.user.name}() of the environment {what} ({where})")
+
+
+@dataclass(frozen=True)
+class CalledReset(CalledOwner["str | None"]):
+    """The method that begins."""
+
+    def checked(self, result: object, where: str) -> str | None:
+        if result is not None and not isinstance(result, str):
+            raise self.failure(
+                f"returns text that is added to the prompt or to its last message, or None; got {shown(result)}", where
+            )
+        return result
+
+
+@dataclass(frozen=True)
+class CalledReward(CalledOwner[float]):
+    """The method that gives the reward."""
+
+    def checked(self, result: object, where: str) -> float:
+        if isinstance(result, bool) or not isinstance(result, SupportsFloat) or not math.isfinite(result):
+            raise self.failure(f"must return a finite number; got {shown(result)}", where)
+        return float(result)
+
+
+INSTANCES = 4096
+"""Instances of an environment that are kept, at most; one that is gone is made again of its calls."""
+
+ENDED = 512
+"""Instances of complete responses that are kept for further rewards, at most; others are made again."""
+
+ROUTE = "environment"
+"""The column that names the environment of a row, where there are several."""
+
+
+def tools_of(kind: type) -> list[Callable[..., object]]:
+    """Return the public methods of a class of environments that the policy may call."""
+    every = {name: method for base in reversed(kind.__mro__) for name, method in vars(base).items()}
+    named = [name for name in every if not name.startswith("_") and name not in {"reset", "get_reward"}]
+    return [method for name in named if inspect.isfunction(method := getattr(kind, name))]
+
+
+def kind_of(factory: Callable[[], Any]) -> type[Any]:
+    """Return the class of what a factory makes: a class itself, or that of an instance.
+
+    Raises:
+        ConfigError: the factory raised.
+    """
+    if isinstance(factory, type):
+        return factory
+    with contained(lambda words: ConfigError(f"the factory of environments {shown(factory)} raised {words}")):
+        return type(factory())
+
+
+class EnvironmentClass(Tools):
+    """A class with an instance for each response, by TRL's contract, as an environment and as a reward.
+
+    ``reset(**row)`` begins, once for each instance, and returns the text that is added to the prompt's last message, or
+    ``None``. Public methods are tools, which are called one after the other. ``get_reward()``, if there is one, is the
+    reward of the response (:attr:`reward`).
+
+    The responses to one prompt have instances of their own, to which ``reset`` must say the same of the same row. An
+    instance may hold anything. A checkpoint holds the calls that were made, and they are made again on a new instance
+    where the old one is gone, as in a resumed run: the same calls must lead to the same state.
+
+    Args:
+        factory: the class, or a function without arguments that returns an instance.
+        chat: as of :class:`Tools`; its tokenizer shows :func:`tools_of` the class.
+        options: as of :class:`Tools`, without ``process``.
+
+    Attributes:
+        gives_reward: whether the class has ``get_reward``.
+        routed: whether the column ``environment`` is no argument of ``reset``.
+
+    Raises:
+        ConfigError: the class has no ``reset``, which is not async, or no method besides.
+    """
+
+    def __init__(self, factory: Callable[[], Any], chat: ChatFormat, **options: Any) -> None:
+        kind = kind_of(factory)
+        if not callable(getattr(kind, "reset", None)) or inspect.iscoroutinefunction(kind.reset):
+            raise ConfigError(
+                f"{kind.__name__} is no class of environments: it needs reset(self, **row), which is sync"
+            )
+        if options.get("process"):
+            raise ConfigError("instances of an environment are objects of this process: leave process out")
+        super().__init__(tools_of(kind), chat, **options)
+        self.name = kind.__name__
+        self._factory = factory
+        self._reset = CalledReset(UserFunction.of(kind.reset, None, EnvironmentFailure))
+        self._instances = OrderedDict[str, list[Any]]()
+        self._kept = 0
+        self._column: str | None = None
+        self.gives_reward = hasattr(kind, "get_reward") and kind.get_reward is not None
+        self._ended = OrderedDict[tuple[int, str], object]()
+        self.routed = False
+        for name, called in (("reset", CalledReset), ("get_reward", CalledReward)):
+            if (method := getattr(kind, name, None)) is not None:
+                user = UserFunction.of(method, None, EnvironmentFailure)
+                self._calls[name] = UserCalls(called(user), concurrency=CONCURRENCY, timeout=options.get("timeout"))
+
+    def begun(self, row: Mapping[str, object], column: str = "prompt") -> dict[str, object]:
+        """Return a row whose prompt ends with what ``reset()`` says; the first response to it has that instance.
+
+        Without a prompt the row has an empty message of a user.
+
+        Raises:
+            EnvironmentFailure: ``reset()`` raised, or returned something else.
+            DataError: the prompt is no text and has no message.
+        """
+        self._column = column
+        owner = self._factory()
+        said = self._reset.call({"self": owner, **self._row(row)}, "reading a row")
+        prompt = row.get(column, [{"role": "user", "content": ""}])
+        found = {**row, column: _with_observation(prompt, said) if said else prompt}
+        self._keep(_beginning(found), owner)
+        return found
+
+    def rows(self, rows: Iterable[Mapping[str, object]], column: str = "prompt") -> Iterator[dict[str, object]]:
+        """Yield rows as :meth:`begun`."""
+        for row in rows:
+            yield self.begun(row, column)
+
+    def _row(self, columns: Mapping[str, object]) -> dict[str, object]:
+        return {
+            name: value for name, value in copy.deepcopy({**columns}).items() if not (self.routed and name == ROUTE)
+        }
+
+    @cached_property
+    def reward(self) -> Scorer[float | Drop]:
+        """The reward that the environment gives.
+
+        Raises:
+            ConfigError: its class has no ``get_reward``.
+        """
+        if not self.gives_reward:
+            raise ConfigError(f"{self.name} has no method get_reward(), so that it gives no reward")
+        return WholeScorer(self.earned)
+
+    async def answer(self, turn: Turn) -> Answer | Drop | None:
+        """Return what the instance of a rollout answers; see :meth:`Tools.answer`."""
+        before: Any = turn.state or {"key": _beginning(turn.prompt.columns), "calls": []}
+        owner = await self._instance(before["key"], turn.prompt, before["calls"])
+        made: list[ToolCall] = []
+        answer = await self._answered(turn, owner, made)
+        if isinstance(answer, Drop):
+            return answer
+        key = before["key"] if answer is None else _next(before["key"], turn.tokens)
+        self._keep(key, owner)
+        calls = [*before["calls"], *([call.name, call.arguments] for call in made)]
+        return None if answer is None else replace(answer, state={"key": key, "calls": calls})
+
+    async def earned(self, finish: Finish) -> float | Drop:
+        """Return the reward of a complete response."""
+        try:
+            owner = await self.instance(finish)
+            earned: float = await self._calls["get_reward"].make({"self": owner}, f"rollout {finish.rollout}")
+        except EnvironmentFailure as failure:
+            if self._on_failure == "drop":
+                return Drop(finish.rollout, str(failure))
+            raise
+        return earned
+
+    async def instance(self, finish: Finish) -> object:
+        """Return the instance of a complete response, the same to all who ask."""
+        key, calls = _beginning(finish.response.prompt.columns), list[tuple[str, Mapping[str, object]]]()
+        for turn, answer in pairwise(finish.response.pieces()):
+            if isinstance(turn, Chunk) and isinstance(answer, ToolTokens):
+                key = _next(key, turn.tokens)
+                parsed = self.chat.parse(turn.tokens.tolist())
+                calls += [(call.name, call.arguments) for call in parsed.tool_calls]
+        if (known := self._ended.get((finish.rollout, key))) is not None:
+            return known
+        owner = await self._instance(key, finish.response.prompt, calls)
+        self._ended[finish.rollout, key] = owner
+        if len(self._ended) > ENDED:
+            self._ended.popitem(last=False)
+        return owner
+
+    async def _instance(self, key: str, prompt: Prompt, calls: Sequence[tuple[str, Mapping[str, object]]]) -> object:
+        if (owner := self._taken(key)) is not None:
+            return owner
+        where = f"rollout {prompt.rollout}"
+        if (owner := self._taken(_beginning(prompt.columns))) is None:
+            owner = self._factory()
+            said = await self._calls["reset"].make({"self": owner, **self._row(prompt.columns)}, where)
+            self._check_said(said, prompt, where)
+        for name, arguments in calls:
+            result = ToolResult(name)
+            if self._understood(name, arguments, result, {"self": owner}):
+                await self._call(name, arguments, result, where, {"self": owner})
+        return owner
+
+    def _check_said(self, said: str | None, prompt: Prompt, where: str) -> None:
+        shown_to_it = None if self._column is None else prompt.columns.get(self._column)
+        last = shown_to_it[-1].get("content") if isinstance(shown_to_it, list) else shown_to_it
+        if said and isinstance(last, str) and not last.endswith(said):
+            raise self._reset.failure(
+                f"said {shortened(repr(said), 80)}, and of the same row before what the prompt ends with, "
+                f"{shortened(repr(last[-len(said) :]), 80)}: what it says must depend on the row alone, so seed what "
+                "is random by a column",
+                where,
+            )
+
+    def _taken(self, key: str) -> object | None:
+        if not (found := self._instances.get(key)):
+            return None
+        self._kept -= 1
+        owner: object = found.pop(0)
+        if not found:
+            del self._instances[key]
+        return owner
+
+    def _keep(self, key: str, owner: object) -> None:
+        self._instances.setdefault(key, []).append(owner)
+        self._kept += 1
+        while self._kept > INSTANCES:
+            self._kept -= len(self._instances.popitem(last=False)[1])
+
+
+def _beginning(columns: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps({**columns}, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _next(key: str, turn: IntArray) -> str:
+    return hashlib.sha256(key.encode() + turn.astype(np.int32).tobytes()).hexdigest()
+
+
+def _with_observation(prompt: object, said: str) -> object:
+    if isinstance(prompt, str):
+        return prompt + said
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    content = last.get("content") if isinstance(last, Mapping) else None
+    if not isinstance(content, str):
+        raise DataError(
+            f"what reset() returns is added to a prompt of text or to its last message; the prompt is {shown(prompt)}"
+        )
+    return [*cast("list[object]", prompt)[:-1], {**cast("Mapping[str, object]", last), "content": content + said}]
+
+
+class Environments:
+    """Several classes of environments: the column ``environment`` of a row names the one that it is for, as in TRL.
+
+    Args:
+        classes: by name, each with a chat format that shows its own tools.
+
+    Raises:
+        ConfigError: there is none.
+    """
+
+    def __init__(self, classes: Mapping[str, EnvironmentClass]) -> None:
+        if not classes:
+            raise ConfigError("expected at least one environment by its name, got none")
+        self.classes = dict(classes)
+        for each in self.classes.values():
+            each.routed = True
+
+    def of(self, columns: Mapping[str, object]) -> EnvironmentClass:
+        """Return the environment of a row.
+
+        Raises:
+            DataError: its column names none of them.
+        """
+        named = columns.get(ROUTE)
+        if not isinstance(named, str) or named not in self.classes:
+            raise DataError(
+                f"expected one of {', '.join(self.classes)} in the column {ROUTE!r} of each row, got {shown(named)}: "
+                "correct the data, or give an environment of that name"
+            )
+        return self.classes[named]
+
+    def begun(self, row: Mapping[str, object], column: str = "prompt") -> dict[str, object]:
+        """Return a row as :meth:`EnvironmentClass.begun`."""
+        return self.of(row).begun(row, column)
+
+    @property
+    def gives_reward(self) -> bool:
+        """Whether one of them gives a reward."""
+        return any(each.gives_reward for each in self.classes.values())
+
+    @cached_property
+    def reward(self) -> Scorer[float | Drop]:
+        """The rewards that they give; a rollout of one that gives none is dropped, or scored by others.
+
+        Raises:
+            ConfigError: none of them gives one.
+        """
+        if not self.gives_reward:
+            raise ConfigError(
+                f"none of {', '.join(self.classes)} has a method get_reward(), so that there is no reward"
+            )
+        return WholeScorer(self.earned)
+
+    @property
+    def at_work(self) -> str:
+        """The names of tools with an unanswered call; empty without one."""
+        return ", ".join(filter(None, (each.at_work for each in self.classes.values())))
+
+    async def __aenter__(self) -> Self:
+        for each in self.classes.values():
+            await each.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await leave(self.classes.values())
+
+    async def answer(self, turn: Turn) -> Answer | Drop | None:
+        """Return what the instance of a rollout answers; see :meth:`Tools.answer`."""
+        return await self.of(turn.prompt.columns).answer(turn)
+
+    async def earned(self, finish: Finish) -> float | Drop:
+        """Return the reward of a complete response."""
+        found = self.of(finish.response.prompt.columns)
+        return await found.earned(finish) if found.gives_reward else Drop(finish.rollout, DOES_NOT_APPLY)
+
+    async def instance(self, finish: Finish) -> object:
+        """Return the instance of a complete response, the same to all who ask."""
+        return await self.of(finish.response.prompt.columns).instance(finish)
