@@ -160,19 +160,23 @@ def _rename(aside: Path, path: Path) -> None:
 
 
 @contextmanager
-def temporary(purpose: str) -> Iterator[Path]:
+def temporary(purpose: str, parent: Path | None = None) -> Iterator[Path]:
     """Yield a new temporary directory of this user, and remove it; those that killed processes left go first.
 
     Args:
         purpose: one word, which is part of its name.
+        parent: the directory in which it is; ``None``: the system's for temporary files.
+
+    Raises:
+        OSError: it cannot be made.
     """
     prefix = f"oppo-{purpose}-{os.getuid()}-"
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for left in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError), _locked(left):
             shutil.rmtree(left)
     with ExitStack() as stack:
         for _ in range(_ATTEMPTS):  # another process may take a new one for one that was left
-            folder = Path(tempfile.mkdtemp(prefix=prefix))
+            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             with suppress(OSError):
                 stack.enter_context(_locked(folder))

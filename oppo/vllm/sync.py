@@ -24,11 +24,11 @@ import os
 import socket
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
-from tempfile import mkdtemp, mkstemp
+from tempfile import mkstemp
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
 from uuid import uuid4
 from zlib import crc32
@@ -42,6 +42,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from oppo.durable import temporary
 from oppo.errors import ConfigError, ModelError, ModelLost, as_itself, one_line
 from oppo.hf.weights import SentWeights
 from oppo.vllm.arguments import Route
@@ -411,16 +412,16 @@ class AdapterSender:
         deadline: float = DEADLINE,
     ) -> None:
         self._made = made
-        memory = Path("/dev/shm")  # noqa: S108 - the name that mkdtemp gives in it is new
-        parent = directory or (memory if memory.is_dir() else None)
+        memory = Path("/dev/shm")  # noqa: S108 - the directory in it is this run's own
+        parent, kept = directory or (memory if memory.is_dir() else None), ExitStack()
         try:
-            self._folder = Path(mkdtemp(prefix="oppo-adapters-", dir=parent))
+            self._folder = kept.enter_context(temporary("adapters", parent))
         except OSError as error:
             raise ConfigError(
                 f"adapters on their way to vLLM cannot be written to {parent} ({one_line(error)}): name a directory "
                 "that this machine and the server's both have"
             ) from error
-        weakref.finalize(self, rmtree, self._folder, ignore_errors=True)
+        weakref.finalize(self, kept.close)
         self._deadline = deadline
         self._newest: Path | None = None
         self.adapter: object | None = None

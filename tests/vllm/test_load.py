@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -408,3 +409,17 @@ def test_an_engine_of_adapters_refuses_weights_without_and_goes_on_with_the_old_
 def test_a_directory_for_adapters_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"adapters on their way to vLLM cannot be written to .*nowhere"):
         AdapterSender(made, tmp_path / "nowhere")
+
+
+def test_directories_for_adapters_that_killed_runs_left_go_and_those_in_use_stay(tmp_path: Path) -> None:
+    first = AdapterSender(made, tmp_path)
+    (used,) = tmp_path.iterdir()
+    left = tmp_path / f"{used.name[:-8]}leftover"
+    (left / "version").mkdir(parents=True)
+    second = AdapterSender(made, tmp_path)
+    assert len([*tmp_path.iterdir()]) == 2
+    assert used.exists()
+    assert not left.exists()
+    del first, second
+    gc.collect()
+    assert not [*tmp_path.iterdir()]
