@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 from transformers.utils.chat_template_utils import get_json_schema
 
 from oppo.errors import ConfigError, one_line, shortened, shown
+from oppo.events import Chunk, Response
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 
 ChatMessage: TypeAlias = Mapping[str, object]
@@ -61,6 +62,16 @@ class ParsedTurn:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: str = ""
+
+    @property
+    def message(self) -> ChatMessage:
+        """The turn as chat templates read it; reasoning and calls where there are some."""
+        calls = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.tool_calls
+        ]
+        more = {"reasoning_content": self.reasoning, "tool_calls": calls}
+        return {"role": "assistant", "content": self.content, **{key: each for key, each in more.items() if each}}
 
 
 def tool_schema(function: Callable[..., object]) -> ToolSchema:
@@ -207,6 +218,35 @@ class ChatFormat:
         closing = len(self._tokenizer.encode_whole(self._close)) + 1
         ended = turn[-1] if len(turn) and turn[-1] in self._tokenizer.control_ids else None
         return tokens[tokens.index(ended) + 1 :] if ended in tokens[:closing] else tokens
+
+    def conversation(self, response: Response) -> list[ChatMessage]:
+        """Return a response as messages: each turn with its reasoning and calls, and the answers of tools between.
+
+        What stands behind a turn and is no answer to calls is one message of a tool.
+        """
+        found, turn = list[ChatMessage](), ParsedTurn("")
+        for piece in response.pieces():
+            tokens = piece.tokens.tolist()
+            if isinstance(piece, Chunk):
+                turn = self.parse(tokens)
+                found.append(turn.message)
+                continue
+            names = [call.name for call in turn.tool_calls] + ["tool"] * bool(turn.malformed or not turn.tool_calls)
+            said = self._contents(names, self._tokenizer.decode_whole(tokens))
+            found += [{"role": "tool", "name": name, "content": text} for name, text in zip(names, said, strict=False)]
+        return found
+
+    def _contents(self, names: Sequence[str], text: str) -> list[str]:
+        # What tools of these names answered: what stands in a rendered answer where stand-ins would.
+        marks = [f"ANSWER{at}TO0THE0POLICY" for at in range(len(names))]
+        answers = [{"role": "tool", "name": name, "content": mark} for name, mark in zip(names, marks, strict=True)]
+        with suppress(ConfigError):  # a name that its template does not render
+            before, *between = re.split("|".join(marks), self._answer(answers).text)
+            start = next(at for at in range(len(before) + 1) if text.startswith(before[at:]))  # a turn closes itself
+            whole = re.escape(before[start:]) + "".join(f"(.*?){re.escape(each)}" for each in between)
+            if match := re.fullmatch(whole, text, re.DOTALL):
+                return list(match.groups())
+        return [text]
 
     def _answer(self, messages: Sequence[ChatMessage]) -> Rendered:
         answers = [each for each in messages if each["role"] == "tool"]

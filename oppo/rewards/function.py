@@ -405,6 +405,8 @@ class FunctionReward(
         optional: ``None`` as a score means that the reward does not apply: the rollout is dropped, or, as a part of
             :class:`Rewards`, scored by the other parts. Otherwise it is a failure.
         max_steps: of the run, for ``trainer_state``.
+        conversation: returns a response as chat messages, where tools answer in it:
+            :meth:`oppo.hf.ChatFormat.conversation`; by default it is one message.
         instances: returns the instance of a rollout for ``environments``:
             :meth:`oppo.environments.EnvironmentClass.instance`.
 
@@ -435,6 +437,7 @@ class FunctionReward(
         each: bool = False,
         optional: bool = False,
         max_steps: int = 0,
+        conversation: Callable[[Response], Sequence[Message]] | None = None,
         instances: Callable[[Finish], Awaitable[object]] | None = None,
     ) -> None:
         user = UserFunction.of(function, name, RewardError)
@@ -473,6 +476,7 @@ class FunctionReward(
             require_real("a pause", pause, 0)
         self._each = each
         self._max_steps = max_steps
+        self._conversation = conversation
         self._samples: dict[str, list[float]] = {}
         self._extras: dict[int, dict[str, object]] = {}
 
@@ -605,8 +609,10 @@ class FunctionReward(
         }
 
     def _completion(self, response: Response) -> str | list[Message]:
-        text = self._decode(response.tokens.tolist())
         chat = isinstance(response.prompt.columns.get(self._prompt_column), list)
+        if chat and self._conversation is not None:
+            return [*self._conversation(response)]
+        text = self._decode(response.tokens.tolist())
         return [{"role": "assistant", "content": text}] if chat else text
 
     def arguments_of(self, names: Collection[str]) -> list[str]:

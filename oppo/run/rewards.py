@@ -23,11 +23,11 @@ from oppo.durable import make
 from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments, FunctionEnvironment, Tools, tools_of
 from oppo.environments.classes import kind_of as made_by
 from oppo.errors import ConfigError
-from oppo.events import Drop
+from oppo.events import Drop, Response
 from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
-from oppo.hf.chat import ChatFormat, chatting
+from oppo.hf.chat import ChatFormat, ChatMessage, chatting
 from oppo.hf.devices import Devices, acting_share, available_cores
 from oppo.hf.model_files import RewardKind, located
 from oppo.hf.recipe import Loadable, ModelRecipe
@@ -104,6 +104,7 @@ class UserCode:
                 "optional": reward.name is not None,
                 "max_steps": settings.run.steps,
                 "instances": None if classes is None else classes.instance,
+                "conversation": _conversation(environment),
             }
             options |= {name: getattr(reward, name) for name in OPTIONS}
             if reward.source in CHECKERS:
@@ -284,6 +285,12 @@ def class_tools(key: str, spec: str) -> list[Callable[..., object]]:
 def _class_of(key: str, spec: str, tokenizer: HfTokenizer, options: Mapping[str, Any]) -> EnvironmentClass:
     with naming(key, spec):
         return EnvironmentClass(load_function(spec, EnvironmentFailure), ChatFormat(tokenizer, ("tool",)), **options)
+
+
+def _conversation(environment: AnyEnvironment | None) -> Callable[[Response], Sequence[ChatMessage]] | None:
+    if isinstance(environment, Environments):
+        return lambda response: environment.of(response.prompt.columns).chat.conversation(response)
+    return environment.chat.conversation if isinstance(environment, Tools) else None
 
 
 def begin_of(environment: AnyEnvironment | None) -> Begin | None:

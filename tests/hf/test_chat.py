@@ -7,9 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from oppo.errors import ConfigError
+from oppo.events import Chunk, Prompt, Response, ToolTokens
 from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall, tool_schema
 from oppo.hf.tokenizer import HfTokenizer
 from tests.hf.spot_tokenizers import TEMPLATE, TRIMMING, byte_tokenizer, spot
@@ -251,6 +253,31 @@ def test_special_tokens_and_stand_ins_in_an_answer_are_ordinary_text() -> None:
     assert own.decode_whole(given) == OF_TOOLS["qwen3"].replace("\n5\n", f"\n{spelt}\n")
     plain = tools("qwen3").answer(said("qwen3", "x"), [{"role": "tool", "content": "5"}])
     assert [each for each in given if each in own.control_ids] == [each for each in plain if each in own.control_ids]
+
+
+@pytest.mark.parametrize("name", sorted({*OWN_TOOLS} - {"llama3_1"}))
+@pytest.mark.parametrize("text", ["5", "a\nb <|x|> [/INST]", ""])
+def test_a_response_with_turns_is_messages(name: str, text: str) -> None:
+    chat, own = tools(name), tokenizer(name)
+    count = 2 if name in SEVERAL else 1
+    arguments = [{"left": each} for each in range(count)]
+    wrote = written(name, {"content": "", "tool_calls": [{"name": "add", "arguments": each} for each in arguments]})
+    turn = own.encode_whole(wrote.strip())
+    results = [{"role": "tool", "name": "add", "content": text + str(at)} for at in range(count)]
+    last_turn = said(name, "</think>Five." if name == "qwen3_5_think" else "Five.")
+    prompt, n = Prompt(0, 0, np.array([1], np.int32)), np.float32
+    response = Response.empty(prompt)
+    for tokens, sampled in ((turn, True), (chat.answer(turn, results), False), (last_turn, True)):
+        ids, start = np.array(tokens, np.int32), len(response)
+        chunk = Chunk(0, start, ids, np.zeros(len(ids), n), np.zeros(len(ids), np.int32))
+        response = response.then(chunk if sampled else ToolTokens(0, start, ids))
+    first, *answers, last = chat.conversation(response)
+    calls = [{"type": "function", "function": {"name": "add", "arguments": each}} for each in arguments]
+    assert first == {"role": "assistant", "content": "", "tool_calls": calls}
+    assert [each["name"] for each in answers] == ["add"] * count
+    if text == "5" or name.startswith("qwen"):  # others write JSON
+        assert [each["content"] for each in answers] == [each["content"] for each in results]
+    assert last == {"role": "assistant", "content": "Five."}
 
 
 def test_variables_and_tools_are_in_what_is_rendered() -> None:
