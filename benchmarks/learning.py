@@ -1,0 +1,383 @@
+"""``python -m benchmarks.learning``: what is learned where the weights that sample are 0 to 2 updates old.
+
+Three tasks, each on tiny models and in seconds: a reward model's taste, sums of two digits, and a calculator that has
+to be asked. Runs of a seed share prompts, noise and initial weights, so lags are compared in pairs. Writes
+``results/learning.json`` and the table of ``results/learning.md``.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+import anyio
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
+
+from benchmarks.convergence.comparison import TARGET, Interval, bootstrap
+from benchmarks.harness import command, keep, markdown, on_this_machine, placed, turns
+from oppo import FunctionReward, Overcommit, Prompt, Sampling, StepReport, TrainerSettings, grpo
+from oppo.demo.run import kl_of
+from oppo.environments import FunctionEnvironment, TextTurn
+from oppo.errors import ConfigError
+from oppo.evaluation import Answering, examine
+from oppo.events import Drop
+from oppo.hf import DeviceThread, HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel
+from oppo.hf.devices import use_cores
+from oppo.log import logger
+from oppo.losses import ClippedLoss
+from oppo.models import Scorer
+from oppo.placement import Place
+
+RESULTS: Final = Path(__file__).parent / "results"
+BEGIN: Final = "<!-- python -m benchmarks.learning -->\n"
+LAGS: Final = (0, 1, 2)
+CHARACTERS: Final = "_.=+0123456789abcdefghijklmnopqr"
+END, CALL = CHARACTERS.index("."), CHARACTERS.index("=")
+LIKED: Final = "abcdef"
+"""What the reward model likes: the share of these letters in a response."""
+
+BATCH, SAMPLES, CAP = 8, 4, 12
+HELD_OUT: Final = 96
+
+
+def encode(text: str) -> list[int]:
+    """Return a token for each character."""
+    return [CHARACTERS.index(character) for character in text]
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """Return the characters of tokens."""
+    return "".join(CHARACTERS[token] for token in tokens)
+
+
+def result(prompt: str) -> str:
+    """Return the result of a sum, in two digits."""
+    return f"{sum(int(digit) for digit in prompt.split('+')):02}"
+
+
+async def calculator(turn: TextTurn) -> str | None:
+    """Answer the first call, and end the response with whatever else ends a turn."""
+    return result(str(turn.prompt)) if turn.text.endswith("=") and turn.number == 0 else None
+
+
+def right(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    """Return 1 for each completion that has the result and nothing else that is a digit."""
+    digits = ["".join(each for each in completion if each.isdigit()) for completion in completions]
+    return [float(result(prompt) == said) for prompt, said in zip(prompts, digits, strict=True)]
+
+
+def checked() -> Scorer[float | Drop]:
+    return FunctionReward(right, decode)
+
+
+def config() -> LlamaConfig:
+    made = LlamaConfig(
+        vocab_size=len(CHARACTERS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
+    made.num_labels = 1
+    return made
+
+
+def adding() -> PreTrainedModel:
+    """Return an actor that has been shown sums, half of them with a wrong result."""
+    torch.manual_seed(0)
+    model, dice = LlamaForCausalLM(config()), np.random.default_rng(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(600):
+        sums = dice.integers(10, size=(128, 2))
+        told = np.where(dice.random(128) < 0.5, sums.sum(1), dice.integers(19, size=128))
+        rows = [encode(f"{a}+{b}{c:02}.") for (a, b), c in zip(sums, told, strict=True)]
+        ids = torch.tensor(rows)
+        loss = model(input_ids=ids, labels=ids.masked_fill(torch.arange(ids.shape[1]) < 3, -100)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def beginning(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config())
+
+
+def tasteful() -> PreTrainedModel:
+    """Return a reward model that has been taught the share of the letters that are liked."""
+    torch.manual_seed(0)
+    model, dice, liked = LlamaForSequenceClassification(config()), np.random.default_rng(0), encode(LIKED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        ids = torch.from_numpy(dice.integers(1, len(CHARACTERS), size=(64, int(dice.integers(3, 16)))))
+        share = torch.isin(ids[:, 3:] if ids.shape[1] > 3 else ids, torch.tensor(liked)).float().mean(1)
+        loss = (model(input_ids=ids).logits[:, 0] - share).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is learned.
+
+    Attributes:
+        actor: as it begins, of a seed.
+        reward: in the place of the scorers.
+        tool: whether a calculator answers.
+        kl: weight of the KL to the policy as it began.
+    """
+
+    name: str
+    about: str
+    steps: int
+    learning_rate: float
+    actor: Callable[[int], PreTrainedModel]
+    reward: Callable[[Place], Scorer[float | Drop]]
+    tool: bool = False
+    kl: float = 0.0
+
+
+def tasks() -> list[Task]:
+    """Return the tasks; two models are taught first."""
+    adder, taste = adding(), tasteful()
+
+    return [
+        Task(
+            "reward model",
+            "a reward model of the policy's size, taught which letters to like; the KL to the policy as it began costs",
+            20,
+            1e-2,
+            beginning,
+            lambda place: RewardModel(copy.deepcopy(taste), place=place),
+            kl=0.02,
+        ),
+        Task(
+            "arithmetic",
+            "sums of two digits, half of which it was shown wrongly",
+            30,
+            5e-4,
+            lambda _: copy.deepcopy(adder),
+            lambda _: checked(),
+        ),
+        Task(
+            "tool",
+            "the same sums from random weights, with a calculator to ask",
+            20,
+            2e-2,
+            beginning,
+            lambda _: checked(),
+            tool=True,
+        ),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of a run: before and after on held-out prompts, and the mean score of each step with its seconds.
+
+    Attributes:
+        kl: nats a response, from the policy as it began.
+        staleness: of the tokens trained, in versions.
+    """
+
+    before: float
+    after: float
+    kl: float
+    staleness: float
+    scores: Sequence[float]
+    seconds: Sequence[float]
+
+
+def prompts(seed: int, count: int, first: int = 0) -> list[Prompt]:
+    dice = np.random.default_rng((seed, count))
+    sums = [f"{a}+{b}" for a, b in dice.integers(10, size=(count, 2))]
+    return [Prompt(n, n, np.array(encode(text), np.int32)) for n, text in enumerate(sums, first)]
+
+
+def outcome(task: Task, lag: int, seed: int, *, steps: int = 0) -> Outcome:
+    """Return the outcome of a run whose steps are sampled by the weights ``lag`` updates before."""
+    actor, steps = task.actor(seed), steps or task.steps
+    first, trained = copy.deepcopy(actor), copy.deepcopy(actor)
+    sampling = Sampling(max_new_tokens=CAP, stop=(END, CALL) if task.tool else (END,), seed=seed)
+    environment = FunctionEnvironment(calculator, decode, encode) if task.tool else None
+    with ExitStack() as stack:
+        acting, scoring, training = (
+            stack.enter_context(DeviceThread(name, "cpu", setup=partial(use_cores, 1)))
+            for name in ("actor", "scorers", "trainer")
+        )
+        policy = HfPolicy(actor, sampling=sampling, place=acting)
+        reference = ReferenceLogprobs(first, sampling=sampling, place=scoring)
+        settings = TrainerSettings(learning_rate=task.learning_rate, epochs=2, seed=seed)
+        graph = grpo(
+            policy=policy,
+            reward=task.reward(scoring),
+            trainer=HfTrainer(
+                trained,
+                sampling=sampling,
+                place=training,
+                settings=settings,
+                loss=ClippedLoss(kl=task.kl, kl_estimator="k3"),
+            ),
+            admission=Overcommit(batch=BATCH, overcommit=0),
+            samples=SAMPLES,
+            reference=reference if task.kl else None,
+            environment=environment,
+        )
+        held_out, how = prompts(1_000 + seed, HELD_OUT, 1 << 20), Answering(batch=HELD_OUT, environment=environment)
+
+        async def examined() -> tuple[float, float]:
+            found = (await examine(policy, task.reward(scoring), held_out, how, reference=reference)).rollouts
+            return fmean(each.score for each in found), fmean(map(kl_of, found))
+
+        async def main() -> tuple[float, list[StepReport], tuple[float, float]]:
+            before, _ = await examined()
+            async with graph.open(prompts(seed, BATCH * (steps + lag)), lookahead=lag) as run:
+                done = [step async for step in run.steps(steps)]
+            return before, done, await examined()
+
+        before, done, (after, kl) = anyio.run(main)
+    staleness = fmean(step.metrics["staleness/mean"] for step in done)
+    return Outcome(before, after, kl, staleness, [step.score for step in done], [step.seconds for step in done])
+
+
+@dataclass(slots=True)
+class Found:
+    """Outcomes by task and lag, of the seeds in order."""
+
+    outcomes: dict[str, dict[int, list[Outcome]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, results: Mapping[str, Any]) -> Found:
+        """Return what a file holds."""
+        return cls(
+            {
+                task: {int(lag): [Outcome(**each) for each in found] for lag, found in lags.items()}
+                for task, lags in results["outcomes"].items()
+            }
+        )
+
+    def row(self, task: str, lag: int) -> list[str]:
+        """Return a row of the table."""
+        ours, base = self.outcomes[task][lag], self.outcomes[task][LAGS[0]]
+        gain = fmean(each.after - each.before for each in base)
+        target = fmean(each.before for each in base) + TARGET * gain
+        against = bootstrap([a.after - b.after for a, b in zip(ours, base, strict=True)])
+        taken = [reached(each, target) for each in ours]
+        samples, seconds = ([each[at] for each in taken] for at in (0, 1))
+        return [
+            task,
+            str(lag),
+            f"{fmean(each.staleness for each in ours):.2f}",
+            f"{fmean(each.before for each in ours):.2f}",
+            f"{fmean(each.after for each in ours):.2f}",
+            "-" if lag == LAGS[0] else percent(against.in_parts_of(gain)) if gain > 0 else "nothing gained",
+            f"{fmean(each.kl for each in ours):.1f}",
+            middle(samples, ".0f"),
+            middle(seconds, ".1f"),
+            f"{fmean(sum(each.seconds) for each in ours):.1f}",
+        ]
+
+    def table(self) -> str:
+        """Return the table of the page."""
+        head = [
+            "task",
+            "lag",
+            "staleness",
+            "before",
+            "after",
+            "against lag 0",
+            "KL, nats",
+            "samples",
+            "seconds",
+            "s a run",
+        ]
+        return markdown(head, [self.row(task, lag) for task in self.outcomes for lag in LAGS])
+
+
+def percent(interval: Interval) -> str:
+    return f"{interval.mean:+.0%} ({interval.low:+.0%} to {interval.high:+.0%})"
+
+
+def reached(found: Outcome, target: float) -> tuple[float, float]:
+    """Return samples and seconds until the mean score of three steps first is ``target``; infinite where it is not."""
+    scores = np.convolve(found.scores, np.ones(3) / 3, "valid")
+    above = np.flatnonzero(scores >= target)
+    if not len(above):
+        return float("inf"), float("inf")
+    steps = int(above[0]) + 3
+    return float(steps * BATCH * SAMPLES), float(sum(found.seconds[:steps]))
+
+
+def middle(values: Sequence[float], form: str) -> str:
+    """Return the median, and how many values are infinite."""
+    never = sum(not np.isfinite(each) for each in values)
+    found = float(np.median(values))
+    told = f"{found:{form}}" if np.isfinite(found) else "not reached"
+    return f"{told} ({never} never)" if never and np.isfinite(found) else told
+
+
+def write(results: Mapping[str, Any], folder: Path) -> None:
+    keep(folder / "learning.json", results)
+    page = folder / "learning.md"
+    page.write_text(placed(page.read_text(encoding="utf-8"), BEGIN, content(results)), encoding="utf-8")
+
+
+def content(results: Mapping[str, Any]) -> str:
+    """Return the part of the page that is made of the results."""
+    machine, about = results["machine"], "".join(f"- {name}: {words}.\n" for name, words in results["tasks"].items())
+    told = f"{results['seeds']} seeds; {machine['cpu']}, {machine['cores']} cores, a load of {machine['load']:.1f}."
+    return f"\n{about}\n{told}\n\n{Found.of(results).table()}\n"
+
+
+def make(*, seeds: int = 8, steps: int = 0, out: Path = RESULTS) -> None:
+    """Run all tasks, and write the results and the table.
+
+    Args:
+        seeds: of every task and lag.
+        steps: of every run; 0: as many as each task needs.
+        out: the folder of learning.json and learning.md.
+
+    Raises:
+        ConfigError: there is no seed, or no learning.md in the folder.
+    """
+    if seeds < 1 or not (out / "learning.md").exists():
+        raise ConfigError(f"expected --seeds of 1 or more and a page {out / 'learning.md'}, got {seeds} seeds")
+    use_cores(1)
+    known, outcomes = tasks(), dict[str, dict[int, list[Outcome]]]()
+    for task in known:
+        outcomes[task.name] = {lag: [] for lag in LAGS}
+        for seed, lag in list(turns(LAGS, seeds - 1)):
+            outcomes[task.name][lag].append(found := outcome(task, lag, seed, steps=steps))
+            logger.info(
+                f"{task.name}, seed {seed}, lag {lag}: {found.before:.2f} to {found.after:.2f}, KL {found.kl:.1f}, "
+                f"{sum(found.seconds):.1f} s"
+            )
+    raw = {
+        task: {str(lag): [asdict(each) for each in found] for lag, found in lags.items()}
+        for task, lags in outcomes.items()
+    }
+    about = {task.name: task.about for task in known}
+    write(on_this_machine({"seeds": seeds, "tasks": about, "outcomes": raw}), out)
+    print(Found(outcomes).table())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command("benchmarks.learning", "What is learned from weights that are some updates old.", make, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
