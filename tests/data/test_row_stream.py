@@ -10,7 +10,7 @@ import anyio
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.data import RowStream
+from oppo.data import RowStream, Tokenizer, read_prompts
 from oppo.errors import DataError
 from oppo.testing import run_virtual
 from tests.data.test_prompts import tokenizer_of, words
@@ -124,3 +124,28 @@ def test_a_malformed_row_is_named() -> None:
     given: list[Mapping[str, object]] = [{"prompt": "a", "number": 0}, {"question": "b"}]
     with pytest.raises(DataError, match="row 2: no column 'prompt'; the columns there are question"):
         taken(RowStream(iter(given), tokenizer_of()))
+
+
+def begin(row: Mapping[str, object], column: str) -> tuple[Mapping[str, object], Tokenizer]:
+    if row["number"] == 3:
+        raise DataError("no such game")
+    return {**row, column: f"{row[column]} d", "thread": threading.current_thread().name}, tokenizer_of()
+
+
+def test_rows_begin_before_they_are_read_in_a_thread_unless_time_is_virtual() -> None:
+    given = [{"prompt": "a b", "number": 1}, {"prompt": "c", "number": 2}]
+    assert taken(RowStream(iter(given), tokenizer_of(), begin=begin)) == [(0, "a b d", 1), (1, "c d", 2)]
+
+    async def main() -> None:
+        found = [prompt.columns async for prompt in RowStream(iter(given), tokenizer_of(), begin=begin)]
+        assert [each["prompt"] for each in found] == ["a b d", "c d"]
+        assert threading.current_thread().name not in {each["thread"] for each in found}
+
+    anyio.run(main)
+    assert [words(each.tokens.tolist()) for each in read_prompts(given, tokenizer_of(), begin=begin)] == [
+        "a b d",
+        "c d",
+    ]
+    with pytest.raises(DataError, match="no such game") as caught:
+        read_prompts([{"prompt": "a", "number": 3}], tokenizer_of(), begin=begin)
+    assert caught.value.__notes__[0].startswith("while reading row 1")
