@@ -35,6 +35,7 @@ LOSSES: dict[str, Loss] = {
     "responses": ClippedLoss(kl=0.05, kl_estimator="k3", aggregation="responses"),
     "constant": ClippedLoss(aggregation="constant"),
     "an entropy bonus": ClippedLoss(entropy_coefficient=0.01),
+    "a teacher": ClippedLoss(distill=1.0, distill_beta=0.5),
     "sequences": SequenceLoss(),
     "pairs": PairwiseLoss(),
 }
@@ -63,7 +64,15 @@ def batch() -> Batch:
     )
     noise = np.random.default_rng(3).normal(size=len(made)).astype(np.float32)
     reference = (made.logprobs - 0.1).astype(np.float32)
+    ids = np.tile(np.arange(3, dtype=np.int32), (len(reference), 1))
+    made = replace(made, teacher_ids=ids, teacher_top=top(reference))
     return replace(made, responses=responses, scores=noise, reference=reference, values=None, returns=None)
+
+
+def top(reference: Column) -> Column:
+    """Return log-probs of three ids and of all others that differ from token to token."""
+    share = 0.1 + 0.2 / (1.0 + np.arange(len(reference), dtype=np.float32))
+    return np.log(np.stack([share, share, share, 1 - 3 * share], 1))
 
 
 def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
@@ -90,6 +99,8 @@ def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
         rewards=of(batch.rewards),
         advantages=of(batch.advantages),
         returns=of(batch.returns),
+        teacher_ids=None if batch.teacher_ids is None else batch.teacher_ids[tokens],
+        teacher_top=of(batch.teacher_top),
     )
 
 
@@ -155,8 +166,9 @@ def test_neither_order_nor_number_of_the_parts_matters(data: st.DataObject, thre
         lambda batch: rows_of(batch, range(2, len(batch))),
         lambda batch: replace(batch, scores=batch.scores[::-1].copy()),
         lambda batch: replace(batch, reference=None),
+        lambda batch: replace(batch, teacher_top=batch.teacher_top[::-1].copy()),
     ],
-    ids=["other advantages", "a row was dropped", "other scores", "no reference"],
+    ids=["other advantages", "a row was dropped", "other scores", "no reference", "another teacher"],
 )
 async def test_what_is_not_of_the_batch_is_discarded_and_the_update_is_whole(
     change: object, thread: Thread, batch: Batch
