@@ -439,7 +439,7 @@ def _models_of_trl(draft: Draft) -> None:
         draft.put("models.lora_rank", rank, "lora_r")
         draft.put("models.lora_alpha", alpha, "lora_alpha")
     if draft.take("tools"):
-        draft.lose("a function that answers a response at a stop (see environment.source)", "tools")
+        draft.lose("functions that the policy calls (see environment.tools)", "tools")
     named = ["reward_model_path", "<reward>", "reward_model_name_or_path", "reward_funcs"]
     given = [value if isinstance(value, list) else [value] for value in map(draft.given.get, named)]
     draft.seen.update(named)
