@@ -99,6 +99,11 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "environment.concurrency": ("concurrent tool calls", ""),
     "environment.timeout": ("tool timeout", ""),
     "environment.keep_special_tokens": ("`skip_special_tokens`, `split_special_tokens`", ""),
+    "agents.program": ("agent, agent loop, harness", ""),
+    "agents.on_failure": ("agent error policy", ""),
+    "agents.timeout": ("agent timeout", ""),
+    "agents.host": ("host of the OpenAI-compatible server", ""),
+    "agents.port": ("port of the OpenAI-compatible server", ""),
     "placement.policy": ("rollout device", ""),
     "placement.trainer": ("data-parallel ranks, training devices", ""),
     "placement.scorers": ("scoring device", ""),
@@ -235,6 +240,8 @@ ABOUT: Mapping[str, str] = {
     '`judge`, else those of a `model`, or with `engine = "vllm"` of a `model on vLLM`.',
     "environment": "What answers a response that has ended at a stop, as a tool does: "
     "[rewards.md](rewards.md#tools-and-turns).",
+    "agents": "An agent of an OpenAI-compatible server, in place of prompts, environment and rewards: "
+    "[rewards.md](rewards.md#an-existing-agent-in-fifteen-lines).",
     "placement": "The device of each model, if they are not all on `models.device`: [scale.md](scale.md).",
     "data": "The prompts and how they are served.",
     "sampling": "How the policy samples tokens.",

@@ -87,8 +87,8 @@ MAX_FUNCTION_LINES = 80
 RATCHETS = {
     # Pools, members, rollouts; servers; rows apart from rollouts; judges; graphs of decode steps; chat formats;
     # configurations of others, read and converted; a distillation; placement apart from other sections;
-    # a teacher that reads text; agents; classes of environments apart from functions.
-    "modules": 204,
+    # a teacher that reads text; agents, their settings; classes of environments apart from functions.
+    "modules": 205,
     "files in the root": 21,
     # Repairs: estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to
     # user code, and what is checked at the seams; a limit for each kind of schedule, what a simulation leaves out.

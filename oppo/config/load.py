@@ -92,6 +92,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
                 critic=_model(models.critic, folder) or own_critic,
             ),
             "environment": settings.environment.within(folder),
+            "agents": settings.agents.within(folder),
             "data": settings.data.within(folder),
             "eval": replace(settings.eval, prompts=within(settings.eval.prompts, folder)),
         }

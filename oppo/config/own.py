@@ -427,10 +427,12 @@ class Kinds:
     Attributes:
         algorithm: ``None`` for an unknown name.
         own: the parts of one's own that are named, by their keys.
+        scoreless: no reward need be named: the algorithm reads none, or agents return it.
     """
 
     algorithm: type[Algorithm] | None = PPO
     own: Mapping[str, OwnPart] = field(default_factory=dict)
+    scoreless: bool = False
 
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
@@ -442,8 +444,11 @@ class Kinds:
         step = document.get("step")
         named: Mapping[str, object] = step if isinstance(step, Mapping) else {}
         specs = {name: spec for name in OWN if isinstance(spec := named.get(name), str) and SPEC.match(spec)}
+        agents, algorithm = document.get("agents"), find(named.get("algorithm", StepSection().algorithm))
         return cls(
-            algorithm=find(named.get("algorithm", StepSection().algorithm)),
+            scoreless=getattr(algorithm, "scoreless", False)
+            or bool(isinstance(agents, Mapping) and agents.get("program")),
+            algorithm=algorithm,
             own={name: part(f"step.{name}", spec, OWN[name].has) for name, spec in specs.items()},
         )
 

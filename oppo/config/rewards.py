@@ -240,8 +240,7 @@ def reward_kind_of(table: object) -> str:
 
 
 def _summed(rewards: tuple[RewardSection, ...], info: ValidationInfo) -> tuple[RewardSection, ...]:
-    scoreless = info.context is not None and getattr(info.context.algorithm, "scoreless", False)
-    if not rewards and not scoreless:
+    if not rewards and not (info.context is not None and info.context.scoreless):
         raise ValueError("expected at least one table, got none")
     names = [each.name for each in rewards]
     if len(names) > 1 and None in names:

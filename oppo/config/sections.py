@@ -50,6 +50,12 @@ def resolved(text: str, folder: Path) -> str:
         raise ConfigError(f"{text!r} is no path that can be followed: {error}") from error
 
 
+def placed(spec: str, folder: Path) -> str:
+    """Return a ``file.py:function`` with the path of its file in ``folder`` absolute; another text as it is."""
+    file, _, name = spec.rpartition(":")
+    return f"{resolved(file, folder)}:{name}" if SPEC.match(spec) else spec
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection:
     """``[environment]``: what answers a response that has ended at a stop, as a tool does."""
@@ -117,14 +123,13 @@ class EnvironmentSection:
 
     def within(self, folder: Path) -> EnvironmentSection:
         """Return the section of a file in ``folder``: paths are absolute afterwards."""
-
-        def placed(spec: str) -> str:
-            file, _, name = spec.rpartition(":")
-            return f"{resolved(file, folder)}:{name}" if SPEC.match(spec) else spec
-
-        made = self.factory
-        factory = placed(made) if isinstance(made, str) else {name: placed(spec) for name, spec in made.items()}
-        return replace(self, source=placed(self.source), tools=tuple(map(placed, self.tools)), factory=factory)
+        made, tools = self.factory, tuple(placed(each, folder) for each in self.tools)
+        factory = (
+            placed(made, folder)
+            if isinstance(made, str)
+            else {name: placed(spec, folder) for name, spec in made.items()}
+        )
+        return replace(self, source=placed(self.source, folder), tools=tools, factory=factory)
 
     def check_tools(self, shown: str) -> None:
         """Check the settings of tools against those of a function, and tools that are only ``shown``."""

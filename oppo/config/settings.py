@@ -26,6 +26,7 @@ from pydantic import (
 from oppo.admission import Admission
 from oppo.algorithms.base import OF_THE_LOSS, Algorithm
 from oppo.algorithms.ppo import PPO
+from oppo.config.agents import AgentsSection
 from oppo.config.own import NAMED, OWN, Kinds, checked, loss_of
 from oppo.config.placement import PlacementSection
 from oppo.config.rewards import ENVIRONMENT, ModelRewardSection, RewardList, RewardSection, VllmRewardSection, file_of
@@ -88,6 +89,7 @@ class Settings(BaseModel):
     models: Annotated[ModelsSection, Table()]
     rewards: RewardList
     environment: Annotated[EnvironmentSection, Table()] = EnvironmentSection()
+    agents: Annotated[AgentsSection, Table()] = AgentsSection()
     placement: Annotated[PlacementSection, Table()] = PlacementSection()
     data: Annotated[DataSection, Table()]
     sampling: Annotated[SamplingSection, Table()] = SamplingSection()
@@ -114,7 +116,7 @@ class Settings(BaseModel):
             ValidationError: a setting is unknown, missing or out of range.
         """
         kinds = Kinds.of(document)
-        rewards: dict[str, object] = {"rewards": ()} if getattr(kinds.algorithm, "scoreless", False) else {}
+        rewards: dict[str, object] = {"rewards": ()} if kinds.scoreless else {}
         environment = document.get("environment")
         if not rewards and isinstance(environment, Mapping) and environment.get("factory"):
             rewards = {"rewards": [{"source": ENVIRONMENT}]}
@@ -262,6 +264,7 @@ class Settings(BaseModel):
             {name: each.file for name, each in prompts.items() if each.file is not None}
             | found
             | self.environment.files
+            | self.agents.files
             | self.data.files
         )
 
@@ -364,7 +367,7 @@ def _check_scores(settings: Settings) -> None:
             "algorithm.scale_scores = 'each_reward' compares each of several rewards, and [[rewards]] has one, a "
             "model: give several with names, or another scale_scores"
         )
-    if settings.rewards:
+    if settings.rewards or settings.agents.program:
         return
     given = {"eval.prompts": bool(settings.eval.prompts), "run.keep_best = true": settings.run.keep_best}
     if found := [key for key, is_given in given.items() if is_given]:
@@ -376,6 +379,8 @@ def _check_scores(settings: Settings) -> None:
 
 def _check_environment(settings: Settings) -> None:
     settings.environment.check_tools(settings.data.tools)
+    held_out = bool(settings.eval.prompts)
+    settings.agents.check(settings.environment, settings.data, rewards=bool(settings.rewards), held_out=held_out)
     for key, reward in settings.reward_tables.items():
         if reward.source == ENVIRONMENT and not settings.environment.factory:
             raise ValueError(

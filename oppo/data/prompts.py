@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +68,8 @@ class Encoding:
         tokenizer: of the policy.
         column: the column that holds the prompt: a string, or a list of chat messages, to which the tokenizer's chat
             template is applied: ``{"role": ..., "content": ...}`` with any further fields. A last message of the
-            assistant is continued.
+            assistant is continued. Empty: what is made of the row later, by an agent for example, is the prompt, in
+            place of a token that tells it from other rows.
         max_prompt_tokens: a prompt of more tokens is over-long.
         over_long: what becomes of those: they are left out, keep their last ``max_prompt_tokens`` tokens, or are an
             error.
@@ -91,6 +94,9 @@ class Encoding:
         Raises:
             DataError: the row is malformed, or the prompt is empty.
         """
+        if not self.column:
+            row_digest = hashlib.sha256(json.dumps(dict(row), sort_keys=True, default=repr).encode()).digest()
+            return row, np.frombuffer(row_digest[:4], np.int32) & np.int32(0x7FFFFFFF)
         tokenizer = self.tokenizer
         if self.begin is not None:
             with noted(f"while reading {place}"):

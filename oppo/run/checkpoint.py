@@ -286,7 +286,7 @@ def _joined(plain: object, arrays: Mapping[str, Array]) -> object:
     raise CheckpointError(f"a state cannot hold {type(plain).__name__}")
 
 
-CODE = ("rewards", "environment", "step.algorithm", "step.admission", "step.loss")
+CODE = ("rewards", "environment", "agents", "step.algorithm", "step.admission", "step.loss")
 """How the settings begin that name a file of code."""
 
 HELD_OUT = "eval.prompts"
@@ -445,6 +445,9 @@ MAY_CHANGE = frozenset(
         "run.checkpoint_every",
         "run.keep_last",
         "run.keep_best",
+        "agents.host",
+        "agents.port",
+        "agents.timeout",
         "environment.concurrency",
         "environment.process",
         "environment.timeout",

@@ -20,7 +20,7 @@ from rich.filesize import decimal
 from oppo.config.settings import Settings
 from oppo.data import PromptStream
 from oppo.environments import first_answer
-from oppo.errors import noted
+from oppo.errors import ConfigError, noted
 from oppo.evaluation import Answering, respond
 from oppo.events import Drop, Finish, IntArray, Prompt
 from oppo.hf.devices import available_cores
@@ -144,7 +144,13 @@ def longest_of(settings: Settings) -> Settings:
 
 
 def attempt(settings: Settings) -> Iterator[str]:
-    """Yield the outcome of a longest step, in lines for people."""
+    """Yield the outcome of a longest step, in lines for people.
+
+    Raises:
+        ConfigError: its prompts would be those of agents.
+    """
+    if settings.agents.program:
+        raise ConfigError("a longest step has no agents: train a step, or try one without agents.program")
     with Peak() as peak, prepare(longest_of(settings), dry_run=True) as session:
         loaded = peak.by_device()
         logger.info("making one step as long as the settings allow")

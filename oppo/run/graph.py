@@ -62,10 +62,12 @@ def compose(
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
     generate = graph.stage("generate", Generate)
     if generate.environment is not None and assembly.environment is not None:
-        key = f"environment.{settings.environment.answering}"
+        answering = settings.environment.answering
+        key = f"environment.{answering}" if answering else "agents.program"
+        value = getattr(settings.environment, answering) if answering else settings.agents.program
         raise ConfigError(
             f"the graph's stage 'generate' has an environment of its own, {type(generate.environment).__name__}, and "
-            f"{key} = {getattr(settings.environment, key.rpartition('.')[2])!r} names another: leave one of them out"
+            f"{key} = {value!r} names another: leave one of them out"
         )
     if settings.step.stream_updates:
         estimator = graph.stage("advantage", GroupRelative)

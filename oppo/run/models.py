@@ -15,6 +15,7 @@ import anyio
 import torch
 from transformers import PreTrainedModel
 
+from oppo.agents import Agents
 from oppo.config.rewards import ModelRewardSection, VllmRewardSection
 from oppo.config.sections import ModelsSection, SamplingSection
 from oppo.config.settings import Settings
@@ -215,7 +216,8 @@ def _schemas(path: str) -> Sequence[ToolSchema]:
 
 def _check_ends(environment: Environment | None, sampling: Sampling, tokenizer: HfTokenizer) -> None:
     first = next(iter(environment.classes.values())) if isinstance(environment, Environments) else environment
-    ends = sorted(first.chat.ends) if isinstance(first, Tools) else []
+    chat = first if isinstance(first, Agents) else first.chat if isinstance(first, Tools) else None
+    ends = [] if chat is None else sorted(chat.ends)
     if ends and not set(ends).intersection(sampling.stop) and not sampling.stop_strings:
         wanted = ", ".join(f"{tokenizer.name_of(end)!r}" for end in ends)
         raise ConfigError(

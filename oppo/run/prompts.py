@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast
 
+from oppo.agents import AgentPrompts, Agents
 from oppo.config.sections import ROWS, DataSection, Prompts, PromptSource, named, sources
 from oppo.config.settings import Settings
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
@@ -23,7 +24,7 @@ from oppo.run.checkpoint import Provenance
 Rows: TypeAlias = Iterable[Mapping[str, object]] | AsyncIterable[Mapping[str, object]]
 """Rows of a program, a mapping of columns each. Those of a length are read at once; others as they come."""
 
-Supply: TypeAlias = PromptStream | RowStream
+Supply: TypeAlias = PromptStream | RowStream | AgentPrompts
 """The prompts of a run."""
 
 
@@ -53,6 +54,7 @@ class Supplied:
         steps: of the run: ``run.steps``, or as many as the prompts last for.
         provenance: of the run, with digests of what no file holds.
         columns: those of all prompts that are trained on, and of all that are held out, as far as they are known.
+        most: tokens that a prompt may have which is known when it is asked for only.
     """
 
     stream: Supply
@@ -60,11 +62,12 @@ class Supplied:
     steps: int
     provenance: Provenance
     columns: Sequence[frozenset[str]]
+    most: int = 0
 
     @property
     def longest(self) -> int:
         """Tokens in the longest prompt."""
-        return max(self.stream.longest, *(len(prompt.tokens) for prompt in self.held_out), 0)
+        return max(self.most, self.stream.longest, *(len(prompt.tokens) for prompt in self.held_out), 0)
 
 
 def supplied(
@@ -92,7 +95,7 @@ def supplied(
                 f"prompts of the run are rows of a program: go on with it there, oppo.train(directory, {argument}=rows)"
             )
     as_they_come = prompts is not None and not isinstance(prompts, Sized)
-    encoding = {"tokenizer": tokenizer, "begin": begin, **_encoding(data)}
+    encoding = {"tokenizer": tokenizer, "begin": begin, **_encoding(settings)}
     trained = {} if as_they_come else _pools("data.prompts", data.prompts, encoding, prompts)
     apart = _pools("eval.prompts", settings.eval.prompts, encoding, held_out)
     for file in provenance.changed(settings.files):
@@ -110,6 +113,17 @@ def supplied(
         steps=steps,
         provenance=provenance.with_digests(unfiled),
         columns=[_columns(pools) for pools in (trained, apart) if pools],
+        most=data.max_prompt_tokens if settings.agents.program else 0,
+    )
+
+
+def of_agents(stream: Supply, environment: object, data: DataSection) -> Supply:
+    """Return the prompts of a run: what agents ask first, if the environment is agents."""
+    if not isinstance(environment, Agents):
+        return stream
+    refuses = data.over_long == "error"
+    return environment.prompts(
+        stream, max_prompt_tokens=data.max_prompt_tokens, over_long="error" if refuses else "filter"
     )
 
 
@@ -142,8 +156,9 @@ def read(source: PromptSource, encoding: Mapping[str, Any], rows: Rows | None = 
     return read_prompts(found, split=source.split, subset=source.subset, **{**encoding, **own})
 
 
-def _encoding(data: DataSection) -> dict[str, Any]:
-    return {name: getattr(data, name) for name in ("column", "max_prompt_tokens", "over_long")}
+def _encoding(settings: Settings) -> dict[str, Any]:
+    found = {name: getattr(settings.data, name) for name in ("column", "max_prompt_tokens", "over_long")}
+    return {**found, "column": ""} if settings.agents.program else found
 
 
 def content_digest(prompts: Sequence[Prompt]) -> str:

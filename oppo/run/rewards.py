@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from oppo.agents import Agents
 from oppo.config.own import naming
 from oppo.config.rewards import (
     EnvironmentRewardSection,
@@ -153,6 +154,8 @@ class UserCode:
         Args:
             models: the reward models, by their place in the file.
         """
+        if isinstance(self.environment, Agents):
+            return self.environment.reward
         if not self.settings:
             return Unscored()
         scorers = {**self.rewards, **models}
@@ -219,7 +222,7 @@ def _checking(
     return FunctionReward(checker.functions[""][1], decode, name=reward.source, **chosen)
 
 
-AnyEnvironment: TypeAlias = FunctionEnvironment | Tools | Environments
+AnyEnvironment: TypeAlias = FunctionEnvironment | Tools | Environments | Agents
 
 
 def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment | None:
@@ -233,7 +236,10 @@ def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment
         ConfigError: it cannot be made.
         EnvironmentFailure: there is no such file or name.
     """
-    section = settings.environment
+    section, agents = settings.environment, settings.agents
+    if agents.program:
+        served = {name: getattr(agents, name) for name in ("on_failure", "timeout", "host", "port")}
+        return Agents(agents.program, tokenizer, settings.sampling, **served)
     options: dict[str, Any] = {"timeout": section.timeout, "concurrency": section.concurrency}
     calling = {**options, "on_failure": section.on_failure or "answer", "max_turns": section.max_turns}
     if section.tools:

@@ -119,7 +119,7 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
     """
     record = RunRecord.read(directory)
     settings = load(directory / "config.toml")
-    if settings.environment.answering:
+    if settings.environment.answering or settings.agents.program:
         raise ConfigError(f"the run in {directory} has an environment, whose answers a simulation does not know yet")
     step = settings.step
     if step.stream_updates:

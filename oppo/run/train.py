@@ -53,7 +53,17 @@ from oppo.run.graph import (
     with_evaluations,
 )
 from oppo.run.observers import require_trackers, watching
-from oppo.run.prompts import NOTHING, ProgramRows, Rows, Supply, require_room, require_unfinished, steps_of, supplied
+from oppo.run.prompts import (
+    NOTHING,
+    ProgramRows,
+    Rows,
+    Supply,
+    of_agents,
+    require_room,
+    require_unfinished,
+    steps_of,
+    supplied,
+)
 from oppo.signals import Interrupt, Stopped, interruptible
 from oppo.stages import Generate, Update
 
@@ -199,6 +209,7 @@ def prepare(
         stack.callback(assembly.close)
         require_room(supply.longest, assembly.sampling.max_new_tokens, assembly.positions)
         replay = read_replay(settings.run_directory / JOURNAL, done) if resume else Replay()
+        stream = of_agents(stream, assembly.environment, settings.data)
         composed = compose(settings, assembly, stream, replay.observations, graph)
         assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
         due = partial(evaluates, settings.run, settings.eval, supply.steps)

@@ -1,0 +1,75 @@
+"""``[agents]``: an agent in place of prompts, environment and rewards."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
+
+from oppo.config.sections import DataSection, EnvironmentSection, placed, sources
+from oppo.declared import Filled, OneOf, Positive, changed, setting
+from oppo.user_code import SPEC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentsSection:
+    """``[agents]``: an agent whose conversations are the prompts, the responses and the rewards of the run."""
+
+    program: Annotated[str, OneOf((), "file.py:function", re.compile(f"^$|{SPEC.pattern}"))] = setting(
+        "",
+        "`file.py:function` that is an agent: called with a row, the URL of an OpenAI-compatible server and a key, it "
+        "returns the reward of its conversation; empty: none",
+    )
+    on_failure: Literal["fail", "drop"] = setting(
+        "fail",
+        "if an agent raises, hangs or asks for nothing: stop the run, or drop the rollout, or the row before its first "
+        "request",
+    )
+    timeout: Positive | None = setting(
+        None, "seconds in which an agent asks for something or returns, after its start or an answer; absent: no limit"
+    )
+    host: Filled = setting("127.0.0.1", "where the server listens; agents of other machines need another address")
+    port: Annotated[int, Ge(0), Le(65535)] = setting(0, "of the server; 0: any that is free")
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The file of the agent, by its setting."""
+        return {"agents.program": Path(self.program.rpartition(":")[0])} if SPEC.match(self.program) else {}
+
+    def within(self, folder: Path) -> AgentsSection:
+        """Return the section of a file in ``folder``: paths are absolute afterwards."""
+        return replace(self, program=placed(self.program, folder))
+
+    def check(self, environment: EnvironmentSection, data: DataSection, *, rewards: bool, held_out: bool) -> None:
+        """Check the settings against those that say what a prompt, an answer or a reward is without an agent."""
+        if not self.program:
+            if idle := sorted(changed(self, {each.name for each in fields(self)})):
+                raise ValueError(f"agents.{idle[0]} is of an agent, and agents.program names none: leave it out")
+            return
+        others = {
+            f"environment.{environment.answering}": environment.answering,
+            "data.tools": data.tools,
+        }
+        for key in (key for key, given in others.items() if given):
+            raise ValueError(
+                f"agents.program = {self.program!r} has an agent that answers turns, and shows tools of its own: leave "
+                f"{key} out"
+            )
+        if data.over_long == "truncate":
+            raise ValueError(
+                "data.over_long = 'truncate' would cut off what an agent has said first: filter such prompts, or raise "
+                "data.max_prompt_tokens"
+            )
+        if data.column != "prompt" or any(each.column for each in sources(data.prompts)):
+            raise ValueError("the agent is given whole rows, so that no column holds the prompt: leave column out")
+        if rewards:
+            raise ValueError(
+                f"agents.program = {self.program!r} has an agent that returns the reward: leave [[rewards]] out"
+            )
+        if held_out:
+            raise ValueError(
+                "eval.prompts are not answered by agents: leave it out, or evaluate the saved policy with them"
+            )

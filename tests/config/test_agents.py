@@ -1,0 +1,47 @@
+"""``[agents]``: what an agent replaces is refused beside it, and its settings are refused without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo.config.load import resolve
+from oppo.config.settings import Settings
+from oppo.errors import ConfigError
+
+
+def settings(**tables: Any) -> Settings:
+    base = {"models": {"policy": "actor"}, "data": {"prompts": "rows.jsonl"}, "agents": {"program": "agent.py:run"}}
+    return resolve({name: each for name, each in {**base, **tables}.items() if each is not None}, Path("/project"))
+
+
+def test_an_agent_needs_no_rewards_and_its_file_is_one_of_the_run() -> None:
+    found = settings()
+    assert found.rewards == ()
+    assert found.agents.program == "/project/agent.py:run"
+    assert found.files["agents.program"] == Path("/project/agent.py")
+    assert resolve(found.document(), Path("/")) == found
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"rewards": [{"source": "a.py:b"}]}, "has an agent that returns the reward: leave [[rewards]] out"),
+        ({"environment": {"source": "a.py:b"}}, "shows tools of its own: leave environment.source out"),
+        ({"environment": {"tools": ["a.py:b"]}}, "leave environment.tools out"),
+        ({"data": {"prompts": "rows.jsonl", "tools": "tools.json"}}, "leave data.tools out"),
+        ({"data": {"prompts": "rows.jsonl", "over_long": "truncate"}}, "would cut off what an agent has said first"),
+        ({"data": {"prompts": "rows.jsonl", "column": "task"}}, "no column holds the prompt: leave column out"),
+        ({"eval": {"prompts": "held.jsonl"}}, "eval.prompts are not answered by agents"),
+        ({"agents": {"program": "agent"}}, "agents.program"),
+        ({"agents": {"program": "agent.py:run", "port": 70_000}}, "agents.port"),
+        ({"agents": {"timeout": 5.0}, "rewards": [{"source": "a.py:b"}]}, "agents.timeout is of an agent, and"),
+        ({"agents": None}, "rewards"),
+    ],
+)
+def test_what_has_no_effect_beside_an_agent_or_without_one_is_refused(tables: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings(**tables)
+    assert words in str(refused.value)

@@ -1,0 +1,144 @@
+"""``oppo train`` with an agent behind a real OpenAI client: the run is, bit for bit, that with the same tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo.cli import DONE
+from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
+from tests.hf import tiny
+from tests.hf.spot_tokenizers import byte_tokenizer
+from tests.workplace import oppo, records, resume
+
+TEMPLATE = (Path(__file__).parents[1] / "hf" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
+
+CODE = '''
+import json
+
+import openai
+
+from oppo.hf.chat import tool_schema
+
+
+def add(left: int, right: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        left: the first.
+        right: the second.
+    """
+    return left + right
+
+
+def total(completions, completion_ids):
+    return [value_of(ids) for ids in completion_ids]
+
+
+def value_of(ids):
+    return sum(ids) % 7 / 7
+
+
+async def agent(row, base_url, api_key):
+    messages, first, ids = list(row["prompt"]), None, []
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for turn in range(3):
+            try:
+                reply = await client.chat.completions.create(
+                    model="policy", messages=messages, tools=[tool_schema(add)], extra_body={"return_token_ids": True}
+                )
+            except openai.BadRequestError as error:
+                assert error.code == "context_length_exceeded"
+                break
+            choice = reply.choices[0]
+            first = first or len(reply.prompt_token_ids)
+            ids = [*reply.prompt_token_ids, *choice.token_ids]
+            messages.append(choice.message.model_dump(exclude_none=True))
+            for call in choice.message.tool_calls or ():
+                result = add(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)})
+    return value_of(ids[first:])
+
+
+async def broken(row, base_url, api_key):
+    raise OSError("no network")
+'''
+SETTINGS = """
+[run]
+steps = 2
+panel = "off"
+deterministic = true
+checkpoint_every = 1
+[models]
+policy = "actor"
+[data]
+prompts = "prompts.jsonl"
+chat_template = "qwen3.jinja"
+max_prompt_tokens = 1500
+[sampling]
+max_new_tokens = 300
+stop = ["<|im_end|>", 10, 30, 50, 70, 90, 110, 130, 150, 170, 190]
+[step]
+batch = 2
+overcommit = 1
+chunk = 16
+"""
+TOOLS = '[environment]\ntools = ["code.py:add"]\nmax_turns = 2\n[[rewards]]\nsource = "code.py:total"\n'
+AGENTS = '[agents]\nprogram = "code.py:agent"\n'
+ALGORITHMS = {
+    "grpo": ["step.algorithm=grpo", "algorithm.samples=2"],
+    "ppo": ["step.algorithm=ppo", "models.critic=critic"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    config = tiny.CONFIGS["llama"]()
+    config.vocab_size, config.max_position_embeddings = 270, 2048
+    tiny.of(config, seed=1).save_pretrained(tmp_path / "actor")
+    config.num_labels = 1
+    tiny.scalar_of(config).save_pretrained(tmp_path / "critic")
+    for name in ("actor", "critic"):
+        byte_tokenizer(special=("<|im_start|>", "<|im_end|>", "</tool_call>")).save(tmp_path / name)
+    rows = [{"prompt": [{"role": "user", "content": f"What is {number} + 1?"}]} for number in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "qwen3.jinja").write_text(TEMPLATE)
+    (tmp_path / "code.py").write_text(CODE)
+    (tmp_path / "config.toml").write_text(SETTINGS + AGENTS)
+
+    def calls(chat: ChatFormat, tokens: list[int]) -> ParsedTurn:  # a random policy calls nothing
+        return ParsedTurn("", tool_calls=tuple(ToolCall("add", {"left": each}) for each in tokens[:2]))
+
+    monkeypatch.setattr(ChatFormat, "parse", calls)
+    return tmp_path
+
+
+def weights(folder: Path, name: str) -> bytes:
+    return (folder / "runs" / name / "checkpoints" / "final" / "actor" / "model.safetensors").read_bytes()
+
+
+def said(folder: Path, name: str) -> list[Any]:
+    keys = ("step", "rollout", "prompt", "completion", "score", "advantage")
+    lines = records(folder, name, "samples.jsonl")
+    return sorted(([each.get(key) for key in keys] for each in lines), key=lambda each: each[:2])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_agent_trains_what_its_tools_would_in_serial_streamed_and_resumed_steps(folder: Path, algorithm: str) -> None:
+    chosen = ALGORITHMS[algorithm]
+    assert oppo(folder, "", *chosen, "run.name=agents") == DONE
+    if algorithm == "ppo":
+        assert oppo(folder, "", *chosen, "run.name=other", "step.chunk=whole") == DONE
+    else:
+        assert oppo(folder, "", *chosen, "run.name=other", "run.steps=1") == DONE
+        assert resume(folder, "other", "run.steps=2") == DONE
+    (folder / "config.toml").write_text(SETTINGS + TOOLS)
+    assert oppo(folder, "", *chosen, "run.name=tools") == DONE
+    assert weights(folder, "agents") == weights(folder, "other") == weights(folder, "tools")
+    assert said(folder, "agents") == said(folder, "tools")
+    lines = records(folder, "agents", "metrics.jsonl")
+    assert sum(line["tools/call_frequency"] for line in lines) > 0
+    assert all(line["agents/repeated"] == 0 for line in lines)
