@@ -31,7 +31,9 @@ FORMATS: Final = 64
 
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _UNREAD: Final = frozenset({"model", "user", "metadata", "safety_identifier", "prompt_cache_key", "store"})
-_READ: Final = frozenset({"messages", "tools", "return_token_ids", "max_tokens", "max_completion_tokens"})
+_READ: Final = frozenset(
+    {"messages", "tools", "return_token_ids", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
+)
 
 
 class Refusal(Exception):  # noqa: N818 - an answer to an agent
@@ -107,7 +109,6 @@ class ChatRequests:
             "repetition_penalty": (1,),
             "logit_bias": ({},),
             "stop": ([],),
-            "stream": (False,),
             "logprobs": (False,),
             "top_logprobs": (0,),
             "response_format": ({"type": "text"},),
@@ -177,8 +178,11 @@ class ChatRequests:
             try:
                 tokenizer = chatting(self._tokenizer, tools=shown_tools, variables=self._tokenizer.variables)
                 found = ChatFormat(tokenizer, ("user", "tool") if shown_tools else ("user",))
+                found.parse([])  # which reads the schemas
             except ConfigError as error:
                 raise Refusal(str(error)) from error
+            except Exception as error:  # any kind: the schemas are the agent's
+                raise Refusal(f"the tools cannot be read: {one_line(error)}") from error
             self._formats = {**dict([*self._formats.items()][1 - FORMATS :]), key: (tokenizer, found)}
         return self._formats[key]
 
@@ -429,3 +433,20 @@ class Conversation:
         self.full = refusal
         if (request := self.request) is not None:
             request.settle(refusal)
+
+
+def as_events(completion: Json, *, with_usage: bool) -> str:
+    """Return an answer as server-sent events, as if it were streamed: the turn is whole before the first."""
+    (choice,) = completion["choices"]
+    kept = {name: each for name, each in completion.items() if name not in {"choices", "usage", "prompt_token_ids"}}
+    common, delta = {**kept, "object": "chat.completion.chunk"}, {**choice["message"]}
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": at, **each} for at, each in enumerate(delta["tool_calls"])]
+    said = {**choice, "delta": delta, "finish_reason": None}
+    del said["message"]
+    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    ids = {name: completion[name] for name in ("prompt_token_ids",) if name in completion}
+    chunks = [{**common, **ids, "choices": [said]}, {**common, "choices": [ended]}]
+    if with_usage:
+        chunks.append({**common, "choices": [], "usage": completion["usage"]})
+    return "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"

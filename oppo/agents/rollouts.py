@@ -29,7 +29,7 @@ import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
-from oppo.agents.conversation import MODEL, ChatRequests, Conversation, Refusal, Request
+from oppo.agents.conversation import MODEL, ChatRequests, Conversation, Refusal, Request, as_events
 from oppo.declared import require_real
 from oppo.environments import EnvironmentFailure
 from oppo.errors import ConfigError, DataError, ProtocolError, as_itself, one_line, running_loop, shown
@@ -242,7 +242,7 @@ class Agents:
         )
 
     async def _complete(self, http: HttpRequest) -> HttpResponse:
-        from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
+        from starlette.responses import JSONResponse, Response  # noqa: PLC0415 - an extra
 
         refused, repeated = False, False
         try:
@@ -253,7 +253,12 @@ class Agents:
                 raise Refusal(f"the request is no JSON: {one_line(error)}") from error
             again = http.headers.get("x-stainless-retry-count") != "0"
             request, repeated = conversation.ask(body, again=again)
-            return JSONResponse(await request.result())
+            completion = await request.result()
+            if not body.get("stream"):
+                return JSONResponse(completion)
+            options = body.get("stream_options")
+            usage = isinstance(options, dict) and bool(options.get("include_usage"))
+            return Response(as_events(completion, with_usage=usage), media_type="text/event-stream")
         except Refusal as refusal:
             refused = True
             return JSONResponse(refusal.json(), refusal.status)

@@ -386,6 +386,10 @@ def test_a_drop_of_an_agent_drops_its_rollout() -> None:
         ({"seed": 5}, "'seed' is no field that the policy's endpoint reads: leave it out"),
         ({"max_tokens": 16}, "max_tokens = 16: a turn may be as long as its response has room for"),
         ({"tools": [{"name": "add"}]}, "expected tools as"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"left": 1}}}}]},
+            "the tools cannot be read: AttributeError",
+        ),
         ({"messages": []}, "expected a JSON object with a list of messages"),
         ({"messages": [{"role": "critic", "content": "no"}]}, "message 0: expected one of role system, developer"),
         ({"messages": [{"role": "assistant", "content": "I"}]}, "the last message is the assistant's"),
@@ -448,6 +452,21 @@ def test_an_answer_has_token_ids_if_asked_and_text_as_the_template_reads_it() ->
         return await rollout.say("<tool_call>\n{no call}\n</tool_call>")
 
     assert tried(act, twice) is None
+
+
+def test_an_answer_is_streamed_if_asked_whole() -> None:
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        usage = {"include_usage": True}
+        stream = await ask(to, ASK, tools=SCHEMAS, stream=True, stream_options=usage)
+        chunks = [each async for each in stream]
+        (said,), (ended,), usage_alone = (each.choices for each in chunks)
+        assert [each.function.name for each in said.delta.tool_calls] == ["add", "shout"]
+        assert [each.index for each in said.delta.tool_calls] == [0, 1]
+        assert (ended.finish_reason, usage_alone) == ("tool_calls", [])
+        assert chunks[2].usage.completion_tokens > 50
+        return 1.0
+
+    assert tried(act, lambda rollout: rollout.say(TURNS[0])) is None
 
 
 def test_a_wrong_key_is_refused() -> None:

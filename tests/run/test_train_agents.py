@@ -12,7 +12,7 @@ from oppo.cli import DONE
 from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
-from tests.workplace import oppo, records, resume
+from tests.workplace import oppo, records
 
 TEMPLATE = (Path(__file__).parents[1] / "hf" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
 
@@ -127,14 +127,10 @@ def said(folder: Path, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_an_agent_trains_what_its_tools_would_in_serial_streamed_and_resumed_steps(folder: Path, algorithm: str) -> None:
+def test_an_agent_trains_what_its_tools_would_in_serial_and_streamed_steps(folder: Path, algorithm: str) -> None:
     chosen = ALGORITHMS[algorithm]
     assert oppo(folder, "", *chosen, "run.name=agents") == DONE
-    if algorithm == "ppo":
-        assert oppo(folder, "", *chosen, "run.name=other", "step.chunk=whole") == DONE
-    else:
-        assert oppo(folder, "", *chosen, "run.name=other", "run.steps=1") == DONE
-        assert resume(folder, "other", "run.steps=2") == DONE
+    assert oppo(folder, "", *chosen, "run.name=other", "step.chunk=whole") == DONE
     (folder / "config.toml").write_text(SETTINGS + TOOLS)
     assert oppo(folder, "", *chosen, "run.name=tools") == DONE
     assert weights(folder, "agents") == weights(folder, "other") == weights(folder, "tools")
