@@ -55,7 +55,7 @@ class AgentsSection:
         }
         for key in (key for key, given in others.items() if given):
             raise ValueError(
-                f"agents.program = {self.program!r} has an agent that answers turns, and shows tools of its own: leave "
+                f"agents.program = {self.program!r} has an agent that answers, and shows tools of its own: leave "
                 f"{key} out"
             )
         if data.over_long == "truncate":
