@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from oppo.cli import DONE
 from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
-from tests.workplace import oppo, records
+from tests.workplace import oppo, records, resume
 
 TEMPLATE = (Path(__file__).parents[1] / "hf" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
 
@@ -124,6 +125,16 @@ def said(folder: Path, name: str) -> list[Any]:
     keys = ("step", "rollout", "prompt", "completion", "score", "advantage")
     lines = records(folder, name, "samples.jsonl")
     return sorted(([each.get(key) for key in keys] for each in lines), key=lambda each: each[:2])
+
+
+def test_agents_of_a_resumed_run_are_told_the_turns_of_deferred_rollouts(folder: Path) -> None:
+    assert oppo(folder, "", *ALGORITHMS["grpo"], "run.name=agents", "run.keep_last=2") == DONE
+    assert records(folder, "agents", "metrics.jsonl")[0]["deferral/deferred"] > 0
+    trained, samples = weights(folder, "agents"), said(folder, "agents")
+    shutil.rmtree(folder / "runs" / "agents" / "checkpoints" / "step-000002")
+    assert resume(folder, "agents") == DONE
+    assert weights(folder, "agents") == trained
+    assert said(folder, "agents") == samples
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
