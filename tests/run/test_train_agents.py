@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from oppo.cli import DONE
+from oppo.cli import DONE, FAILED, UNUSABLE
 from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
@@ -149,3 +149,10 @@ def test_an_agent_trains_what_its_tools_would_in_serial_and_streamed_steps(folde
     lines = records(folder, "agents", "metrics.jsonl")
     assert sum(line["tools/call_frequency"] for line in lines) > 0
     assert all(line["agents/repeated"] == 0 for line in lines)
+
+
+def test_an_agent_that_fails_ends_the_run_with_its_reason(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert oppo(folder, "", *ALGORITHMS["grpo"], "agents.program=code.py:broken") == FAILED
+    assert "agent 'broken' raised OSError: no network at " in capfd.readouterr().err
+    assert oppo(folder, "", *ALGORITHMS["grpo"], "agents.program=code.py:none") == UNUSABLE
+    assert "has no 'none'; the functions and classes there are" in capfd.readouterr().err
