@@ -38,6 +38,13 @@ class Computed(str):
     __slots__ = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What the program gives a configuration."""
+
+    values: Mapping[str, object]
+
+
 class Function(str):
     """The name of a function of the program."""
 
@@ -229,6 +236,24 @@ def _of_script(path: Path, text: str) -> Found:
     return Found(kinds[present[0]], given, [*remarks, *script.remarks])
 
 
+MAPPED: Final = (
+    "where it makes the prompts, write the result to a file, by its `to_json`, and name that; tokens are made here"
+)
+"""What becomes of a dataset that is changed by the program."""
+
+FORMATS: Final = frozenset({"json", "csv", "parquet"})
+"""The first argument of ``load_dataset`` for files of one's own."""
+
+
+def _of_files(files: object, found: Mapping[str, str]) -> dict[str, str] | None:
+    # The one file of a split, where it is known.
+    if isinstance(files, dict):
+        files = files.get(found.get("split", "train"), next(iter(files.values()), None))
+    if isinstance(files, list) and len(files) == 1:
+        files = files[0]
+    return {"path": files} if isinstance(files, str) and not isinstance(files, Computed) else None
+
+
 def _last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
@@ -273,6 +298,8 @@ class Script:
         if isinstance(node, ast.Subscript) and isinstance(source := self.value(node.value), dict):
             split = self.value(node.slice)
             return {**source, "split": split} if isinstance(split, str) else source
+        if isinstance(node, ast.Attribute) and isinstance(source := self.value(node.value), Arguments):
+            return source.values.get(node.attr, Computed(ast.unparse(node)))
         try:
             return ast.literal_eval(node)
         except ValueError:
@@ -289,13 +316,15 @@ class Script:
                 for key, each in given.items()
                 if key in {"path", "name", "split"}
             }
-            return {key: value for key, each in names.items() if isinstance(value := self.value(each), str)}
+            found = {key: value for key, each in names.items() if isinstance(value := self.value(each), str)}
+            files = self.value(given["data_files"]) if "data_files" in given else None
+            return found if found.get("path") not in FORMATS else _of_files(files, found) or found
         if name == "LoraConfig":
             return {key: self.value(each) for key, each in given.items() if key}
+        if name in {"PPOConfig", "GRPOConfig"}:
+            return Arguments({key: self.value(each) for key, each in given.items() if key})
         if isinstance(node.func, ast.Attribute) and isinstance(source := self.value(node.func.value), dict):
-            self.remarks.append(
-                (f"`{name}` of the dataset", "write the result to a file, by its `to_json`, and name that")
-            )
+            self.remarks.append((f"`{name}` of the dataset", MAPPED))
             return source
         return Computed(shortened(ast.unparse(node), 80))
 

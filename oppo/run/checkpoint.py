@@ -539,7 +539,7 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
     if "run.steps" in changed and not schedule.startswith("constant"):
         raise ConfigError(
             f"run.steps cannot change{where}: the {schedule} schedule of the learning rate is laid out over the steps "
-            "of the run"
+            "of the run; start a new run whose models.policy is the actor of its last checkpoint"
         )
 
 
@@ -605,7 +605,10 @@ def newest(run: RunSection, directory: Path, checkpoints: Checkpoints) -> Checkp
         raise CheckpointError(f"no checkpoint in {directory / CHECKPOINTS} can be used: {advice}")
     made = ended(directory)
     if made is not None and run.steps <= made:
-        raise RunComplete(f"the run has made all of its {made} steps: raise run.steps (--set run.steps=...) to go on")
+        raise RunComplete(
+            f"the run has made all of its {made} steps: with a constant learning rate, raise run.steps (--set "
+            "run.steps=...) to go on"
+        )
     return found
 
 

@@ -101,6 +101,25 @@ def test_a_call_in_a_script_is_read_with_the_values_of_its_names() -> None:
     }
 
 
+PPO_SCRIPT = """
+args = PPOConfig(sft_model_path="./sft", reward_model_path="./reward", output_dir="out")
+policy = AutoModelForCausalLM.from_pretrained(args.sft_model_path)
+value = AutoModelForSequenceClassification.from_pretrained(args.reward_model_path, num_labels=1)
+data = load_dataset("json", data_files={files})["train"]
+trainer = PPOTrainer(args, model=policy, ref_model=policy, reward_model=value, value_model=value, train_dataset=data)
+"""
+
+
+@pytest.mark.parametrize("files", ['"rows.jsonl"', '["rows.jsonl"]', '{"train": "rows.jsonl", "test": "held.jsonl"}'])
+def test_files_and_models_are_what_the_program_names_by_its_configuration(files: str, tmp_path: Path) -> None:
+    (tmp_path / "ppo.py").write_text(PPO_SCRIPT.replace("{files}", files))
+    converted = convert(tmp_path / "ppo.py")
+    assert converted.document["data"]["prompts"] == "rows.jsonl"
+    assert converted.document["models"]["policy"] == "./sft"
+    assert converted.document["models"]["critic"] == "./reward"
+    assert lost(converted) == {"num_processes"}
+
+
 def test_a_value_that_a_setting_does_not_take_is_lost_with_what_it_takes() -> None:
     converted = convert(FOREIGN / "trl_grpo.yaml")
     assert converted.document["algorithm"]["surrogate"] == "sapo"

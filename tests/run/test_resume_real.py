@@ -286,7 +286,9 @@ def test_a_run_that_has_ended_is_left_as_it_is_wherever_its_last_checkpoint_is(
     run = copied(folder, "whole", "ended")
     shutil.rmtree(run / "checkpoints" / "step-000006")
     assert resume(folder, "ended") == DONE, "a supervisor that repeats it until it is done ends"
-    assert "the run has made all of its 6 steps: raise run.steps" in capsys.readouterr().err
+    assert (
+        "the run has made all of its 6 steps: with a constant learning rate, raise run.steps" in capsys.readouterr().err
+    )
     assert (run / SUMMARY).read_bytes() == (folder / "runs" / "whole" / SUMMARY).read_bytes()
     same_as_whole(folder, "ended")
 
