@@ -512,9 +512,8 @@ def test_a_value_of_any_kind_is_taken_or_is_an_error_in_the_words_of_the_file(va
                 said = str(error)
                 assert f"{section}.{key}" in said or key in said.removeprefix(f"[{section}]: ") or value == "\0"
                 assert len(said.splitlines()) == 1
-                assert not re.search(
-                    "input|should|valid|factory|undefined|constrain|tuple|character|literal", said.lower()
-                )
+                words = said.replace("environment.factory", "").lower()
+                assert not re.search("input|should|valid|factory|undefined|constrain|tuple|character|literal", words)
 
 
 @pytest.mark.parametrize("section", ["run", "sampling", "step", "algorithm", "trainer"])
