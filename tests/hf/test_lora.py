@@ -28,6 +28,7 @@ from oppo.hf.lora import (
     add_lora,
     load_lora,
     merged,
+    quantise_base,
     rank_of,
     rounding_loss,
     share_base,
@@ -323,18 +324,20 @@ def test_adapters_depend_on_their_seed_only() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def equivalence_models(*, experts: bool) -> dict[str, PreTrainedModel]:
+def equivalence_models(kind: str) -> dict[str, PreTrainedModel]:
     models: dict[str, PreTrainedModel] = equivalence.oracle().tiny_models()
-    if experts:
+    if experts := kind == "experts":
         models["actor"] = tiny.mixture("qwen3-moe", seed=1, vocab_size=256).train(mode=False)
+    if kind == "nf4":
+        quantise_base(models["actor"], "nf4", torch.device("cpu"))
     models["reference"] = share_base(models["actor"])
     add_lora(models["actor"], 4, 64, experts=experts)
     return models
 
 
-@pytest.mark.parametrize("experts", [False, True], ids=["llama", "experts"])
-def test_streamed_and_serial_runs_with_adapters_agree_bit_for_bit(experts: bool) -> None:
-    ours, theirs = equivalence_models(experts=experts), equivalence_models(experts=experts)
+@pytest.mark.parametrize("kind", ["llama", "experts", "nf4"])
+def test_streamed_and_serial_runs_with_adapters_agree_bit_for_bit(kind: str) -> None:
+    ours, theirs = equivalence_models(kind), equivalence_models(kind)
     base = weights_digest(theirs["reference"])
     serial = anyio.run(
         equivalence.oracle().serial_ppo,
@@ -348,7 +351,7 @@ def test_streamed_and_serial_runs_with_adapters_agree_bit_for_bit(experts: bool)
     assert (
         weights_digest(ours["actor"])
         == weights_digest(theirs["actor"])
-        != weights_digest(equivalence_models(experts=experts)["actor"])
+        != weights_digest(equivalence_models(kind)["actor"])
     )
     assert weights_digest(ours["reference"]) == weights_digest(theirs["reference"]) == base
     assert abs(serial[2].logprobs - serial[2].reference).max() > 1e-3, "the adapters have learned something"
