@@ -137,7 +137,9 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
         Metric("objective/non_score_reward", SCORE, "Minus the mean KL penalty of a response; only with a reference."),
         Metric("objective/rlhf_reward", SCORE, "Mean shaped score and KL penalty of a response together.",
                verl="critic/rewards/mean"),
-        Metric("objective/scores", SCORE, "Mean score.", "reward", "critic/score/mean"),
+        Metric("objective/scores", SCORE,
+               "Mean score; TRL's PPO has taken `missing_eos_penalty` off, as `objective/shaped_scores` has here.",
+               "reward", "critic/score/mean"),
         Metric("objective/scores_min", SCORE, "The lowest score.", verl="critic/score/min"),
         Metric("objective/scores_max", SCORE, "The highest score.", verl="critic/score/max"),
         Metric("objective/scores_std", SCORE, "Standard deviation of the scores; TRL divides by n - 1.", "reward_std"),
@@ -387,7 +389,11 @@ def metrics_of(run: Path) -> Sequence[Metrics]:
 
 
 def summary(records: Sequence[Mapping[str, float | None]]) -> dict[str, float | int | None]:
-    """Return the summary of a run; medians and means leave out steps without the metric."""
+    """Return the summary of a run; medians and means leave out steps without the metric.
+
+    What is of its first or last steps is of ten, or of half of a run of fewer than twenty.
+    """
+    scores, kl = (column(records, name) for name in ("score", "objective/kl"))
     return {
         "steps": len(records),
         "trained": int(sum(column(records, "trained"))),
@@ -395,9 +401,9 @@ def summary(records: Sequence[Mapping[str, float | None]]) -> dict[str, float | 
         "deferrals": int(sum(column(records, "deferred"))),
         "seconds": math.fsum(column(records, "seconds")),
         "step_seconds_median": _of(column(records, "seconds"), statistics.median),
-        "score_first": _of(column(records[:10], "score"), statistics.fmean),
-        "score_last": _of(column(records[-10:], "score"), statistics.fmean),
-        "kl_last": _of(column(records[-10:], "objective/kl"), statistics.fmean),
+        "score_first": _of(scores[: _few(scores)], statistics.fmean),
+        "score_last": _of(scores[-_few(scores) :], statistics.fmean),
+        "kl_last": _of(kl[-_few(kl) :], statistics.fmean),
         "tokens_per_s_median": _of(column(records, "throughput/tokens_per_s"), statistics.median),
         "hidden_fraction": hidden_fraction(records),
     }
@@ -415,6 +421,10 @@ def hidden_fraction(records: Sequence[Mapping[str, float | None]]) -> float | No
 def column(records: Sequence[Mapping[str, float | None]], name: str) -> list[float]:
     """Return one metric over the steps that have it."""
     return [value for each in records if (value := each.get(name)) is not None]
+
+
+def _few(values: Sequence[float]) -> int:
+    return min(10, (len(values) + 1) // 2)
 
 
 def _of(values: Sequence[float], statistic: Callable[[Sequence[float]], float]) -> float | None:

@@ -27,12 +27,12 @@ CARD: Final = "model-card.md"
 SHOWN: Final[Mapping[str, str]] = {
     "steps": "Updates",
     "trained": "Rollouts trained",
-    "score_first": "Mean score of the first ten steps",
-    "score_last": "Mean score of the last ten steps",
+    "score_first": "Mean score of the first steps (ten, at most half of the run)",
+    "score_last": "Mean score of the last steps",
     "eval_score_first": "Held-out score before",
     "eval_score_last": "Held-out score after",
     "eval_score_best": "Best held-out score",
-    "kl_last": "KL to the reference in the last ten steps, nats a response",
+    "kl_last": "KL to the reference in the last steps, nats a response",
 }
 """What of the summary is in the card."""
 

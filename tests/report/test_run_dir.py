@@ -164,6 +164,12 @@ def test_the_summary_says_what_the_run_came_to(tmp_path: Path) -> None:
     assert summary["score_last"] == 0.5
 
 
+@pytest.mark.parametrize(("steps", "first", "last"), [(1, 0.0, 0.0), (3, 0.5, 1.5), (10, 2.0, 7.0), (40, 4.5, 34.5)])
+def test_the_first_steps_of_a_short_run_are_not_the_last(steps: int, first: float, last: float) -> None:
+    found = summary([{"score": float(step)} for step in range(steps)])
+    assert (found["score_first"], found["score_last"]) == (first, last)
+
+
 @pytest.mark.parametrize(("scoring", "hidden"), [(0.004, None), (0.4, 0.75)])
 def test_scoring_of_milliseconds_is_not_said_to_be_hidden(scoring: float, hidden: float | None) -> None:
     times = {"timing_s/score": scoring, "timing_s/score_exposed": scoring / 4, "overlap/hidden_fraction": 0.75}
