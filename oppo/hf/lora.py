@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -77,7 +76,9 @@ def quantise_base(model: PreTrainedModel, kind: Quantization, device: torch.devi
             model.set_submodule(name, _OutlineOf4Bits(layer))
         return
     require("quantization", f"models.quantization = {kind!r}", module="bitsandbytes")
-    layers: Any = import_module("bitsandbytes.nn")
+    import bitsandbytes.nn  # noqa: PLC0415 - an extra
+
+    layers: Any = bitsandbytes.nn
     for name, layer in chosen.items():
         with torch.device("meta"):
             made: Any = layers.Linear4bit(
