@@ -391,9 +391,9 @@ def metrics_of(run: Path) -> Sequence[Metrics]:
 def summary(records: Sequence[Mapping[str, float | None]]) -> dict[str, float | int | None]:
     """Return the summary of a run; medians and means leave out steps without the metric.
 
-    What is of its first or last steps is of ten, or of half of a run of fewer than twenty.
+    Its first and last scores are means of ten steps, or of half of a run of fewer than twenty.
     """
-    scores, kl = (column(records, name) for name in ("score", "objective/kl"))
+    scores = column(records, "score")
     return {
         "steps": len(records),
         "trained": int(sum(column(records, "trained"))),
@@ -403,7 +403,7 @@ def summary(records: Sequence[Mapping[str, float | None]]) -> dict[str, float | 
         "step_seconds_median": _of(column(records, "seconds"), statistics.median),
         "score_first": _of(scores[: _few(scores)], statistics.fmean),
         "score_last": _of(scores[-_few(scores) :], statistics.fmean),
-        "kl_last": _of(kl[-_few(kl) :], statistics.fmean),
+        "kl_last": _of(column(records[-10:], "objective/kl"), statistics.fmean),
         "tokens_per_s_median": _of(column(records, "throughput/tokens_per_s"), statistics.median),
         "hidden_fraction": hidden_fraction(records),
     }

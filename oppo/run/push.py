@@ -32,7 +32,7 @@ SHOWN: Final[Mapping[str, str]] = {
     "eval_score_first": "Held-out score before",
     "eval_score_last": "Held-out score after",
     "eval_score_best": "Best held-out score",
-    "kl_last": "KL to the reference in the last steps, nats a response",
+    "kl_last": "KL to the reference in the last ten steps, nats a response",
 }
 """What of the summary is in the card."""
 
