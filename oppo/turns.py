@@ -6,17 +6,22 @@ the length limit, and are never trained (:class:`oppo.events.ToolTokens`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from oppo.events import Drop, FinishReason, IntArray, Prompt, Response
+from oppo.errors import ProtocolError
+from oppo.events import Chunk, Drop, FinishReason, IntArray, Prompt, Response
 from oppo.models import Decode, Detokenize, Policy, Sampling
 
 EnvironmentState: TypeAlias = object
 """What an environment remembers of a conversation: JSON values, since checkpoints hold it."""
+
+
+async def _unread() -> Sequence[Chunk]:
+    raise ProtocolError("turns are read in a run only: give the Turn what it has said")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,12 +33,15 @@ class Turn:
         number: how many turns of the rollout were answered before.
         tokens: int32 [n], of this turn, the one that ended it included.
         state: what the answer to the turn before returned; ``None`` at the first.
+        said: returns all turns of the response so far, this one included, with their log-probs. It waits until they are
+            read, for as long as the scorers let their reader wait.
     """
 
     prompt: Prompt
     number: int
     tokens: IntArray
     state: EnvironmentState = None
+    said: Callable[[], Awaitable[Sequence[Chunk]]] = _unread
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -60,6 +60,7 @@ class Request:
         answers: messages of tools behind the turn before.
         digest: of what was sent.
         shows_ids: whether the answer has token ids.
+        shows_logprobs: whether it has log-probs.
     """
 
     messages: list[Json]
@@ -67,6 +68,7 @@ class Request:
     answers: int
     digest: str
     shows_ids: bool
+    shows_logprobs: bool
     reply: Json | Refusal | None = None
     done: anyio.Event = field(default_factory=anyio.Event)
 
@@ -109,7 +111,7 @@ class ChatRequests:
             "repetition_penalty": (1,),
             "logit_bias": ({},),
             "stop": ([],),
-            "logprobs": (False,),
+            "logprobs": (False, True),
             "top_logprobs": (0,),
             "response_format": ({"type": "text"},),
             "parallel_tool_calls": (True,),
@@ -295,8 +297,8 @@ class Conversation:
             tokens, answers = self._prompt(messages), 0
         else:
             tokens, answers = self._following(messages, tools)
-        shows = bool(fields.get("return_token_ids"))
-        self._last = Request(messages, np.array(tokens, np.int32), answers, digest, shows)
+        ids, logprobs = bool(fields.get("return_token_ids")), bool(fields.get("logprobs"))
+        self._last = Request(messages, np.array(tokens, np.int32), answers, digest, ids, logprobs)
         self.given = _digest([self.given, tokens])
         self._news.set()
         return self._last, False
@@ -372,11 +374,12 @@ class Conversation:
             raise self.failure("returned while its request was unanswered: expected it to await each answer")
         return self.request
 
-    def tell(self, turn: Sequence[int], *, whole: bool = True) -> None:
+    def tell(self, turn: Sequence[int], logprobs: Sequence[float] = (), *, whole: bool = True) -> None:
         """Answer the request that waits with a turn.
 
         Args:
             turn: its tokens.
+            logprobs: of them, if the request shows log-probs.
             whole: it was not cut off.
         """
         request = self.request
@@ -401,7 +404,10 @@ class Conversation:
         self.told += 1
         self._read += request.tokens.tolist()
         reason = "tool_calls" if calls else "stop"
-        request.settle(self._completion(request, message, parsed.reasoning, reason if whole else "length"))
+        completion = self._completion(request, message, parsed.reasoning, reason if whole else "length")
+        if request.shows_logprobs:
+            completion["choices"][0]["logprobs"] = _logprobs(self._turn, logprobs, tokenizer)
+        request.settle(completion)
         self._read += self._turn
 
     def _completion(self, request: Request, message: Json, reasoning: str, reason: str) -> Json:
@@ -433,6 +439,15 @@ class Conversation:
         self.full = refusal
         if (request := self.request) is not None:
             request.settle(refusal)
+
+
+def _logprobs(turn: Sequence[int], logprobs: Sequence[float], tokenizer: HfTokenizer) -> Json:
+    content: list[Json] = []
+    for token, logprob in zip(turn, logprobs, strict=True):
+        text = tokenizer.decode_whole([token])
+        parts = None if "\ufffd" in text else list(text.encode())  # the token may be a part of a character
+        content.append({"token": text, "logprob": logprob, "bytes": parts, "top_logprobs": []})
+    return {"content": content, "refusal": None}
 
 
 def as_events(completion: Json, *, with_usage: bool) -> str:

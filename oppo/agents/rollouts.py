@@ -18,7 +18,7 @@ import math
 import secrets
 import socket
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,6 +60,8 @@ FAILURES: Final = 100
 
 BACKLOG: Final = 2048
 """Connections that may wait to be accepted."""
+
+_Said: TypeAlias = Callable[[], Awaitable[Sequence[Chunk]]]
 
 PATH: Final = "/v1/chat/completions"
 
@@ -340,18 +342,18 @@ class Agents:
             raise talk.failure(f"returned {shown(talk.outcome)} without a request: {_WANTED}")
         return request
 
-    async def _having_told(self, prompt: Prompt, turns: Sequence[Sequence[int]], given: str) -> Conversation:
+    async def _having_told(self, prompt: Prompt, number: int, given: str, said: _Said) -> Conversation:
         # The conversation in which so many turns were told and the next one is waited for.
         talk = self._conversations.get(_key(prompt))
-        if talk is None or talk.told != len(turns):
+        if talk is None or talk.told != number:
             talk = self.start(prompt)
         if not talk.told and not np.array_equal(first := (await self.asked(talk)).tokens, prompt.tokens):
             raise _Astray(
                 f"the agent of rollout {prompt.rollout} began with {_difference(first, prompt.tokens)}: expected the "
                 "same messages and tools for each response to a row, and after a resume"
             )
-        for turn in turns[talk.told :]:
-            talk.tell(turn)
+        for turn in (await said())[talk.told : number] if talk.told < number else ():
+            talk.tell(turn.tokens.tolist(), turn.logprobs.tolist())
             if await self.heard(talk) is None:
                 raise _Astray(f"the agent of rollout {prompt.rollout} ended earlier than before the run was resumed")
         if given and talk.given != given:
@@ -367,19 +369,20 @@ class Agents:
         Raises:
             EnvironmentFailure: the agent failed, and failures are not dropped.
         """
-        state: Any = turn.state or {"turns": [], "given": ""}
+        state: Any = turn.state or {"given": ""}
         number, kept = turn.prompt.rollout, False
         try:
-            talk = await self._having_told(turn.prompt, state["turns"], state["given"])
-            talk.tell(turn.tokens.tolist())
+            talk = await self._having_told(turn.prompt, turn.number, state["given"], turn.said)
+            shows = talk.request is not None and talk.request.shows_logprobs
+            logprobs = (await turn.said())[turn.number].logprobs.tolist() if shows else ()
+            talk.tell(turn.tokens.tolist(), logprobs)
             request = await self.heard(talk)
             if request is None and isinstance(talk.outcome, Drop):
                 return replace(talk.outcome, rollout=number)
             kept = True
             if request is None:
                 return None
-            told = [*state["turns"], turn.tokens.tolist()]
-            return Answer(request.tokens, {"turns": told, "given": talk.given}, calls=request.answers)
+            return Answer(request.tokens, {"given": talk.given}, calls=request.answers)
         except EnvironmentFailure as failure:
             return self._dropped(number, failure)
         finally:
@@ -398,12 +401,16 @@ class Agents:
             EnvironmentFailure: the agent failed, and failures are not dropped.
         """
         prompt, cut = finish.response.prompt, finish.reason == "length"
-        turns = [each.tokens.tolist() for each in finish.response.pieces() if isinstance(each, Chunk)]
+        turns = [each for each in finish.response.pieces() if isinstance(each, Chunk)]
         talk = self._conversations.get(_key(prompt))
         try:
             if talk is None or talk.told < len(turns):
-                talk = await self._having_told(prompt, turns[:-1], "")
-                talk.tell(turns[-1], whole=not cut)
+
+                async def said() -> list[Chunk]:
+                    return turns
+
+                talk = await self._having_told(prompt, len(turns) - 1, "", said)
+                talk.tell(turns[-1].tokens.tolist(), turns[-1].logprobs.tolist(), whole=not cut)
             if cut:
                 talk.refuse(_FULL)
             if await self.heard(talk) is not None:

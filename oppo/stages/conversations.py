@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
@@ -14,7 +15,7 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from oppo.errors import ProtocolError, awaited, blaming, noted, one_line
-from oppo.events import Drop, IntArray, Prompt, described
+from oppo.events import Chunk, Drop, IntArray, described
 from oppo.graph import Step
 from oppo.stages.ledger import InFlightRollout
 from oppo.stages.metrics import Averaged
@@ -114,7 +115,7 @@ class Conversations:
         while (tokens := await self._turn(number, decode)) is not None:
             memory = self._memories.setdefault(number, _Memory())
             with noted(f"while answering turn {memory.answered} of rollout {number}"):
-                call = self._calls.get(number) or self._ask(rollout.prompt, memory, tokens)
+                call = self._calls.get(number) or self._ask(rollout, memory, tokens)
                 await call.done.wait()
                 try:
                     outcome = call.result()
@@ -139,12 +140,14 @@ class Conversations:
         with noted(f"while waiting for a turn of rollout {rollout}"):
             return await decode.turn()
 
-    def _ask(self, prompt: Prompt, memory: _Memory, tokens: IntArray) -> _Call:
+    def _ask(self, rollout: InFlightRollout, memory: _Memory, tokens: IntArray) -> _Call:
         if self._tasks is None:
             raise ProtocolError("an environment answers in a run only: open the graph first")
-        call = self._calls[prompt.rollout] = _Call(anyio.current_time())
-        turn = Turn(prompt, memory.answered, tokens, json.loads(memory.state))
-        self._tasks.start_soon(self._answer, call, turn, name=f"answer rollout {prompt.rollout}")
+        number = rollout.prompt.rollout
+        call = self._calls[number] = _Call(anyio.current_time())
+        said = partial(_turns_read, rollout, memory.answered, len(tokens))
+        turn = Turn(rollout.prompt, memory.answered, tokens, json.loads(memory.state), said)
+        self._tasks.start_soon(self._answer, call, turn, name=f"answer rollout {number}")
         return call
 
     async def _answer(self, call: _Call, turn: Turn) -> None:
@@ -183,6 +186,16 @@ class Conversations:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._memories = {int(rollout): _Memory(**each) for rollout, each in state.items()}
         self._tools = any(memory.calls for memory in self._memories.values())
+
+
+async def _turns_read(rollout: InFlightRollout, number: int, length: int) -> Sequence[Chunk]:
+    # All turns up to the one of this number and length, which its reader may not have had yet.
+    while True:
+        rollout.grown = anyio.Event()
+        turns = [each for each in rollout.response().pieces() if isinstance(each, Chunk)]
+        if len(turns) > number and len(turns[number].tokens) == length:
+            return turns
+        await rollout.grown.wait()
 
 
 def _require_outcome(outcome: object) -> TurnOutcome:

@@ -30,7 +30,6 @@ from oppo.events import (
     RoutedExperts,
     StepReport,
     Support,
-    ToolTokens,
     described,
 )
 from oppo.graph import Receiver, Sender, Stateful, Step
@@ -414,9 +413,7 @@ class Generate:
                 require_piece(piece, self.policy, rollout.prompt.rollout, size, rollout.newest_version, turns=turns)
                 if len(piece.tokens):
                     event = piece.event(rollout.prompt.rollout, rollout.length)
-                    rollout.pieces.append(event)
-                    rollout.length += len(piece.tokens)
-                    rollout.tool_tokens += len(piece.tokens) if isinstance(event, ToolTokens) else 0
+                    rollout.append(event)
                     await out.send(event)
                 if piece.state == "cut":
                     ended(rollout)

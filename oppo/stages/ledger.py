@@ -24,6 +24,7 @@ from numbers import Integral
 from threading import Lock
 from typing import Any
 
+import anyio
 import numpy as np
 
 from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView, Restarting
@@ -280,6 +281,7 @@ class InFlightRollout:
         reason: why the response ended; ``None`` while it is unfinished.
         dropped: why the rollout is not trained; empty if it is.
         ended: loop time at which its last piece was read, in seconds; NaN while it is unfinished.
+        grown: set when a piece is appended.
     """
 
     prompt: Prompt
@@ -291,6 +293,14 @@ class InFlightRollout:
     dropped: str = ""
     ended: float = math.nan
     tool_tokens: int = 0
+    grown: anyio.Event = field(default_factory=anyio.Event)
+
+    def append(self, piece: Chunk | ToolTokens) -> None:
+        """Append a piece that was read."""
+        self.pieces.append(piece)
+        self.length += len(piece.tokens)
+        self.tool_tokens += len(piece.tokens) if isinstance(piece, ToolTokens) else 0
+        self.grown.set()
 
     @property
     def sampled(self) -> int:

@@ -109,7 +109,7 @@ class Rollout:
     async def say(self, text: str, end: str = "<|im_end|>") -> Answer | Drop | None:
         said = np.array(tokenizer().encode_whole(text + end), np.int32)
         self.write(text, end)
-        answer = await self.agents.answer(Turn(self.prompt, self.number, said, self.state))
+        answer = await self.agents.answer(Turn(self.prompt, self.number, said, self.state, self.said))
         if isinstance(answer, Answer):
             start = sum(len(each.tokens) for each in self.pieces)
             self.pieces.append(ToolTokens(self.prompt.rollout, start, answer.tokens))
@@ -119,8 +119,12 @@ class Rollout:
     def write(self, text: str, end: str = "") -> None:
         """Write a turn, or a part of one, of which the agent is not told yet."""
         said = np.array(tokenizer().encode_whole(text + end), np.int32)
-        start, zeros = sum(len(each.tokens) for each in self.pieces), np.zeros(len(said), np.float32)
-        self.pieces.append(Chunk(self.prompt.rollout, start, said, zeros, zeros.astype(np.int32)))
+        start = sum(len(each.tokens) for each in self.pieces)
+        logprobs = np.linspace(-1 - start, -1, len(said), dtype=np.float32)
+        self.pieces.append(Chunk(self.prompt.rollout, start, said, logprobs, np.zeros(len(said), np.int32)))
+
+    async def said(self) -> list[Chunk]:
+        return [each for each in self.pieces if isinstance(each, Chunk)]
 
     async def reward(self, reason: Any = "eos") -> float | Drop:
         finish = Finish(self.prompt.rollout, Response.of(self.prompt, self.pieces), reason)
@@ -452,6 +456,35 @@ def test_an_answer_has_token_ids_if_asked_and_text_as_the_template_reads_it() ->
         return await rollout.say("<tool_call>\n{no call}\n</tool_call>")
 
     assert tried(act, twice) is None
+
+
+def test_an_answer_has_the_log_probs_of_the_behaviour_policy_if_asked() -> None:
+    seen: list[Any] = []
+
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        reply = await ask(to, ASK, tools=SCHEMAS, logprobs=True, top_logprobs=0)
+        seen.append(reply.choices[0].logprobs.content)
+        messages = [*ASK, reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "So?"}]
+        stream = await ask(to, messages, tools=SCHEMAS, logprobs=True, stream=True)
+        shown = [each.choices[0].logprobs async for each in stream]
+        assert shown[1] is None
+        seen.append(shown[0].content)
+        return 1.0
+
+    async def twice(rollout: Rollout) -> Rollout:
+        assert isinstance(await rollout.say("Fünf"), Answer)
+        rollout.agents.close((0, 0))  # as a resume does
+        assert await rollout.say("5") is None
+        return rollout
+
+    rollout = tried(act, twice)
+    before, first, second = seen
+    assert before == first
+    for said, piece in zip((first, second), rollout.pieces[::2], strict=True):
+        assert [each.logprob for each in said] == piece.logprobs.tolist()
+        assert all(each.top_logprobs == [] for each in said)
+    assert [(each.token, each.bytes) for each in first[:3]] == [("F", [70]), ("\ufffd", None), ("\ufffd", None)]
+    assert (first[-1].token, second[0].token) == ("<|im_end|>", "5")
 
 
 def test_an_answer_is_streamed_if_asked_whole() -> None:

@@ -35,6 +35,9 @@ class Numbers:
     def answer(self, turn: Sequence[int], messages: Sequence[Mapping[str, object]]) -> list[int]:
         return [90_000 + len(turn), *range(int(str(messages[0]["content"])))]
 
+    def decode_whole(self, tokens: Sequence[int]) -> str:
+        return str(tokens)
+
     def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         return [1, int(str(messages[0]["content"])), 2]
 
@@ -54,11 +57,13 @@ class Players:
     Attributes:
         seconds: before each request, by row and turn.
         faults: rows whose agent raises after its first turn.
+        seen: log-probs of turns, by their tokens.
     """
 
     seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
     faults: Sequence[int] = ()
     begun: Counter[int] = field(default_factory=Counter)
+    seen: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.agents = Agents(self.run, tokenizer(), on_failure="drop")
@@ -70,12 +75,15 @@ class Players:
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(self.agents.app), base_url=base_url) as to:
             for turn in range(row["turns"]):
                 await anyio.sleep(self.seconds.get((number, turn), 0.01))
-                reply = await to.post(
-                    "/chat/completions", json={"messages": messages}, headers={"Authorization": f"Bearer {key}"}
-                )
+                asked = {"messages": messages, "logprobs": turn > 0, "return_token_ids": True}
+                reply = await to.post("/chat/completions", json=asked, headers={"Authorization": f"Bearer {key}"})
                 if reply.status_code == 400:  # the response has no room
                     return -1.0
-                content = reply.json()["choices"][0]["message"]["content"]
+                choice = reply.json()["choices"][0]
+                content = choice["message"]["content"]
+                if turn > 0:
+                    logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+                    assert self.seen.setdefault((number, *choice["token_ids"]), logprobs) == logprobs
                 said += int(content.partition(":")[0])
                 messages += [{"role": "assistant", "content": content}, {"role": "user", "content": str(1 + turn % 3)}]
                 if number in self.faults:
@@ -151,6 +159,8 @@ def test_deferred_rollouts_are_trained_with_the_tokens_and_rewards_of_serial_ste
     assert len(pairs) == 4 * 4 * 2
     for score, response in pairs:
         check(score, response)
+        for each in [piece for piece in response.pieces() if isinstance(piece, Chunk)][1:]:
+            assert players.seen[(response.prompt.admission, *each.tokens.tolist())] == each.logprobs.tolist()
     assert sum(each["deferral/deferred"] for each in metrics) > 0
     assert all(each["agents/refused"] == 0 for each in metrics)
     assert set(players.begun.values()) <= {1, 2}
