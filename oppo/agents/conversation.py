@@ -179,7 +179,11 @@ class ChatRequests:
         if key not in self._formats:
             try:
                 tokenizer = chatting(self._tokenizer, tools=shown_tools, variables=self._tokenizer.variables)
-                found = ChatFormat(tokenizer, ("user", "tool") if shown_tools else ("user",))
+                roles = ("user", "tool") if shown_tools else ("user",)
+                try:
+                    found = ChatFormat(tokenizer, (*roles, "system"))
+                except ConfigError:  # many templates have system messages at the beginning only
+                    found = ChatFormat(tokenizer, roles)
                 found.parse([])  # which reads the schemas
             except ConfigError as error:
                 raise Refusal(str(error)) from error
@@ -314,6 +318,9 @@ class Conversation:
 
     def _following(self, messages: list[Json], tools: object) -> tuple[list[int], int]:
         before = self._messages
+        if not before[-1]["content"].strip() and not before[-1].get("tool_calls"):
+            shown_again = any(each["role"] == "assistant" for each in messages[len(before) - 1 :])
+            before = before if shown_again else before[:-1]  # frameworks leave out an answer that says nothing
         pairs = zip(map(_plain, messages), map(_plain, before), strict=False)
         same = next((at for at, (now, then) in enumerate(pairs) if now != then), min(len(messages), len(before)))
         wanted = (

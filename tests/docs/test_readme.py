@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import oppo.algorithms
-from oppo import GAE, Fixed, FloatArray, Graph, Overcommit, Score, grpo, ppo
+from oppo import GAE, Fixed, FloatArray, Graph, Overcommit, PromptStream, Score, grpo, ppo
 from oppo.config.load import load
 from oppo.errors import GraphError
 from oppo.events import Chunk, Finish, Prompt, Response
@@ -259,6 +259,9 @@ def test_the_tools_of_the_page_are_shown_and_called(tmp_path: Path, monkeypatch:
 
     prompt, answer, reward = anyio.run(solved)
     assert (answer, reward) == (None, [1.0])
+    names["agents"] = names["assistants"]
+    names["tasks"] = names["agents"].prompts(PromptStream(names["sums"]), max_prompt_tokens=2000)
+    assert anyio.run(solved)[1:] == (None, [1.0])
     assert "2 + 3?" in policy.decode_whole(prompt.tokens.tolist())
 
 

@@ -21,6 +21,9 @@ CODE = '''
 import json
 
 import openai
+from pydantic_ai import Agent, ModelHTTPError, ToolCallPart, capture_run_messages
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
 from oppo.hf.chat import tool_schema
 
@@ -62,6 +65,22 @@ async def agent(row, base_url, api_key):
                 result = add(**json.loads(call.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)})
     return value_of(ids[first:])
+
+
+async def framework(row, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
+        return await calling(Agent(model, tools=[add], retries=9), row["prompt"][0]["content"])
+
+
+async def calling(agent, prompt):
+    with capture_run_messages() as messages:
+        try:
+            await agent.run(prompt)
+        except ModelHTTPError as error:
+            assert error.body["code"] == "context_length_exceeded"
+    calls = [part.args for each in messages for part in each.parts if isinstance(part, ToolCallPart)]
+    return value_of(map(ord, "".join(map(str, calls))))
 
 
 async def broken(row, base_url, api_key):
@@ -149,6 +168,15 @@ def test_an_agent_trains_what_its_tools_would_in_serial_and_streamed_steps(folde
     lines = records(folder, "agents", "metrics.jsonl")
     assert sum(line["tools/call_frequency"] for line in lines) > 0
     assert all(line["agents/repeated"] == 0 for line in lines)
+
+
+def test_a_framework_that_calls_tools_is_trained_unchanged(folder: Path) -> None:
+    chosen = [*ALGORITHMS["grpo"], "agents.program=code.py:framework"]
+    assert oppo(folder, "", *chosen, "run.name=streamed") == DONE
+    assert oppo(folder, "", *chosen, "run.name=serial", "step.chunk=whole") == DONE
+    lines = records(folder, "streamed", "metrics.jsonl")
+    assert sum(line["tools/call_frequency"] for line in lines) > 0
+    assert weights(folder, "streamed") == weights(folder, "serial")
 
 
 def test_an_agent_that_fails_ends_the_run_with_its_reason(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
