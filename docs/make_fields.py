@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,8 +19,12 @@ def page() -> str:
     text = PAGE.read_text(encoding="utf-8")
     for kind in KINDS:
         pattern = re.compile(rf"(\n## Every field of {kind}\n.*?\n\|---\|---\|---\|\n)(?:\|[^\n]*\n)*", re.DOTALL)
-        text = pattern.sub(lambda found, kind=kind: found[1] + rows(kind), text, count=1)
+        text = pattern.sub(partial(_filled, kind), text, count=1)
     return text
+
+
+def _filled(kind: str, table: re.Match[str]) -> str:
+    return table[1] + rows(kind)
 
 
 def rows(kind: str) -> str:
