@@ -7,6 +7,7 @@ STAMP  := $(VENV)/.installed
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 VLLM   := .venv-vllm
+GYM    := .venv-gym
 
 .PHONY: demo test test-deep test-lowest test-newest test-vllm test-gpu gpu-day test-gym test-ray lint types docs models-table bench bench-peer bench-peer-sweep clean
 
@@ -75,12 +76,20 @@ $(VLLM)/.installed: pyproject.toml constraints.txt tests/vllm/requirements.txt
 test-ray: $(STAMP)
 	$(BIN)/pytest -m ray --durations=10 tests/placement/ray
 
-# Tasks of reasoning-gym itself; a stand-in has its place in the other tests, since it needs a compiler.
-test-gym: $(VENV)/.gym
-	$(BIN)/pytest $(WORKERS) -m gym --durations=5
+# Tasks of reasoning-gym and a taskset of verifiers, in an environment of their own: the first need a compiler, and have a
+# stand-in in the other tests, and verifiers has no newer openai. Its modules warn of their own doings.
+test-gym: $(GYM)/.installed
+	$(GYM)/bin/python -m pytest $(WORKERS) -W default -m gym --durations=5 $(GYM_TESTS)
 
-$(VENV)/.gym: $(STAMP)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[reasoning-gym]'
+GYM_TESTS ?= tests/rewards/test_gym.py tests/examples/test_verifiers.py
+
+# pip would refuse the older openai, which the extra `test` excludes.
+$(GYM)/.installed: pyproject.toml constraints.txt tests/gym-requirements.txt
+	test -x $(GYM)/bin/python || $(PYTHON) -m venv $(GYM)
+	cat tests/gym-requirements.txt constraints.txt | awk -F== '!/^#/ && !seen[tolower($$1)]++' > $(GYM)/constraints.txt
+	$(GYM)/bin/pip install --quiet --disable-pip-version-check -c $(GYM)/constraints.txt torch uv
+	$(GYM)/bin/uv pip install --quiet --python $(GYM)/bin/python -c $(GYM)/constraints.txt \
+		--override tests/gym-requirements.txt -r tests/gym-requirements.txt -e '.[reasoning-gym,test]'
 	@touch $@
 
 # On the interpreter at hand, with what it has installed: for machines that come with their own CUDA build of torch.
@@ -141,4 +150,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) $(PEER) $(LOWEST) $(NEWEST) $(VLLM) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER) $(LOWEST) $(NEWEST) $(VLLM) $(GYM) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
