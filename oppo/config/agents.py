@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from oppo.config.sections import DataSection, EnvironmentSection, placed, sources
+from oppo.config.sections import DataSection, EnvironmentSection, Prompts, placed, sources
 from oppo.declared import Filled, OneOf, Positive, changed, setting
 from oppo.user_code import SPEC
 
@@ -43,7 +43,7 @@ class AgentsSection:
         """Return the section of a file in ``folder``: paths are absolute afterwards."""
         return replace(self, program=placed(self.program, folder))
 
-    def check(self, environment: EnvironmentSection, data: DataSection, *, rewards: bool, held_out: bool) -> None:
+    def check(self, environment: EnvironmentSection, data: DataSection, *, rewards: bool, held_out: Prompts) -> None:
         """Check the settings against those that say what a prompt, an answer or a reward is without an agent."""
         if not self.program:
             if idle := sorted(changed(self, {each.name for each in fields(self)})):
@@ -63,13 +63,9 @@ class AgentsSection:
                 "data.over_long = 'truncate' would cut off what an agent has said first: filter such prompts, or raise "
                 "data.max_prompt_tokens"
             )
-        if data.column != "prompt" or any(each.column for each in sources(data.prompts)):
+        if data.column != "prompt" or any(each.column for each in (*sources(data.prompts), *sources(held_out))):
             raise ValueError("the agent is given whole rows, so that no column holds the prompt: leave column out")
         if rewards:
             raise ValueError(
                 f"agents.program = {self.program!r} has an agent that returns the reward: leave [[rewards]] out"
-            )
-        if held_out:
-            raise ValueError(
-                "eval.prompts are not answered by agents: leave it out, or evaluate the saved policy with them"
             )

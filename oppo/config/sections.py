@@ -676,8 +676,8 @@ class EvalSection:
     count: Count = setting(0, "answer only the first so many prompts; 0: all")
     pass_score: float | None = setting(
         None,
-        "a response of at least this score passes, for pass@k; absent: 1 for one reward function; with a reward model "
-        "or several rewards nothing passes",
+        "a response of at least this score passes, for pass@k; absent: 1 for one reward function or an agent; with a "
+        "reward model or several rewards nothing passes",
     )
     batch: Rollouts | None = setting(None, "responses that are decoded at a time; absent: as many as a step trains")
     seed: Seed = setting(0, "keys the noise of sampled responses, the same in every evaluation")

@@ -379,8 +379,8 @@ def _check_scores(settings: Settings) -> None:
 
 def _check_environment(settings: Settings) -> None:
     settings.environment.check_tools(settings.data.tools)
-    held_out = bool(settings.eval.prompts)
-    settings.agents.check(settings.environment, settings.data, rewards=bool(settings.rewards), held_out=held_out)
+    held_out, rewards = settings.eval.prompts, bool(settings.rewards)
+    settings.agents.check(settings.environment, settings.data, rewards=rewards, held_out=held_out)
     for key, reward in settings.reward_tables.items():
         if reward.source == ENVIRONMENT and not settings.environment.factory:
             raise ValueError(

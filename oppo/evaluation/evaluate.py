@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Final, TypeAlias, TypeVar
@@ -41,6 +41,9 @@ T = TypeVar("T")
 Progress: TypeAlias = Callable[[int, int], None]
 """``f(done, total)``: how many of the responses have ended."""
 
+Asking: TypeAlias = Callable[[Sequence[Prompt]], Iterable[Prompt] | AsyncIterable[Prompt]]
+"""``f(prompts)``: what is answered in their place, with their numbers, such as what agents of them ask first."""
+
 
 def unseen(done: int, total: int) -> None:
     """Show no progress."""
@@ -75,6 +78,7 @@ class Answering:
         samples: responses to each prompt.
         batch: prompts that are answered at a time.
         environment: answers the turns of a response.
+        asking: such as ``prompts`` of an :class:`oppo.agents.Agents` that is the environment.
         chunks: tokens per chunk.
         progress: called with the counts whenever a response has ended.
     """
@@ -82,6 +86,7 @@ class Answering:
     samples: int = 1
     batch: int = 64
     environment: Environment | None = None
+    asking: Asking = iter
     chunks: ChunkSize = field(default_factory=Fixed)
     progress: Progress = unseen
 
@@ -108,7 +113,7 @@ class Answering:
         if not prompts:
             raise DataError("expected at least one prompt to answer, got none")
         counting = _Counting(len(prompts) * self.samples, self.progress)
-        async with graph.open(prompts, observers=[counting]) as run:
+        async with graph.open(self.asking(prompts), observers=[counting]) as run:
             async for _ in run.steps(math.ceil(len(prompts) / self.batch)):
                 pass
 
@@ -402,6 +407,7 @@ class Evaluation:
         batch: responses that are written at a time, at least one prompt's.
         pass_score: a response of at least this score passes; ``None``: there is no pass@k.
         environment: answers the turns of a response.
+        asking: as of :class:`Answering`.
     """
 
     prompts: Sequence[Prompt]
@@ -412,6 +418,7 @@ class Evaluation:
     batch: int = 64
     pass_score: float | None = None
     environment: Environment | None = None
+    asking: Asking = iter
 
     def __post_init__(self) -> None:
         require_whole("samples", self.samples, 1)
@@ -431,7 +438,7 @@ class Evaluation:
         def shown(before: int) -> Progress:
             return lambda done, _: progress(before + done, total)
 
-        how = Answering(batch=self.batch, environment=self.environment, progress=shown(0))
+        how = Answering(batch=self.batch, environment=self.environment, asking=self.asking, progress=shown(0))
         greedy = await examine(self.greedy, self.reward, self.prompts, how)
         metrics = of_greedy(greedy, self.pass_score)
         if self.sampled is not None:

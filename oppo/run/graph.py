@@ -25,7 +25,7 @@ from oppo.models import ResumableTrainer, VariesSampling
 from oppo.placement.trainer import HostedTrainer
 from oppo.report.log import dump_batch
 from oppo.run.checkpoint import HELD_OUT, Provenance, State
-from oppo.run.prompts import Supply
+from oppo.run.prompts import Supply, of_agents
 from oppo.stages import Generate, GroupRelative, InParts, Score, Update
 
 if TYPE_CHECKING:
@@ -219,7 +219,8 @@ def _evaluation(settings: Settings, assembly: Assembly, generate: Generate, held
             "capabilities.varies_sampling: see oppo.models.VariesSampling, or leave eval.prompts out"
         )
     drawing = cast("VariesSampling", policy)
-    passes = 1.0 if len(settings.rewards) == 1 and not settings.reward_models else None
+    one = bool(settings.agents.program) or (len(settings.rewards) == 1 and not settings.reward_models)
+    passes = 1.0 if one else None
     return Evaluation(
         prompts=held_out,
         reward=assembly.reward,
@@ -229,6 +230,7 @@ def _evaluation(settings: Settings, assembly: Assembly, generate: Generate, held
         batch=chosen.batch or settings.step.batch * settings.algorithm.responses,
         pass_score=passes if chosen.pass_score is None else chosen.pass_score,
         environment=generate.environment,
+        asking=lambda prompts: of_agents(prompts, generate.environment, settings.data),
     )
 
 

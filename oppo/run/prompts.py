@@ -8,7 +8,7 @@ import math
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
 from oppo.agents import AgentPrompts, Agents
 from oppo.config.sections import ROWS, DataSection, Prompts, PromptSource, named, sources
@@ -23,6 +23,8 @@ from oppo.run.checkpoint import Provenance
 
 Rows: TypeAlias = Iterable[Mapping[str, object]] | AsyncIterable[Mapping[str, object]]
 """Rows of a program, a mapping of columns each. Those of a length are read at once; others as they come."""
+
+P = TypeVar("P", bound="Iterable[Prompt] | AsyncIterable[Prompt]")
 
 Supply: TypeAlias = PromptStream | RowStream | AgentPrompts
 """The prompts of a run."""
@@ -117,8 +119,8 @@ def supplied(
     )
 
 
-def of_agents(stream: Supply, environment: object, data: DataSection) -> Supply:
-    """Return the prompts of a run: what agents ask first, if the environment is agents."""
+def of_agents(stream: P, environment: object, data: DataSection) -> P | AgentPrompts:
+    """Return prompts: what agents of them ask first, if the environment is agents."""
     if not isinstance(environment, Agents):
         return stream
     refuses = data.over_long == "error"

@@ -17,6 +17,7 @@ from oppo import Overcommit, grpo
 from oppo.admission import TailBatched
 from oppo.agents import Agents
 from oppo.agents.conversation import ChatRequests
+from oppo.evaluation import Evaluated, Evaluation
 from oppo.events import Chunk, Prompt, Response
 from oppo.hf.chat import ParsedTurn
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
@@ -98,10 +99,10 @@ def rows(count: int) -> list[Prompt]:
 
 def policy(**options: Any) -> FakePolicy:
     def length(prompt: Prompt) -> int:
-        return 9 + 20 * (prompt.admission % 4 == 0)
+        return 9 + 20 * (int(str(prompt.columns["number"])) % 4 == 0)
 
     def turns(prompt: Prompt) -> Sequence[int]:
-        return [3, 7][: prompt.admission % 3]
+        return [3, 7][: int(str(prompt.columns["number"])) % 3]
 
     return FakePolicy(length=length, turns=turns, **options)
 
@@ -177,6 +178,26 @@ def test_rollouts_that_begin_anew_have_a_new_agent() -> None:
         check(score, response)
     assert sum(each.get("deferral/discarded_tokens", 0) for each in metrics) > 0
     assert max(players.begun.values()) > 2  # one for each of two samples
+
+
+def test_held_out_rows_have_agents_and_one_that_asks_nothing_leaves_its_row_out() -> None:
+    async def silent(row: dict[str, Any], url: str, key: str) -> float:
+        return await players.run(row, url, key) if row["number"] != 2 else 0.0
+
+    players = Players()
+    players.agents = agents = Agents(silent, tokenizer(), on_failure="drop")
+    evaluation = Evaluation(
+        prompts=rows(7), reward=agents.reward, greedy=policy(), batch=3, environment=agents, asking=agents.prompts
+    )
+
+    async def main() -> Evaluated:
+        async with agents:
+            return await evaluation.measure(0)
+
+    answers = run_virtual(main).answers
+    assert [each.finish.response.prompt.columns["number"] for each in answers] == [0, 1, 3, 4, 5, 6]
+    assert [each.score for each in answers] == [float(each.finish.response.sampled.sum()) for each in answers]
+    assert agents._conversations == {}
 
 
 def test_a_response_at_its_cap_has_the_reward_that_the_agent_gives_it() -> None:

@@ -34,7 +34,10 @@ def test_an_agent_needs_no_rewards_and_its_file_is_one_of_the_run() -> None:
         ({"data": {"prompts": "rows.jsonl", "tools": "tools.json"}}, "leave data.tools out"),
         ({"data": {"prompts": "rows.jsonl", "over_long": "truncate"}}, "would cut off what an agent has said first"),
         ({"data": {"prompts": "rows.jsonl", "column": "task"}}, "no column holds the prompt: leave column out"),
-        ({"eval": {"prompts": "held.jsonl"}}, "eval.prompts are not answered by agents"),
+        (
+            {"eval": {"prompts": [{"path": "a.jsonl", "column": "task"}]}},
+            "no column holds the prompt: leave column out",
+        ),
         ({"agents": {"program": "agent"}}, "agents.program"),
         ({"agents": {"program": "agent.py:run", "port": 70_000}}, "agents.port"),
         ({"agents": {"timeout": 5.0}, "rewards": [{"source": "a.py:b"}]}, "agents.timeout is of an agent, and"),

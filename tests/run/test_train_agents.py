@@ -108,6 +108,7 @@ chunk = 16
 """
 TOOLS = '[environment]\ntools = ["code.py:add"]\nmax_turns = 2\n[[rewards]]\nsource = "code.py:total"\n'
 AGENTS = '[agents]\nprogram = "code.py:agent"\n'
+HELD_OUT = ("eval.prompts=prompts.jsonl", "eval.every=1", "eval.samples=2", "eval.count=3")
 ALGORITHMS = {
     "grpo": ["step.algorithm=grpo", "algorithm.samples=2"],
     "ppo": ["step.algorithm=ppo", "models.critic=critic"],
@@ -160,11 +161,16 @@ def test_agents_of_a_resumed_run_are_told_the_turns_of_deferred_rollouts(folder:
 def test_an_agent_trains_what_its_tools_would_in_serial_and_streamed_steps(folder: Path, algorithm: str) -> None:
     chosen = ALGORITHMS[algorithm]
     assert oppo(folder, "", *chosen, "run.name=agents") == DONE
-    assert oppo(folder, "", *chosen, "run.name=other", "step.chunk=whole") == DONE
+    assert oppo(folder, "", *chosen, "run.name=other", "step.chunk=whole", *HELD_OUT) == DONE
     (folder / "config.toml").write_text(SETTINGS + TOOLS)
     assert oppo(folder, "", *chosen, "run.name=tools") == DONE
     assert weights(folder, "agents") == weights(folder, "other") == weights(folder, "tools")
     assert said(folder, "agents") == said(folder, "tools")
+    before, *_ = evaluations = records(folder, "other", "eval.jsonl")
+    assert [each["step"] for each in evaluations] == [0, 1, 2]
+    assert 0 < before["eval/score"] < 1
+    assert before["eval/num_turns/mean"] > 1
+    assert {"eval/sampled_score", "eval/pass_at_2", "eval/agents/refused"} <= before.keys()
     lines = records(folder, "agents", "metrics.jsonl")
     assert sum(line["tools/call_frequency"] for line in lines) > 0
     assert all(line["agents/repeated"] == 0 for line in lines)
