@@ -153,13 +153,15 @@ class Prompt:
     :meth:`samples` overwrites them when :class:`oppo.Generate` takes the prompt.
 
     Attributes:
-        rollout: identity of the rollout, unique in a run: ``admission * count + sample``, of ``count`` samples.
+        rollout: identity of the rollout, unique in a run: ``admission * count + sample``, of ``count`` samples; a
+            branch's is ``branch * 2**32`` higher.
         admission: number of the prompt, unique in a run, its ordinal in a :class:`oppo.PromptStream`; keys the sampling
             noise.
         tokens: int32 [P], the prompt as the policy reads it; at least one token.
         sample: index of this sample among those of the same prompt.
         group: the ``admission`` of the prompt, shared by the rollouts that are compared with one another.
         columns: the other columns of the prompt's row, for reward functions.
+        branch: 0, but for a further conversation of the same sample, as of a subagent: then a number below 2**20.
 
     Example:
         >>> Prompt(rollout=7, admission=7, tokens=np.array([1, 2], np.int32)).tokens.tolist()
@@ -172,11 +174,26 @@ class Prompt:
     sample: int = 0
     group: int = 0
     columns: Mapping[str, object] = field(default_factory=dict)
+    branch: int = 0
 
     def samples(self, count: int) -> tuple[Prompt, ...]:
         """Return ``count`` rollouts to be generated for this prompt, as one group."""
-        first = self.admission * count
-        return tuple(replace(self, rollout=first + k, sample=k, group=self.admission) for k in range(count))
+        return tuple(replace(self, sample=k).numbered(count) for k in range(count))
+
+    def numbered(self, count: int) -> Prompt:
+        """Return it as a rollout of its group, which has ``count`` samples."""
+        rollout = self.admission * count + self.sample + (self.branch << 32)
+        return replace(self, rollout=rollout, group=self.admission)
+
+    @property
+    def first(self) -> int:
+        """The rollout of the first conversation of its sample: its own, but of a branch."""
+        return self.rollout - (self.branch << 32)
+
+    @property
+    def stream(self) -> int:
+        """Which noise of its admission it is sampled with: ``sample``, or for a branch a number beyond all samples."""
+        return self.sample + (self.branch << 32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -139,8 +139,8 @@ class RolloutBuffer(Generic[R]):
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key of admission order: admission number and sample."""
-        return self.prompt.admission, self.prompt.sample
+        """Sort key of admission order: admission number and stream."""
+        return self.prompt.admission, self.prompt.stream
 
     @property
     def live(self) -> bool:

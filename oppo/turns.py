@@ -6,6 +6,7 @@ the length limit, and are never trained (:class:`oppo.events.ToolTokens`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -13,7 +14,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from oppo.errors import ProtocolError
-from oppo.events import Chunk, Drop, FinishReason, IntArray, Prompt, Response
+from oppo.events import Chunk, Drop, Finish, FinishReason, IntArray, Prompt, Response
 from oppo.models import Decode, Detokenize, Policy, Sampling
 
 EnvironmentState: TypeAlias = object
@@ -91,6 +92,38 @@ class Environment(Protocol):
         Calls of several rollouts overlap, and a call goes on when a step is cut. One that is unanswered when a run is
         killed is made again, and so are those of the steps that a resumed run repeats.
         """
+
+
+class Branching(ABC):
+    """What an :class:`Environment` inherits that begins further conversations: of subagents, or after a summary.
+
+    Each is a response of its own, a branch, trained in the unit of the first, which goes on as long as it may branch.
+
+    Attributes:
+        single: why there are no branches; empty where there may be.
+    """
+
+    single: str = ""
+
+    @abstractmethod
+    async def branch(self, holds: Callable[[int], bool]) -> Prompt:
+        """Return the prompt of the next branch, once there is one, with its number; cancel-safe.
+
+        Args:
+            holds: whether the unit of an admission is decoded now.
+        """
+
+    @abstractmethod
+    def refuse(self, branch: Prompt) -> None:
+        """Take back a branch whose unit was complete when it came."""
+
+    @abstractmethod
+    def expect(self, branch: Prompt) -> None:
+        """Take a branch of a resumed run for the one that begins likewise, which is not returned again."""
+
+    @abstractmethod
+    def ended(self, finish: Finish) -> None:
+        """Note that a response has ended, perhaps within a turn, while others of its unit may go on."""
 
 
 class TurnDecode(Decode, Protocol):

@@ -1,13 +1,14 @@
-"""The conversation of one agent: requests as OpenAI's clients send them, answered with turns of the policy."""
+"""The conversations of one agent: requests as OpenAI's clients send them, answered with turns of the policy."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from zlib import crc32
 
 import anyio
 import numpy as np
@@ -235,31 +236,27 @@ def _digest(value: object) -> str:
 
 
 class Conversation:
-    """What an agent and the policy have said; the requests of one key.
+    """What an agent and the policy have said in one context.
 
     Args:
         requests: read what is sent.
-        failure: returns an error that names the agent and its rollout.
-        timeout: seconds without a request of the agent, or its end, after which it has failed.
 
     Attributes:
+        branch: its number among those of its agent; that of a further one is a hash of its prompt, so that it does not
+            depend on timing.
         told: turns that the agent was told.
         given: a digest of what was read after them.
-        outcome: how the agent ended; ``None`` while it goes on.
-        full: refuses whatever it asks for; ``None`` while there is room.
+        full: refuses whatever continues it; ``None`` while there is room.
+        telling: held by who tells it turns of a rollout.
     """
 
-    def __init__(
-        self, requests: ChatRequests, failure: Callable[[str], EnvironmentFailure], timeout: float | None
-    ) -> None:
-        self.scope = anyio.CancelScope()
+    def __init__(self, requests: ChatRequests) -> None:
+        self.branch = 0
         self.told = 0
         self.given = ""
-        self.outcome: float | Drop | EnvironmentFailure | None = None
         self.full: Refusal | None = None
-        self.failure = failure
+        self.telling = anyio.Lock()
         self._requests = requests
-        self._timeout = math.inf if timeout is None else timeout
         self._tools: object = []
         self._format: tuple[HfTokenizer, ChatFormat] | None = None
         self._messages: list[Json] = []
@@ -267,45 +264,61 @@ class Conversation:
         self._turn: list[int] = []
         self._read: list[int] = []
         self._last: Request | None = None
-        self._news = anyio.Event()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a first request."""
+        return self._format is not None
 
     @property
     def request(self) -> Request | None:
         """The request that waits for a turn."""
         return None if self._last is None or self._last.reply is not None else self._last
 
-    def ask(self, body: Json, *, again: bool) -> tuple[Request, bool]:
-        """Return the request that ``body`` is, and whether it is one that was sent before.
+    def sent_before(self, digest: str, *, again: bool) -> Request | None:
+        """Return the last request if this is the same; ``again``: the client says that it may be one sent again."""
+        same = self._last is not None and self._last.digest == digest and (again or self.request is not None)
+        return self._last if same else None
 
-        Args:
-            body: of the request.
-            again: the client says that it may be one sent again.
+    def continued_by(self, messages: Sequence[Json], tools: object) -> int:
+        """Return how many of these messages it holds, if they continue it; 0 if they do not."""
+        before, same = self._before(messages)
+        goes_on = same == len(before) < len(messages) and _digest(tools) == _digest(self._tools)
+        return same if goes_on and self.request is None else 0
+
+    def ask(self, fields: Json, messages: list[Json], digest: str, *, single: str = "") -> Request:
+        """Take a request; ``single`` says why there is no other conversation that it may begin.
 
         Raises:
-            Refusal: it does not continue the conversation, or cannot be served.
+            Refusal: it does not continue the conversation, or there is no room.
         """
-        digest = _digest(body)
-        if self._last is not None and self._last.digest == digest and (again or self.request is not None):
-            return self._last, True
         if self.full is not None:
             raise self.full
-        fields = self._requests.check(body)
         if self.request is not None:
             raise Refusal(
-                "a request of this key is unanswered, and another came: a key has one conversation, so await each "
-                "answer before the next request"
+                f"a request of this key is unanswered, and another came: a key has one conversation, since {single}, "
+                "so await each answer before the next request"
             )
-        messages, tools = self._requests.messages(fields), fields.get("tools") or []
+        tools = fields.get("tools") or []
         if self._format is None:
             self._format, self._tools = self._requests.format(tools), tools
             tokens, answers = self._prompt(messages), 0
         else:
-            tokens, answers = self._following(messages, tools)
+            tokens, answers = self._following(messages, tools, single)
         ids, logprobs = bool(fields.get("return_token_ids")), bool(fields.get("logprobs"))
         self._last = Request(messages, np.array(tokens, np.int32), answers, digest, ids, logprobs)
         self.given = _digest([self.given, tokens])
-        self._news.set()
-        return self._last, False
+        return self._last
+
+    def _before(self, messages: Sequence[Json]) -> tuple[list[Json], int]:
+        # What was said, as these messages would show it, and how many of them are that.
+        before = self._messages
+        if before and not before[-1]["content"].strip() and not before[-1].get("tool_calls"):
+            shown_again = any(each["role"] == "assistant" for each in messages[len(before) - 1 :])
+            before = before if shown_again else before[:-1]  # frameworks leave out an answer that says nothing
+        pairs = zip(map(_plain, messages), map(_plain, before), strict=False)
+        known = min(len(messages), len(before))
+        return before, next((at for at, (now, then) in enumerate(pairs) if now != then), known)
 
     def _prompt(self, messages: list[Json]) -> list[int]:
         assert self._format is not None  # noqa: S101 - set by whoever calls
@@ -316,16 +329,11 @@ class Conversation:
             self._format = None
             raise Refusal(f"the policy's chat template cannot render the messages: {one_line(error)}") from error
 
-    def _following(self, messages: list[Json], tools: object) -> tuple[list[int], int]:
-        before = self._messages
-        if not before[-1]["content"].strip() and not before[-1].get("tool_calls"):
-            shown_again = any(each["role"] == "assistant" for each in messages[len(before) - 1 :])
-            before = before if shown_again else before[:-1]  # frameworks leave out an answer that says nothing
-        pairs = zip(map(_plain, messages), map(_plain, before), strict=False)
-        same = next((at for at, (now, then) in enumerate(pairs) if now != then), min(len(messages), len(before)))
+    def _following(self, messages: list[Json], tools: object, single: str) -> tuple[list[int], int]:
+        before, same = self._before(messages)
         wanted = (
             "expected the messages of the request before, then its answer, then new ones: a key has one conversation, "
-            "so leave out what begins another or changes what was said, such as a summary"
+            f"since {single}, so leave out what begins another or changes what was said, such as a summary"
         )
         if _digest(tools) != _digest(self._tools):
             raise Refusal(f"the tools are others than in the request before; {wanted}", code="history_changed")
@@ -359,27 +367,6 @@ class Conversation:
             raise Refusal(f"message {number} answers the call {called!r}, which the turn before did not make")
         name, own = self._names[called]
         return {"role": "tool", "name": name, "content": message["content"], "tool_call_id": own}
-
-    async def heard(self) -> Request | None:
-        """Return the agent's next request, or ``None`` once it has ended.
-
-        Raises:
-            EnvironmentFailure: it failed, does nothing for too long, or ended before its request was answered.
-        """
-        with anyio.move_on_after(self._timeout):
-            while self.outcome is None and self.request is None:
-                self._news = anyio.Event()
-                await self._news.wait()
-        if isinstance(self.outcome, EnvironmentFailure):
-            raise self.outcome
-        if self.outcome is None and self.request is None:
-            raise self.failure(
-                f"neither asked for anything nor returned within {self._timeout:g} s: raise the timeout, or see what "
-                "it waits for"
-            )
-        if self.outcome is not None and self.request is not None:
-            raise self.failure("returned while its request was unanswered: expected it to await each answer")
-        return self.request
 
     def tell(self, turn: Sequence[int], logprobs: Sequence[float] = (), *, whole: bool = True) -> None:
         """Answer the request that waits with a turn.
@@ -436,13 +423,8 @@ class Conversation:
         }
         return found | ({"prompt_token_ids": [*self._read]} if request.shows_ids else {})
 
-    def end(self, outcome: float | Drop | EnvironmentFailure) -> None:
-        """Note how the agent ended."""
-        self.outcome = outcome
-        self._news.set()
-
     def refuse(self, refusal: Refusal) -> None:
-        """Refuse what the agent has asked for and will."""
+        """Refuse what was asked for here and will be."""
         self.full = refusal
         if (request := self.request) is not None:
             request.settle(refusal)
@@ -455,6 +437,166 @@ def _logprobs(turn: Sequence[int], logprobs: Sequence[float], tokenizer: HfToken
         parts = None if "\ufffd" in text else list(text.encode())  # the token may be a part of a character
         content.append({"token": text, "logprob": logprob, "bytes": parts, "top_logprobs": []})
     return {"content": content, "refusal": None}
+
+
+MOST: Final = 64
+"""Conversations that an agent may hold."""
+
+BRANCHES: Final = 2**20
+"""Above their numbers."""
+
+
+class Session:
+    """The conversations of an agent with the policy: the requests of one key.
+
+    Args:
+        columns: of the row that the agent was given.
+        requests: read what is sent.
+        failure: returns an error that names the agent and its rollout.
+        timeout: seconds in which an agent asks for something or ends while it waits for no answer; then it has failed.
+        single: returns why it holds one conversation only; empty if it may hold several.
+        expected: conversations of a resumed run, which the agent has not begun anew.
+        longest: the most tokens that a prompt may have.
+
+    Attributes:
+        conversations: by their numbers; the first is 0.
+        open: the numbers of those whose responses have no reward yet.
+        unopened: those for which no response was begun.
+        outcome: how the agent ended; ``None`` while it goes on.
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, object],
+        requests: ChatRequests,
+        failure: Callable[[str], EnvironmentFailure],
+        timeout: float | None,
+        *,
+        single: Callable[[], str],
+        expected: set[int],
+        longest: float,
+    ) -> None:
+        self.columns = columns
+        self.scope = anyio.CancelScope()
+        self.outcome: float | Drop | EnvironmentFailure | None = None
+        self.failure = failure
+        self.conversations = {0: Conversation(requests)}
+        self.open = {0}
+        self.unopened: list[Conversation] = []
+        self._requests = requests
+        self._timeout = math.inf if timeout is None else timeout
+        self._single = single
+        self._expected = expected
+        self._longest = longest
+        self._closed: Refusal | None = None
+        self._news = anyio.Event()
+
+    @property
+    def first(self) -> Conversation:
+        """The conversation that the agent began with."""
+        return self.conversations[0]
+
+    def ask(self, body: Json, *, again: bool) -> tuple[Request, bool]:
+        """Return the request that ``body`` is, and whether it is one that was sent before.
+
+        Args:
+            body: of the request.
+            again: the client says that it may be one sent again.
+
+        Raises:
+            Refusal: it cannot be served, or begins another conversation where there may be one only.
+        """
+        digest = _digest(body)
+        for each in self.conversations.values():
+            if (found := each.sent_before(digest, again=again)) is not None:
+                return found, True
+        if self._closed is not None:
+            raise self._closed
+        fields = self._requests.check(body)
+        messages, tools = self._requests.messages(fields), fields.get("tools") or []
+        talk = max(self.conversations.values(), key=lambda each: each.continued_by(messages, tools))
+        if self.first.begun and not talk.continued_by(messages, tools):
+            talk = self._another()
+        request = talk.ask(fields, messages, digest, single=self._single())
+        if talk is not self.first and not talk.branch:
+            self._begin(talk, request)
+        self.notify()
+        return request, False
+
+    def _another(self) -> Conversation:
+        if self._single():
+            return self.first  # which refuses it, and says why
+        if len(self.conversations) == MOST:
+            raise Refusal(f"an agent may hold {MOST} conversations: continue one of them")
+        return Conversation(self._requests)
+
+    def _begin(self, talk: Conversation, request: Request) -> None:
+        if len(request.tokens) > self._longest:
+            raise Refusal(
+                f"the first request of another conversation has {len(request.tokens)} tokens, more than "
+                f"{self._longest:.0f}: shorten its messages",
+                code="context_length_exceeded",
+            )
+        talk.branch = crc32(request.tokens.tobytes()) % BRANCHES
+        while talk.branch in self.conversations:
+            talk.branch = (talk.branch + 1) % BRANCHES
+        self.conversations[talk.branch] = talk
+        self.open.add(talk.branch)
+        if talk.branch in self._expected:
+            self._expected.remove(talk.branch)
+        else:
+            self.unopened.append(talk)
+
+    def notify(self) -> None:
+        """Wake whoever waits for news of the agent."""
+        self._news.set()
+        self._news = anyio.Event()
+
+    async def held(self, branch: int) -> Conversation | None:
+        """Return a conversation once the agent has begun it, or ``None`` if it ended before.
+
+        Raises:
+            EnvironmentFailure: it failed, or does nothing for too long.
+        """
+        await self._wait(lambda: branch in self.conversations)
+        return self.conversations.get(branch)
+
+    async def heard(self, talk: Conversation) -> Request | None:
+        """Return the agent's next request in a conversation, or ``None`` once it has ended.
+
+        Raises:
+            EnvironmentFailure: it failed, does nothing for too long, or ended before its request was answered.
+        """
+        await self._wait(lambda: talk.request is not None)
+        if self.outcome is not None and talk.request is not None:
+            raise self.failure("returned while its request was unanswered: expected it to await each answer")
+        return talk.request
+
+    async def _wait(self, there: Callable[[], bool]) -> None:
+        while self.outcome is None and not there():
+            news, idle = self._news, all(each.request is None for each in self.conversations.values())
+            with anyio.move_on_after(self._timeout if idle else math.inf) as waiting:
+                await news.wait()
+            if waiting.cancelled_caught:
+                raise self.failure(
+                    f"neither asked for anything nor returned within {self._timeout:g} s: raise the timeout, or see "
+                    "what it waits for"
+                )
+        if isinstance(self.outcome, EnvironmentFailure):
+            raise self.outcome
+
+    def end(self, outcome: float | Drop | EnvironmentFailure) -> None:
+        """Note how the agent ended."""
+        self.outcome = outcome
+        self.open -= {each.branch for each in self.unopened}
+        self.unopened.clear()
+        self.notify()
+
+    def close(self, refusal: Refusal) -> None:
+        """Refuse what the agent has asked for and will."""
+        self._closed = refusal
+        for each in self.conversations.values():
+            each.refuse(refusal)
 
 
 def as_events(completion: Json, *, with_usage: bool) -> str:

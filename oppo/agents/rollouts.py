@@ -7,8 +7,9 @@
     agent  -> the messages behind it    -> tokens after the turn -> the policy
     agent  -> a number, at its end                               -> the reward of the response      AgentReward
 
-The key of an agent names its conversation. What it says after a turn becomes tokens by
-:meth:`oppo.hf.chat.ChatFormat.answer`: nothing that was said before is rendered again.
+The key of an agent names its conversations. What it says after a turn becomes tokens by
+:meth:`oppo.hf.chat.ChatFormat.answer`: nothing that was said before is rendered again. A request that continues none of
+its conversations begins another one, a branch: a further response of the rollout's unit, with the same reward.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import copy
 import math
 import secrets
 import socket
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -29,7 +30,7 @@ import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
-from oppo.agents.conversation import MODEL, ChatRequests, Conversation, Refusal, Request, as_events
+from oppo.agents.conversation import MODEL, ChatRequests, Conversation, Refusal, Request, Session, as_events
 from oppo.declared import require_real
 from oppo.environments import EnvironmentFailure
 from oppo.errors import ConfigError, DataError, ProtocolError, as_itself, one_line, running_loop, shown
@@ -39,7 +40,7 @@ from oppo.log import logger
 from oppo.models import SamplingSettings
 from oppo.placement.detached import run_detached
 from oppo.scorers import ScorerCapabilities
-from oppo.turns import Answer, Turn
+from oppo.turns import Answer, Branching, Turn
 from oppo.user_code import CheckedFunction, UserFunction
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class CalledAgent(CheckedFunction[_Visit, str, float | Drop]):
         return float(result)
 
 
-class Agents:
+class Agents(Branching):
     """A function that is an agent, as the prompts, the environment and the reward of rollouts.
 
     It is run once for each rollout. Its first request is the prompt, the policy's turns are what it is answered, and
@@ -158,8 +159,12 @@ class Agents:
         self._server: Any = None
         self._users = 0
         self._waiting = 0
-        self._conversations: dict[tuple[int, int], Conversation] = {}
-        self._keys: dict[str, Conversation] = {}
+        self._sessions: dict[tuple[int, int], Session] = {}
+        self._keys: dict[str, Session] = {}
+        self._expected = defaultdict[tuple[int, int], set[int]](set)
+        self._begun = anyio.Event()
+        self.single = "no graph decodes others"
+        self.longest = math.inf
         self._samples: dict[str, list[float]] = {}
 
     @property
@@ -198,8 +203,8 @@ class Agents:
         if self._users or self._tasks is None:
             return
         tasks, self._tasks = self._tasks, None
-        for key in list(self._conversations):
-            self.close(key)
+        for key in list(self._sessions):
+            self._end(key)
         if self._server is not None:
             self._server.should_exit = self._server.force_exit = True
         await tasks.__aexit__(None, None, None)
@@ -248,13 +253,14 @@ class Agents:
 
         refused, repeated = False, False
         try:
-            conversation = self._asked(http)
+            session = self._asked(http)
             try:
                 body = await http.json()
             except ValueError as error:
                 raise Refusal(f"the request is no JSON: {one_line(error)}") from error
             again = http.headers.get("x-stainless-retry-count") != "0"
-            request, repeated = conversation.ask(body, again=again)
+            request, repeated = session.ask(body, again=again)
+            self._notify()
             completion = await request.result()
             if not body.get("stream"):
                 return JSONResponse(completion)
@@ -278,7 +284,7 @@ class Agents:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "oppo"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    def _asked(self, http: HttpRequest) -> Conversation:
+    def _asked(self, http: HttpRequest) -> Session:
         kind, _, key = http.headers.get("authorization", "").partition(" ")
         found = self._keys.get(key.strip())
         if kind.lower() != "bearer" or found is None:
@@ -289,7 +295,7 @@ class Agents:
             )
         return found
 
-    def start(self, prompt: Prompt) -> Conversation:
+    def start(self, prompt: Prompt) -> Session:
         """Run the agent of a rollout, in place of one that there is.
 
         Raises:
@@ -297,16 +303,25 @@ class Agents:
         """
         if self._tasks is None:
             raise ProtocolError("agents run in a run only: open the graph first")
-        self.close(_key(prompt))
+        key = _key(prompt)
+        self._end(key)
         where = f"rollout {prompt.admission}.{prompt.sample}"
-        talk = Conversation(self._requests, partial(self._agent.failure, where=where), self._timeout)
+        session = Session(
+            prompt.columns,
+            self._requests,
+            partial(self._agent.failure, where=where),
+            self._timeout,
+            single=lambda: self.single,
+            expected=self._expected[key],
+            longest=self.longest,
+        )
         visit = _Visit(prompt.columns, self._url, f"oppo-{secrets.token_hex(16)}")
-        self._conversations[_key(prompt)] = self._keys[visit.key] = talk
-        self._tasks.start_soon(self._run, visit, talk, where, name=f"agent of {where}")
-        return talk
+        self._sessions[key] = self._keys[visit.key] = session
+        self._tasks.start_soon(self._run, visit, session, where, name=f"agent of {where}")
+        return session
 
-    async def _run(self, visit: _Visit, talk: Conversation, where: str) -> None:
-        with talk.scope:
+    async def _run(self, visit: _Visit, session: Session, where: str) -> None:
+        with session.scope:
             try:
                 if self._agent.user.is_async:
                     outcome: float | Drop | EnvironmentFailure = await self._agent.answer(visit, where)
@@ -314,54 +329,121 @@ class Agents:
                     outcome = await run_detached(f"oppo-{self.name}", partial(self._agent.call, visit, where))
             except EnvironmentFailure as failure:
                 outcome = failure
-            talk.end(outcome)
+            session.end(outcome)
 
-    def close(self, key: tuple[int, int]) -> None:
-        """End the agent of a rollout, if there is one."""
-        if (talk := self._conversations.pop(key, None)) is not None:
-            self._keys = {name: each for name, each in self._keys.items() if each is not talk}
-            talk.refuse(Refusal("the rollout of this key has ended", code="rollout_ended"))
-            talk.scope.cancel()
+    def close(self, prompt: Prompt) -> None:
+        """End a response; with the last one of its agent, end that, if there is one."""
+        session = self._sessions.get(_key(prompt))
+        if session is not None:
+            session.open.discard(prompt.branch)
+            if not session.open:
+                self._end(_key(prompt))
 
-    async def heard(self, talk: Conversation) -> Request | None:
-        """Return the next request of an agent; see :meth:`Conversation.heard`."""
+    def _end(self, key: tuple[int, int]) -> None:
+        if (session := self._sessions.pop(key, None)) is not None:
+            self._keys = {name: each for name, each in self._keys.items() if each is not session}
+            self._expected.pop(key, None)
+            session.close(Refusal("the rollout of this key has ended", code="rollout_ended"))
+            session.scope.cancel()
+
+    async def heard(self, session: Session, talk: Conversation) -> Request | None:
+        """Return the next request of an agent; see :meth:`Session.heard`."""
         self._waiting += 1
         try:
-            return await talk.heard()
+            return await session.heard(talk)
         finally:
             self._waiting -= 1
 
-    async def asked(self, talk: Conversation) -> Request:
+    async def asked(self, session: Session) -> Request:
         """Return the first request of an agent.
 
         Raises:
             EnvironmentFailure: there is none.
         """
-        request = await self.heard(talk)
+        request = await self.heard(session, session.first)
         if request is None:
-            raise talk.failure(f"returned {shown(talk.outcome)} without a request: {_WANTED}")
+            raise session.failure(f"returned {shown(session.outcome)} without a request: {_WANTED}")
         return request
 
-    async def _having_told(self, prompt: Prompt, number: int, given: str, said: _Said) -> Conversation:
-        # The conversation in which so many turns were told and the next one is waited for.
-        talk = self._conversations.get(_key(prompt))
-        if talk is None or talk.told != number:
-            talk = self.start(prompt)
-        if not talk.told and not np.array_equal(first := (await self.asked(talk)).tokens, prompt.tokens):
-            raise _Astray(
-                f"the agent of rollout {prompt.rollout} began with {_difference(first, prompt.tokens)}: expected the "
-                "same messages and tools for each response to a row, and after a resume"
-            )
-        for turn in (await said())[talk.told : number] if talk.told < number else ():
-            talk.tell(turn.tokens.tolist(), turn.logprobs.tolist())
-            if await self.heard(talk) is None:
-                raise _Astray(f"the agent of rollout {prompt.rollout} ended earlier than before the run was resumed")
-        if given and talk.given != given:
-            raise _Astray(
-                f"the agent of rollout {prompt.rollout} said something else than before the run was resumed, after the "
-                "same turns"
-            )
+    async def branch(self, holds: Callable[[int], bool]) -> Prompt:
+        """Return the prompt of the next further conversation; see :class:`oppo.turns.Branching`."""
+        while True:
+            begun = self._begun
+            for (admission, sample), session in self._sessions.items():
+                if session.first.told and session.unopened and holds(admission):
+                    talk = session.unopened.pop(0)
+                    assert talk.request is not None  # noqa: S101 - its first
+                    return Prompt(
+                        0, admission, talk.request.tokens, sample, columns=session.columns, branch=talk.branch
+                    )
+            await begun.wait()
+
+    def _notify(self) -> None:
+        self._begun.set()
+        self._begun = anyio.Event()
+
+    def refuse(self, branch: Prompt) -> None:
+        """Refuse a conversation whose unit is complete."""
+        self._sessions[_key(branch)].conversations[branch.branch].refuse(_FULL)
+        self.close(branch)
+
+    def expect(self, branch: Prompt) -> None:
+        """Take the conversation of an agent that is run anew for the one that it has held."""
+        self._expected[_key(branch)].add(branch.branch)
+
+    def ended(self, finish: Finish) -> None:
+        """Tell the agent of the end of a response, if that was no turn."""
+        assert self._tasks is not None  # noqa: S101 - responses end in a run only
+        session = self._session(finish.response.prompt, math.inf)
+        self._tasks.start_soon(self._told_end, session, finish, name=f"end of rollout {finish.rollout}")
+
+    async def _told_end(self, session: Session, finish: Finish) -> None:
+        with suppress(EnvironmentFailure):  # its reward says so
+            await self._finished(session, finish)
+
+    def _session(self, prompt: Prompt, told: float) -> Session:
+        session = self._sessions.get(_key(prompt))
+        anew = session is not None and not prompt.branch and session.first.told > told
+        return self.start(replace(prompt, branch=0)) if session is None or anew else session
+
+    async def _having_told(
+        self, session: Session, prompt: Prompt, number: int, said: _Said, *, cut: bool = False
+    ) -> Conversation:
+        # The conversation of a rollout, in which so many turns were told; ``cut``: the last one was not whole.
+        talk = await session.held(prompt.branch)
+        if talk is None:
+            raise _Astray(f"the agent of rollout {prompt.rollout} ended earlier than before the run was resumed")
+        async with talk.telling:
+            for at, turn in enumerate(await said() if talk.told < number else ()):
+                if talk.told <= at < number:
+                    await self._asked_in(session, talk, prompt)
+                    self._tell(
+                        session, talk, turn.tokens.tolist(), turn.logprobs.tolist(), whole=not cut or at < number - 1
+                    )
         return talk
+
+    async def _asked_in(self, session: Session, talk: Conversation, prompt: Prompt) -> None:
+        request = await self.heard(session, talk)
+        if request is None:
+            raise _Astray(f"the agent of rollout {prompt.rollout} ended earlier than before the run was resumed")
+        if not talk.told and not np.array_equal(request.tokens, prompt.tokens):
+            raise _Astray(
+                f"the agent of rollout {prompt.rollout} began with {_difference(request.tokens, prompt.tokens)}: "
+                "expected the same messages and tools for each response to a row, and after a resume"
+            )
+
+    def _tell(
+        self,
+        session: Session,
+        talk: Conversation,
+        turn: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        whole: bool = True,
+    ) -> None:
+        talk.tell(turn, logprobs, whole=whole)
+        session.notify()
+        self._notify()
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
         """Return what the agent says after a turn, ``None`` once it has returned, or a ``Drop``.
@@ -370,29 +452,48 @@ class Agents:
             EnvironmentFailure: the agent failed, and failures are not dropped.
         """
         state: Any = turn.state or {"given": ""}
-        number, kept = turn.prompt.rollout, False
+        session = self._session(turn.prompt, turn.number)
         try:
-            talk = await self._having_told(turn.prompt, turn.number, state["given"], turn.said)
+            talk = await self._having_told(session, turn.prompt, turn.number, turn.said)
+            await self._asked_in(session, talk, turn.prompt)
+            if state["given"] and talk.given != state["given"]:
+                raise _Astray(
+                    f"the agent of rollout {turn.prompt.rollout} said something else than before the run was resumed, "
+                    "after the same turns"
+                )
             shows = talk.request is not None and talk.request.shows_logprobs
             logprobs = (await turn.said())[turn.number].logprobs.tolist() if shows else ()
-            talk.tell(turn.tokens.tolist(), logprobs)
-            request = await self.heard(talk)
-            if request is None and isinstance(talk.outcome, Drop):
-                return replace(talk.outcome, rollout=number)
-            kept = True
-            if request is None:
-                return None
-            return Answer(request.tokens, {"given": talk.given}, calls=request.answers)
+            self._tell(session, talk, turn.tokens.tolist(), logprobs)
+            request = await self.heard(session, talk)
         except EnvironmentFailure as failure:
-            return self._dropped(number, failure)
-        finally:
-            if not kept:
-                self.close(_key(turn.prompt))
+            return self._dropped(session, turn.prompt, failure)
+        if request is not None:
+            return Answer(request.tokens, {"given": talk.given}, calls=request.answers)
+        if not isinstance(session.outcome, Drop):
+            return None
+        self.close(turn.prompt)
+        return replace(session.outcome, rollout=turn.prompt.rollout)
 
-    def _dropped(self, rollout: int, failure: EnvironmentFailure) -> Drop:
+    def _dropped(self, session: Session, prompt: Prompt, failure: EnvironmentFailure) -> Drop:
+        if session.outcome is None:
+            session.end(failure)
+        self.close(prompt)
         if self._drops or isinstance(failure, _Astray):
-            return Drop(rollout, str(failure))
+            return Drop(prompt.rollout, str(failure))
         raise failure
+
+    async def _finished(self, session: Session, finish: Finish) -> Conversation:
+        # The conversation of a complete response, in which the agent was told the end of it.
+        prompt, cut = finish.response.prompt, finish.reason == "length"
+        turns = [each for each in finish.response.pieces() if isinstance(each, Chunk)]
+
+        async def said() -> list[Chunk]:
+            return turns
+
+        talk = await self._having_told(session, prompt, len(turns), said, cut=cut)
+        if cut:
+            talk.refuse(_FULL)
+        return talk
 
     async def earned(self, finish: Finish) -> float | Drop:
         """Return what the agent of a complete response returns, once it was told the end of it.
@@ -400,32 +501,22 @@ class Agents:
         Raises:
             EnvironmentFailure: the agent failed, and failures are not dropped.
         """
-        prompt, cut = finish.response.prompt, finish.reason == "length"
-        turns = [each for each in finish.response.pieces() if isinstance(each, Chunk)]
-        talk = self._conversations.get(_key(prompt))
+        prompt = finish.response.prompt
+        session = self._session(prompt, math.inf)
         try:
-            if talk is None or talk.told < len(turns):
-
-                async def said() -> list[Chunk]:
-                    return turns
-
-                talk = await self._having_told(prompt, len(turns) - 1, "", said)
-                talk.tell(turns[-1].tokens.tolist(), turns[-1].logprobs.tolist(), whole=not cut)
-            if cut:
-                talk.refuse(_FULL)
-            if await self.heard(talk) is not None:
+            talk = await self._finished(session, finish)
+            if await self.heard(session, talk) is not None:
                 raise _Astray(
                     f"the agent of rollout {finish.rollout} goes on, and had ended before the run was resumed"
                 )
-            outcome = talk.outcome
-            assert isinstance(outcome, float | Drop)  # noqa: S101 - a failure was raised
-            return replace(outcome, rollout=finish.rollout) if isinstance(outcome, Drop) else outcome
         except EnvironmentFailure as failure:
-            if cut and talk is not None and talk.full is _FULL and talk.outcome is failure:
-                return Drop(finish.rollout, f"the response had no room for more, and {failure}")
-            return self._dropped(finish.rollout, failure)
-        finally:
-            self.close(_key(prompt))
+            if finish.reason == "length" and session.outcome is failure and not isinstance(failure, _Astray):
+                failure = _Astray(f"the response had no room for more, and {failure}")
+            return self._dropped(session, prompt, failure)
+        self.close(prompt)
+        outcome = session.outcome
+        assert isinstance(outcome, float | Drop)  # noqa: S101 - a failure was raised
+        return replace(outcome, rollout=finish.rollout) if isinstance(outcome, Drop) else outcome
 
     def prompts(
         self,
@@ -441,6 +532,7 @@ class Agents:
             max_prompt_tokens: a prompt of more tokens is over-long.
             over_long: what becomes of those.
         """
+        self.longest = max_prompt_tokens
         return AgentPrompts(self, source, max_prompt_tokens, over_long)
 
 
@@ -480,7 +572,7 @@ class AgentPrompts(AsyncIterator[Prompt]):
         self._agents = agents
         self._source: Any = aiter(source) if isinstance(source, AsyncIterable) else iter(source)
         self._refuses = over_long == "error"
-        self._begun = deque[tuple[Prompt, Conversation, Mapping[str, Any]]]()
+        self._begun = deque[tuple[Prompt, Session, Mapping[str, Any]]]()
         self._state: Mapping[str, Any] = self._position()
 
     @property
@@ -514,11 +606,11 @@ class AgentPrompts(AsyncIterator[Prompt]):
             await self._begin()
             if not self._begun:
                 raise StopAsyncIteration
-            prompt, talk, self._state = self._begun.popleft()
-            tokens, fault = await self._first(prompt, talk)
+            prompt, session, self._state = self._begun.popleft()
+            tokens, fault = await self._first(prompt, session)
             if not fault:
                 return replace(prompt, tokens=tokens)
-            self._agents.close(_key(prompt))
+            self._agents.close(prompt)
             logger.warning(f"{fault}: the row is left out")
         raise EnvironmentFailure(f"{FAILURES} rows in a row gave no prompt; the last: {fault}")
 
@@ -531,9 +623,9 @@ class AgentPrompts(AsyncIterator[Prompt]):
                 return
             self._begun.append((prompt, self._agents.start(prompt), self._position()))
 
-    async def _first(self, prompt: Prompt, talk: Conversation) -> tuple[IntArray, str]:
+    async def _first(self, prompt: Prompt, session: Session) -> tuple[IntArray, str]:
         try:
-            tokens = (await self._agents.asked(talk)).tokens
+            tokens = (await self._agents.asked(session)).tokens
         except EnvironmentFailure as failure:
             if not self._agents.drops:
                 raise

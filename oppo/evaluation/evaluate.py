@@ -55,7 +55,7 @@ class Answers:
     """The responses to some prompts.
 
     Attributes:
-        rollouts: with their scores, in the order of the prompts, those to one prompt side by side.
+        rollouts: with their scores, in the order of the prompts, those to one prompt side by side; without branches.
         dropped: responses that have no score.
         measured: what the reward said of its parts, by metric, one number for each response.
     """
@@ -184,7 +184,7 @@ class Collect:
     ) -> None:
         """Report the step once every finished rollout is scored."""
         scored = await ScoredRollouts.of(rollout, score, reference=reference)
-        self._rollouts += scored.rollouts
+        self._rollouts += [each for each in scored.rollouts if not each.finish.response.prompt.branch]
         self._dropped += scored.dropped
         for _, each in step.recorded(Averaged):
             for name, values in each.values.items():

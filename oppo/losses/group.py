@@ -111,7 +111,10 @@ class PairwiseLoss:
         """Return the loss of the pairs, with the mean margin and the share of pairs that the policy ranks right."""
         sizes = inputs.groups.unique_consecutive(return_counts=True)[1]
         if (sizes > 2).any():
-            raise ConfigError("PairwiseLoss compares two responses to each prompt: give the recipe samples=2")
+            raise ConfigError(
+                "PairwiseLoss compares two responses to each prompt: give the recipe samples=2, and agents that hold "
+                "one conversation"
+            )
         paired = sizes.repeat_interleave(sizes) == 2
         gains = inputs.row_sums(inputs["logprobs"] - inputs["reference"])[paired].reshape(-1, 2)
         order = inputs["scores"][paired].reshape(-1, 2).diff(dim=1)[:, 0].sign()

@@ -97,7 +97,7 @@ class PooledDecode(Resident):
 
     @property
     def order(self) -> tuple[int, int]:
-        return self.prompt.admission, self.prompt.sample
+        return self.prompt.admission, self.prompt.stream
 
     @property
     def decodes(self) -> bool:

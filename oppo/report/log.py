@@ -58,6 +58,7 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
             "rollout": response.prompt.rollout,
             "admission": response.prompt.admission,
             "sample": response.prompt.sample,
+            **({"branch": response.prompt.branch} if response.prompt.branch else {}),
             "tokens": len(response),
             "reason": reason,
         }

@@ -92,6 +92,7 @@ def samples(
         yield {
             "step": step,
             "rollout": response.prompt.rollout,
+            **({"first": response.prompt.first} if response.prompt.branch else {}),
             "score": float(batch.scores[row]),
             "kl": None if kl is None else float(kl.sum()),
             "tokens": len(response),

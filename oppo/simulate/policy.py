@@ -509,7 +509,7 @@ class FakeDecode:
 
     def tokens(self, start: int, stop: int) -> IntArray:
         """Return the tokens at positions ``start .. stop``, int32 [stop - start]."""
-        key = (self.policy.seed, self.prompt.admission, self.prompt.sample)
+        key = (self.policy.seed, self.prompt.admission, self.prompt.stream)
         tokens = (noises(key, range(start, stop)) * 50_000).astype(np.int32)
         for at, given in self.answers.items():
             here = slice(max(at, start), min(at + len(given), stop))

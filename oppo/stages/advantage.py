@@ -352,6 +352,9 @@ class GAE(AdaptiveObjective):
 ALONE = "left alone in its group"
 """Reason of a drop for a response whose siblings were all dropped: it cannot be compared."""
 
+ASTRAY = "a branch of a response that is not trained"
+"""Reason of a drop for a further conversation of a sample whose first one has no advantage."""
+
 
 @dataclass(eq=False)
 class GroupRelative(AdaptiveObjective):
@@ -360,7 +363,8 @@ class GroupRelative(AdaptiveObjective):
     The return of a response is its shaped score minus ``kl`` times its KL to the reference. Its advantage, the same for
     each sampled token, follows from the returns of its group; rewards at tokens count by their sum. The batch has no
     critic's returns. A response that is dropped, or has a result or a return that is not finite, leaves its group; one
-    left alone is dropped too. It has the named inputs of :class:`BatchStage`.
+    left alone is dropped too. A branch is not compared: it has the advantage of its sample's first response. It has the
+    named inputs of :class:`BatchStage`.
 
     Attributes:
         advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO), ``centred`` (Dr. GRPO), ``batch_standardised`` or
@@ -410,23 +414,29 @@ class GroupRelative(AdaptiveObjective):
         drops = list(super().unfit(batch))
         gone = {drop.rollout for drop in drops}
         prompts = [response.prompt for response in batch.responses if response.prompt.rollout not in gone]
-        sizes = Counter(prompt.group for prompt in prompts)
-        return [*drops, *(Drop(prompt.rollout, ALONE) for prompt in prompts if sizes[prompt.group] == 1)]
+        sizes = Counter(prompt.group for prompt in prompts if not prompt.branch)
+        drops += [Drop(each.rollout, ALONE) for each in prompts if not each.branch and sizes[each.group] == 1]
+        compared = {each.rollout for each in prompts if not each.branch and sizes[each.group] > 1}
+        return [*drops, *(Drop(each.rollout, ASTRAY) for each in prompts if each.branch and each.first not in compared)]
 
     def estimated(self, batch: Batch) -> Batch:
         """Return the batch with rewards and advantages, and update the KL controller from it."""
         objective = self.objective(batch)
         rewards = objective.rewards(batch)
         returns = np.array([rewards[row].sum(dtype=np.float64) for row in batch.sampled_rows()], np.float32)
-        group_of = np.array([response.prompt.group for response in batch.responses], np.int64)
-        groups = [np.flatnonzero(group_of == group) for group in np.unique(group_of)]
-        deviation = float(returns.std(ddof=1, dtype=np.float64)) if len(returns) > 1 else 0.0
+        prompts = [response.prompt for response in batch.responses]
+        group_of = np.array([each.group for each in prompts], np.int64)
+        first = np.array([not each.branch for each in prompts], np.bool_)
+        groups = [np.flatnonzero(first & (group_of == group)) for group in np.unique(group_of)]
+        deviation = float(returns[first].std(ddof=1, dtype=np.float64)) if first.sum() > 1 else 0.0
         relative = np.zeros(len(batch), np.float32)
         if self.advantage == "each_reward":
             relative = _by_reward(batch, groups)
         else:
             for members in groups:
                 relative[members] = group_advantages(returns[members], self.advantage, deviation)
+        row_of = {each.rollout: row for row, each in enumerate(prompts)}
+        relative = relative[np.array([row_of[each.first] for each in prompts], np.int64)]
         advantages = np.where(batch.sampled, np.repeat(relative, np.diff(batch.offsets)), np.float32(0))
         metrics = {**objective.metrics(batch), **_spread([objective.shaped[members] for members in groups])}
         return replace(batch, rewards=rewards, advantages=advantages, metrics=metrics)
@@ -438,13 +448,14 @@ def _by_reward(batch: Batch, groups: Sequence[NDArray[np.int64]]) -> FloatArray:
             "advantage = 'each_reward' compares each of several rewards, and the scores are single numbers: expected "
             "those of oppo.Rewards, or of several [[rewards]] with names, none of which rewards tokens"
         )
-    total = np.zeros(len(batch), np.float64)
+    total, compared = np.zeros(len(batch), np.float64), np.zeros(len(batch), np.bool_)
+    compared[np.concatenate([np.zeros(0, np.int64), *groups])] = True
     for weight, scores in batch.named_scores.values():
         for members in groups:
             known = members[np.isfinite(scores[members])]
             if len(known) > 1:
                 total[known] += weight * group_advantages(scores[known], "standardised").astype(np.float64)
-    return whiten(total.astype(np.float32), np.ones(len(batch), np.bool_))
+    return whiten(total.astype(np.float32), compared)
 
 
 def _spread(groups: Sequence[FloatArray]) -> Mapping[str, float]:
@@ -537,6 +548,8 @@ class InParts:
         groups = defaultdict[int, list[ScoredRollout]](list)
 
         async def send_complete(each: ScoredRollout) -> None:
+            if each.finish.response.prompt.branch:
+                return
             members = groups[each.group]
             members.append(each)
             if len(members) == self.samples and (part := self._early(members)).sampled.any():

@@ -14,6 +14,7 @@ from typing import Any, Final, Self, TypeAlias, cast, get_args
 
 import anyio
 import numpy as np
+from anyio.abc import TaskGroup
 
 from oppo.admission import Admission, Observation, Refilling, ReportsMetrics, Restarting
 from oppo.admission.chunking import ChunkSize, Fixed
@@ -38,7 +39,7 @@ from oppo.stages.conversations import Conversations
 from oppo.stages.ledger import InFlightRollout, Ledger, RolloutSnapshot, Unit, require_prompt
 from oppo.stages.metrics import DecodeMeter, StepMetrics, observation
 from oppo.stages.selection import Round, Selection
-from oppo.turns import Environment, MultiTurnPolicy
+from oppo.turns import Branching, Environment, MultiTurnPolicy
 
 LENGTHS: Final = 256
 """Rollouts that ended last, by which the tokens of the next ones are expected."""
@@ -104,6 +105,7 @@ class Generate:
         if self.environment is not None:
             require_turns(self.policy)
         self._conversations = None if self.environment is None else Conversations(self.environment)
+        self._branching = self.environment if isinstance(self.environment, Branching) else None
         self._ledger = Ledger(self.admission)
         self._opened = AsyncExitStack()
         self._in_flight: dict[int, InFlightRollout] = {}
@@ -114,6 +116,13 @@ class Generate:
     @property
     def _refills(self) -> bool:
         return isinstance(self.admission, Refilling)
+
+    @property
+    def _single(self) -> str:
+        if isinstance(self.admission, Restarting):
+            return f"{type(self.admission).__name__} begins late rollouts anew"
+        joins = self.policy.capabilities.adds_while_decoding
+        return "" if joins else f"{type(self.policy).__name__} decodes no rollouts that come later"
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opening:
@@ -229,6 +238,8 @@ class Generate:
         out = ended = Ended(out)
         step.record(ended)
         self._observe(step.observed)
+        if self._branching is not None:
+            self._branching.single = self._single
         await self._reopen()
         groups = await self._admit(prompts, step)
         complete = self._ledger.begin(groups)
@@ -317,6 +328,8 @@ class Generate:
                     if self._refills:
                         take = partial(self._take, prompts)
                         readers.start_soon(round_.refill, self._ledger, step.remaining, take, self._open, name="refill")
+                    if self._branching is not None:
+                        conversations.start_soon(self._branch, self._branching, round_, readers, name="branches")
                 conversations.cancel_scope.cancel()
         step.record(meter.decoded())
         if self._conversations is not None:
@@ -327,6 +340,22 @@ class Generate:
         placed = {prompt.rollout for unit in self._ledger.placed for prompt in unit.prompts}
         if broken := sorted(placed & self._in_flight.keys()):
             raise ProtocolError(f"the policy reported that rollouts {broken} finished, but never gave their last piece")
+
+    async def _branch(self, branching: Branching, round_: DecodingRound, readers: TaskGroup) -> None:
+        while True:
+            branch = (await branching.branch(self._ledger.holds)).numbered(self.samples)
+            readers.start_soon(self._join, branching, branch, round_, name=f"open rollout {branch.rollout}")
+
+    async def _join(self, branching: Branching, branch: Prompt, round_: DecodingRound) -> None:
+        joining = await self._open([(branch,)])
+        if not self._ledger.join(branch):
+            branching.refuse(branch)
+            await joining[0].aclose()
+            del self._in_flight[branch.rollout]
+            return
+        round_.meter.add(joining)
+        await round_.engine.add([rollout.decode for rollout in joining])
+        round_.begin(joining)
 
     async def _discard(self, unit: Unit) -> int:
         rollouts = [self._in_flight[prompt.rollout] for prompt in unit.prompts if prompt.rollout in self._in_flight]
@@ -388,6 +417,9 @@ class Generate:
                 dropped=snapshot.dropped,
                 tool_tokens=int((~response.sampled).sum()),
             )
+            if self._branching is not None and prompt.branch:
+                self._branching.expect(prompt)
+            self._tell_end(self._in_flight[prompt.rollout])
 
     async def _decodes(self, rollouts: Sequence[Prompt | Response]) -> Sequence[Decode]:
         numbers = [(each if isinstance(each, Prompt) else each.prompt).rollout for each in rollouts]
@@ -420,10 +452,17 @@ class Generate:
                     return
                 if piece.state != "live":
                     rollout.reason, rollout.ended = piece.state, anyio.current_time()
+                    self._tell_end(rollout)
             ended(rollout)
             unit = self._ledger.place_of(rollout.prompt.rollout)
             if unit and all(self._in_flight[prompt.rollout].reason for prompt in unit.prompts):
                 await self._finish(unit, out)
+
+    def _tell_end(self, rollout: InFlightRollout) -> None:
+        if self._branching is not None and rollout.reason is not None:
+            ending = rollout.ending()
+            if isinstance(ending, Finish):
+                self._branching.ended(ending)
 
     async def _finish(self, unit: Unit, out: Sender[RolloutEvent]) -> None:
         for number in [prompt.rollout for prompt in unit.prompts]:

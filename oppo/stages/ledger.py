@@ -40,7 +40,7 @@ class Unit:
     """Rollouts that are trained together.
 
     Attributes:
-        prompts: the rollouts, by their prompts, in sample order.
+        prompts: the rollouts, by their prompts, in sample order; then their branches.
         age: steps since admission.
         unfinished: those whose response is incomplete.
         placed: whether it has a place in the current step's batch.
@@ -234,6 +234,21 @@ class Ledger:
             self._unit_of |= {prompt.rollout: unit for unit in new for prompt in unit.prompts}
             self._decoding.update(unit.age for unit in new)
 
+    def holds(self, admission: int) -> bool:
+        """Return whether the unit of an admission is in the step."""
+        return any(unit.admission == admission for unit in self._live)
+
+    def join(self, branch: Prompt) -> bool:
+        """Let a branch join its unit; return whether it does, which a complete unit prevents."""
+        with self._changing:
+            unit = next((each for each in self._live if each.admission == branch.admission), None)
+            if unit is None or not unit.unfinished:
+                return False
+            unit.prompts = (*unit.prompts, branch)
+            unit.unfinished.add(branch.rollout)
+            self._unit_of[branch.rollout] = unit
+            return True
+
     def place_of(self, rollout: int) -> Unit | None:
         """Return the unit of a finished rollout if it has a place in this step's batch.
 
@@ -355,6 +370,7 @@ class RolloutSnapshot:
             "admission": prompt.admission,
             "sample": prompt.sample,
             "group": prompt.group,
+            "branch": prompt.branch,
             "prompt": prompt.tokens,
             "columns": dict(prompt.columns),
             "tokens": response.tokens,
@@ -379,6 +395,7 @@ class RolloutSnapshot:
             sample=state["sample"],
             group=state["group"],
             columns=state["columns"],
+            branch=state.get("branch", 0),
         )
         support = Support(state["support"], state["support_counts"])
         routed = RoutedExperts(state["routed_experts"], state["routed_counts"]) if "routed_counts" in state else None

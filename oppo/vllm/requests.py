@@ -243,7 +243,7 @@ def seed_of(seed: int, prompt: Prompt, start: int) -> int:
 
     A request that continues a response has another seed than the one that began it, so no noise is used twice.
     """
-    key = f"{seed} {prompt.admission} {prompt.sample} {start}".encode()
+    key = f"{seed} {prompt.admission} {prompt.stream} {start}".encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
 
 

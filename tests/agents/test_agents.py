@@ -230,7 +230,7 @@ def test_an_agent_that_does_otherwise_when_it_is_run_anew_loses_its_rollout_alon
             prompt = Prompt(0, 0, np.array([0], np.int32), columns={"first": first})
             begun = Rollout(agents, await anext(agents.prompts([prompt])))
             assert isinstance(await begun.say("Hm."), Answer)
-            agents.close((0, 0))
+            agents.close(begun.prompt)
             return await begun.say("So?")
 
     random_agent.count = 0  # type: ignore[attr-defined]
@@ -473,7 +473,7 @@ def test_an_answer_has_the_log_probs_of_the_behaviour_policy_if_asked() -> None:
 
     async def twice(rollout: Rollout) -> Rollout:
         assert isinstance(await rollout.say("Fünf"), Answer)
-        rollout.agents.close((0, 0))  # as a resume does
+        rollout.agents.close(rollout.prompt)  # as a resume does
         assert await rollout.say("5") is None
         return rollout
 

@@ -197,7 +197,7 @@ def test_held_out_rows_have_agents_and_one_that_asks_nothing_leaves_its_row_out(
     answers = run_virtual(main).answers
     assert [each.finish.response.prompt.columns["number"] for each in answers] == [0, 1, 3, 4, 5, 6]
     assert [each.score for each in answers] == [float(each.finish.response.sampled.sum()) for each in answers]
-    assert agents._conversations == {}
+    assert agents._sessions == {}
 
 
 def test_a_response_at_its_cap_has_the_reward_that_the_agent_gives_it() -> None:
@@ -234,4 +234,4 @@ def test_every_schedule_trains_each_rollout_once_and_as_it_was_said(
     assert len(rollouts) + len(reasons) == 4 * 3 * samples
     for score, response in pairs:
         check(score, response)
-    assert players.agents._conversations == {}
+    assert players.agents._sessions == {}

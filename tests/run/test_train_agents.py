@@ -18,6 +18,7 @@ from tests.workplace import oppo, records, resume
 TEMPLATE = (Path(__file__).parents[1] / "hf" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
 
 CODE = '''
+import asyncio
 import json
 
 import openai
@@ -81,6 +82,20 @@ async def calling(agent, prompt):
             assert error.body["code"] == "context_length_exceeded"
     calls = [part.args for each in messages for part in each.parts if isinstance(part, ToolCallPart)]
     return value_of(map(ord, "".join(map(str, calls))))
+
+
+async def chief(row, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+
+        async def ask(messages):
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            return reply.usage.completion_tokens
+
+        messages = list(row["prompt"])
+        earned = await ask(messages)
+        parts = [[{"role": "user", "content": f"{messages[0]['content']} Part {part}."}] for part in range(4)]
+        earned += sum(await asyncio.gather(*map(ask, parts)))
+        return float(earned % 7)
 
 
 async def broken(row, base_url, api_key):
@@ -174,6 +189,31 @@ def test_an_agent_trains_what_its_tools_would_in_serial_and_streamed_steps(folde
     lines = records(folder, "agents", "metrics.jsonl")
     assert sum(line["tools/call_frequency"] for line in lines) > 0
     assert all(line["agents/repeated"] == 0 for line in lines)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_helpers_of_an_agent_are_trained_with_its_reward_after_a_resume_too(folder: Path, algorithm: str) -> None:
+    options = [
+        "run.deterministic=false",
+        "agents.program=code.py:chief",
+        "run.keep_last=2",
+        "run.name=agents",
+        "run.logged_samples=99",
+    ]
+    assert oppo(folder, "", *ALGORITHMS[algorithm], *options) == DONE
+    before = records(folder, "agents", "samples.jsonl")
+    shutil.rmtree(folder / "runs" / "agents" / "checkpoints" / "step-000002")
+    assert resume(folder, "agents") == DONE
+    for lines in (before, records(folder, "agents", "samples.jsonl")):
+        families: dict[int, list[dict[str, Any]]] = {}
+        for line in sorted(lines, key=lambda each: each["rollout"]):
+            families.setdefault(line.get("first", line["rollout"]), []).append(line)
+        assert len(families) == 2 * 2 * (2 if algorithm == "grpo" else 1)
+        for family in families.values():
+            assert [line["prompt"].count("Part") for line in family] == [0, 1, 1, 1, 1]
+            assert len({line["prompt"] for line in family}) == 5
+            assert {line["score"] for line in family} == {family[0]["score"]}
+    assert all(line["agents/refused"] == 0 for line in records(folder, "agents", "metrics.jsonl"))
 
 
 def test_a_framework_that_calls_tools_is_trained_unchanged(folder: Path) -> None:

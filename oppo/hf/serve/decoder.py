@@ -78,8 +78,8 @@ class DecodeRow:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key of admission order: admission number and sample."""
-        return self.prompt.admission, self.prompt.sample
+        """Sort key of admission order: admission number and stream."""
+        return self.prompt.admission, self.prompt.stream
 
     def sequence(self) -> Tensor:
         """Return prompt and response so far, int64."""

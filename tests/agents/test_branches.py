@@ -1,0 +1,320 @@
+"""Agents that hold several conversations: each is trained once, in the unit of the first, however steps are cut."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import anyio
+import httpx2
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from oppo import Overcommit, grpo
+from oppo.admission import Admission, TailBatched
+from oppo.agents import Agents
+from oppo.agents.conversation import ChatRequests
+from oppo.evaluation import Evaluated, Evaluation
+from oppo.events import Batch, Chunk, Prompt, Response
+from oppo.models import Capabilities
+from oppo.testing import FakePolicy, FakeTrainer, run_virtual
+from tests.agents.test_agents import tokenizer
+from tests.agents.test_agents_in_graphs import Numbers
+
+
+@pytest.fixture(autouse=True)
+def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def formats(self: ChatRequests, tools: object) -> Any:
+        return Numbers(), Numbers()
+
+    monkeypatch.setattr(ChatRequests, "format", formats)
+
+
+@dataclass
+class Chief:
+    """An agent with helpers, each a conversation of its own, between its first turn and its second.
+
+    Attributes:
+        seconds: before each request, by row, conversation and turn.
+        together: helpers are asked at once; else one after the other.
+        faults: rows whose agent raises when its helpers are done.
+        leaving: rows whose agent does not go on with its first conversation then, as after a summary.
+    """
+
+    seconds: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
+    together: bool = False
+    faults: Sequence[int] = ()
+    leaving: Sequence[int] = ()
+    answered: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.agents = Agents(self.run, tokenizer(), on_failure="drop")
+
+    async def run(self, row: dict[str, Any], base_url: str, key: str) -> float:
+        said: list[int] = []
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(self.agents.app), base_url=base_url) as to:
+
+            async def turn(messages: list[dict[str, str]], conversation: int, number: int) -> bool:
+                await anyio.sleep(self.seconds.get((row["number"], conversation, number), 0.01))
+                authorization = {"Authorization": f"Bearer {key}"}
+                reply = await to.post("/chat/completions", json={"messages": messages}, headers=authorization)
+                self.answered[reply.json()["error"]["code"] if reply.status_code == 400 else ""] += 1
+                if reply.status_code == 400:
+                    return False
+                content = reply.json()["choices"][0]["message"]["content"]
+                said.append(int(content.partition(":")[0]))
+                messages += [{"role": "assistant", "content": content}, {"role": "user", "content": str(1 + number)}]
+                return True
+
+            async def help_(number: int) -> None:
+                messages = [{"role": "user", "content": str(1000 + 10 * row["number"] + number)}]
+                for at in range(number):
+                    await turn(messages, number, at)
+
+            main = [{"role": "user", "content": str(row["number"])}]
+            await turn(main, 0, 0)
+            if self.together:
+                async with anyio.create_task_group() as helpers:
+                    for number in range(1, 1 + row["helpers"]):
+                        helpers.start_soon(help_, number)
+            else:
+                for number in range(1, 1 + row["helpers"]):
+                    await help_(number)
+            if row["number"] in self.faults:
+                raise OSError
+            if row["number"] not in self.leaving:
+                await turn(main, 0, 1)
+        return float(sum(said))
+
+
+class Rows(Iterator[Prompt]):
+    """Rows from ``at`` on, which a resumed run reads on."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+
+    def __next__(self) -> Prompt:
+        at, self.at = self.at, self.at + 1
+        return Prompt(at, at, np.array([0], np.int32), group=at, columns={"number": at, "helpers": at % 3})
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+
+def helper(prompt: Prompt) -> int:
+    return int(prompt.tokens[1]) % 10 if prompt.branch else 0
+
+
+def length(prompt: Prompt) -> int:
+    return 9 + 20 * (prompt.admission % 4 == 0 and helper(prompt) == 1)
+
+
+def policy(*, adds: bool = True, **options: Any) -> FakePolicy:
+    can = Capabilities(turns=True, adds_while_decoding=adds)
+    return FakePolicy(
+        length=length, turns=lambda prompt: [3] if helper(prompt) != 1 else [], capabilities=can, **options
+    )
+
+
+def graph_of(chief: Chief, trainer: FakeTrainer, admission: Admission, *, samples: int = 2, **options: Any) -> Any:
+    agents = chief.agents
+    return grpo(
+        policy=policy(**options),
+        reward=agents.reward,
+        trainer=trainer,
+        admission=admission,
+        samples=samples,
+        environment=agents,
+    )
+
+
+def trained(
+    chief: Chief, admission: Admission, steps: int = 4, **options: Any
+) -> tuple[list[Batch], list[dict[str, float]], list[str]]:
+    trainer = FakeTrainer()
+    graph = graph_of(chief, trainer, admission, **options)
+
+    async def main() -> tuple[list[dict[str, float]], list[str]]:
+        async with graph.open(chief.agents.prompts(Rows())) as run:
+            reports = [report async for report in run.steps(steps)]
+        return [{**each.metrics} for each in reports], [drop.reason for each in reports for drop in each.dropped]
+
+    metrics, reasons = run_virtual(main)
+    return trainer.batches, metrics, reasons
+
+
+Row = tuple[float, float, list[int], list[bool]]
+
+
+def described(batches: Sequence[Batch]) -> dict[int, Row]:
+    """Return each response by its rollout: its score, its advantage, its tokens, and which are sampled."""
+    found: dict[int, Row] = {}
+    for batch in batches:
+        assert batch.advantages is not None
+        for row, span in enumerate(batch.rows()):
+            response = batch.responses[row]
+            (advantage,) = {*batch.advantages[span][response.sampled].tolist()}
+            tokens = [*response.prompt.tokens.tolist(), *response.tokens.tolist()]
+            assert response.prompt.rollout not in found
+            found[response.prompt.rollout] = float(batch.scores[row]), advantage, tokens, response.sampled.tolist()
+    return found
+
+
+def check(batches: Sequence[Batch], samples: int = 2, leaving: Sequence[int] = ()) -> None:
+    """Check each unit against what its agents must have said and counted."""
+    rows_of = described(batches)
+    responses = [each for batch in batches for each in batch.responses]
+    families: dict[tuple[int, int], dict[int, Response]] = {}
+    for each in responses:
+        families.setdefault((each.prompt.admission, each.prompt.sample), {})[each.prompt.branch] = each
+    for (admission, sample), family in families.items():
+        begun = sorted(int(family[at].prompt.tokens[1]) for at in family if at)
+        assert begun == [1000 + 10 * admission + at for at in range(1, 1 + admission % 3)]
+        turns = {at: [len(each.tokens) for each in family[at].pieces() if isinstance(each, Chunk)] for at in family}
+        assert len(turns[0]) == 2 - (admission in leaving)
+        found = [rows_of[each.prompt.rollout] for each in family.values()]
+        assert {score for score, *_ in found} == {float(sum(map(sum, turns.values())))}
+        assert len({advantage for _, advantage, *_ in found}) == 1
+        assert family[0].prompt.rollout == admission * samples + sample
+        assert {each.prompt.first for each in family.values()} == {family[0].prompt.rollout}
+
+
+def test_a_helper_s_conversation_is_trained_in_the_unit_of_its_agent() -> None:
+    chief = Chief()
+    batches, metrics, reasons = trained(chief, Overcommit(batch=4))
+    assert reasons == []
+    check(batches)
+    helpers = [each for batch in batches for each in batch.responses if each.prompt.branch]
+    assert len(helpers) == 2 * sum(at % 3 for at in range(16))
+    assert chief.answered.keys() <= {"", "rollout_ended"}  # of rows that were begun ahead
+    assert all(each["agents/refused"] == 0 for each in metrics)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_deferred_conversations_are_trained_as_in_serial_steps(together: bool) -> None:
+    late = {(at, at % 2, 1 - at % 2): 0.5 for at in range(0, 60, 3)}
+    streamed, metrics, reasons = trained(Chief(late, together=together), Overcommit(batch=4, overcommit=3))
+    assert reasons == []
+    check(streamed)
+    assert sum(each["deferral/deferred"] for each in metrics) > 0
+    serial, _, _ = trained(Chief(), Overcommit(batch=4))
+    one, other = described(serial), described(streamed)
+    assert len(one.keys() & other.keys()) > 20
+    assert all(one[rollout] == other[rollout] for rollout in one.keys() & other.keys())
+
+
+def test_what_an_agent_of_an_engine_that_adds_nothing_begins_is_refused() -> None:
+    for admission, options in (
+        (Overcommit(batch=4), {"adds": False}),
+        (TailBatched(batch=4), {"adds": True}),
+    ):
+        chief = Chief()
+        trained(chief, admission, steps=2, **options)
+        assert chief.answered["history_changed"] > 0
+
+
+def test_an_agent_that_goes_on_from_a_summary_earns_for_what_it_left() -> None:
+    leaving = range(1, 60, 3)
+    batches, _, reasons = trained(Chief(leaving=leaving), Overcommit(batch=4))
+    assert reasons == []
+    check(batches, leaving=leaving)
+
+
+@pytest.mark.parametrize(("cap", "refused"), [(5, True), (8, False)])
+def test_a_conversation_without_room_ends_and_the_others_go_on(cap: int, refused: bool) -> None:
+    chief = Chief()
+    batches, _, reasons = trained(chief, Overcommit(batch=6), cap=cap)
+    assert reasons == []
+    assert (chief.answered["context_length_exceeded"] > 0) == refused
+    for batch in batches:
+        families = Counter((each.prompt.admission, each.prompt.sample) for each in batch.responses)
+        assert all(count == 1 + admission % 3 for (admission, _), count in families.items())
+
+
+def test_an_agent_that_raises_loses_all_its_conversations() -> None:
+    batches, _, reasons = trained(Chief(faults=(1, 5)), Overcommit(batch=4))
+    left = {each.prompt.admission for batch in batches for each in batch.responses}
+    assert left >= {0, 2, 3, 4}
+    assert not left & {1, 5}
+    assert len(reasons) == 2 * (2 + 3)
+    assert all("raised OSError" in reason for reason in reasons)
+
+
+def test_rows_that_are_held_out_have_helpers_too_and_leave_deferred_agents_alone() -> None:
+    chief, trainer = Chief({(at, 1, 0): 0.5 for at in range(1, 60)}), FakeTrainer()
+    agents, held_out = chief.agents, list(islice(Rows(), 5))
+    graph = graph_of(chief, trainer, Overcommit(batch=4, overcommit=3))
+    evaluation = Evaluation(
+        prompts=held_out, reward=agents.reward, greedy=policy(), batch=3, environment=agents, asking=agents.prompts
+    )
+
+    async def main() -> list[Evaluated]:
+        found = []
+        async with graph.open(agents.prompts(Rows())) as run:
+            async for report in run.steps(4):
+                assert not report.dropped
+                found.append(await evaluation.measure(report.index))
+        return found
+
+    for evaluated in run_virtual(main):
+        assert [each.finish.response.prompt.columns["number"] for each in evaluated.answers] == [0, 1, 2, 3, 4]
+    check(trainer.batches)
+
+
+def resumed(chiefs: Sequence[Chief], killed: int, steps: int) -> list[Batch]:
+    """Return the batches of a run that is killed after so many steps and resumed with the other agents."""
+    trainers, admission, state, at = [FakeTrainer(), FakeTrainer()], Overcommit(batch=3, overcommit=3), None, 0
+
+    async def part(number: int, count: int) -> tuple[Any, int]:
+        prompts = chiefs[number].agents.prompts(Rows(at))
+        async with graph_of(chiefs[number], trainers[number], admission).open(prompts) as run:
+            if state is not None:
+                run.load_state_dict(state)
+            assert len([report async for report in run.steps(count)]) == count
+            return copy.deepcopy(run.state_dict()), prompts.state_dict()["at"]
+
+    state, at = run_virtual(part, 0, killed)
+    run_virtual(part, 1, steps - killed)
+    return [*trainers[0].batches, *trainers[1].batches]
+
+
+TIMES = st.dictionaries(
+    st.tuples(st.integers(0, 20), st.integers(0, 2), st.integers(0, 1)),
+    st.floats(0, 2).map(lambda each: round(each, 3)),
+    max_size=30,
+)
+
+
+@pytest.mark.schedules
+@settings(max_examples=12, deadline=None)
+@given(seconds=TIMES, together=st.booleans(), killed=st.integers(1, 3))
+def test_a_resumed_run_tells_an_agent_that_is_run_anew_the_turns_of_all_its_conversations(
+    seconds: Mapping[tuple[int, int, int], float], together: bool, killed: int
+) -> None:
+    batches = resumed([Chief(seconds, together) for _ in range(2)], killed, 4)
+    check(batches)
+    one, other = described(batches), described(trained(Chief(), Overcommit(batch=3), steps=6)[0])
+    assert len({rollout for rollout in one if rollout < 2**32}) == 4 * 3 * 2
+    assert all(one[rollout] == other[rollout] for rollout in one.keys() & other.keys())
+
+
+@pytest.mark.schedules
+@settings(max_examples=12, deadline=None)
+@given(
+    seconds=TIMES, faults=st.lists(st.integers(0, 20), max_size=4), together=st.booleans(), samples=st.integers(2, 3)
+)
+def test_every_schedule_trains_each_conversation_once_and_as_it_was_said(
+    seconds: Mapping[tuple[int, int, int], float], faults: Sequence[int], together: bool, samples: int
+) -> None:
+    chief = Chief(seconds, together, faults)
+    batches, _, reasons = trained(chief, Overcommit(batch=3, overcommit=2), samples=samples)
+    check(batches, samples)
+    first = {each.prompt.admission for batch in batches for each in batch.responses}
+    assert len(first) * samples + sum(samples for at in range(30) if at in faults) >= 4 * 3 * samples
+    assert all("raised OSError" in reason for reason in reasons)
+    assert chief.agents._sessions == {}
