@@ -161,12 +161,12 @@ class Assembly:
         self.places.abort()
 
     def close(self) -> None:
-        """End the process of a reward function, the places, and the engine, also if one of them fails to end."""
+        """End the process of a reward function, the engine, and the places, also if one of them fails to end."""
         with ExitStack() as stack:
             for each in self.scoring:
                 stack.callback(each.engine.close)
-            stack.callback(self.serving.close)
             stack.callback(self.places.close)
+            stack.callback(self.serving.close)  # while the places of its servers live
             stack.callback(capabilities_of(self.reward).close)
             if isinstance(self.environment, FunctionEnvironment | Tools):
                 stack.callback(self.environment.close)

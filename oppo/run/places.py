@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from oppo.config.rewards import ModelRewardSection, VllmRewardSection
 from oppo.config.sections import ModelsSection
 from oppo.config.settings import Settings
 from oppo.durable import make
-from oppo.errors import ConfigError, ModelRefused
+from oppo.errors import ConfigError, ModelRefused, OppoError
 from oppo.hf.devices import (
     SCORED,
     DeviceLayout,
@@ -43,11 +43,12 @@ from oppo.hf.model_files import located
 from oppo.hf.recipe import Loadable, ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.weights import SentWeights
 from oppo.libraries import require
 from oppo.log import logger, with_route
 from oppo.models import Policy, Sampling
 from oppo.observe import Reporter, SpanListener
-from oppo.placement import Place, PolicyPool, Process
+from oppo.placement import Hosted, Place, PolicyPool, Process
 from oppo.rewards.judge import key_of
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def with_types(settings: Settings, devices: Devices, assumed: Hardware | None = 
         capable = assumed is not None or torch.cuda.is_bf16_supported(including_emulation=False)
         models = replace(models, dtype="bfloat16" if devices.actor.type == "cuda" and capable else "float32")
     if models.lora_sync == "auto":
-        alone = models.dtype in {"bfloat16", "float16"} and "policy" not in devices.remote and not models.unfit_alone
+        alone = models.dtype in {"bfloat16", "float16"} and not models.unfit_alone
         models = replace(models, lora_sync="adapter" if alone else "merged")
     return settings.model_copy(update={"models": models})
 
@@ -367,17 +368,11 @@ def _check_started(settings: Settings, assumed: Hardware | None) -> None:
     )
     if assumed is None:
         require("http", "placement.policy_replicas and placement.remote with models.engine = 'vllm'", module="httpx")
-    remote, workers = "policy" in settings.remote, _workers(settings)
-    if workers > 1 and not remote:
+    if (workers := _workers(settings)) > 1 and "policy" not in settings.remote:
         raise ConfigError(
             f"placement.policy_replicas gives each replica of this machine a GPU, and [vllm] has {workers} workers: "
             "start servers yourself and name them in vllm.urls, place the policy in a cluster (placement.remote), or "
             "set vllm.data_parallel_size in the place of policy_replicas"
-        )
-    if remote and settings.models.lora_sync == "adapter":
-        raise ConfigError(
-            "models.lora_sync = 'adapter' writes adapters to a directory of this machine, and placement.remote has the "
-            "policy on another: set models.lora_sync = 'merged', or leave the policy out of placement.remote"
         )
 
 
@@ -463,7 +458,8 @@ def _on_vllm(request: ServeRequest) -> Serving:
     if (chosen := ServerSettings.of(request.settings.vllm)) is not None:
         return _on_servers(request, partial(_named_server, request, chosen), len(chosen.urls))
     if request.settings.starts_servers:
-        return _on_servers(request, _StartedServers(request), request.devices.replicas)
+        started = _StartedServers(request)
+        return _on_servers(request, started, request.devices.replicas, started.end)
     if request.settings.placement.share == "sleep":
         deferred = ", and the KV cache of deferred rollouts is recomputed" * bool(request.settings.step.most_overcommit)
         logger.info(f"vLLM sleeps while the policy is trained{deferred} (placement.share = 'sleep')")
@@ -489,7 +485,9 @@ def _policy_on(engine: Engine, request: ServeRequest) -> VllmPolicy:
         raise
 
 
-def _on_servers(request: ServeRequest, reach: Callable[[int], VllmServer], count: int) -> Serving:
+def _on_servers(
+    request: ServeRequest, reach: Callable[[int], VllmServer], count: int, end: Callable[[], None] = lambda: None
+) -> Serving:
     connected: list[VllmServer] = []
     reporters = [Reporter("policy" if count == 1 else f"policy {number}") for number in range(count)]
 
@@ -509,6 +507,7 @@ def _on_servers(request: ServeRequest, reach: Callable[[int], VllmServer], count
     def close() -> None:
         for server in connected:
             server.close()
+        end()
 
     with ExitStack() as stack, ThreadPoolExecutor(count) as threads:  # servers start side by side
         stack.callback(close)
@@ -529,21 +528,32 @@ class _StartedServers:
     def __init__(self, request: ServeRequest) -> None:
         self._request = request
         self._key = token_urlsafe(32)
-        self._started: set[int] = set()
+        self._hosted: dict[int, Hosted[ServerProcess]] = {}
 
     def __call__(self, number: int) -> VllmServer:
         from oppo.vllm.processes import ServerProcess  # noqa: PLC0415 - takes seconds to import
         from oppo.vllm.sync import HostedFile  # noqa: PLC0415
 
         request, places = self._request, self._request.places
-        place = places.replaced(number) if number in self._started else places.acting[number]
-        self._started.add(number)
+        place = places.replaced(number) if number in self._hosted else places.acting[number]
         logger.info(f"starting vLLM with {Path(request.settings.models.policy).name}, replica {number}")
         hosted = place.host(self._make(number), track=f"policy {number}")
-        url, path = anyio.run(hosted.call, "start", ServerProcess.whereabouts)
+
+        async def load(weights: SentWeights, version: str) -> None:
+            await hosted.load(partial(ServerProcess.write, version=version), weights)
+
         remote = "policy" in request.devices.remote
-        file = HostedFile(path, partial(hosted.load, ServerProcess.write)) if remote else None
-        return _server(url, request, api_key=self._key, file=file)
+        url, path = anyio.run(partial(hosted.call, "start", ServerProcess.whereabouts, writes=remote))
+        self._hosted[number] = hosted
+        return _server(url, request, api_key=self._key, file=None if path is None else HostedFile(path, load))
+
+    def end(self) -> None:
+        """End the servers whose places live, and remove what was written for them."""
+        from oppo.vllm.processes import ServerProcess  # noqa: PLC0415 - likewise
+
+        for hosted in self._hosted.values():
+            with suppress(OppoError):
+                anyio.run(hosted.call, "end", ServerProcess.end)
 
     def _make(self, number: int) -> Callable[[], ServerProcess]:
         from oppo.vllm.arguments import placed  # noqa: PLC0415 - takes seconds to import

@@ -39,8 +39,8 @@ from oppo.rollout_buffer import raise_first, response_to, unfinished
 from oppo.turns import StopCriteria
 from oppo.vllm.engine import Engine
 from oppo.vllm.requests import Request, VllmDecode, reports_supports
-from oppo.vllm.surface import Output, answered, engine_calls
-from oppo.vllm.sync import GRACE, cancelled_after, untied
+from oppo.vllm.surface import GRACE, Output, answered, cancelled_after, engine_calls
+from oppo.vllm.sync import untied
 
 TOLERATED: Final = 0.01
 """The share of what adapters add that rounding may take away without a warning."""

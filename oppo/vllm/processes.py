@@ -29,7 +29,7 @@ from torch import Tensor
 from oppo.durable import temporary
 from oppo.errors import ConfigError, one_line
 from oppo.vllm.plugin import LIFELINE, LOG, PARENT, transfer_of
-from oppo.vllm.sync import WeightFile, free_port
+from oppo.vllm.sync import AdapterFolder, WeightFile, free_port
 
 DEFAULTS: Final = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -289,6 +289,8 @@ class ServerProcess:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
         file, (held, lifeline) = EngineLog(log).path, os.pipe()
         self._lifeline: int | None = lifeline
+        self._written: WeightFile | AdapterFolder | None = None
+        self._adapts = adapters > 0
         with guarded(), environment(file, None, on_cpu=on_cpu), file.open("ab") as written:
             chosen = {
                 "VLLM_SERVER_DEV_MODE": "1",
@@ -314,15 +316,23 @@ class ServerProcess:
                 if not isinstance(error, RuntimeError):
                     raise
                 raise ConfigError(failure(model, error, file)) from error
-        self._weights = WeightFile()
 
-    def whereabouts(self) -> tuple[str, Path]:
-        """Return the URL of the server, and the file in which it finds the weights of :meth:`write`."""
-        return self.url, self._weights.path
+    def whereabouts(self, *, writes: bool) -> tuple[str, Path | None]:
+        """Return the URL of the server and, if :meth:`write` is to be called, where that writes."""
+        if writes:
+            self._written = AdapterFolder() if self._adapts else WeightFile()
+        return self.url, None if self._written is None else self._written.path
 
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write weights where the server finds them; see :class:`~oppo.vllm.sync.WeightFile`."""
-        self._weights.write(tensors)
+    def write(self, tensors: Mapping[str, Tensor], version: str) -> None:
+        """Write weights, or the adapter of a version, where the server finds them.
+
+        Raises:
+            ModelError: there is no room for them.
+        """
+        if isinstance(self._written, AdapterFolder):
+            self._written.write(tensors, version)
+        elif self._written is not None:
+            self._written.write(tensors)
 
     def _wait_until_ready(self, host: str, port: int) -> None:
         while self._process.poll() is None:
@@ -335,8 +345,8 @@ class ServerProcess:
         raise RuntimeError(f"it ended with exit code {self._process.returncode}")
 
     def end(self) -> None:
-        """End the server and its processes; idempotent."""
-        lifeline, self._lifeline = self._lifeline, None
+        """End the server and its processes, and remove what was written for it; idempotent."""
+        lifeline, self._lifeline, self._written = self._lifeline, None, None
         if lifeline is not None:
             os.close(lifeline)
             with suppress(ProcessLookupError):

@@ -32,9 +32,11 @@ from oppo.vllm.arguments import Route, room_for
 from oppo.vllm.engine import Engine
 from oppo.vllm.plugin import transfer_of
 from oppo.vllm.sync import (
+    AdapterFolder,
     AdapterSender,
     DeviceSender,
     FileSender,
+    HostedFile,
     ServedWeights,
     SharedFile,
     WeightFile,
@@ -319,8 +321,8 @@ class VllmServer(Engine):
         adapters: rank of the adapters that will be synced, without the weights that they are added to; 0: all weights
             are synced.
         weights_directory: where the file of weights is, for a server on another machine that has this directory too.
-        file: takes the weights to where the server reads them; ``None``: a file in that directory, or one of this
-            machine.
+        file: takes the weights, or the adapters, to where the server reads them; ``None``: a file in that directory, or
+            one of this machine.
         timeout: seconds for each call that moves no weights.
         trust_remote_code: the config of ``model`` may come with code.
         transport: of httpx, for tests; it is used for blocking calls too.
@@ -374,8 +376,11 @@ class VllmServer(Engine):
             else:
                 file = file or _weight_file(self.url, weights_directory)
                 found.agree(file.path, model, trust_remote_code=trust_remote_code)
-                directory = Path(weights_directory) if weights_directory else None
-                self.sender = AdapterSender(_adapter, directory) if adapters else FileSender(file=file)
+                self.sender = FileSender(file=file)
+                if adapters:
+                    directory = Path(weights_directory) if weights_directory else None
+                    folder = file if isinstance(file, HostedFile) else AdapterFolder(directory)
+                    self.sender = AdapterSender(_adapter, folder)
             found.settle()
         described = config["model_config"]
         self.name = Path(str(model or described["model"])).name

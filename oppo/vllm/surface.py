@@ -124,6 +124,9 @@ class AsyncEngine(Protocol):
         """Name the version of the weights that are served."""
 
 
+GRACE: Final = 20.0
+"""Seconds for which a cancellation waits while an engine takes weights."""
+
 LOOK: Final = 0.1
 """Seconds between two looks at whether an engine is dead that owes an answer."""
 
@@ -197,3 +200,21 @@ async def answered(engine: StartedEngine, *, shield: bool = False) -> AsyncItera
             calls.cancel_scope.cancel()
     if died:
         raise ModelLost(f"vLLM has died, and its rollouts are lost with it: {engine.advice}")
+
+
+@asynccontextmanager
+async def cancelled_after(seconds: float) -> AsyncIterator[None]:
+    """Give the body so many more seconds when it is cancelled from outside."""
+
+    async def outside() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            body.deadline = min(body.deadline, anyio.current_time() + seconds)
+
+    with as_itself():
+        async with anyio.create_task_group() as tasks:
+            with anyio.CancelScope(shield=True) as body:
+                tasks.start_soon(outside, name="watch for a cancellation")
+                yield
+            tasks.cancel_scope.cancel()

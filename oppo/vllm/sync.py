@@ -6,7 +6,8 @@
                                       a server on another machine has too; or, in a cluster, one of that machine
     trainer on the GPU of vLLM        CUDA IPC: handles of the tensors
     trainer on another GPU            NCCL
-    adapters alone                    a directory for each version, from which vLLM loads them in place of the last
+    adapters alone                    a directory for each version, from which vLLM loads them in place of the last: in
+                                      memory or in a directory of two machines; or, in a cluster, on that machine
 
 All workers serve the new weights, or none does. vLLM drives its own transfers (IPC, NCCL) from a thread that blocks,
 through a client of blocking calls; here it runs in a worker thread, and the client calls back to the event loop of the
@@ -171,24 +172,95 @@ class SharedFile:
 
 
 class HostedFile:
-    """A file on another machine, of an instance that is hosted there and writes it.
+    """A file, or a directory of adapters, on another machine, of an instance that is hosted there and writes it.
 
     Args:
-        path: of the file there.
-        load: gives the instance tensors to write, as :meth:`oppo.placement.place.Hosted.load` does.
+        path: of it there.
+        load: gives the instance tensors to write and their version, as :meth:`oppo.placement.place.Hosted.load` does.
     """
 
-    def __init__(self, path: Path, load: Callable[[SentWeights], Coroutine[object, object, None]]) -> None:
+    def __init__(self, path: Path, load: Callable[[SentWeights, str], Coroutine[object, object, None]]) -> None:
         self.path = path
         self._load = load
 
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send these tensors, of tied ones the first; called in a thread that the event loop waits for."""
-        anyio.from_thread.run(self._load, SentWeights(untied(tensors)))
+    def write(self, tensors: Mapping[str, Tensor], version: str = "") -> Path:
+        """Send these tensors, of tied ones the first, and return where they lie; not called on the event loop."""
+        anyio.from_thread.run(self._load, SentWeights(untied(tensors)), version)
+        return self.path / version
 
 
 WrittenFile: TypeAlias = WeightFile | SharedFile | HostedFile
 """What takes weights to where a server reads them."""
+
+
+class AdapterFolder:
+    """A directory for each version of an adapter: vLLM knows what it has cached by an adapter's name and path.
+
+    Two are there, the newest and the one that is served until it is loaded. They go with this object; those of killed
+    processes are removed by the next.
+
+    Args:
+        directory: in which they are; ``None``: they name matrices in memory, of which nothing is left when this process
+            ends, however it ends.
+
+    Attributes:
+        path: of the directory of all versions.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        memory, kept = Path("/dev/shm"), ExitStack()  # noqa: S108 - the directory in it is this run's own
+        parent = directory or (memory if memory.is_dir() else None)
+        try:
+            self.path = kept.enter_context(temporary("adapters", parent))
+        except OSError as error:
+            raise ConfigError(
+                f"adapters on their way to vLLM cannot be written to {parent} ({one_line(error)}): name a directory "
+                "that this machine and the server's both have"
+            ) from error
+        weakref.finalize(self, kept.close)
+        self._in_memory = directory is None
+        self._versions: dict[Path, WeightFile | None] = {}
+
+    def write(self, tensors: Mapping[str, Tensor], version: str) -> Path:
+        """Write the adapter of a version, as PEFT does, and return where it lies.
+
+        Raises:
+            ModelError: there is no room for it.
+        """
+        for old in list(self._versions)[:-1]:
+            rmtree(old, ignore_errors=True)
+            del self._versions[old]
+        path, rank = self.path / version, max(each.shape[0] for name, each in tensors.items() if ".lora_A." in name)
+        config = {
+            "peft_type": "LORA",
+            "r": rank,
+            "lora_alpha": rank,  # the matrices are scaled
+            "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+            "bias": "none",
+        }
+        file = WeightFile() if self._in_memory else None
+        try:
+            path.mkdir()
+            (path / "adapter_config.json").write_text(json.dumps(config))
+            if file is None:
+                save_file(untied(tensors), path / MATRICES)
+            else:
+                file.write(tensors)
+                (path / MATRICES).symlink_to(file.path)
+        except (OSError, SafetensorError, ModelError) as error:
+            rmtree(path, ignore_errors=True)
+            raise ModelError(
+                f"the adapter could not be written to {path}, and vLLM goes on with the old one ({one_line(error)})"
+            ) from error
+        self._versions[path] = file
+        return path
+
+
+MATRICES: Final = "adapter_model.safetensors"
+"""The file of an adapter's matrices."""
 
 
 def _swept(directory: Path, name: str) -> None:
@@ -332,10 +404,6 @@ DEADLINE: Final = 600.0
 """Seconds after which an engine that takes no weights counts as lost."""
 
 
-GRACE: Final = 20.0
-"""Seconds for which a cancellation waits while an engine takes weights."""
-
-
 @dataclass(frozen=True, slots=True)
 class InitRequest:
     """vLLM's ``WeightTransferInitRequest``, of which it reads this alone; vLLM takes seconds to import."""
@@ -394,11 +462,9 @@ class FileSender:
 class AdapterSender:
     """Sends adapters alone: the workers put their products beside the base, which they keep.
 
-    Each version has a directory of its own, since vLLM knows what it has cached by an adapter's name and path.
-
     Args:
         made: returns vLLM's request for the adapter of a name and a path; ``replaces``: in the place of the one before.
-        directory: in which the directories are; ``None``: one in memory, for workers on this machine.
+        folder: takes them to where the workers read them; by default one in memory, for workers on this machine.
         deadline: seconds that the engine has.
 
     Attributes:
@@ -408,27 +474,17 @@ class AdapterSender:
     def __init__(
         self,
         made: Callable[[str, str, bool], object],
-        directory: Path | None = None,
+        folder: AdapterFolder | HostedFile | None = None,
         deadline: float = DEADLINE,
     ) -> None:
         self._made = made
-        memory = Path("/dev/shm")  # noqa: S108 - the directory in it is this run's own
-        parent, kept = directory or (memory if memory.is_dir() else None), ExitStack()
-        try:
-            self._folder = kept.enter_context(temporary("adapters", parent))
-        except OSError as error:
-            raise ConfigError(
-                f"adapters on their way to vLLM cannot be written to {parent} ({one_line(error)}): name a directory "
-                "that this machine and the server's both have"
-            ) from error
-        weakref.finalize(self, kept.close)
+        self._folder = folder or AdapterFolder()
         self._deadline = deadline
-        self._newest: Path | None = None
         self.adapter: object | None = None
 
     async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
         """Write the adapter, and have the workers load it and compare what they hold; see :class:`WeightSender`."""
-        path = await anyio.to_thread.run_sync(self._written, tensors, version)
+        path = await anyio.to_thread.run_sync(self._folder.write, tensors, version)
         prints = await anyio.to_thread.run_sync(fingerprints, tensors)
         async with in_time(self._deadline, version):
             await llm.add_lora(self._made(version, str(path), True))
@@ -436,51 +492,6 @@ class AdapterSender:
             await llm.init_weight_transfer_engine(InitRequest({"adapter": str(path / MATRICES), "prints": prints}))
             await llm.update_weight_version(version)
         self.adapter = self._made(version, str(path), False)
-        before, self._newest = self._newest, path
-        if before is not None:
-            await anyio.to_thread.run_sync(rmtree, before, True)
-
-    def _written(self, tensors: Mapping[str, Tensor], version: str) -> Path:
-        path, rank = self._folder / version, max(each.shape[0] for name, each in tensors.items() if ".lora_A." in name)
-        config = {
-            "peft_type": "LORA",
-            "r": rank,
-            "lora_alpha": rank,  # the matrices are scaled
-            "target_modules": sorted({name.split(".")[-3] for name in tensors}),
-            "bias": "none",
-        }
-        try:
-            path.mkdir()
-            (path / "adapter_config.json").write_text(json.dumps(config))
-            save_file({name: each.detach().contiguous() for name, each in tensors.items()}, path / MATRICES)
-        except (OSError, SafetensorError) as error:
-            rmtree(path, ignore_errors=True)
-            raise ModelError(
-                f"the adapter could not be written to {path}, and vLLM goes on with the old one ({one_line(error)})"
-            ) from error
-        return path
-
-
-MATRICES: Final = "adapter_model.safetensors"
-"""The file of an adapter's matrices."""
-
-
-@asynccontextmanager
-async def cancelled_after(seconds: float) -> AsyncIterator[None]:
-    """Give the body so many more seconds when it is cancelled from outside."""
-
-    async def outside() -> None:
-        try:
-            await anyio.sleep_forever()
-        finally:
-            body.deadline = min(body.deadline, anyio.current_time() + seconds)
-
-    with as_itself():
-        async with anyio.create_task_group() as tasks:
-            with anyio.CancelScope(shield=True) as body:
-                tasks.start_soon(outside, name="watch for a cancellation")
-                yield
-            tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager

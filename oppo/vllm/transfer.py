@@ -5,10 +5,10 @@ vLLM imports this in its workers; :mod:`oppo.vllm.sync` is the other side.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,7 +179,7 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
             raise ValueError(f"the model that is trained has {', '.join(other)} as the one that is served")
         if init_info.path:
             try:
-                Path(init_info.path).open("rb").close()
+                os.close(os.open(init_info.path, os.O_RDONLY))  # a file, or a directory of adapters
             except OSError as error:
                 raise ValueError(
                     f"this worker cannot read the trainer's file ({error}): name a directory that both machines, or "

@@ -312,8 +312,12 @@ class StandInProcess:
     def __init__(self, model: Path, **given: Any) -> None:
         self.given = {"model": str(model), **given}
 
-    def whereabouts(self) -> tuple[str, Path]:
-        return f"http://127.0.0.1:{os.getpid()}/{json.dumps(self.given, default=str)}", Path("/weights")
+    def whereabouts(self, *, writes: bool) -> tuple[str, Path | None]:
+        assert not writes
+        return f"http://127.0.0.1:{os.getpid()}/{json.dumps(self.given, default=str)}", None
+
+    def end(self) -> None:
+        Path(self.given["log"]).with_name(f"ended-{os.getpid()}").touch()
 
 
 def test_replicas_are_servers_that_the_run_starts_in_processes_of_its_own(
@@ -335,6 +339,7 @@ def test_replicas_are_servers_that_the_run_starts_in_processes_of_its_own(
         assert given["given"]["max_num_seqs"] == 8
         assert (given["cores"], given["backend"], given["adapters"]) == (1, "file", 0)
         assert given["log"] == str(workplace / "runs" / "replicas" / "vllm.log")
+    assert len([*(workplace / "runs" / "replicas").glob("ended-*")]) == 2
 
 
 @pytest.mark.parametrize(
@@ -342,10 +347,6 @@ def test_replicas_are_servers_that_the_run_starts_in_processes_of_its_own(
     [
         (("step.kv_on_sync=keep",), "set step.kv_on_sync = 'recompute'"),
         (("vllm.tensor_parallel_size=2",), "[vllm] has 2 workers"),
-        (
-            ('placement.remote=["policy"]', "placement.cluster=auto", "models.lora_sync=adapter", "models.lora_rank=4"),
-            "set models.lora_sync = 'merged', or leave the policy out",
-        ),
     ],
 )
 def test_what_a_replica_on_vllm_cannot_do_is_refused_before_anything_is_loaded(

@@ -283,7 +283,8 @@ def test_the_type_of_the_weights_is_by_the_device_unless_it_is_chosen(
         (("models.dtype=float32",), "merged"),
         (("models.quantization=nf4",), "merged"),
         (("models.engine=transformers",), "merged"),
-        (('placement.remote=["policy"]', "placement.cluster=auto"), "merged"),
+        (('placement.remote=["policy"]', "placement.cluster=auto"), "adapter"),
+        (('placement.remote=["policy"]', "placement.cluster=auto", "models.engine=transformers"), "merged"),
     ],
 )
 def test_adapters_are_sent_alone_over_16_bits_where_that_can_be(

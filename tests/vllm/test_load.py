@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
+import os
+import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 
 import anyio
@@ -17,7 +21,8 @@ from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt
 from oppo.log import routed
 from oppo.models import Weights
-from oppo.vllm.sync import GRACE, AdapterSender, ServedWeights, fingerprints
+from oppo.vllm.surface import GRACE
+from oppo.vllm.sync import AdapterFolder, AdapterSender, ServedWeights, fingerprints
 from tests.hf import tiny
 from tests.vllm.bench import WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender
@@ -335,7 +340,7 @@ def adapted(version: int) -> Weights:
 
 
 def test_adapters_alone_are_sent_each_version_by_a_path_of_its_own(tmp_path: Path) -> None:
-    bench = Bench(sender=AdapterSender(made, tmp_path))
+    bench = Bench(sender=AdapterSender(made, AdapterFolder(tmp_path)))
     bench.engine.weights = ServedWeights("fake", {"other": (1,)}, (frozenset({"other"}),))
     seen: list[dict[str, torch.Tensor]] = []
 
@@ -359,7 +364,7 @@ def test_adapters_alone_are_sent_each_version_by_a_path_of_its_own(tmp_path: Pat
     assert bench.policy.version == 4
     assert bench.policy.sync_metrics["sync/rounding_loss"] == 0.0
     (folder,) = tmp_path.iterdir()
-    assert [each.name for each in folder.iterdir()] == [labels[2]], "older ones are gone"
+    assert {each.name for each in folder.iterdir()} == {*labels[1:]}, "older ones are gone"
     assert json.loads((folder / labels[2] / "adapter_config.json").read_text())["target_modules"] == ["q_proj"]
     checked = bench.llm.agreed[-1].init_info
     assert checked == {
@@ -369,7 +374,7 @@ def test_adapters_alone_are_sent_each_version_by_a_path_of_its_own(tmp_path: Pat
 
 
 def test_an_adapter_is_synced_while_its_requests_decode_and_its_bytes_are_counted(tmp_path: Path) -> None:
-    bench = Bench(sender=AdapterSender(made, tmp_path), llm=FakeAsyncLLM(length=lambda prompt: 15))
+    bench = Bench(sender=AdapterSender(made, AdapterFolder(tmp_path)), llm=FakeAsyncLLM(length=lambda prompt: 15))
 
     async def main() -> None:
         await bench.policy.load(adapted(1))
@@ -387,7 +392,7 @@ def test_an_adapter_is_synced_while_its_requests_decode_and_its_bytes_are_counte
 
 
 def test_an_engine_of_adapters_refuses_weights_without_and_goes_on_with_the_old_one(tmp_path: Path) -> None:
-    bench = Bench(sender=AdapterSender(made, tmp_path))
+    bench = Bench(sender=AdapterSender(made, AdapterFolder(tmp_path)))
 
     def in_the_way(name: str) -> None:
         (folder,) = tmp_path.iterdir()
@@ -408,18 +413,56 @@ def test_an_engine_of_adapters_refuses_weights_without_and_goes_on_with_the_old_
 
 def test_a_directory_for_adapters_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"adapters on their way to vLLM cannot be written to .*nowhere"):
-        AdapterSender(made, tmp_path / "nowhere")
+        AdapterFolder(tmp_path / "nowhere")
 
 
 def test_directories_for_adapters_that_killed_runs_left_go_and_those_in_use_stay(tmp_path: Path) -> None:
-    first = AdapterSender(made, tmp_path)
+    first = AdapterFolder(tmp_path)
     (used,) = tmp_path.iterdir()
     left = tmp_path / f"{used.name[:-8]}leftover"
     (left / "version").mkdir(parents=True)
-    second = AdapterSender(made, tmp_path)
+    second = AdapterFolder(tmp_path)
     assert len([*tmp_path.iterdir()]) == 2
     assert used.exists()
     assert not left.exists()
     del first, second
     gc.collect()
     assert not [*tmp_path.iterdir()]
+
+
+def test_matrices_in_memory_go_with_their_process_however_it_ends_and_what_names_them_with_the_next() -> None:
+    program = (
+        "import os, signal, torch\nfrom oppo.vllm.sync import AdapterFolder\nfolder = AdapterFolder()\n"
+        "print(folder.write({'a.lora_A.weight': torch.ones(2, 1)}, '1') / 'adapter_model.safetensors', flush=True)\n"
+        "os.read(0, 1)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        file = Path(killed.stdout.readline().strip())
+        assert load_file(file)["a.lora_A.weight"].tolist() == [[1.0], [1.0]], "another process reads them"
+        killed.communicate("x")
+    assert not file.exists()
+    assert file.is_symlink()
+    folder = AdapterFolder()
+    assert not file.is_symlink()
+    path = folder.path
+    del folder
+    gc.collect()
+    assert not path.exists()
+
+
+def test_two_adapters_stay_and_a_lack_of_memory_leaves_the_one_that_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, matrices = AdapterFolder(), {"a.lora_A.weight": torch.ones(2, 1)}
+    paths = [folder.write(matrices, str(version)) for version in range(3)]
+    assert [load_file(each / "adapter_model.safetensors").keys() for each in paths[1:]] == [matrices.keys()] * 2
+    assert not paths[0].exists()
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(ModelError, match=r"could not be written to .*, and vLLM goes on with the old one .*no memory"):
+        folder.write(matrices, "3")
+    assert [each.name for each in folder.path.iterdir()] == ["2"]

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
 
 import anyio
 import pytest
+from safetensors.torch import load_file
 
 from oppo.errors import ConfigError
+from oppo.hf.weights import SentWeights
 from oppo.models import Weights
-from oppo.placement import PolicyPool
+from oppo.placement import PolicyPool, Process
 from oppo.testing import check_policy, run_virtual
-from oppo.vllm import VllmPolicy
+from oppo.vllm import VllmPolicy, VllmServer
+from oppo.vllm.processes import ServerProcess
+from oppo.vllm.sync import HostedFile
 from tests.vllm.bench import SAMPLING, WEIGHTS, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, engine_of, running
+from tests.vllm.fake_server import URL, FakeServer
+from tests.vllm.test_load import adapted
 
 
 @asynccontextmanager
@@ -86,3 +95,58 @@ def test_engines_of_different_models_are_no_pool() -> None:
                 PolicyPool([VllmPolicy(engine, sampling=SAMPLING) for engine in started])
 
     run_virtual(main)
+
+
+class Unstarted(ServerProcess):
+    """What is written for a server, and no server."""
+
+    def __init__(self) -> None:
+        self.url, self._lifeline, self._adapts, self._written = URL, None, True, None
+
+
+def test_adapters_are_written_where_each_server_is_and_one_that_is_started_again_gets_the_newest() -> None:
+    fakes = list[FakeServer]()
+
+    async def main() -> None:
+        async with engines(3) as llms, AsyncExitStack() as stack:
+
+            async def member(index: int) -> VllmPolicy:
+                place = stack.enter_context(Process(f"policy {index}"))
+                hosted = place.host(Unstarted)
+                stack.push_async_callback(hosted.call, "end", ServerProcess.end)
+
+                async def load(weights: SentWeights, version: str) -> None:
+                    await hosted.load(partial(ServerProcess.write, version=version), weights)
+
+                _, path = await hosted.call("start", ServerProcess.whereabouts, writes=True)
+                assert path is not None
+                fakes.append(fake := FakeServer(llms[len(fakes)], loads=True))
+                fake.config["lora_config"] = {"max_lora_rank": 8}
+                server = VllmServer(URL, transport=fake, adapters=4, file=HostedFile(path, load))
+                assert fake.init["path"] == str(path), "its workers say whether they can read there"
+                return VllmPolicy(server, sampling=SAMPLING)
+
+            async with PolicyPool([await member(0), await member(1)], start=member) as pool:
+                await pool.load(adapted(1))
+                fakes[0].llm.die()
+                await pool.load(adapted(2))
+                with anyio.fail_after(30):
+                    while len(pool.living) < 2:  # noqa: ASYNC110 - nothing announces it
+                        await anyio.sleep(0.05)
+                decodes, versions = await pool.open(varied(4)), set[int]()
+                async with pool.decoding(decodes, lambda ended: False):
+                    for decode in decodes:
+                        while (piece := await decode.read(4)).state == "live":
+                            versions |= {*piece.versions.tolist()}
+            assert versions == {2}
+            files = [Path(fake.init["adapter"]) for fake in fakes]
+            found = [max(float(each.max()) for each in load_file(file).values()) for file in files]
+            assert found == [2.0, 3.0, 3.0]
+            holders = {int(file.readlink().parts[2]) for file in files}
+            assert len(holders - {os.getpid()}) == 3, "each in the process that holds its server"
+            for fake, file in zip(fakes, files, strict=True):
+                assert {body["model"] for body in fake.bodies} <= {file.parent.name}, "requests name what is loaded"
+            left = [file.parents[1] for file in files]
+        assert not any(each.exists() for each in left)
+
+    anyio.run(main)

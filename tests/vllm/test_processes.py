@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from oppo.errors import ConfigError
 from oppo.vllm import plugin
 from oppo.vllm.processes import ServerProcess, environment
+from oppo.vllm.sync import MATRICES
 from tests.placement.instances import Total
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +135,8 @@ def test_a_server_is_reached_when_it_is_made_and_ends_with_its_process(tmp_path:
     log = tmp_path / "vllm.log"
     given = {"max_num_seqs": 8, "enforce_eager": True, "enable_prefix_caching": False, "seed": None}
     server = ServerProcess("actor", given, key="canary-of-the-server", adapters=4, cores=3, log=log)
-    url, path = server.whereabouts()
+    assert server.whereabouts(writes=False) == (server.url, None)
+    url, path = server.whereabouts(writes=True)
     found = httpx.get(url).json()
     flags = " ".join(found["arguments"])
     assert "--model actor --max-num-seqs 8 --enforce-eager --no-enable-prefix-caching --enable-lora" in flags
@@ -148,11 +150,13 @@ def test_a_server_is_reached_when_it_is_made_and_ends_with_its_process(tmp_path:
         plugin.PARENT: str(os.getpid()),
     }
     assert {name: found["environment"][name] for name in wanted} == wanted
-    server.write({"bias": torch.ones(2)})
-    assert load_file(path)["bias"].tolist() == [1.0, 1.0]
+    assert path is not None
+    server.write({"layers.0.q_proj.lora_A.weight": torch.ones(2, 1)}, "7")
+    assert load_file(path / "7" / MATRICES).popitem()[1].tolist() == [[1.0], [1.0]]
     assert log.read_text().startswith("it listens")
     for _ in range(2):
         server.end()
+    assert not path.exists()
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
 
