@@ -101,7 +101,8 @@ class Machines:
 def machines(count: int = 2, *, cpus: int = 4) -> Iterator[Machines]:
     """Start a cluster of ``count`` machines that have so many cores each, as far as Ray knows."""
     mark, folder = uuid.uuid4().hex, tempfile.mkdtemp(prefix="oppo-ray-", dir="/tmp")
-    environment = {**os.environ, MARK: mark, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    niceness = {"RAY_worker_niceness": "0"}  # or whatever else runs here goes first
+    environment = {**os.environ, MARK: mark, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", **niceness}
     process = subprocess.Popen(
         [sys.executable, __file__, folder, str(cpus)],
         env=environment,

@@ -81,7 +81,7 @@ def test_adapters_alone_go_to_the_machine_of_a_server_and_make_the_tokens_that_n
     start = partial(ServerProcess, directory, given, key="canary", address=get_node_ip_address, adapters=4, cores=1)
 
     async def main() -> None:
-        hosted = place.host(partial(start, log=tmp_path / "vllm.log"))
+        hosted = actor.host(partial(start, log=tmp_path / "vllm.log"))
 
         async def load(weights: SentWeights, version: str) -> None:
             await hosted.load(partial(ServerProcess.write, version=version), weights)
@@ -99,10 +99,10 @@ def test_adapters_alone_go_to_the_machine_of_a_server_and_make_the_tokens_that_n
         assert policy.sync_metrics["sync/bytes"] < 0.2 * sum(each.nbytes for each in tiny_actor().state_dict().values())
         files = [each / MATRICES for each in path.iterdir()]
         assert len(files) == 2
-        assert {int(file.readlink().parts[2]) for file in files} == {place.pid}, "of its machine's memory"
+        assert {int(file.readlink().parts[2]) for file in files} == {actor.pid}, "of its machine's memory"
         folders.append(path)
         await hosted.call("end", ServerProcess.end)
 
-    with Cluster(two.address) as cluster, RayPlace("policy", cluster, restarts=0) as place:
+    with Cluster(two.address) as cluster, RayPlace("policy", cluster, restarts=0) as actor:
         anyio.run(main)
     assert not any(each.exists() for each in folders)
