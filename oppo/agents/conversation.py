@@ -445,6 +445,8 @@ MOST: Final = 64
 BRANCHES: Final = 2**20
 """Above their numbers."""
 
+ENDED: Final = Refusal("the rollout of this key has ended", code="rollout_ended")
+
 
 class Session:
     """The conversations of an agent with the policy: the requests of one key.
@@ -488,7 +490,8 @@ class Session:
         self._single = single
         self._expected = expected
         self._longest = longest
-        self._closed: Refusal | None = None
+        self._closed = False
+        self._full: Refusal | None = None
         self._news = anyio.Event()
 
     @property
@@ -510,8 +513,8 @@ class Session:
         for each in self.conversations.values():
             if (found := each.sent_before(digest, again=again)) is not None:
                 return found, True
-        if self._closed is not None:
-            raise self._closed
+        if self._closed:
+            raise ENDED
         fields = self._requests.check(body)
         messages, tools = self._requests.messages(fields), fields.get("tools") or []
         talk = max(self.conversations.values(), key=lambda each: each.continued_by(messages, tools))
@@ -540,12 +543,14 @@ class Session:
         talk.branch = crc32(request.tokens.tobytes()) % BRANCHES
         while talk.branch in self.conversations:
             talk.branch = (talk.branch + 1) % BRANCHES
-        self.conversations[talk.branch] = talk
-        self.open.add(talk.branch)
         if talk.branch in self._expected:
             self._expected.remove(talk.branch)
+        elif self._full is not None:
+            raise self._full
         else:
             self.unopened.append(talk)
+        self.conversations[talk.branch] = talk
+        self.open.add(talk.branch)
 
     def notify(self) -> None:
         """Wake whoever waits for news of the agent."""
@@ -588,15 +593,22 @@ class Session:
     def end(self, outcome: float | Drop | EnvironmentFailure) -> None:
         """Note how the agent ended."""
         self.outcome = outcome
-        self.open -= {each.branch for each in self.unopened}
-        self.unopened.clear()
+        self.fill(ENDED)
         self.notify()
 
-    def close(self, refusal: Refusal) -> None:
-        """Refuse what the agent has asked for and will."""
-        self._closed = refusal
-        for each in self.conversations.values():
+    def fill(self, refusal: Refusal) -> None:
+        """Refuse conversations for which no response was begun, and more of them."""
+        self._full = refusal
+        for each in self.unopened:
             each.refuse(refusal)
+        self.open -= {each.branch for each in self.unopened}
+        self.unopened.clear()
+
+    def close(self) -> None:
+        """Refuse what the agent has asked for and will."""
+        self._closed = True
+        for each in self.conversations.values():
+            each.refuse(ENDED)
 
 
 def as_events(completion: Json, *, with_usage: bool) -> str:

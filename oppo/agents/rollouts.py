@@ -343,7 +343,7 @@ class Agents(Branching):
         if (session := self._sessions.pop(key, None)) is not None:
             self._keys = {name: each for name, each in self._keys.items() if each is not session}
             self._expected.pop(key, None)
-            session.close(Refusal("the rollout of this key has ended", code="rollout_ended"))
+            session.close()
             session.scope.cancel()
 
     async def heard(self, session: Session, talk: Conversation) -> Request | None:
@@ -503,6 +503,7 @@ class Agents(Branching):
         """
         prompt = finish.response.prompt
         session = self._session(prompt, math.inf)
+        session.fill(_FULL)  # its unit is complete
         try:
             talk = await self._finished(session, finish)
             if await self.heard(session, talk) is not None:

@@ -225,7 +225,7 @@ def test_an_agent_that_goes_on_from_a_summary_earns_for_what_it_left() -> None:
     check(batches, leaving=leaving)
 
 
-@pytest.mark.parametrize(("cap", "refused"), [(5, True), (8, False)])
+@pytest.mark.parametrize(("cap", "refused"), [(2, True), (5, True), (8, False)])
 def test_a_conversation_without_room_ends_and_the_others_go_on(cap: int, refused: bool) -> None:
     chief = Chief()
     batches, _, reasons = trained(chief, Overcommit(batch=6), cap=cap)
@@ -233,7 +233,8 @@ def test_a_conversation_without_room_ends_and_the_others_go_on(cap: int, refused
     assert (chief.answered["context_length_exceeded"] > 0) == refused
     for batch in batches:
         families = Counter((each.prompt.admission, each.prompt.sample) for each in batch.responses)
-        assert all(count == 1 + admission % 3 for (admission, _), count in families.items())
+        assert all(count <= 1 + admission % 3 for (admission, _), count in families.items())
+        assert cap == 2 or all(count == 1 + admission % 3 for (admission, _), count in families.items())
 
 
 def test_an_agent_that_raises_loses_all_its_conversations() -> None:
@@ -266,13 +267,13 @@ def test_rows_that_are_held_out_have_helpers_too_and_leave_deferred_agents_alone
     check(trainer.batches)
 
 
-def resumed(chiefs: Sequence[Chief], killed: int, steps: int) -> list[Batch]:
+def resumed(chiefs: Sequence[Chief], killed: int, steps: int, cap: int) -> list[Batch]:
     """Return the batches of a run that is killed after so many steps and resumed with the other agents."""
     trainers, admission, state, at = [FakeTrainer(), FakeTrainer()], Overcommit(batch=3, overcommit=3), None, 0
 
     async def part(number: int, count: int) -> tuple[Any, int]:
         prompts = chiefs[number].agents.prompts(Rows(at))
-        async with graph_of(chiefs[number], trainers[number], admission).open(prompts) as run:
+        async with graph_of(chiefs[number], trainers[number], admission, cap=cap).open(prompts) as run:
             if state is not None:
                 run.load_state_dict(state)
             assert len([report async for report in run.steps(count)]) == count
@@ -290,30 +291,36 @@ TIMES = st.dictionaries(
 )
 
 
+ROOM = 1000
+CAPS = st.sampled_from([2, 5, 8, ROOM, ROOM, ROOM])
+
+
 @pytest.mark.schedules
 @settings(max_examples=12, deadline=None)
-@given(seconds=TIMES, together=st.booleans(), killed=st.integers(1, 3))
+@given(seconds=TIMES, together=st.booleans(), killed=st.integers(1, 3), cap=CAPS)
 def test_a_resumed_run_tells_an_agent_that_is_run_anew_the_turns_of_all_its_conversations(
-    seconds: Mapping[tuple[int, int, int], float], together: bool, killed: int
+    seconds: Mapping[tuple[int, int, int], float], together: bool, killed: int, cap: int
 ) -> None:
-    batches = resumed([Chief(seconds, together) for _ in range(2)], killed, 4)
-    check(batches)
-    one, other = described(batches), described(trained(Chief(), Overcommit(batch=3), steps=6)[0])
+    batches = resumed([Chief(seconds, together) for _ in range(2)], killed, 4, cap)
+    one = described(batches)
     assert len({rollout for rollout in one if rollout < 2**32}) == 4 * 3 * 2
-    assert all(one[rollout] == other[rollout] for rollout in one.keys() & other.keys())
+    if cap == ROOM:
+        check(batches)
+        other = described(trained(Chief(), Overcommit(batch=3), steps=6)[0])
+        assert all(one[rollout] == other[rollout] for rollout in one.keys() & other.keys())
 
 
 @pytest.mark.schedules
 @settings(max_examples=12, deadline=None)
-@given(
-    seconds=TIMES, faults=st.lists(st.integers(0, 20), max_size=4), together=st.booleans(), samples=st.integers(2, 3)
-)
+@given(TIMES, st.lists(st.integers(0, 20), max_size=4), st.booleans(), st.integers(2, 3), CAPS)
 def test_every_schedule_trains_each_conversation_once_and_as_it_was_said(
-    seconds: Mapping[tuple[int, int, int], float], faults: Sequence[int], together: bool, samples: int
+    seconds: Mapping[tuple[int, int, int], float], faults: Sequence[int], together: bool, samples: int, cap: int
 ) -> None:
     chief = Chief(seconds, together, faults)
-    batches, _, reasons = trained(chief, Overcommit(batch=3, overcommit=2), samples=samples)
-    check(batches, samples)
+    batches, _, reasons = trained(chief, Overcommit(batch=3, overcommit=2), samples=samples, cap=cap)
+    described(batches)
+    if cap == ROOM:
+        check(batches, samples)
     first = {each.prompt.admission for batch in batches for each in batch.responses}
     assert len(first) * samples + sum(samples for at in range(30) if at in faults) >= 4 * 3 * samples
     assert all("raised OSError" in reason for reason in reasons)
