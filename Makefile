@@ -76,12 +76,12 @@ $(VLLM)/.installed: pyproject.toml constraints.txt tests/vllm/requirements.txt
 test-ray: $(STAMP)
 	$(BIN)/pytest -m ray --durations=10 tests/placement/ray
 
-# Tasks of reasoning-gym and a taskset of verifiers, in an environment of their own: the first need a compiler, and have a
-# stand-in in the other tests, and verifiers has no newer openai. Its modules warn of their own doings.
+# Tasks of reasoning-gym, a taskset of verifiers and servers of OpenEnv, in environments of their own: the first need a
+# compiler, verifiers has no newer openai, and OpenEnv no newer mcp. Their modules warn of their own doings.
 test-gym: $(GYM)/.installed
 	$(GYM)/bin/python -m pytest $(WORKERS) -W default -m gym --durations=5 $(GYM_TESTS)
 
-GYM_TESTS ?= tests/rewards/test_gym.py tests/examples/test_verifiers.py
+GYM_TESTS ?= tests/rewards/test_gym.py tests/examples/test_verifiers.py tests/test_openenv.py
 
 # pip would refuse the older openai, which the extra `test` excludes.
 $(GYM)/.installed: pyproject.toml constraints.txt tests/gym-requirements.txt
@@ -90,6 +90,8 @@ $(GYM)/.installed: pyproject.toml constraints.txt tests/gym-requirements.txt
 	$(GYM)/bin/pip install --quiet --disable-pip-version-check -c $(GYM)/constraints.txt torch uv
 	$(GYM)/bin/uv pip install --quiet --python $(GYM)/bin/python -c $(GYM)/constraints.txt \
 		--override tests/gym-requirements.txt -r tests/gym-requirements.txt -e '.[reasoning-gym,test]'
+	$(GYM)/bin/uv venv --quiet --allow-existing --python $(GYM)/bin/python $(GYM)/openenv
+	$(GYM)/bin/uv pip install --quiet --python $(GYM)/openenv/bin/python openenv==0.10.0
 	@touch $@
 
 # On the interpreter at hand, with what it has installed: for machines that come with their own CUDA build of torch.

@@ -87,8 +87,9 @@ MAX_FUNCTION_LINES = 80
 RATCHETS = {
     # Pools, members, rollouts; servers; rows apart from rollouts; judges; graphs of decode steps; chat formats;
     # configurations of others, read and converted; a distillation; placement apart from other sections;
-    # a teacher that reads text; agents, their settings; classes of environments apart from functions.
-    "modules": 205,
+    # a teacher that reads text; agents, their settings; classes of environments apart from functions, and the client of
+    # a server's protocol, with an extra's library, apart from both.
+    "modules": 206,
     "files in the root": 21,
     # Repairs: estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to
     # user code, and what is checked at the seams; a limit for each kind of schedule, what a simulation leaves out.
@@ -102,7 +103,7 @@ RATCHETS = {
     # A judge by its URL; what an engine reads is what was sent. Decode steps are CUDA graphs.
     # No more enter than a KV cache has room for; surrogates and scales besides PPO's; what a loss of your own
     # does not read. Chats by any template: calls are read, and what is said after them is tokens. A teacher.
-    "lines": 63_101,
+    "lines": 63_397,
     "protocols": 77,
     # Of metrics, that a batch has each rollout once, that names are distinct; that vLLM gives routed experts.
     "functions that only require": 90,

@@ -56,6 +56,10 @@ def placed(spec: str, folder: Path) -> str:
     return f"{resolved(file, folder)}:{name}" if SPEC.match(spec) else spec
 
 
+OPENENV: Final = "openenv:"
+"""What stands before the URL of an OpenEnv server, as what makes environments."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection:
     """``[environment]``: what answers a response that has ended at a stop, as a tool does."""
@@ -73,8 +77,8 @@ class EnvironmentSection:
     factory: str | dict[str, Filled] = setting(
         "",
         "`file.py:name` of a class with `reset`, methods that are tools and maybe `get_reward`, as TRL's "
-        "`environment_factory`, or of a function that makes an instance; or a table of several, `{guess = "
-        "'games.py:Guess', ...}`, by the value of the column `environment`; empty: none",
+        "`environment_factory`, or of a function that makes an instance; or `openenv:URL`, a server of OpenEnv; or a "
+        "table of several, `{guess = 'games.py:Guess', ...}`, by the value of the column `environment`; empty: none",
     )
     on_failure: Literal["fail", "drop", "answer"] | None = setting(
         None,
@@ -141,8 +145,12 @@ class EnvironmentSection:
                 f"environment.{first} = {getattr(self, first)!r} {does[first]}, and environment.{second} "
                 f"{does[second]}: leave one of them out"
             )
-        if odd := [name for name, spec in self.factories.items() if not SPEC.match(spec)]:
-            raise ValueError(f"{odd[0]}: expected file.py:name, got {self.factories[odd[0]]!r}")
+        served = (OPENENV + "http://", OPENENV + "https://")
+        if odd := [name for name, spec in self.factories.items() if not (SPEC.match(spec) or spec.startswith(served))]:
+            raise ValueError(
+                f"{odd[0]}: expected file.py:name, or {OPENENV}URL, such as {OPENENV}http://localhost:8000, got "
+                f"{self.factories[odd[0]]!r}"
+            )
         calls = bool(self.tools or self.factory)
         if calls and shown:
             raise ValueError(

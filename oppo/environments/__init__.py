@@ -10,6 +10,7 @@ from oppo.environments.functions import (
     Tools,
     first_answer,
 )
+from oppo.environments.openenv import openenv
 
 __all__ = [
     "LONGEST",
@@ -21,5 +22,6 @@ __all__ = [
     "TextTurn",
     "Tools",
     "first_answer",
+    "openenv",
     "tools_of",
 ]

@@ -9,6 +9,7 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -101,7 +102,9 @@ class EnvironmentClass(Tools):
 
     The responses to one prompt have instances of their own, to which ``reset`` must say the same of the same row. An
     instance may hold anything. A checkpoint holds the calls that were made, and they are made again on a new instance
-    where the old one is gone, as in a resumed run: the same calls must lead to the same state.
+    where the old one is gone, as in a resumed run: the same calls must lead to the same state. One that is a context
+    manager is left once its response is complete, maybe twice, before ``get_reward()``; it is another than the one that
+    its row was read with.
 
     Args:
         factory: the class, or a function without arguments that returns an instance.
@@ -133,6 +136,7 @@ class EnvironmentClass(Tools):
         self._column: str | None = None
         self.gives_reward = hasattr(kind, "get_reward") and kind.get_reward is not None
         self._ended = OrderedDict[tuple[int, str], object]()
+        self._is_left = issubclass(kind, AbstractContextManager)
         self.routed = False
         for name, called in (("reset", CalledReset), ("get_reward", CalledReward)):
             if (method := getattr(kind, name, None)) is not None:
@@ -150,10 +154,14 @@ class EnvironmentClass(Tools):
         """
         self._column = column
         owner = self._factory()
-        said = self._reset.call({"self": owner, **self._row(row)}, "reading a row")
+        try:
+            said = self._reset.call({"self": owner, **self._row(row)}, "reading a row")
+        finally:
+            self._leave(owner)
         prompt = row.get(column, [{"role": "user", "content": ""}])
         found = {**row, column: _with_observation(prompt, said) if said else prompt}
-        self._keep(_beginning(found), owner)
+        if not self._is_left:
+            self._keep(_beginning(found), owner)
         return found
 
     def rows(self, rows: Iterable[Mapping[str, object]], column: str = "prompt") -> Iterator[dict[str, object]]:
@@ -182,7 +190,12 @@ class EnvironmentClass(Tools):
         before: Any = turn.state or {"key": _beginning(turn.prompt.columns), "calls": []}
         owner = await self._instance(before["key"], turn.prompt, before["calls"])
         made: list[ToolCall] = []
-        answer = await self._answered(turn, owner, made)
+        answer: Answer | Drop | None = None
+        try:
+            answer = await self._answered(turn, owner, made)
+        finally:
+            if not isinstance(answer, Answer):
+                self._leave(owner)
         if isinstance(answer, Drop):
             return answer
         key = before["key"] if answer is None else _next(before["key"], turn.tokens)
@@ -212,6 +225,7 @@ class EnvironmentClass(Tools):
         if (known := self._ended.get((finish.rollout, key))) is not None:
             return known
         owner = await self._instance(key, finish.response.prompt, calls)
+        self._leave(owner)
         self._ended[finish.rollout, key] = owner
         if len(self._ended) > ENDED:
             self._ended.popitem(last=False)
@@ -223,13 +237,21 @@ class EnvironmentClass(Tools):
         where = f"rollout {prompt.rollout}"
         if (owner := self._taken(_beginning(prompt.columns))) is None:
             owner = self._factory()
-            said = await self._calls["reset"].make({"self": owner, **self._row(prompt.columns)}, where)
-            self._check_said(said, prompt, where)
+            try:
+                said = await self._calls["reset"].make({"self": owner, **self._row(prompt.columns)}, where)
+                self._check_said(said, prompt, where)
+            except BaseException:
+                self._leave(owner)
+                raise
         for name, arguments in calls:
             result = ToolResult(name)
             if self._understood(name, arguments, result, {"self": owner}):
                 await self._call(name, arguments, result, where, {"self": owner})
         return owner
+
+    def _leave(self, owner: Any) -> None:
+        if self._is_left:
+            owner.__exit__(None, None, None)
 
     def _check_said(self, said: str | None, prompt: Prompt, where: str) -> None:
         shown_to_it = None if self._column is None else prompt.columns.get(self._column)
@@ -255,7 +277,17 @@ class EnvironmentClass(Tools):
         self._instances.setdefault(key, []).append(owner)
         self._kept += 1
         while self._kept > INSTANCES:
-            self._kept -= len(self._instances.popitem(last=False)[1])
+            self._drop(self._instances.popitem(last=False)[1])
+
+    def _drop(self, owners: Sequence[object]) -> None:
+        self._kept -= len(owners)
+        for each in owners:
+            self._leave(each)
+
+    async def __aexit__(self, *error: object) -> None:
+        await super().__aexit__(*error)
+        while self._is_left and self._instances:
+            self._drop(self._instances.popitem()[1])
 
 
 def _beginning(columns: Mapping[str, object]) -> str:

@@ -75,11 +75,13 @@ class ParsedTurn:
 
 
 def tool_schema(function: Callable[..., object]) -> ToolSchema:
-    """Return the schema of a tool, of its type hints and its docstring in Google's style.
+    """Return the schema of a tool, of its type hints and its docstring in Google's style, or its own as ``schema``.
 
     Raises:
         ConfigError: it lacks one of them.
     """
+    if isinstance(own := getattr(function, "schema", None), Mapping):
+        return own
     try:
         schema: ToolSchema = get_json_schema(function)
     except Exception as error:  # any kind: the library raises several

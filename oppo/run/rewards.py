@@ -18,10 +18,19 @@ from oppo.config.rewards import (
     RewardSection,
     VllmRewardSection,
 )
+from oppo.config.sections import OPENENV
 from oppo.config.settings import Settings
 from oppo.data.prompts import Begin
 from oppo.durable import make
-from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments, FunctionEnvironment, Tools, tools_of
+from oppo.environments import (
+    EnvironmentClass,
+    EnvironmentFailure,
+    Environments,
+    FunctionEnvironment,
+    Tools,
+    openenv,
+    tools_of,
+)
 from oppo.environments.classes import kind_of as made_by
 from oppo.errors import ConfigError
 from oppo.events import Drop, Response
@@ -285,12 +294,18 @@ def class_tools(key: str, spec: str) -> list[Callable[..., object]]:
         EnvironmentFailure: there is no such file or name.
     """
     with naming(key, spec):
-        return tools_of(made_by(load_function(spec, EnvironmentFailure)))
+        return tools_of(made_by(_factory(spec)))
+
+
+def _factory(spec: str) -> Callable[..., object]:
+    if spec.startswith(OPENENV):
+        return openenv(spec.removeprefix(OPENENV))
+    return load_function(spec, EnvironmentFailure)
 
 
 def _class_of(key: str, spec: str, tokenizer: HfTokenizer, options: Mapping[str, Any]) -> EnvironmentClass:
     with naming(key, spec):
-        return EnvironmentClass(load_function(spec, EnvironmentFailure), ChatFormat(tokenizer, ("tool",)), **options)
+        return EnvironmentClass(_factory(spec), ChatFormat(tokenizer, ("tool",)), **options)
 
 
 def _conversation(environment: AnyEnvironment | None) -> Callable[[Response], Sequence[ChatMessage]] | None:

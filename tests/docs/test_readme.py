@@ -185,8 +185,9 @@ def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> Non
         settings = load(tmp_path / "config.toml")
         found.append([each.name for each in settings.rewards])
         answering.append(settings.environment.tools or settings.environment.factory)
-    assert found == [["helpful", "short", "judge", "close"], [None], ["named"], ["named"]]
-    assert answering == ["", "", (f"{tmp_path / 'tools.py'}:add",), f"{tmp_path / 'games.py'}:Guessing"]
+    assert found == [["helpful", "short", "judge", "close"], [None], ["named"], ["named"], ["named"]]
+    called, games = (f"{tmp_path / 'tools.py'}:add",), f"{tmp_path / 'games.py'}:Guessing"
+    assert answering == ["", "", called, games, "openenv:http://localhost:8000"]
 
 
 def test_the_reward_on_vllm_of_the_page_on_engines_is_settings(tmp_path: Path) -> None:
