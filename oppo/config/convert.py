@@ -214,7 +214,7 @@ class Draft:
             for name in place:
                 table = table.setdefault(name, {})
             table[last] = value
-        return {**found, "rewards": list(found.get("rewards", {}).values())}
+        return found | ({"rewards": list(found["rewards"].values())} if "rewards" in found else {})
 
 
 def _refusal(kind: Any, value: object) -> str:
@@ -259,17 +259,20 @@ def _rewards(draft: Draft, rewards: Sequence[object], weights: Sequence[object] 
         code = isinstance(reward, Function | Computed) or ("/" not in source and not source.startswith((".", "~")))
         last = source.rpartition(".")[2] if code else PurePosixPath(source).name
         if code:
-            function = re.sub(r"\W+", "_", last).strip("_") or "score"
             told = f"move {source} into a file: it gets completions as text, and the columns that it names"
-            draft.open(f"{key}.source", f"rewards.py:{function}", told)
+            draft.open(f"{key}.source", _moved(source, "rewards.py"), told)
         else:
             draft.put(f"{key}.source", source, note="the reward model")
         if len(rewards) > 1:
             draft.put(f"{key}.name", _name(last), note="its name in metrics")
         if number < len(weights):
             draft.put(f"{key}.weight", weights[number], "reward_weights")
-    if not rewards:
+    if not rewards and "environment.factory" not in draft.values:  # whose get_reward() is the reward
         draft.open("rewards.0.source", "rewards.py:score", REWARD)
+
+
+def _moved(source: object, file: str) -> str:
+    return f"{file}:" + (re.sub(r"\W+", "_", str(source).rpartition(".")[2]).strip("_") or "score")
 
 
 def _rows_of_trl(kind: Kind) -> dict[str, Sequence[Any]]:
@@ -362,10 +365,8 @@ def _engine_of_trl(draft: Draft) -> None:
 def _batch_of_trl(draft: Draft) -> int:
     """Settle the batch and the steps; return the optimizer steps of a batch."""
     rows, passes = draft.whole("per_device_train_batch_size", 8, 1), draft.whole("gradient_accumulation_steps", 1, 1)
-    processes, names = (
-        draft.whole("num_processes", 1, 1),
-        ["per_device_train_batch_size", "gradient_accumulation_steps"],
-    )
+    processes = draft.whole("num_processes", 1, 1)
+    names = ["per_device_train_batch_size", "gradient_accumulation_steps"]
     if "num_processes" not in draft.given:
         draft.lose("a batch is counted for one process: multiply step.batch by their number", "num_processes")
     epochs, most, each = draft.number("num_train_epochs", 3.0), draft.whole("max_steps", -1), 1
@@ -379,9 +380,7 @@ def _batch_of_trl(draft: Draft) -> int:
         names += ["generation_batch_size", "steps_per_generation", "num_generations"]
         draft.put("step.batch", math.ceil(completions / samples), *names)
         if completions % samples:
-            draft.lose(
-                f"{completions} completions are no whole groups of {samples}: step.batch is rounded up", "a batch"
-            )
+            draft.lose(f"{completions} completions are no whole groups of {samples}: step.batch rounds up", "a batch")
         if (minibatches := completions // (rows * processes * passes)) > 1:
             draft.put("trainer.minibatches", minibatches, *names[1:-1])
         each = max(minibatches, 1) * draft.whole("num_iterations", 1, 1)
@@ -440,6 +439,13 @@ def _models_of_trl(draft: Draft) -> None:
         draft.put("models.lora_alpha", alpha, "lora_alpha")
     if draft.take("tools"):
         draft.lose("functions that the policy calls (see environment.tools)", "tools")
+    if factory := draft.take("environment_factory"):
+        several = factory if isinstance(factory, dict) else {"": factory}
+        moved = {str(name): _moved(each, "environments.py") for name, each in several.items()}
+        told = f"move {', '.join(map(str, several.values()))} into a file, as it is"
+        draft.open("environment.factory", moved.get("", moved), told)
+        if (most := draft.take("max_tool_calling_iterations")) is not None:
+            draft.put("environment.max_turns", most, "max_tool_calling_iterations")
     named = ["reward_model_path", "<reward>", "reward_model_name_or_path", "reward_funcs"]
     given = [value if isinstance(value, list) else [value] for value in map(draft.given.get, named)]
     draft.seen.update(named)
@@ -535,10 +541,8 @@ def _kl_of_verl(draft: Draft) -> None:
     control = "algorithm.kl_ctrl"
     # scripts of 2024 gave the coefficient of the reward alone: there was no switch
     old = f"{control}.kl_coef" in draft.given and f"{ACTOR}.use_kl_loss" not in draft.given
-    in_reward, in_loss = (
-        draft.take("algorithm.use_kl_in_reward", old),
-        draft.take(f"{ACTOR}.use_kl_loss", default=False),
-    )
+    in_reward = draft.take("algorithm.use_kl_in_reward", old)
+    in_loss = draft.take(f"{ACTOR}.use_kl_loss", default=False)
     reward, loss = f"{control}.kl_coef", f"{ACTOR}.kl_loss_coef"
     of_reward = draft.take(reward, 0.001), draft.take("algorithm.kl_penalty", "kl"), reward
     of_loss = draft.take(loss, 0.001), draft.take(f"{ACTOR}.kl_loss_type", "low_var_kl"), loss
@@ -614,19 +618,15 @@ def _models_of_verl(draft: Draft) -> None:
     if not found and draft.values["rewards.0.source"][0] == "rewards.py:score":
         draft.blank["rewards.0.source"] = f"verl chooses a checker by the column data_source; here it is {REWARD}"
     engine = draft.take(f"{ROLLOUT}.name", "vllm")
-    arguments = {
-        "gpu_memory_utilization": "",
-        "max_model_len": "",
-        "tensor_parallel_size": "tensor_model_parallel_size",
-    }
-    given = {name: draft.take(f"{ROLLOUT}.{theirs or name}") for name, theirs in arguments.items()}
+    names = {"gpu_memory_utilization": "", "max_model_len": "", "tensor_parallel_size": "tensor_model_parallel_size"}
+    given = {name: draft.take(f"{ROLLOUT}.{theirs or name}") for name, theirs in names.items()}
     if engine not in {"vllm", "hf"}:
         draft.lose("models.engine is vLLM or transformers", f"{ROLLOUT}.name = {engine}")
     if engine == "vllm":
         draft.put("models.engine", "auto", f"{ROLLOUT}.name")
         for name, value in given.items():
             if value is not None:
-                draft.put(f"vllm.{name}", value, f"{ROLLOUT}.{arguments[name] or name}")
+                draft.put(f"vllm.{name}", value, f"{ROLLOUT}.{names[name] or name}")
 
 
 def _data_of_verl(draft: Draft) -> None:

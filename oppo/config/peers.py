@@ -46,7 +46,7 @@ class Arguments:
 
 
 class Function(str):
-    """The name of a function of the program."""
+    """The name of a function or a class of the program."""
 
     __slots__ = ()
 
@@ -280,7 +280,7 @@ class Script:
         for node in sorted(ast.walk(tree), key=lambda each: getattr(each, "lineno", 0)):
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
                 script.known[node.targets[0].id] = script.value(node.value)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 script.known[node.name] = Function(node.name)
             elif isinstance(node, ast.ImportFrom):
                 names = [alias.asname or alias.name for alias in node.names]
@@ -293,6 +293,8 @@ class Script:
             return self.known[node.id]
         if isinstance(node, ast.List | ast.Tuple):
             return [self.value(each) for each in node.elts]
+        if isinstance(node, ast.Dict) and (named := self._functions(node)):
+            return named
         if isinstance(node, ast.Call):
             return self._called(node)
         if isinstance(node, ast.Subscript) and isinstance(source := self.value(node.value), dict):
@@ -304,6 +306,10 @@ class Script:
             return ast.literal_eval(node)
         except ValueError:
             return Computed(shortened(ast.unparse(node), 80))
+
+    def _functions(self, node: ast.Dict) -> dict[object, object]:
+        found = {self.value(key): self.value(each) for key, each in zip(node.keys, node.values, strict=True) if key}
+        return found if all(isinstance(each, Function) for each in found.values()) else {}
 
     def _called(self, node: ast.Call) -> object:
         name, given = _last_name(node.func), {each.arg: each.value for each in node.keywords}
@@ -331,7 +337,8 @@ class Script:
     def trainer(self, call: ast.Call) -> dict[str, object]:
         """Return what the trainer's own arguments say, under the names of TRL's scripts."""
         given = {each.arg: self.value(each.value) for each in call.keywords if each.arg and each.arg != "args"}
-        found: dict[str, object] = {name: given[name] for name in ("reward_funcs", "tools") if name in given}
+        own = ("reward_funcs", "tools", "environment_factory")
+        found: dict[str, object] = {name: given[name] for name in own if name in given}
         models = {"model": "policy", "ref_model": "reference", "reward_model": "reward", "value_model": "critic"}
         found |= {f"<{role}>": given[name] for name, role in models.items() if isinstance(given.get(name), str)}
         data = {"train_dataset": "data", "eval_dataset": "eval"}

@@ -200,6 +200,33 @@ def test_a_resolved_configuration_of_verl_is_read_with_its_references() -> None:
     assert found["data"]["over_long"] == "truncate"
 
 
+@pytest.mark.parametrize(
+    ("given", "written", "told"),
+    [
+        ("Guessing", "environments.py:Guessing", "move Guessing into a file, as it is"),
+        (
+            '{"guess": Guessing, "sum": sums}',
+            {"guess": "environments.py:Guessing", "sum": "environments.py:sums"},
+            "move Guessing, sums into a file, as it is",
+        ),
+    ],
+)
+def test_a_factory_of_environments_is_named_as_a_file_will_have_it(
+    tmp_path: Path, given: str, written: object, told: str
+) -> None:
+    (tmp_path / "run.py").write_text(
+        "from games import sums\nclass Guessing: ...\n"
+        f"GRPOTrainer(args=GRPOConfig(max_tool_calling_iterations=5), model='a', environment_factory={given})"
+    )
+    converted = convert(tmp_path / "run.py", overrides=["data.prompts=mine.jsonl"])
+    assert converted.document["environment"] == {"factory": written, "max_turns": 5}
+    assert converted.blank == {"environment.factory": told}
+    assert "rewards" not in converted.document
+    assert resolve(converted.document, tmp_path).environment.max_turns == 5
+    (tmp_path / "run.py").write_text("GRPOTrainer(args=GRPOConfig(), environment_factory=partial(Guessing, 3))")
+    assert "environment_factory" in lost(convert(tmp_path / "run.py"))
+
+
 def test_a_file_that_names_no_model_says_what_to_fill_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.py").write_text("GRPOTrainer(args=GRPOConfig(num_generations=4), model=model, reward_funcs=f)")
     assert main(["convert-config", str(tmp_path / "run.py"), str(tmp_path / "config.toml")]) == 0
