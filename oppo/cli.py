@@ -105,8 +105,14 @@ def train(
         reward says of a short response to it; train nothing.
     """
     from oppo.config.load import load  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.config.sections import sources  # noqa: PLC0415 - likewise
+    from oppo.data.rows import check_file  # noqa: PLC0415 - likewise
 
-    return carry_out(load(config, in_cluster(override, ray)), dry_run=dry_run)
+    settings = load(config, in_cluster(override, ray))
+    for source in (*sources(settings.data.prompts), *sources(settings.eval.prompts)):
+        if source.file is not None:
+            check_file(source.file, or_directory=True)  # before torch, which takes seconds to import
+    return carry_out(settings, dry_run=dry_run)
 
 
 def resume(

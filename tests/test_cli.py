@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import tomllib
 from pathlib import Path
@@ -17,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaModel
 
-from oppo.cli import main
+from oppo.cli import UNUSABLE, main
 from oppo.config.load import load
 from oppo.hf.devices import available_cores
 from oppo.hf.weights import weights_digest
@@ -64,6 +67,27 @@ def test_training_leaves_a_run_directory_and_loadable_models(
     AutoModelForSequenceClassification.from_pretrained(final / "critic")
     assert AutoTokenizer.from_pretrained(final / "actor").get_vocab() == tokenizer().get_vocab()
     assert weights_digest(actor) != weights_digest(tiny.causal("llama", seed=1))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.prompts=promts.jsonl", r"there is no prompt file .*promts.jsonl \(did you mean 'prompts.jsonl'\?\)"),
+        ("eval.prompts=[{path='gone.jsonl'}]", "there is no prompt file .*gone.jsonl"),
+        (f"data.prompts={'long' * 100}.jsonl", r"longlong.*\.jsonl: cannot be read \(File name too long\)"),
+    ],
+)
+def test_prompts_that_are_not_there_are_found_before_torch_is_imported(
+    workplace: Path, override: str, message: str
+) -> None:
+    program = (
+        "import sys\nfrom oppo.cli import main\ncode = main(sys.argv[1:])\nassert 'torch' not in sys.modules\n"
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program, "train", str(workplace / "config.toml"), "--set", override]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == UNUSABLE
+    assert re.search(message, ended.stderr)
 
 
 def test_models_in_processes_make_the_same_run(

@@ -22,13 +22,22 @@ def rows_of_file(path: Path) -> Iterator[Located]:
     Raises:
         DataError: it cannot be read, or is of another format.
     """
-    if not path.is_file():  # a pipe or a device may never end
-        instead = ", but a directory, pipe or device" if path.exists() else did_you_mean_path(path)
-        raise DataError(f"there is no prompt file {path}{instead}")
+    check_file(path)
     if path.suffix not in READERS:
         *most, last = READERS
         raise DataError(f"{path}: expected a file of prompts whose name ends in {', '.join(most)} or {last}")
     return READERS[path.suffix](path)
+
+
+def check_file(path: Path, *, or_directory: bool = False) -> None:
+    """Raise ``DataError`` unless there is a file that can be read to its end: a pipe or a device may have none."""
+    try:
+        if path.is_file() or (or_directory and path.is_dir()):
+            return
+        instead = ", but a directory, pipe or device" if path.exists() else did_you_mean_path(path)
+    except OSError as error:  # the name is too long, or leads in a circle
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    raise DataError(f"there is no prompt file {path}{instead}")
 
 
 def rows_of_program(rows: Iterable[object], first: int = 1) -> Iterator[Located]:

@@ -85,8 +85,10 @@ def actor(folder: Path, name: str) -> Mapping[str, bytes]:
         ("grpo", ("algorithm.scale_scores=each_reward", "algorithm.samples=4", "algorithm.clip=0.3", SEVERAL)),
     ],
 )
-def test_streaming_changes_no_bit(folder: Path, algorithm: str, chosen: tuple[str, ...]) -> None:
-    exact, name = ("run.deterministic=true", "step.overcommit=0", "run.steps=3", *chosen), f"{algorithm}{len(chosen)}"
+def test_streaming_changes_no_bit(
+    folder: Path, algorithm: str, chosen: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    exact, name = ("run.deterministic=true", "step.overcommit=0", "run.steps=3", *chosen), request.node.callspec.id
     streamed = trained(folder, f"{name}-streamed", algorithm, *exact, "step.chunk=3")
     whole = trained(folder, f"{name}-whole", algorithm, *exact, "step.chunk=whole")
     weights = actor(folder, f"{name}-streamed")
