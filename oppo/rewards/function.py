@@ -208,10 +208,17 @@ class CallLog:
         """Log a number, whose mean over the completions of a step is a metric of that step.
 
         Raises:
-            ValueError: it is no finite number.
+            ValueError: it is no finite number, or the run has a metric of this name.
         """
         if not (isinstance(name, str) and name):
             raise ValueError(f"log_metric(name, value) takes a text as the name; got {shown(name)}")
+        from oppo.report.metrics import metric  # noqa: PLC0415 - a reward needs no terminal
+
+        if own := metric(name):
+            raise ValueError(
+                f"log_metric({name!r}, value) would replace a metric of the run, {own.name!r}: choose another name, "
+                f"such as 'own/{name}'"
+            )
         self.metrics.setdefault(name, []).append(_number(value))
 
 

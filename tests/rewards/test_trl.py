@@ -158,6 +158,11 @@ def test_what_a_call_that_failed_has_logged_is_left_out() -> None:
             r"log_extra\('x', values\) .* for each of 1 completions; got 2",
         ),
         (lambda extra, metric: metric("x", float("nan")), "nan .* is no finite number"),
+        (
+            lambda extra, metric: metric("objective/kl", 1.0),
+            r"log_metric\('objective/kl', value\) would replace a metric of the run.* such as 'own/objective/kl'",
+        ),
+        (lambda extra, metric: metric("queue/a->b/peak", 1.0), r"a metric of the run, 'queue/\{channel\}/peak'"),
         (lambda extra, metric: metric(3, 1.0), r"log_metric\(name, value\) takes a text as the name; got 3"),
     ],
 )
