@@ -250,7 +250,7 @@ async def test_a_session_that_dies_drops_its_rollout_or_has_no_reward(server: Se
 
 async def test_a_call_without_an_answer_ends_its_session(server: Server, url: str) -> None:
     server.faults[13] = lambda session: None
-    async with made(url, timeout=0.2) as environment:
+    async with made(url, timeout=1) as environment:
         game = Game(environment, secret=7)
         assert "Error" in str(await game.say(number=13))
         assert "an earlier call has not been answered" in str(await game.say(number=7))

@@ -98,9 +98,11 @@ class OpenEnvSession:
             if not refused:
                 said = {"reward": None, "done": False, **said, "observation": dict(said["observation"])}
         except Exception as error:  # any kind: the library has its own
-            self._lost = self._lost or f"the session of the OpenEnv server {self.url} was lost: {one_line(error)}"
-            self._end(self._lost)
-            raise ConnectionError(self._lost) from error
+            lost = f"the session of the OpenEnv server {self.url} was lost: {one_line(error)}"
+            if self._connection is connection:  # and was not closed here, while a call was given up
+                self._lost = lost
+                self._end(lost)
+            raise ConnectionError(lost) from error
         if refused:
             raise self._refusal(said)
         self._waiting = False
