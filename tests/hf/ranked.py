@@ -21,11 +21,17 @@ from torch.distributed.tensor import DTensor
 from oppo.errors import ModelError, one_line
 from oppo.events import Batch
 from oppo.hf.memory import LiveBytes
+from oppo.hf.recipe import ModelRecipe
+from oppo.hf.train.actor_critic import ActorCriticRecipe
 from oppo.hf.train.optim import Optimisation, gather_training
 from oppo.hf.train.packing import units
-from oppo.hf.train.ranks import Ranked, whole
-from oppo.hf.train.trainer import HfTrainerCore
+from oppo.hf.train.ranks import Ranked, Replicas, whole
+from oppo.hf.train.trainer import HfTrainerCore, MakesCore
 from oppo.losses import Inputs, LossValue, PPOLoss, Whole
+from oppo.models import Sampling
+from oppo.placement.trainer import TrainerCounts
+from oppo.training import TrainerSettings
+from tests.hf import tiny
 
 
 def gradient(core: HfTrainerCore, batch: Batch) -> dict[str, NDArray[np.float32]]:
@@ -54,6 +60,23 @@ def parts_of_gradient(core: HfTrainerCore, batch: Batch) -> list[dict[str, NDArr
         named = core.optimisation.named_weights().items()
         found.append({name: weight.grad.numpy().copy() for name, weight in named if weight.grad is not None})
         core.optimisation.clear()
+    return found
+
+
+def loaded(folder: Path, sampling: Sampling, settings: TrainerSettings, shard: bool) -> HfTrainerCore:
+    """Return a trainer of the models in a folder, as a rank on another machine makes it."""
+    actor, critic = ModelRecipe(path=str(folder / "actor")), ModelRecipe(path=str(folder / "critic"), kind="scalar")
+    recipe = ActorCriticRecipe(actor=actor, critic=critic)
+    replicas = Replicas(shard=shard, recipe=recipe, loaded=True)
+    return tiny.apart(MakesCore(recipe, sampling, settings, PPOLoss(), TrainerCounts.new(), replicas))()
+
+
+def packing(core: HfTrainerCore, batch: Batch) -> list[float]:
+    """Return of each rank whether it packs the rows of a batch, once it has an optimizer."""
+    assert core.optimisation
+    mine = torch.zeros(core._team.size)
+    mine[core._team.rank] = core._packs(batch)
+    found: list[float] = core._team.sum(mine).tolist()
     return found
 
 

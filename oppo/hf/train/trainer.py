@@ -170,7 +170,7 @@ class HfTrainerCore:
     @cached_property
     def optimisation(self) -> Optimisation:
         """The optimizer; created at its first use, so that its memory is allocated where updates are made."""
-        if self._models is self._whole:  # no shard, whose head is known already
+        if isinstance(self._team, Alone):  # else they were prepared before they were sharded
             self._whole.prepare()
         return Optimisation(self._models, self.settings)
 

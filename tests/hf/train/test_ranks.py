@@ -40,7 +40,9 @@ from tests.hf.ranked import (
     deadly,
     gathered_bytes,
     gradient,
+    loaded,
     local_bytes,
+    packing,
     parts_of_gradient,
 )
 from tests.hf.train.test_streamed_update import rows_of
@@ -220,6 +222,17 @@ async def test_each_rank_holds_a_shard_of_weights_and_optimizer_states(ranks: Ra
         assert weights <= most * all_weights
         assert states <= most * all_states
         assert all_states >= 2 * all_weights
+
+
+@pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
+async def test_ranks_that_load_their_models_pack_rows_as_one_that_is_given_them(
+    shard: bool, ranks: Ranks, batch: Batch, tmp_path: Path
+) -> None:
+    """Ranks that read a batch in other micro-batches than one another would train some rows twice, and others never."""
+    tiny.causal(seed=1).save_pretrained(tmp_path / "actor")
+    tiny.scalar(seed=3).save_pretrained(tmp_path / "critic")
+    core = ranks.host(partial(loaded, tmp_path, SAMPLING, SETTINGS, shard))
+    assert await core.call("pack", packing, batch) == [1.0, 1.0]
 
 
 async def test_a_checkpoint_is_gathered_one_tensor_at_a_time_and_kept_by_rank_0(ranks: Ranks, batch: Batch) -> None:
