@@ -263,8 +263,8 @@ def test_several_classes_are_chosen_by_a_column_beside_other_rewards(played: Pat
     [
         (["environment.tools=['tools.py:add']"], "environment.tools = .* answer calls, and environment.factory"),
         (["environment.process=true"], "instances of environment.factory are objects of this one: leave process out"),
-        (["environment.factory=Game"], "environment.factory: expected file.py:name, got 'Game'"),
-        (["environment.factory={one='Game'}"], "environment.factory.one: expected file.py:name, got 'Game'"),
+        (["environment.factory=Game"], "environment.factory: expected file.py:name, or openenv:URL"),
+        (["environment.factory={one='Game'}"], "environment.factory.one: expected file.py:name, or openenv:URL"),
         (["environment.factory=games.py:none"], "games.py has no 'none'"),
         (["environment.factory=games.py:seen"], "factory of environments .* raised TypeError"),
         (["environment.factory=games.py:Silent"], r"rewards.0: Silent has no method get_reward\(\), .* another source"),

@@ -39,6 +39,15 @@ def add(left: int, right: int = 1) -> int:
     return left + right
 
 
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: to double.
+    """
+    return 2 * number
+
+
 def total(completions, completion_ids):
     return [value_of(ids) for ids in completion_ids]
 
@@ -53,7 +62,10 @@ async def agent(row, base_url, api_key):
         for turn in range(3):
             try:
                 reply = await client.chat.completions.create(
-                    model="policy", messages=messages, tools=[tool_schema(add)], extra_body={"return_token_ids": True}
+                    model="policy",
+                    messages=messages,
+                    tools=[tool_schema(add), tool_schema(double)],
+                    extra_body={"return_token_ids": True},
                 )
             except openai.BadRequestError as error:
                 assert error.code == "context_length_exceeded"
@@ -63,7 +75,8 @@ async def agent(row, base_url, api_key):
             ids = [*reply.prompt_token_ids, *choice.token_ids]
             messages.append(choice.message.model_dump(exclude_none=True))
             for call in choice.message.tool_calls or ():
-                result = add(**json.loads(call.function.arguments))
+                tool = {"add": add, "double": double}[call.function.name]
+                result = tool(**json.loads(call.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)})
     return value_of(ids[first:])
 
@@ -71,7 +84,7 @@ async def agent(row, base_url, api_key):
 async def framework(row, base_url, api_key):
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
-        return await calling(Agent(model, tools=[add], retries=9), row["prompt"][0]["content"])
+        return await calling(Agent(model, tools=[add, double], retries=9), row["prompt"][0]["content"])
 
 
 async def calling(agent, prompt):
@@ -121,7 +134,9 @@ batch = 2
 overcommit = 1
 chunk = 16
 """
-TOOLS = '[environment]\ntools = ["code.py:add"]\nmax_turns = 2\n[[rewards]]\nsource = "code.py:total"\n'
+TOOLS = (
+    '[environment]\ntools = ["code.py:add", "code.py:double"]\nmax_turns = 2\n[[rewards]]\nsource = "code.py:total"\n'
+)
 AGENTS = '[agents]\nprogram = "code.py:agent"\n'
 HELD_OUT = ("eval.prompts=prompts.jsonl", "eval.every=1", "eval.samples=2", "eval.count=3")
 ALGORITHMS = {
@@ -146,7 +161,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.toml").write_text(SETTINGS + AGENTS)
 
     def calls(chat: ChatFormat, tokens: list[int]) -> ParsedTurn:  # a random policy calls nothing
-        return ParsedTurn("", tool_calls=tuple(ToolCall("add", {"left": each}) for each in tokens[:2]))
+        left, number = (*tokens, 0, 0)[:2]
+        return ParsedTurn("", tool_calls=(ToolCall("add", {"left": left}), ToolCall("double", {"number": number})))
 
     monkeypatch.setattr(ChatFormat, "parse", calls)
     return tmp_path
