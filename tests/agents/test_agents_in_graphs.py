@@ -12,45 +12,18 @@ import anyio
 import httpx2
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from oppo import Overcommit, PromptStream, grpo
 from oppo.admission import TailBatched
 from oppo.agents import Agents
-from oppo.agents.conversation import ChatRequests
 from oppo.evaluation import Evaluated, Evaluation
 from oppo.events import Batch, Chunk, Prompt, Response
-from oppo.hf.chat import ParsedTurn
 from oppo.run.checkpoint import read_state, write_state
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from tests.agents.test_agents import tokenizer
 
-
-class Numbers:
-    """A chat format of fakes: a turn says how many tokens it has, and a message is as many as it says."""
-
-    roles = frozenset({"user"})
-    ends = frozenset({2})
-
-    def parse(self, turn: Sequence[int]) -> ParsedTurn:
-        return ParsedTurn(f"{len(turn)}: {sum(turn)}")
-
-    def answer(self, turn: Sequence[int], messages: Sequence[Mapping[str, object]]) -> list[int]:
-        return [90_000 + len(turn), *range(int(str(messages[0]["content"])))]
-
-    def decode_whole(self, tokens: Sequence[int]) -> str:
-        return str(tokens)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
-        return [1, int(str(messages[0]["content"])), 2]
-
-
-@pytest.fixture(autouse=True)
-def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def formats(self: ChatRequests, tools: object) -> Any:
-        return Numbers(), Numbers()
-
-    monkeypatch.setattr(ChatRequests, "format", formats)
+pytestmark = pytest.mark.usefixtures("numbers")
 
 
 @dataclass
@@ -276,7 +249,6 @@ def test_agents_that_raise_lose_their_rollouts_alone() -> None:
 
 
 @pytest.mark.schedules
-@settings(max_examples=12, deadline=None)
 @given(
     seconds=st.dictionaries(
         st.tuples(st.integers(0, 30), st.integers(0, 2)), st.floats(0, 2).map(lambda each: round(each, 3)), max_size=30

@@ -13,26 +13,18 @@ import anyio
 import httpx2
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from oppo import Overcommit, grpo
 from oppo.admission import Admission, TailBatched
 from oppo.agents import Agents
-from oppo.agents.conversation import ChatRequests
 from oppo.evaluation import Evaluated, Evaluation
 from oppo.events import Batch, Chunk, Prompt, Response
 from oppo.models import Capabilities
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from tests.agents.test_agents import tokenizer
-from tests.agents.test_agents_in_graphs import Numbers
 
-
-@pytest.fixture(autouse=True)
-def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def formats(self: ChatRequests, tools: object) -> Any:
-        return Numbers(), Numbers()
-
-    monkeypatch.setattr(ChatRequests, "format", formats)
+pytestmark = pytest.mark.usefixtures("numbers")
 
 
 @dataclass
@@ -296,7 +288,6 @@ CAPS = st.sampled_from([2, 5, 8, ROOM, ROOM, ROOM])
 
 
 @pytest.mark.schedules
-@settings(max_examples=12, deadline=None)
 @given(seconds=TIMES, together=st.booleans(), killed=st.integers(1, 3), cap=CAPS)
 def test_a_resumed_run_tells_an_agent_that_is_run_anew_the_turns_of_all_its_conversations(
     seconds: Mapping[tuple[int, int, int], float], together: bool, killed: int, cap: int
@@ -311,7 +302,6 @@ def test_a_resumed_run_tells_an_agent_that_is_run_anew_the_turns_of_all_its_conv
 
 
 @pytest.mark.schedules
-@settings(max_examples=12, deadline=None)
 @given(TIMES, st.lists(st.integers(0, 20), max_size=4), st.booleans(), st.integers(2, 3), CAPS)
 def test_every_schedule_trains_each_conversation_once_and_as_it_was_said(
     seconds: Mapping[tuple[int, int, int], float], faults: Sequence[int], together: bool, samples: int, cap: int

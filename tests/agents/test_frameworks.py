@@ -19,8 +19,9 @@ from oppo.agents.conversation import ChatRequests
 from oppo.events import Chunk, Drop
 from oppo.hf.chat import ParsedTurn, ToolCall
 from oppo.turns import Answer
+from tests.agents.conftest import Numbers
 from tests.agents.test_agents import Rollout, call, client, tokenizer, tried
-from tests.agents.test_agents_in_graphs import Numbers, Players, described, trained
+from tests.agents.test_agents_in_graphs import Players, described, trained
 
 
 class Total(BaseModel):
