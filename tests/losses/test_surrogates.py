@@ -1,4 +1,4 @@
-"""Each surrogate against its formula in plain float64, value and gradient; and what it does not read."""
+"""Each surrogate against its formula in plain float64, value and gradient, and a peer's; and what it does not read."""
 
 from __future__ import annotations
 
@@ -84,6 +84,29 @@ def test_a_surrogate_and_its_gradient_are_those_of_its_formula(kind: Any) -> Non
         torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-9, atol=1e-9)
     assert each.clipped.tolist() == [clipped for _, _, clipped in expected]
     assert each.clipped.any() == (kind != "sapo")
+
+
+OF_VERL: Final[dict[Any, tuple[float, float]]] = {
+    "clip": (357.9982048289373, 10041.138768070992),
+    "dual_clip": (39.275233334924636, 270.9164342673358),
+    "cispo": (17.41018089118241, 463.4288131895854),
+    "sapo": (23.490091299911526, 357.53606468849364),
+    "dppo_tv": (329.33041981236784, 10162.354915555508),
+}
+"""Sum and sum of squares of the gradients that verl 0.9.1's functions of ``core_algos`` have for these tokens.
+
+``compute_policy_loss_vanilla`` is both the first, without a bound on ratios, and the second.
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_is_that_of_the_peer_s_function(kind: Any) -> None:
+    new, old, advantages = tokens()
+    new.requires_grad_()
+    surrogate = Surrogate(kind=kind, **KINDS[kind][1])
+    policy_losses(new, old, advantages, torch.ones(len(new), dtype=torch.bool), surrogate).loss.sum().backward()
+    assert new.grad is not None
+    assert (float(new.grad.sum()), float(new.grad.square().sum())) == pytest.approx(OF_VERL[kind], rel=1e-12)
 
 
 def test_defaults_are_those_of_the_papers() -> None:
