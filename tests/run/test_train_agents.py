@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from oppo.cli import DONE, FAILED, UNUSABLE
+from oppo.environments import Tools
+from oppo.events import Batch
 from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
+from oppo.observe import Observer
+from oppo.run.train import train
+from oppo.signals import Stopped
+from oppo.turns import Turn
+from tests import paced
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
 from tests.workplace import oppo, records, resume
@@ -19,6 +30,7 @@ TEMPLATE = (Path(__file__).parents[1] / "hf" / "templates" / "qwen3.jinja").read
 
 CODE = '''
 import asyncio
+import inspect
 import json
 
 import openai
@@ -77,6 +89,7 @@ async def agent(row, base_url, api_key):
             for call in choice.message.tool_calls or ():
                 tool = {"add": add, "double": double}[call.function.name]
                 result = tool(**json.loads(call.function.arguments))
+                result = await result if inspect.isawaitable(result) else result
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)})
     return value_of(ids[first:])
 
@@ -114,6 +127,11 @@ async def chief(row, base_url, api_key):
 async def broken(row, base_url, api_key):
     raise OSError("no network")
 '''
+PACED = (
+    CODE.replace("def add(", "from tests import paced\n\n\nasync def add(")
+    .replace("    return left + right", "    await paced.calls.pace()\n    return left + right")
+    .replace("choice = reply", 'paced.turn.set((row["number"], turn))\n            choice = reply')
+)
 SETTINGS = """
 [run]
 steps = 2
@@ -134,6 +152,7 @@ batch = 2
 overcommit = 1
 chunk = 16
 """
+ROWS = [{"prompt": [{"role": "user", "content": f"What is {number} + 1?"}], "number": number} for number in range(8)]
 TOOLS = (
     '[environment]\ntools = ["code.py:add", "code.py:double"]\nmax_turns = 2\n[[rewards]]\nsource = "code.py:total"\n'
 )
@@ -154,8 +173,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tiny.scalar_of(config).save_pretrained(tmp_path / "critic")
     for name in ("actor", "critic"):
         byte_tokenizer(special=("<|im_start|>", "<|im_end|>", "</tool_call>")).save(tmp_path / name)
-    rows = [{"prompt": [{"role": "user", "content": f"What is {number} + 1?"}]} for number in range(8)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "qwen3.jinja").write_text(TEMPLATE)
     (tmp_path / "code.py").write_text(CODE)
     (tmp_path / "config.toml").write_text(SETTINGS + AGENTS)
@@ -230,6 +248,80 @@ def test_helpers_of_an_agent_are_trained_with_its_reward_after_a_resume_too(fold
             assert len({line["prompt"] for line in family}) == 5
             assert {line["score"] for line in family} == {family[0]["score"]}
     assert all(line["agents/refused"] == 0 for line in records(folder, "agents", "metrics.jsonl"))
+
+
+ROUNDING = 1e-5
+"""Which rollouts share a forward pass depends on timing: that moved no number by more than 3.4e-6."""
+
+
+class Batches(Observer):
+    """Keeps what is trained; may end a run in its first step.
+
+    Attributes:
+        trained: by step.
+        waiting: turns whose calls were unanswered when a step ended, by step.
+    """
+
+    def __init__(self, *, cut: bool = False) -> None:
+        self.trained: dict[int, Batch] = {}
+        self.waiting: dict[int, list[tuple[int, int]]] = {}
+        self._cut = cut
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        if isinstance(item, Batch) and item.advantages is not None:
+            self.trained[step] = item
+            if self._cut:
+                signal.raise_signal(signal.SIGTERM)
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        self.waiting[step] = [*paced.calls.waiting]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_run_that_ends_in_the_middle_of_calls_is_resumed_as_if_it_had_not_ended(
+    folder: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples, answer = (2 if algorithm == "grpo" else 1), Tools.answer
+    options = (
+        *ALGORITHMS[algorithm],
+        "run.deterministic=false",
+        "sampling.max_new_tokens=400",
+        "trainer.epochs=1",
+        "trainer.learning_rate=1e-3",
+    )
+
+    async def known(tools: Tools, turn: Turn) -> Any:
+        paced.turn.set((turn.prompt.admission, turn.number))
+        return await answer(tools, turn)
+
+    def made(source: Path, *overrides: str, cut: bool = False) -> dict[int, Batch]:
+        monkeypatch.setattr(paced, "calls", paced.Calls(samples))
+        seen = Batches(cut=cut)
+        with pytest.raises(Stopped) if cut else nullcontext():
+            train(source, overrides, prompts=iter(ROWS), observers=[seen])
+        if 0 in seen.trained:
+            assert seen.waiting[0] == [(2, 1)] * samples
+        return seen.trained
+
+    monkeypatch.setattr(Tools, "answer", known)
+    (folder / "code.py").write_text(PACED)
+    for name, code in {"tools": TOOLS, "agents": AGENTS}.items():
+        (folder / f"{name}.toml").write_text(SETTINGS + code)
+    whole = made(folder / "tools.toml", *options, "run.name=whole")
+    for name in ("tools", "agents"):
+        before = made(folder / f"{name}.toml", *options, f"run.name={name}", cut=True)
+        after = made(folder / "runs" / name)
+        assert [*before, *after] == [0, 1]
+        assert {*after[1].versions[after[1].sampled].tolist()} == {0, 1}
+        for batch, other in zip(whole.values(), [before[0], after[1]], strict=True):
+            assert batch.rollouts == other.rollouts
+            for column in ("offsets", "tokens", "sampled", "versions", "scores"):
+                assert np.array_equal(getattr(batch, column), getattr(other, column)), column
+            for column in ("logprobs", "reference", "values", "rewards", "advantages", "returns"):
+                numbers, others = getattr(batch, column), getattr(other, column)
+                assert (numbers is None) is (others is None)
+                if numbers is not None:
+                    assert np.abs(numbers - others).max() < ROUNDING, column
 
 
 def test_a_framework_that_calls_tools_is_trained_unchanged(folder: Path) -> None:
