@@ -337,6 +337,12 @@ def test_the_package_grows_no_further() -> None:
     assert not grown, "what grew, as it is and as it may be: which concept became two?"
 
 
+def test_no_page_holds_both_sides_of_a_merge() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert len(pages) > 10
+    assert [each for each in pages if re.search(r"^(<|=|>)\1{6}( |$)", each.read_text("utf-8"), re.MULTILINE)] == []
+
+
 def test_no_module_imports_itself_through_others() -> None:
     known = {dotted(path): path for path in FILES}
     found = circles({name: imported_modules(path, known) for name, path in known.items()})
