@@ -459,6 +459,7 @@ class Session:
         single: returns why it holds one conversation only; empty if it may hold several.
         expected: conversations of a resumed run, which the agent has not begun anew.
         longest: the most tokens that a prompt may have.
+        evaluated: the row is one of an evaluation.
 
     Attributes:
         conversations: by their numbers; the first is 0.
@@ -477,8 +478,10 @@ class Session:
         single: Callable[[], str],
         expected: set[int],
         longest: float,
+        evaluated: bool,
     ) -> None:
         self.columns = columns
+        self.evaluated = evaluated
         self.scope = anyio.CancelScope()
         self.outcome: float | Drop | EnvironmentFailure | None = None
         self.failure = failure

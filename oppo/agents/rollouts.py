@@ -38,6 +38,7 @@ from oppo.events import Chunk, Drop, Finish, IntArray, Prompt, ToolTokens
 from oppo.libraries import require
 from oppo.log import logger
 from oppo.models import SamplingSettings
+from oppo.observe import work_context
 from oppo.placement.detached import run_detached
 from oppo.scorers import ScorerCapabilities
 from oppo.turns import Answer, Branching, Turn
@@ -165,7 +166,7 @@ class Agents(Branching):
         self._begun = anyio.Event()
         self.single = "no graph decodes others"
         self.longest = math.inf
-        self._samples: dict[str, list[float]] = {}
+        self._samples = defaultdict[bool, dict[str, list[float]]](dict)
 
     @property
     def at_work(self) -> str:
@@ -183,9 +184,11 @@ class Agents(Branching):
         return AgentReward(self)
 
     def samples(self) -> Mapping[str, Sequence[float]]:
-        """Return of each request since the last call whether it was refused, and whether it was sent again."""
-        found, self._samples = self._samples, {}
-        return found
+        """Return of each request since the last call whether it was refused, and whether it was sent again.
+
+        An evaluation is told of those of its own agents, and others of all else.
+        """
+        return self._samples.pop(_is_evaluated(), {})
 
     async def __aenter__(self) -> Self:
         if not self._users:
@@ -251,9 +254,10 @@ class Agents(Branching):
     async def _complete(self, http: HttpRequest) -> HttpResponse:
         from starlette.responses import JSONResponse, Response  # noqa: PLC0415 - an extra
 
-        refused, repeated = False, False
+        refused, repeated, evaluated = False, False, False
         try:
             session = self._asked(http)
+            evaluated = session.evaluated
             try:
                 body = await http.json()
             except ValueError as error:
@@ -271,8 +275,9 @@ class Agents(Branching):
             refused = True
             return JSONResponse(refusal.json(), refusal.status)
         finally:
-            self._samples.setdefault("agents/refused", []).append(float(refused))
-            self._samples.setdefault("agents/repeated", []).append(float(repeated))
+            samples = self._samples[evaluated]
+            samples.setdefault("agents/refused", []).append(float(refused))
+            samples.setdefault("agents/repeated", []).append(float(repeated))
 
     async def _models(self, http: HttpRequest) -> HttpResponse:
         from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
@@ -314,6 +319,7 @@ class Agents(Branching):
             single=lambda: self.single,
             expected=self._expected[key],
             longest=self.longest,
+            evaluated=_is_evaluated(),
         )
         visit = _Visit(prompt.columns, self._url, f"oppo-{secrets.token_hex(16)}")
         self._sessions[key] = self._keys[visit.key] = session
@@ -547,6 +553,10 @@ _FULL: Final = Refusal(
 
 def _key(prompt: Prompt) -> tuple[int, int]:
     return prompt.admission, prompt.sample
+
+
+def _is_evaluated() -> bool:
+    return work_context().role == "evaluate"
 
 
 def _difference(now: IntArray, before: IntArray) -> str:

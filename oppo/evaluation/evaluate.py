@@ -56,7 +56,7 @@ class Answers:
 
     Attributes:
         rollouts: with their scores, in the order of the prompts, those to one prompt side by side; without branches.
-        dropped: responses that have no score.
+        dropped: responses that have no score; without branches.
         measured: what the reward said of its parts, by metric, one number for each response.
     """
 
@@ -104,6 +104,10 @@ class Answering:
         admission = Synchronous(self.batch)
         return Generate(policy, admission, self.chunks, self.samples, environment=self.environment)
 
+    def rollouts(self, prompts: Sequence[Prompt]) -> frozenset[int]:
+        """Return the numbers of the responses to prompts; those of branches are others."""
+        return frozenset(each.rollout for prompt in prompts for each in prompt.samples(self.samples))
+
     async def run(self, graph: Graph[StepReport], prompts: Sequence[Prompt]) -> None:
         """Answer the prompts.
 
@@ -112,7 +116,7 @@ class Answering:
         """
         if not prompts:
             raise DataError("expected at least one prompt to answer, got none")
-        counting = _Counting(len(prompts) * self.samples, self.progress)
+        counting = _Counting(self.rollouts(prompts), self.progress)
         async with graph.open(self.asking(prompts), observers=[counting]) as run:
             async for _ in run.steps(math.ceil(len(prompts) / self.batch)):
                 pass
@@ -156,7 +160,7 @@ async def examine(
         ProtocolError: a model broke its protocol.
     """
     how = how or Answering()
-    g, collect = how.builder(), Collect()
+    g, collect = how.builder(), Collect(how.rollouts(prompts))
     rollout = g.add("generate", how.generate(policy), g.prompts)
     score = g.add("reward", Score(reward), rollout)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
@@ -166,8 +170,9 @@ async def examine(
 
 @dataclass(eq=False)
 class Collect:
-    """The stage at the end: keeps what every step has scored."""
+    """The stage at the end: keeps what every step has scored of these rollouts, not of their branches."""
 
+    wanted: frozenset[int]
     _rollouts: list[ScoredRollout] = field(default_factory=list, init=False)
     _dropped: list[Drop] = field(default_factory=list, init=False)
     _measured: dict[str, list[float]] = field(default_factory=dict, init=False)
@@ -184,8 +189,8 @@ class Collect:
     ) -> None:
         """Report the step once every finished rollout is scored."""
         scored = await ScoredRollouts.of(rollout, score, reference=reference)
-        self._rollouts += [each for each in scored.rollouts if not each.finish.response.prompt.branch]
-        self._dropped += scored.dropped
+        self._rollouts += [each for each in scored.rollouts if each.rollout in self.wanted]
+        self._dropped += [each for each in scored.dropped if each.rollout in self.wanted]
         for _, each in step.recorded(Averaged):
             for name, values in each.values.items():
                 self._measured.setdefault(name, []).extend(values)
@@ -213,17 +218,17 @@ def _report(step: Step, rollouts: Sequence[int], dropped: Sequence[Drop] = ()) -
 
 
 class _Counting(Observer):
-    """Tells of each rollout that the stage ``generate`` has ended."""
+    """Tells of each of these rollouts that the stage ``generate`` has ended."""
 
-    def __init__(self, total: int, progress: Progress) -> None:
-        self._done, self._total, self._progress = 0, total, progress
-        progress(0, total)
+    def __init__(self, wanted: frozenset[int], progress: Progress) -> None:
+        self._done, self._wanted, self._progress = 0, wanted, progress
+        progress(0, len(wanted))
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         del step, at
-        if stage == "generate" and isinstance(item, Finish | Drop):
+        if stage == "generate" and isinstance(item, Finish | Drop) and item.rollout in self._wanted:
             self._done += 1
-            self._progress(self._done, self._total)
+            self._progress(self._done, len(self._wanted))
 
 
 PREFIX: Final = "eval/"

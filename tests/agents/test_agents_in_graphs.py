@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,43 @@ def test_held_out_rows_have_agents_and_one_that_asks_nothing_leaves_its_row_out(
     assert [each.finish.response.prompt.columns["number"] for each in answers] == [0, 1, 3, 4, 5, 6]
     assert [each.score for each in answers] == [float(each.finish.response.sampled.sum()) for each in answers]
     assert agents._sessions == {}
+
+
+def test_requests_of_held_out_rows_are_counted_apart_from_those_of_rows_that_are_trained_meanwhile() -> None:
+    async def curious(row: dict[str, Any], url: str, key: str) -> float:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(players.agents.app), base_url=url) as to:
+            asked = {"messages": [{"role": "user", "content": "1"}], "temperature": 0.3}
+            for _ in range(row.get("refused", 0)):
+                await to.post("/chat/completions", json=asked, headers={"Authorization": f"Bearer {key}"})
+        return await players.run(row, url, key)
+
+    players = Players({(at, 1): 0.3 for at in range(60)})
+    players.agents = agents = Agents(curious, tokenizer())
+    held_out = [replace(each, columns={**each.columns, "refused": each.columns["turns"]}) for each in rows(6)]
+    graph = grpo(
+        policy=policy(),
+        reward=agents.reward,
+        trainer=FakeTrainer(),
+        admission=Overcommit(batch=4, overcommit=3),
+        samples=2,
+        environment=agents,
+    )
+    evaluation = Evaluation(
+        prompts=held_out, reward=agents.reward, greedy=policy(), batch=2, environment=agents, asking=agents.prompts
+    )
+    evaluated, trained_meanwhile = list[float](), list[float]()
+
+    async def evaluate() -> None:
+        evaluated.append((await evaluation.measure(0)).metrics["eval/agents/refused"])
+
+    async def main() -> None:
+        async with graph.open(agents.prompts(rows(60))) as run, anyio.create_task_group() as tasks:
+            tasks.start_soon(evaluate)
+            trained_meanwhile.extend([report.metrics["agents/refused"] async for report in run.steps(4)])
+
+    run_virtual(main)
+    assert evaluated == [0.5]
+    assert trained_meanwhile == [0.0] * 4
 
 
 def test_a_response_at_its_cap_has_the_reward_that_the_agent_gives_it() -> None:

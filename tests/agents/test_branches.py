@@ -259,6 +259,27 @@ def test_rows_that_are_held_out_have_helpers_too_and_leave_deferred_agents_alone
     check(trainer.batches)
 
 
+def test_a_held_out_row_whose_agent_raises_is_dropped_as_one_response_to_it() -> None:
+    agents, shown = Chief(faults=(1, 2)).agents, list[tuple[int, int]]()
+    evaluation = Evaluation(
+        prompts=list(islice(Rows(), 5)),
+        reward=agents.reward,
+        greedy=policy(),
+        sampled=policy(),
+        samples=2,
+        batch=4,
+        environment=agents,
+        asking=agents.prompts,
+    )
+
+    async def main() -> Mapping[str, float]:
+        async with agents:
+            return (await evaluation.measure(0, lambda *counts: shown.append(counts))).metrics
+
+    assert run_virtual(main)["eval/dropped"] == 2 * (1 + 2)
+    assert sorted({*shown}) == [(done, 5 * (1 + 2)) for done in range(1 + 5 * (1 + 2))]
+
+
 def resumed(chiefs: Sequence[Chief], killed: int, steps: int, cap: int) -> list[Batch]:
     """Return the batches of a run that is killed after so many steps and resumed with the other agents."""
     trainers, admission, state, at = [FakeTrainer(), FakeTrainer()], Overcommit(batch=3, overcommit=3), None, 0
