@@ -89,7 +89,7 @@ $(GYM)/.installed: pyproject.toml constraints.txt tests/gym-requirements.txt
 	cat tests/gym-requirements.txt constraints.txt | awk -F== '!/^#/ && !seen[tolower($$1)]++' > $(GYM)/constraints.txt
 	$(GYM)/bin/pip install --quiet --disable-pip-version-check -c $(GYM)/constraints.txt torch uv
 	$(GYM)/bin/uv pip install --quiet --python $(GYM)/bin/python -c $(GYM)/constraints.txt \
-		--override tests/gym-requirements.txt -r tests/gym-requirements.txt -e '.[reasoning-gym,test]'
+		--override tests/gym-requirements.txt -r tests/gym-requirements.txt -e '.[reasoning-gym,test,verifiers]'
 	$(GYM)/bin/uv venv --quiet --allow-existing --python $(GYM)/bin/python $(GYM)/openenv
 	$(GYM)/bin/uv pip install --quiet --python $(GYM)/openenv/bin/python openenv==0.10.0
 	@touch $@

@@ -88,8 +88,8 @@ RATCHETS = {
     # Pools, members, rollouts; servers; rows apart from rollouts; judges; graphs of decode steps; chat formats;
     # configurations of others, read and converted; a distillation; placement apart from other sections;
     # a teacher that reads text; agents, their settings; classes of environments apart from functions, and the client of
-    # a server's protocol, with an extra's library, apart from both.
-    "modules": 206,
+    # a server's protocol, with an extra's library, apart from both; tasksets of verifiers, which are rows and an agent.
+    "modules": 207,
     "files in the root": 21,
     # Repairs: estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to
     # user code, and what is checked at the seams; a limit for each kind of schedule, what a simulation leaves out.

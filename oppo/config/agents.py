@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from annotated_types import Ge, Le
 
-from oppo.config.sections import DataSection, EnvironmentSection, Prompts, placed, sources
+from oppo.config.sections import (
+    ROWS,
+    VERIFIERS,
+    DataSection,
+    EnvironmentSection,
+    Prompts,
+    PromptSource,
+    named,
+    placed,
+    sources,
+)
 from oppo.declared import Filled, OneOf, Positive, changed, setting
 from oppo.user_code import SPEC
+
+_PROGRAM: Final = re.compile(f"^$|^{VERIFIERS}$|{SPEC.pattern}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentsSection:
     """``[agents]``: an agent whose conversations are the prompts, the responses and the rewards of the run."""
 
-    program: Annotated[str, OneOf((), "file.py:function", re.compile(f"^$|{SPEC.pattern}"))] = setting(
+    program: Annotated[str, OneOf((), f"file.py:function or {VERIFIERS}", _PROGRAM)] = setting(
         "",
         "`file.py:function` that is an agent: called with a row, the URL of an OpenAI-compatible server and a key, it "
-        "returns the reward of its conversation; empty: none",
+        "returns the reward of its conversation; `verifiers`: runs the tasks of the tasksets that are the prompts; "
+        "empty: none",
     )
     on_failure: Literal["fail", "drop"] = setting(
         "fail",
@@ -45,6 +59,7 @@ class AgentsSection:
 
     def check(self, environment: EnvironmentSection, data: DataSection, *, rewards: bool, held_out: Prompts) -> None:
         """Check the settings against those that say what a prompt, an answer or a reward is without an agent."""
+        self._check_tasksets({**named("data.prompts", data.prompts), **named("eval.prompts", held_out)})
         if not self.program:
             if idle := sorted(changed(self, {each.name for each in fields(self)})):
                 raise ValueError(f"agents.{idle[0]} is of an agent, and agents.program names none: leave it out")
@@ -69,3 +84,21 @@ class AgentsSection:
             raise ValueError(
                 f"agents.program = {self.program!r} has an agent that returns the reward: leave [[rewards]] out"
             )
+
+    def _check_tasksets(self, prompts: Mapping[str, PromptSource]) -> None:
+        runs = self.program == VERIFIERS
+        for key, source in prompts.items():
+            if source.taskset and not runs:
+                raise ValueError(
+                    f"{key} = {source.path!r} is a taskset, and agents.program does not run its tasks: set "
+                    f"agents.program = {VERIFIERS!r}"
+                )
+            if runs and not source.taskset and source.path != ROWS:
+                raise ValueError(
+                    f"agents.program = {VERIFIERS!r} runs tasks of tasksets, and {key} = {source.path!r} is none: name "
+                    f"one as '{VERIFIERS}:NAME', or another program"
+                )
+            of_others = {"split", "subset", "column"} if source.taskset else {"config"}
+            if idle := sorted(changed(source, of_others)):
+                other = "a taskset has no such" if source.taskset else "only a taskset has one"
+                raise ValueError(f"{key} = {source.path!r} has a {idle[0]}, and {other}: leave it out")

@@ -59,6 +59,9 @@ def placed(spec: str, folder: Path) -> str:
 OPENENV: Final = "openenv:"
 """What stands before the URL of an OpenEnv server, as what makes environments."""
 
+VERIFIERS: Final = "verifiers"
+"""The agent that runs tasks of verifiers; before the name of a taskset and a colon, a source of prompts."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection:
@@ -178,16 +181,23 @@ ROWS: Final = "<rows of a program>"
 class PromptSource:
     """One source of prompts."""
 
-    path: Filled = required("a file, a directory that datasets wrote, or a dataset's name at a hub")
+    path: Filled = required("a file, a directory that datasets wrote, a dataset's name at a hub, or a taskset")
     weight: Positive | None = setting(None, "share of the prompts, relative to those of the others")
     column: Filled | None = setting(None, "the column that holds the prompt, where it is another than `data.column`")
     split: Filled = setting("train", "of a dataset with several")
     subset: str = setting("", "of a dataset at a hub: the name of a configuration")
+    config: dict[str, object] | None = setting(None, "of a taskset: fields of its config")
+
+    @property
+    def taskset(self) -> str:
+        """The taskset of verifiers, by name or as ``file.py:Class``; empty for another source."""
+        kind, _, taskset = self.path.partition(":")
+        return taskset if kind == VERIFIERS else ""
 
     @property
     def file(self) -> Path | None:
-        """The file or directory; ``None`` for a dataset at a hub, and for rows of a program."""
-        return None if self.path == ROWS or is_hub_name(self.path) else Path(self.path)
+        """The file or directory; ``None`` for a dataset at a hub, a taskset, and rows of a program."""
+        return None if self.path == ROWS or self.taskset or is_hub_name(self.path) else Path(self.path)
 
     def within(self, folder: Path) -> PromptSource:
         """Return the source that a settings file in ``folder`` names: paths are absolute afterwards.
@@ -195,6 +205,8 @@ class PromptSource:
         Raises:
             ConfigError: the path cannot be followed.
         """
+        if self.taskset:
+            return replace(self, path=f"{VERIFIERS}:{placed(self.taskset, folder)}")
         is_name = is_hub_name(self.path) and not (folder / self.path).exists()
         return self if is_name or self.path == ROWS else replace(self, path=resolved(self.path, folder))
 
@@ -522,7 +534,8 @@ class DataSection:
 
     prompts: Prompts = required(
         "a .jsonl, .csv or .parquet file, a directory that `datasets` wrote (`save_to_disk`), or a dataset's name at a "
-        "hub; or a list of such, mixed: each a text, or a table with `path`, `weight`, `column`, `split`, `subset`"
+        "hub; or `verifiers:NAME`, the tasks of a taskset, or `verifiers:file.py:class`; or a list of such, mixed: "
+        "each a text, or a table with `path`, `weight`, `column`, `split`, `subset`, and of a taskset `config`"
     )
     column: Filled = setting("prompt", "the column that holds the prompt: text, or chat messages")
     chat_template: str = setting(
@@ -557,11 +570,7 @@ class DataSection:
         return {name: Path(path) for name, path in named.items() if path}
 
     def within(self, folder: Path) -> DataSection:
-        """Return the section of a file in ``folder``: paths are absolute afterwards.
-
-        Raises:
-            ConfigError: a path cannot be followed.
-        """
+        """Return the section of a file in ``folder``: paths are absolute afterwards."""
         paths: dict[str, Any] = {
             name.partition(".")[2]: resolved(str(path), folder) for name, path in self.files.items()
         }

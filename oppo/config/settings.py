@@ -262,6 +262,7 @@ class Settings(BaseModel):
         prompts = {**named("data.prompts", self.data.prompts), **named("eval.prompts", self.eval.prompts)}
         return (
             {name: each.file for name, each in prompts.items() if each.file is not None}
+            | {f"agents.program of {name}": file for name, each in prompts.items() if (file := file_of(each.taskset))}
             | found
             | self.environment.files
             | self.agents.files

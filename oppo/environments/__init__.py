@@ -1,4 +1,4 @@
-"""What answers a response at a stop: functions, tools that the policy calls, and classes of environments."""
+"""What answers a response at a stop: functions, tools that the policy calls, classes of environments, and tasksets."""
 
 from oppo.environments.classes import EnvironmentClass, Environments, tools_of
 from oppo.environments.functions import (
@@ -11,6 +11,7 @@ from oppo.environments.functions import (
     first_answer,
 )
 from oppo.environments.openenv import openenv
+from oppo.environments.verifiers import TaskAgent, verifiers
 
 __all__ = [
     "LONGEST",
@@ -19,9 +20,11 @@ __all__ = [
     "EnvironmentFunction",
     "Environments",
     "FunctionEnvironment",
+    "TaskAgent",
     "TextTurn",
     "Tools",
     "first_answer",
     "openenv",
     "tools_of",
+    "verifiers",
 ]

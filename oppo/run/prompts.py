@@ -15,6 +15,7 @@ from oppo.config.sections import ROWS, DataSection, Prompts, PromptSource, named
 from oppo.config.settings import Settings
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.data.prompts import Begin
+from oppo.environments import verifiers
 from oppo.errors import ConfigError, DataError, RunComplete
 from oppo.events import Prompt
 from oppo.log import logger
@@ -153,6 +154,8 @@ def read(source: PromptSource, encoding: Mapping[str, Any], rows: Rows | None = 
     """Return the prompts of a source, or of a program's rows."""
     if rows is None:
         logger.info(f"reading {source.path}")
+    if rows is None and source.taskset:
+        rows = verifiers(source.taskset, **(source.config or {}))
     found = source.file or source.path if rows is None else cast("Iterable[Mapping[str, object]]", rows)
     own = {} if source.column is None else {"column": source.column}
     return read_prompts(found, split=source.split, subset=source.subset, **{**encoding, **own})

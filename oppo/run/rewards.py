@@ -18,7 +18,7 @@ from oppo.config.rewards import (
     RewardSection,
     VllmRewardSection,
 )
-from oppo.config.sections import OPENENV
+from oppo.config.sections import OPENENV, VERIFIERS
 from oppo.config.settings import Settings
 from oppo.data.prompts import Begin
 from oppo.durable import make
@@ -27,6 +27,7 @@ from oppo.environments import (
     EnvironmentFailure,
     Environments,
     FunctionEnvironment,
+    TaskAgent,
     Tools,
     openenv,
     tools_of,
@@ -248,7 +249,8 @@ def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment
     section, agents = settings.environment, settings.agents
     if agents.program:
         served = {name: getattr(agents, name) for name in ("on_failure", "timeout", "host", "port")}
-        return Agents(agents.program, tokenizer, settings.sampling, **served)
+        run = TaskAgent() if agents.program == VERIFIERS else agents.program
+        return Agents(run, tokenizer, settings.sampling, **served)
     options: dict[str, Any] = {"timeout": section.timeout, "concurrency": section.concurrency}
     calling = {**options, "on_failure": section.on_failure or "answer", "max_turns": section.max_turns}
     if section.tools:

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from oppo.config.load import resolve
+from oppo.config.sections import ROWS, sources
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
+
+TASKS = {"agents": {"program": "verifiers"}}
+REWARDED = {"rewards": [{"source": "a.py:b"}]}
 
 
 def settings(**tables: Any) -> Settings:
@@ -23,6 +27,20 @@ def test_an_agent_needs_no_rewards_and_its_file_is_one_of_the_run() -> None:
     assert found.agents.program == "/project/agent.py:run"
     assert found.files["agents.program"] == Path("/project/agent.py")
     assert resolve(found.document(), Path("/")) == found
+
+
+def test_tasksets_are_prompts_whose_files_are_code_of_the_run() -> None:
+    source = {"path": "verifiers:sums.py:Sums", "config": {"num_tasks": 8}}
+    held_out = {"prompts": "verifiers:owner/gsm8k"}
+    found = settings(**TASKS, data={"prompts": [source, {"path": "verifiers:gsm8k"}]}, eval=held_out)
+    one, other = sources(found.data.prompts)
+    assert (one.path, one.taskset, one.config) == (
+        "verifiers:/project/sums.py:Sums", "/project/sums.py:Sums", {"num_tasks": 8}
+    )  # fmt: skip
+    assert (other.taskset, found.eval.prompts) == ("gsm8k", "verifiers:owner/gsm8k")
+    assert found.files == {"agents.program of data.prompts[0]": Path("/project/sums.py")}
+    assert resolve(found.document(), Path("/")) == found
+    assert settings(**TASKS, data={"prompts": ROWS}).data.prompts == ROWS  # of oppo.environments.verifiers
 
 
 @pytest.mark.parametrize(
@@ -39,6 +57,20 @@ def test_an_agent_needs_no_rewards_and_its_file_is_one_of_the_run() -> None:
             "no column holds the prompt: leave column out",
         ),
         ({"agents": {"program": "agent"}}, "agents.program"),
+        ({"data": {"prompts": "verifiers:sums"}}, "set agents.program = 'verifiers'"),
+        (
+            {"data": {"prompts": "verifiers:sums"}, "agents": None, "rewards": [{"source": "a.py:b"}]},
+            "set agents.program = 'verifiers'",
+        ),
+        ({"agents": {"program": "verifiers"}}, "rows.jsonl' is none: name one as 'verifiers:NAME'"),
+        ({"eval": {"prompts": "verifiers:sums"}}, "eval.prompts = 'verifiers:sums' is a taskset"),
+        ({"data": {"prompts": [{"path": "a.jsonl", "config": {"n": 1}}]}}, "has a config, and only a taskset has one"),
+        (
+            TASKS | {"data": {"prompts": [{"path": "verifiers:sums", "split": "test"}]}},
+            "has a split, and a taskset has",
+        ),
+        (TASKS | {"data": {"prompts": [{"path": "verifiers:sums", "column": "q"}]}}, "has a column, and a taskset has"),
+        (TASKS | REWARDED | {"data": {"prompts": "verifiers:sums"}}, "leave [[rewards]] out"),
         ({"agents": {"program": "agent.py:run", "port": 70_000}}, "agents.port"),
         ({"agents": {"timeout": 5.0}, "rewards": [{"source": "a.py:b"}]}, "agents.timeout is of an agent, and"),
         ({"agents": None}, "rewards"),

@@ -177,17 +177,18 @@ def test_the_settings_of_the_readme_are_settings(tmp_path: Path) -> None:
 
 
 def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> None:
-    base = '[models]\npolicy = "actor"\n[data]\nprompts = "prompts.jsonl"\n'
+    base, data = '[models]\npolicy = "actor"\n', '[data]\nprompts = "prompts.jsonl"\n'
     found, answering = [], list[object]()
     for text in fenced(ROOT / "docs" / "rewards.md", "toml"):
-        rewarded = text if "[[rewards]]" in text else text + '[[rewards]]\nsource = "reward.py:named"\nname = "named"\n'
-        (tmp_path / "config.toml").write_text(base + rewarded)
+        is_whole = "[[rewards]]" in text or "[agents]" in text
+        reward = "" if is_whole else '[[rewards]]\nsource = "reward.py:named"\nname = "named"\n'
+        (tmp_path / "config.toml").write_text(base + data * ("[data]" not in text) + text + reward)
         settings = load(tmp_path / "config.toml")
         found.append([each.name for each in settings.rewards])
         answering.append(settings.environment.tools or settings.environment.factory)
-    assert found == [["helpful", "short", "judge", "close"], [None], ["named"], ["named"], ["named"]]
+    assert found == [["helpful", "short", "judge", "close"], [None], ["named"], ["named"], ["named"], []]
     called, games = (f"{tmp_path / 'tools.py'}:add",), f"{tmp_path / 'games.py'}:Guessing"
-    assert answering == ["", "", called, games, "openenv:http://localhost:8000"]
+    assert answering == ["", "", called, games, "openenv:http://localhost:8000", ""]
 
 
 def test_the_reward_on_vllm_of_the_page_on_engines_is_settings(tmp_path: Path) -> None:

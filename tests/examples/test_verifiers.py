@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from oppo.environments import TaskAgent, verifiers
+from oppo.errors import ConfigError
+from oppo.libraries import is_installed
 from oppo.vllm.sync import free_port
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
@@ -28,6 +31,9 @@ import verifiers.v1 as vf
 from sums import SumTask, SumsConfig, SumsTaskset
 
 
+URL = f"http://127.0.0.1:{os.environ['MCP_PORT']}/mcp"
+
+
 class Tools(vf.Toolset[vf.ToolsetConfig]):
     TOOL_PREFIX = "sums"
 
@@ -40,10 +46,18 @@ class Tools(vf.Toolset[vf.ToolsetConfig]):
 class TooledTask(SumTask):
     @classmethod
     def toolsets(cls, config):
-        return [Tools(vf.ToolsetConfig(url=f"http://127.0.0.1:{os.environ['MCP_PORT']}/mcp"))]
+        return [Tools(vf.ToolsetConfig(url=URL))]
+
+
+class Shared(Tools):
+    TOOL_PREFIX = "shared"
 
 
 class TooledTaskset(vf.Taskset[TooledTask, SumsConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Shared(vf.ToolsetConfig(url=URL))]
+
     def load(self):
         for task in SumsTaskset(self.config).load():
             yield TooledTask(task.data.model_copy(update={"system_prompt": "Add."}), task.config)
@@ -55,7 +69,6 @@ if __name__ == "__main__":
     Tools.run()
 """
 CALLS = """
-
 from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
 
 
@@ -63,7 +76,8 @@ def parse(chat, tokens):  # a random policy calls nothing
     said = "a " * (1 + sum(tokens) % 5)
     if not tokens or sum(tokens) % 3 == 0:
         return ParsedTurn(said)
-    return ParsedTurn(said, tool_calls=(ToolCall("sums_add", {"left": 2, "right": 3}), ToolCall("none", {})))
+    calls = ("sums_add", {"left": 2, "right": 3}), ("shared_add", {"left": 4, "right": 5}), ("none", {})
+    return ParsedTurn(said, tool_calls=tuple(ToolCall(*call) for call in calls))
 
 
 ChatFormat.parse = parse
@@ -79,7 +93,14 @@ def actor(tmp_path: Path) -> Path:
     return tmp_path / "actor"
 
 
-def train(actor: Path, program: list[str], *settings: str) -> list[dict[str, object]]:
+def oppo(actor: Path, *arguments: str | Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLE), str(actor.parent)])}
+    command = [sys.executable, "-m", "oppo", *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def train(actor: Path, *settings: str) -> list[dict[str, object]]:
     """Run the example for two steps; return its samples."""
     runs = actor.parent / "runs"
     given = {
@@ -97,28 +118,29 @@ def train(actor: Path, program: list[str], *settings: str) -> list[dict[str, obj
         "trainer.learning_rate": 1e-3,
         "agents.on_failure": "fail",
     }
-    arguments = [*program, *(f"{key}={value}" for key, value in given.items()), *settings]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLE), str(actor.parent)])}
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    changes = [*(f"{key}={value}" for key, value in given.items()), *settings]
+    oppo(actor, "train", EXAMPLE / "config.toml", *(word for each in changes for word in ("--set", each)))
     assert len((runs / "sums" / "metrics.jsonl").read_text().splitlines()) == 2
     before, after = (
         load_file(folder / "model.safetensors") for folder in (actor, runs / "sums/checkpoints/final/actor")
     )
     assert any((before[name] != after[name]).any() for name in before)
-    return [json.loads(line) for line in (runs / "sums" / "samples.jsonl").read_text().splitlines()]
+    return samples_of(runs / "sums")
 
 
-def test_the_page_shows_the_agent_of_the_example() -> None:
-    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"```python\n# examples/verifiers/agent.py\n(.*?)```", page, re.DOTALL)
-    assert shown in (EXAMPLE / "agent.py").read_text(encoding="utf-8")
+def samples_of(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.gym
 def test_a_taskset_trains_with_the_rewards_that_it_says(actor: Path) -> None:
-    samples = train(actor, [str(EXAMPLE / "agent.py")])
-    assert len(samples) >= 8
+    source = '{path="verifiers:sums.py:SumsTaskset", config={num_tasks=%d}}'
+    assert len(train(actor, f"data.prompts=[{source % 9}]", f"eval.prompts=[{source % 2}]")) >= 8
+    run = actor.parent / "runs" / "sums"
+    oppo(actor, "resume", run, "--set", "run.steps=3")
+    assert "eval/" in (run / "metrics.jsonl").read_text()
+    samples = samples_of(run)
+    assert len(samples) >= 12
     for sample in samples:
         asked = re.fullmatch(r"user\nWhat is (\d+) \+ (\d+)\?\nassistant\n", str(sample["prompt"]))
         assert asked is not None
@@ -141,13 +163,151 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.gym
 @pytest.mark.usefixtures("tools")
-def test_a_policy_calls_the_tools_of_a_task(actor: Path, tmp_path: Path) -> None:
-    program = (EXAMPLE / "agent.py").read_text().replace('"sums"', '"tooled"').replace("\nTASKS", CALLS + "\nTASKS")
-    (tmp_path / "agent.py").write_text(program)
-    (tmp_path / "config.toml").write_text((EXAMPLE / "config.toml").read_text())
+def test_a_policy_calls_the_tools_of_a_task_of_an_installed_taskset(actor: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(CALLS)
     ends = json.dumps(["<|im_end|>", *range(10, 100, 10)])
-    samples = train(actor, [str(tmp_path / "agent.py")], "sampling.max_new_tokens=400", f"sampling.stop={ends}")
+    samples = train(actor, "data.prompts=verifiers:tooled", "sampling.max_new_tokens=400", f"sampling.stop={ends}")
     assert all(str(sample["prompt"]).startswith("system\nAdd.\n\n# Tools") for sample in samples)
     told = " ".join(str(sample["completion"]) for sample in samples)
-    assert "<tool_response>\n5\n</tool_response>" in told
+    assert "<tool_response>\n5\n</tool_response>\n<tool_response>\n9\n</tool_response>" in told
     assert "error: no tool 'none'" in told
+
+
+FAULTY = """
+import itertools
+
+import verifiers.v1 as vf
+
+
+class Task(vf.Task[vf.TaskData]):
+    @vf.reward()
+    async def right(self, trace: vf.Trace) -> float:
+        return 1.0
+
+
+class Boxed(Task):
+    NEEDS_CONTAINER = True
+
+
+class Unrewarded(vf.Task[vf.TaskData]):
+    pass
+
+
+class Tools(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    def add(self, left: int, right: int) -> int:
+        return left + right
+
+
+class Tooled(Task):
+    @classmethod
+    def toolsets(cls, config):
+        return [Tools(vf.ToolsetConfig())]
+
+
+class Config(vf.TasksetConfig):
+    data: dict = {"prompt": "Hello?"}
+
+
+class Tasks(vf.Taskset[Task, Config]):
+    def load(self):
+        yield self.task_type()(vf.TaskData(**self.config.data))
+
+
+class Empty(vf.Taskset[Task, Config]):
+    def load(self):
+        return []
+
+
+class Endless(vf.Taskset[Task, Config]):
+    INFINITE = True
+
+    def load(self):
+        return (Task(vf.TaskData(prompt="Hello?")) for _ in itertools.count())
+
+
+class Failing(vf.Taskset[Task, Config]):
+    def load(self):
+        raise OSError("no disk")
+
+
+class BoxedTasks(Tasks, vf.Taskset[Boxed, Config]):
+    pass
+
+
+class UnrewardedTasks(Tasks, vf.Taskset[Unrewarded, Config]):
+    pass
+
+
+class TooledTasks(Tasks, vf.Taskset[Tooled, Config]):
+    pass
+
+
+class Arena(vf.SingleAgentEnv):
+    pass
+
+
+function = max
+__all__ = ["Tasks", "Arena"]
+"""
+
+
+@pytest.mark.gym
+@pytest.mark.parametrize(
+    ("taskset", "config", "words"),
+    [
+        ("nowhere", {}, "taskset 'nowhere' not found"),
+        ("nowhere", {}, "install it, or name the class of a file, as verifiers:sums.py:SumsTaskset"),
+        ("nowhere.py:Tasks", {}, "there is no file nowhere.py"),
+        ("function", {}, "is no vf.Taskset but"),
+        ("Nothing", {}, "has no 'Nothing'; the functions and classes there are"),
+        ("Tasks", {"size": 3}, "does not take size = 3 (int)"),
+        ("Tasks", {"size": 3}, "the fields of its config are"),
+        ("Tasks", {"data": {"prompt": "Look.", "image": "ubuntu"}}, "task 0 of the taskset"),
+        ("Tasks", {"data": {"prompt": "Look.", "image": "ubuntu"}}, "needs the image 'ubuntu', and no container"),
+        ("Tasks", {"data": {"prompt": "Look.", "network_allow": []}}, "limits the network"),
+        ("Tasks", {"data": {"prompt": "Look.", "skills": ["/skills"]}}, "has skills"),
+        ("Tasks", {"data": {}}, "has no prompt: a user opens the conversation"),
+        ("Empty", {}, "has no task"),
+        ("Endless", {}, "has tasks without end"),
+        ("Failing", {}, "cannot be loaded: OSError: no disk"),
+        ("BoxedTasks", {}, "has tasks that need a container"),
+        ("UnrewardedTasks", {}, "have no @vf.reward"),
+        ("TooledTasks", {}, "has tools, Tools, that verifiers starts as a module"),
+        ("faulty_tasks", {}, "brings an environment, Arena, that runs its tasks"),
+    ],
+)
+def test_a_taskset_that_cannot_be_trained_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taskset: str, config: dict[str, object], words: str
+) -> None:
+    (tmp_path / "faulty_tasks.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "faulty_tasks", raising=False)
+    named = taskset if taskset[0].islower() and taskset != "function" else f"{tmp_path}/faulty_tasks.py:{taskset}"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        verifiers(named, **config)
+
+
+@pytest.mark.gym
+def test_the_tasks_of_a_taskset_are_rows_with_what_they_hold() -> None:
+    named = f"{EXAMPLE}/sums.py:SumsTaskset"
+    first, second = verifiers(named, num_tasks=2)
+    assert first == {
+        "taskset": named,
+        "config": {"num_tasks": 2},
+        "task": {"idx": 0, "prompt": "What is 49 + 97?", "answer": "146"},
+    }
+    assert second["task"] == {"idx": 1, "prompt": "What is 53 + 5?", "answer": "58"}
+
+
+@pytest.mark.skipif(is_installed("verifiers"), reason="it is about its absence")
+def test_without_verifiers_a_taskset_says_what_to_install() -> None:
+    with pytest.raises(ConfigError, match=re.escape("pip install 'oppo[verifiers]'")):
+        verifiers("sums")
+
+
+async def test_an_agent_of_tasks_is_given_no_other_rows() -> None:
+    with pytest.raises(
+        ValueError, match=r"expected a row of oppo.environments.verifiers\(\), got one without 'taskset'"
+    ):
+        await TaskAgent()({"prompt": "Hello?"}, "http://127.0.0.1:1/v1", "key")
