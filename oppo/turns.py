@@ -84,7 +84,11 @@ class Answered:
 
 
 class Environment(Protocol):
-    """Answers turns; one that is an async context manager is open as long as the run."""
+    """Answers turns; one that is an async context manager is open as long as the run.
+
+    One that has ``forget(prompt, state)`` is called with the prompt of each rollout that it has answered, and the state
+    of its last answer, when the response ends otherwise than by ``None`` or a ``Drop``, or begins anew.
+    """
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
         """Return what the policy reads next, ``None`` to end the response, or a ``Drop`` with the reason.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from typing import Any, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import pytest
 
 from oppo import FunctionReward, Overcommit, Rewards, grpo
+from oppo.admission import Admission, TailBatched
 from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments, tools_of
 from oppo.errors import ConfigError, DataError, RewardError
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
@@ -107,6 +108,39 @@ class Game:
         return found
 
 
+class Connected(Guessing):
+    """A game over a connection."""
+
+    open: ClassVar[list[Connected]] = []
+
+    def reset(self, secret: int, **row: object) -> str | None:
+        """Begin."""
+        self.open.append(self)
+        return super().reset(secret, **row)
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: the guess.
+        """
+        assert self in self.open
+        return super().guess(number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self in self.open:
+            self.open.remove(self)
+
+
+@pytest.fixture
+def connections() -> list[Connected]:
+    Connected.open.clear()
+    return Connected.open
+
+
 def played(environment: EnvironmentClass, secret: int) -> Game:
     game = Game(environment, secret)
     first = game.say(guess(3, 4) + '<tool_call>\n{"name": "surrender"}\n</tool_call>')
@@ -142,6 +176,17 @@ def test_responses_have_instances_of_their_own_also_where_they_say_the_same() ->
         said = [str(game.say(text)) for game in games]
         assert [("right" in each) for each in said] == [False, False, text == guess(8)]
     assert [game.reward() for game in games] == pytest.approx([-0.2, -0.2, 0.8])
+
+
+def test_a_response_goes_on_with_an_instance_that_no_other_has_left(connections: list[Connected]) -> None:
+    environment = EnvironmentClass(Connected, chat())
+    ahead, behind = Game(environment, 7, 0), Game(environment, 7, 1)
+    ahead.say(guess(1))
+    assert ahead.say("It was 7.") is None
+    behind.say(guess(1))
+    assert "guess 2: right" in str(behind.say(guess(7)))
+    assert [game.reward() for game in (ahead, behind)] == pytest.approx([-0.1, 0.8])
+    assert connections == []
 
 
 def test_rows_end_with_what_reset_says() -> None:
@@ -346,3 +391,36 @@ def test_a_graph_trains_on_the_reward_of_an_environment_also_of_responses_that_w
     assert sum(each["deferral/deferred"] for each in metrics) > 0
     assert all(each["tools/call_frequency"] == 2 for each in metrics)
     assert {round(float(score), 1) for score, _ in scores} == {0.8, -0.2}
+
+
+@pytest.mark.parametrize("rewards", [False, True])
+@pytest.mark.parametrize("admission", [TailBatched(batch=4, launch=2), Overcommit(batch=4, overcommit=3)])
+def test_what_is_open_at_the_end_of_a_step_is_of_responses_that_go_on(
+    admission: Admission, connections: list[Connected], *, rewards: bool
+) -> None:
+    environment = EnvironmentClass(Connected, cast("ChatFormat", Stub()), max_turns=2)
+
+    def zeros(completions: list[str], **row: object) -> list[float]:
+        return [0.0] * len(completions)
+
+    policy = FakePolicy(length=lambda prompt: 8 + 60 * (prompt.rollout % 3 == 0), turns=lambda prompt: (3, 7), cap=20)
+    graph = grpo(
+        policy=policy,
+        reward=environment.reward if rewards else FunctionReward(zeros, str),
+        trainer=FakeTrainer(),
+        admission=admission,
+        samples=2,
+        environment=environment,
+    )
+    rows = [Prompt(at, at, np.array([1, 2], np.int32), group=at, columns={"secret": 4 + at % 2}) for at in range(40)]
+
+    async def main() -> None:
+        async with graph.open(rows) as run:
+            async for report in run.steps(6):
+                going_on = 0 if isinstance(admission, TailBatched) else len(report.deferred)
+                assert len(connections) <= going_on
+                deferred.append(len(report.deferred))
+
+    deferred = list[int]()
+    run_virtual(main)
+    assert sum(deferred) > 0

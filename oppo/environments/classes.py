@@ -103,8 +103,8 @@ class EnvironmentClass(Tools):
     The responses to one prompt have instances of their own, to which ``reset`` must say the same of the same row. An
     instance may hold anything. A checkpoint holds the calls that were made, and they are made again on a new instance
     where the old one is gone, as in a resumed run: the same calls must lead to the same state. One that is a context
-    manager is left once its response is complete, maybe twice, before ``get_reward()``; it is another than the one that
-    its row was read with.
+    manager is left once its response is complete, maybe twice, before ``get_reward()``, or begins anew; it is another
+    than the one that its row was read with.
 
     Args:
         factory: the class, or a function without arguments that returns an instance.
@@ -198,10 +198,19 @@ class EnvironmentClass(Tools):
                 self._leave(owner)
         if isinstance(answer, Drop):
             return answer
-        key = before["key"] if answer is None else _next(before["key"], turn.tokens)
+        if answer is None:
+            self._keep(_ended(turn.prompt.rollout, before["key"]), owner)
+            return None
+        key = _next(before["key"], turn.tokens)
         self._keep(key, owner)
         calls = [*before["calls"], *([call.name, call.arguments] for call in made)]
-        return None if answer is None else replace(answer, state={"key": key, "calls": calls})
+        return replace(answer, state={"key": key, "calls": calls})
+
+    def forget(self, prompt: Prompt, state: Any) -> None:
+        """Leave the instance of a rollout that goes on no more; its reward may still be asked for."""
+        if (owner := self._taken(state["key"])) is not None:
+            self._leave(owner)
+            self._keep(_ended(prompt.rollout, state["key"]), owner)
 
     async def earned(self, finish: Finish) -> float | Drop:
         """Return the reward of a complete response."""
@@ -224,7 +233,8 @@ class EnvironmentClass(Tools):
                 calls += [(call.name, call.arguments) for call in parsed.tool_calls]
         if (known := self._ended.get((finish.rollout, key))) is not None:
             return known
-        owner = await self._instance(key, finish.response.prompt, calls)
+        if (owner := self._taken(_ended(finish.rollout, key))) is None:
+            owner = await self._instance(key, finish.response.prompt, calls)
         self._leave(owner)
         self._ended[finish.rollout, key] = owner
         if len(self._ended) > ENDED:
@@ -296,6 +306,11 @@ def _beginning(columns: Mapping[str, object]) -> str:
 
 def _next(key: str, turn: IntArray) -> str:
     return hashlib.sha256(key.encode() + turn.astype(np.int32).tobytes()).hexdigest()
+
+
+def _ended(rollout: int, key: str) -> str:
+    # Of an instance that was left, so that no other response goes on with it.
+    return f"{rollout} {key}"
 
 
 def _with_observation(prompt: object, said: str) -> object:
@@ -379,6 +394,10 @@ class Environments:
     async def answer(self, turn: Turn) -> Answer | Drop | None:
         """Return what the instance of a rollout answers; see :meth:`Tools.answer`."""
         return await self.of(turn.prompt.columns).answer(turn)
+
+    def forget(self, prompt: Prompt, state: object) -> None:
+        """Leave the instance of a rollout as :meth:`EnvironmentClass.forget`."""
+        self.of(prompt.columns).forget(prompt, state)
 
     async def earned(self, finish: Finish) -> float | Drop:
         """Return the reward of a complete response."""

@@ -15,7 +15,7 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from oppo.errors import ProtocolError, awaited, blaming, noted, one_line
-from oppo.events import Chunk, Drop, IntArray, described
+from oppo.events import Chunk, Drop, IntArray, Prompt, described
 from oppo.graph import Step
 from oppo.stages.ledger import InFlightRollout
 from oppo.stages.metrics import Averaged
@@ -159,11 +159,15 @@ class Conversations:
         call.ended = anyio.current_time()
         call.done.set()
 
-    def forget(self, rollout: int) -> None:
+    def forget(self, prompt: Prompt) -> None:
         """Forget a rollout that has ended, or begins again; cancel a call that nothing waits for any more."""
-        self._ended.append(self._memories.pop(rollout, _Memory()))
-        if (call := self._calls.pop(rollout, None)) is not None:
+        memory, call = self._memories.pop(prompt.rollout, _Memory()), self._calls.pop(prompt.rollout, None)
+        self._ended.append(memory)
+        if call is not None:
             call.scope.cancel()
+            memory = memory.after(call.outcome) if isinstance(call.outcome, Answer) else _Memory()
+        if memory.answered and (forget := getattr(self._environment, "forget", None)) is not None:
+            forget(prompt, json.loads(memory.state))
 
     def measured(self) -> Averaged:
         """Return the turns of rollouts that ended since this was asked last, their calls of tools if there are.

@@ -366,7 +366,7 @@ class Generate:
     async def _close(self, rollout: InFlightRollout) -> None:
         await rollout.aclose()  # in flight until then, so that a failure does not lose it
         if self._conversations is not None:
-            self._conversations.forget(rollout.prompt.rollout)
+            self._conversations.forget(rollout.prompt)
         del self._in_flight[rollout.prompt.rollout]
 
     async def _admit(self, prompts: Receiver[Prompt], step: Step) -> list[tuple[Prompt, ...]]:
