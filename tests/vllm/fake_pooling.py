@@ -1,4 +1,4 @@
-"""Fakes of what scoring uses: the calls of vLLM's ``AsyncLLM``, with a prefix cache of a few blocks; and a server."""
+"""Fakes of what scoring uses: the calls of vLLM's ``AsyncLLM``, with a prefix cache of a few blocks; and servers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 
 import anyio
 import httpx
+import numpy as np
+from numpy.typing import NDArray
 
 from oppo.simulate.models import noise
+from tests.responses import VOCABULARY
 
 BLOCK = 8
 
@@ -36,10 +39,19 @@ class Pooling:
     data: Data
 
 
+@dataclass
+class FlatLogprobs:
+    """vLLM's: one list for all places."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Answer:
-    outputs: Pooling
     num_cached_tokens: int
+    outputs: Pooling | None = None
+    prompt_logprobs: FlatLogprobs | None = None
 
 
 @dataclass(eq=False)
@@ -83,41 +95,105 @@ class FakePooling:
     sequences: list[tuple[int, ...]] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
-    cached: dict[tuple[int, ...], None] = field(default_factory=dict)
+    cached: dict[tuple[str | int, ...], None] = field(default_factory=dict)
 
     async def add_request(self, request_id: str, prompt: Mapping[str, object], params: object) -> Collector:
         if self.errored:
             raise EngineDeadError("EngineCore encountered an issue")
         assert request_id not in self.names
-        assert params == PoolingParams(task="classify", use_activation=False)
-        assert prompt.keys() == {"type", "prompt_token_ids"}
         assert prompt["type"] == "token"
         tokens = prompt["prompt_token_ids"]
         assert isinstance(tokens, list)
         assert tokens
-        sequence = tuple(tokens)
         self.names.add(request_id)
-        self.sequences.append(sequence)
+        self.sequences.append(tuple(tokens))
         self.open.add(request_id)
-        return Collector(request_id, Answer(Pooling(Data([score(sequence)])), self._hit(sequence)), self)
+        return Collector(request_id, self.answer(prompt, params), self)
+
+    def answer(self, prompt: Mapping[str, Any], params: object) -> Answer:
+        assert params == PoolingParams(task="classify", use_activation=False)
+        assert prompt.keys() == {"type", "prompt_token_ids"}
+        sequence = tuple(prompt["prompt_token_ids"])
+        return Answer(self.hit(sequence), outputs=Pooling(Data([score(sequence)])))
+
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> object:
+        raise NotImplementedError((method, args))
 
     async def abort(self, request_id: Sequence[str]) -> None:
         assert not self.errored
         self.open -= set(request_id)
 
-    def _hit(self, sequence: tuple[int, ...]) -> int:
+    def hit(self, sequence: tuple[int, ...], salt: str = "") -> int:
         """Return how many tokens were cached, never all of them; cache the whole blocks."""
         hit = 0
         for end in range(BLOCK, len(sequence), BLOCK):
-            if sequence[:end] not in self.cached:
+            if (salt, *sequence[:end]) not in self.cached:
                 break
             hit = end
         for end in range(BLOCK, len(sequence) + 1, BLOCK):
-            self.cached.pop(sequence[:end], None)
-            self.cached[sequence[:end]] = None
+            self.cached.pop((salt, *sequence[:end]), None)
+            self.cached[salt, *sequence[:end]] = None
         while len(self.cached) > self.room:
             del self.cached[next(iter(self.cached))]
         return hit
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """vLLM's, as far as scoring sets it."""
+
+    max_tokens: int
+    temperature: float
+    prompt_logprobs: int
+    skip_reading_prefix_cache: bool
+    flat_logprobs: bool
+    detokenize: bool
+
+
+@dataclass(eq=False)
+class FakePrompts(FakePooling):
+    """Gives the log-probs of prompts by a hash of what precedes each token, those alone that it computes.
+
+    Attributes:
+        vocabulary: of its model.
+        uninitialised: places of tokens that were cached are there, with numbers without meaning.
+        tempers: what its workers were told.
+    """
+
+    vocabulary: int = 100
+    uninitialised: bool = True
+    tempers: list[tuple[object, ...]] = field(default_factory=list)
+
+    def answer(self, prompt: Mapping[str, Any], params: object) -> Answer:
+        assert isinstance(params, SamplingParams)
+        assert (params.max_tokens, params.skip_reading_prefix_cache, params.flat_logprobs) == (1, False, True)
+        sequence = tuple(prompt["prompt_token_ids"])
+        cached, flat = self.hit(sequence, prompt["cache_salt"]), FlatLogprobs()
+        temperature, known = self.tempers[-1] if self.tempers else (1.0, self.vocabulary)
+        for at in range(1, len(sequence)):
+            ids, logprobs = [-1] * (1 + params.prompt_logprobs), [float("nan")] * (1 + params.prompt_logprobs)
+            if at > cached:
+                found = logprobs_after(sequence[:at], int(str(known)), float(str(temperature)))
+                likeliest = np.argsort(-found, kind="stable")[: params.prompt_logprobs].tolist()
+                ids = [sequence[at], *likeliest]
+                logprobs = found[ids].tolist()
+            if at > cached or self.uninitialised:
+                flat.token_ids += ids
+                flat.logprobs += logprobs
+        return Answer(cached, prompt_logprobs=flat)
+
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> object:
+        assert method == "oppo_temper"
+        self.tempers.append(args)
+        return None
+
+
+def logprobs_after(prefix: Sequence[int], vocabulary: int, temperature: float = 1.0) -> NDArray[np.float32]:
+    """Return the log-probs of the next token, float32 [vocabulary]."""
+    seed = int(noise(*prefix) * 2**31)
+    logits = np.random.default_rng(seed).normal(scale=2.0, size=VOCABULARY)[:vocabulary] / temperature
+    shifted: NDArray[np.float64] = logits - logits.max()
+    return (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
 
 
 @dataclass
@@ -150,6 +226,9 @@ class FakeScoringServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
             case "/pooling":
                 self.bodies.append(body)
                 return self._scored(body["input"])
+            case "/v1/completions":
+                self.bodies.append(body)
+                return self._read(body["prompt"], body["prompt_logprobs"])
         return httpx.Response(404, json={"detail": "Not Found"})
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -161,6 +240,18 @@ class FakeScoringServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
             return httpx.Response(503, text="busy")
         scored = [{"index": at, "object": "pooling", "data": [score(each)]} for at, each in enumerate(sequences)]
         return httpx.Response(200, json={"object": "list", "model": "served", "data": scored})
+
+    def _read(self, sequence: list[int], k: int) -> httpx.Response:
+        if self.failing and sequence != [0, 0]:
+            self.failing -= 1
+            return httpx.Response(503, text="busy")
+        places: list[dict[str, Any] | None] = [None]
+        for at in range(1, len(sequence)):
+            found = logprobs_after(sequence[:at], VOCABULARY)
+            order = np.argsort(-found, kind="stable").tolist()
+            listed = {sequence[at]: order.index(sequence[at]) + 1} | {each: n + 1 for n, each in enumerate(order[:k])}
+            places.append({str(each): {"logprob": float(found[each]), "rank": n} for each, n in listed.items()})
+        return httpx.Response(200, json={"choices": [{"index": 0, "text": "", "prompt_logprobs": places}]})
 
 
 def score(sequence: Sequence[int]) -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import pytest
 
-from oppo.vllm.reward import PoolingEngine
+from oppo.vllm.scorers import ScoringLLM
 from oppo.vllm.surface import AsyncEngine, Collector, Completion, Output
 
 MADE = 200
@@ -228,7 +228,7 @@ async def _sharing(engine: Engine) -> None:
     assert cached == {"first": 0, "second": 2 * engine.block, "other": 0}
 
 
-async def pooling(llm: PoolingEngine, params: object, block: int, wait: Callable[[], Awaitable[None]]) -> None:
+async def pooling(llm: ScoringLLM, params: object, block: int, wait: Callable[[], Awaitable[None]]) -> None:
     """Score growing prefixes, each of which finds the blocks of the one before in the cache; give one up."""
     tokens = [5 + k % 90 for k in range(3 * block + 2)]
     scores, cached = [], []
@@ -246,3 +246,37 @@ async def pooling(llm: PoolingEngine, params: object, block: int, wait: Callable
     await llm.abort(["closed", "growing-0", "never heard of"])
     await wait()
     assert not llm.errored
+
+
+READING: Final[Mapping[str, Any]] = {
+    "max_tokens": 1,
+    "temperature": 0,
+    "prompt_logprobs": 2,
+    "skip_reading_prefix_cache": False,
+    "flat_logprobs": True,
+    "detokenize": False,
+}
+"""Arguments of the ``SamplingParams`` with which prompts are read."""
+
+
+async def reading(llm: ScoringLLM, params: object, block: int) -> None:
+    """Read growing prompts, each of which finds the blocks of the one before: what is new has its log-probs."""
+    tokens = [5 + k % 90 for k in range(3 * block + 2)]
+    answers = []
+    for number, (end, salt) in enumerate(
+        ((block + 1, "a"), (2 * block + 1, "a"), (3 * block + 2, "a"), (3 * block + 2, "b"))
+    ):
+        asked = {"type": "token", "prompt_token_ids": tokens[:end], "cache_salt": salt}
+        collector = await llm.add_request(f"reading-{number}", asked, params)
+        answers.append(collector.get_nowait() or await collector.get())
+    assert [each.num_cached_tokens for each in answers] == [0, block, 2 * block, 0]
+    parts = [answer.prompt_logprobs for answer in answers]
+    whole = parts[3]
+    assert whole.token_ids[-3 * 3 * block :: 3] == tokens[2:]
+    for part, end, new in zip(
+        parts[:3], (block + 1, 2 * block + 1, 3 * block + 2), (block, block, block + 1), strict=True
+    ):
+        behind = len(tokens) - end
+        since, until = len(whole.logprobs) - 3 * (new + behind), len(whole.logprobs) - 3 * behind
+        assert part.token_ids[-3 * new :] == whole.token_ids[since:until]
+        assert part.logprobs[-3 * new :] == pytest.approx(whole.logprobs[since:until], abs=1e-4)

@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import anyio
 
 from oppo.testing import run_virtual
-from oppo.vllm.reward import PoolingCollector, PoolingEngine
+from oppo.vllm.scorers import ScoringCollector, ScoringLLM
 from oppo.vllm.surface import AsyncEngine, Collector
 from tests.vllm import fake_engine, fake_pooling, scenario
 from tests.vllm.fake_engine import FakeAsyncLLM, running
-from tests.vllm.fake_pooling import FakePooling
+from tests.vllm.fake_pooling import FakePooling, FakePrompts
 
 
 def test_they_have_the_calls_that_are_made() -> None:
     assert scenario.differences(FakeAsyncLLM, AsyncEngine) == []
     assert scenario.differences(fake_engine.Collector, Collector) == []
-    assert scenario.differences(FakePooling, PoolingEngine) == []
-    assert scenario.differences(fake_pooling.Collector, PoolingCollector) == []
+    assert scenario.differences(FakePooling, ScoringLLM) == []
+    assert scenario.differences(fake_pooling.Collector, ScoringCollector) == []
 
 
 def test_a_difference_is_found() -> None:
@@ -26,10 +26,11 @@ def test_a_difference_is_found() -> None:
         def abort(self, ids: object, reason: object) -> None:
             raise NotImplementedError
 
-    found = scenario.differences(Other, PoolingEngine)
+    found = scenario.differences(Other, ScoringLLM)
     assert found == [
         "Other has no errored",
         "Other has no add_request",
+        "Other has no collective_rpc",
         "Other.abort: no parameter request_id",
         "Other.abort: needs ids",
         "Other.abort: needs reason",
@@ -57,3 +58,8 @@ def test_the_fake_that_scores_does_what_vllm_does() -> None:
         run_virtual(
             scenario.pooling, FakePooling(seconds=seconds), params, fake_pooling.BLOCK, anyio.lowlevel.checkpoint
         )
+
+
+def test_the_fake_that_reads_prompts_does_what_vllm_does() -> None:
+    params = fake_pooling.SamplingParams(**scenario.READING)
+    run_virtual(scenario.reading, FakePrompts(), params, fake_pooling.BLOCK)

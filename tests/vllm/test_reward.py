@@ -17,13 +17,12 @@ from oppo.errors import ConfigError, ModelError, ModelLost, ModelRefused, Protoc
 from oppo.events import Finish, Prompt, Response
 from oppo.observe import Span
 from oppo.testing import check_scorer, run_virtual
-from oppo.vllm.reward import RewardServer, ScalarModel, VllmReward
+from oppo.vllm.reward import RewardServer, VllmReward
 from tests.responses import EOS, PADDING, VOCABULARY, answered, chunk, endings, responses, stream
 from tests.vllm import fake_pooling
 from tests.vllm.fake_pooling import BLOCK, FakePooling, FakeScoringServer, score
 
 LONGEST = 160
-MODEL = ScalarModel("tiny", VOCABULARY, LONGEST, BLOCK, PADDING)
 
 
 @pytest.fixture(autouse=True)
@@ -205,7 +204,7 @@ async def test_a_dead_engine_is_a_lost_model() -> None:
 
 
 def test_the_facts_of_a_model_are_those_of_its_engine() -> None:
-    assert ScalarModel.of("tiny", config()) == MODEL
+    assert (served().longest, served().block) == (LONGEST, BLOCK)
 
 
 @pytest.mark.parametrize(

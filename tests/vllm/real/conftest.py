@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
 import torch
@@ -13,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from oppo.models import Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
+from oppo.vllm.sync import free_port
 
 VOCABULARY = 512
 
@@ -54,6 +61,40 @@ def engine_processes() -> set[int]:
         if "VLLM" in status.partition("\n")[0] and f"PPid:\t{os.getpid()}\n" in status:
             found.add(int(entry.name))
     return found
+
+
+@contextmanager
+def scoring_server(directory: Path, folder: Path, *flags: str) -> Iterator[str]:
+    """Yield the URL of a server that is started as errors say, but for a small machine."""
+    port, log = free_port(), folder / "server.log"
+    small = "--dtype float32 --kv-cache-memory-bytes 268435456 --enforce-eager --host 127.0.0.1"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
+    environment = {
+        **os.environ,
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        "PYTHONWARNINGS": "ignore",
+    }
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), *flags, *small.split()],
+            env=environment,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        for _ in range(900):
+            assert process.poll() is None, log.read_text()[-3000:]
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
+                    break
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture(scope="session")

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import anyio
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -26,9 +19,9 @@ from oppo.placement import Thread
 from oppo.testing import check_scorer
 from oppo.vllm import VllmEngine, VllmReward
 from oppo.vllm.reward import SCALAR, RewardServer
-from oppo.vllm.sync import free_port
 from tests.responses import EOS, PADDING, VOCABULARY, answered, endings, responses, stream
 from tests.vllm import scenario
+from tests.vllm.real.conftest import scoring_server
 from tests.workplace import tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -130,44 +123,10 @@ async def test_the_cache_spares_what_was_read_before(engine: VllmEngine) -> None
 
 @pytest.fixture(scope="module")
 def url(model: tuple[PreTrainedModel, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the URL of a server, started as errors say, but for a small machine."""
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "server.log"
-    small = "--dtype float32 --kv-cache-memory-bytes 268435456 --enforce-eager --host 127.0.0.1"
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model[1]),
-        "--port",
-        str(port),
-    ]
-    environment = {
-        **os.environ,
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0",
-        "PYTHONWARNINGS": "ignore",
-    }
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            [*command, "--runner", "pooling", "--convert", "classify", *small.split()],
-            env=environment,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-    try:
-        for _ in range(900):
-            assert process.poll() is None, log.read_text()[-3000:]
-            with suppress(httpx.HTTPError):
-                if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
-                    break
-            time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with scoring_server(
+        model[1], tmp_path_factory.mktemp("server"), "--runner", "pooling", "--convert", "classify"
+    ) as url:
+        yield url
 
 
 async def test_a_server_gives_the_scores_of_transformers(

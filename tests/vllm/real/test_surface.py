@@ -8,7 +8,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from oppo.vllm import VllmEngine
-from oppo.vllm.reward import PoolingCollector, PoolingEngine
+from oppo.vllm.scorers import ScoringCollector, ScoringLLM
 from oppo.vllm.surface import AsyncEngine, Collector
 from oppo.vllm.sync import WeightFile, fingerprints, untied
 from tests.vllm import scenario
@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 def test_it_has_the_calls_that_are_made() -> None:
     for real, protocol in (
         (AsyncLLM, AsyncEngine),
-        (AsyncLLM, PoolingEngine),
+        (AsyncLLM, ScoringLLM),
         (RequestOutputCollector, Collector),
-        (RequestOutputCollector, PoolingCollector),
+        (RequestOutputCollector, ScoringCollector),
     ):
         assert scenario.differences(real, protocol) == []
 

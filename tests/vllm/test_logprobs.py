@@ -1,0 +1,295 @@
+"""Log-probs of growing responses on vLLM, on fakes: those of the whole sequence, each computed once."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from transformers import LlamaConfig
+
+from oppo.errors import ConfigError, ModelError, ModelLost, ModelRefused, RewardError
+from oppo.events import Finish, FloatArray, Prompt, Response
+from oppo.models import Sampling
+from oppo.returns import TopLogprobs
+from oppo.testing import check_scorer
+from oppo.vllm.logprobs import LogitsOfPrompts, LogprobServer, VllmLogprobs
+from tests.responses import VOCABULARY, answered, responses, stream
+from tests.vllm import fake_pooling
+from tests.vllm.fake_pooling import BLOCK, FakePrompts, FakeScoringServer, logprobs_after
+
+LONGEST = 160
+SAMPLING = Sampling(max_new_tokens=128)
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = ModuleType("vllm")
+    vllm.__dict__["SamplingParams"] = fake_pooling.SamplingParams
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+
+
+def config(*, runner: str = "generate", prefix: bool = True) -> SimpleNamespace:
+    """Return a ``VllmConfig`` as far as it is read."""
+    model = SimpleNamespace(runner_type=runner, max_model_len=LONGEST + 1, get_vocab_size=lambda: VOCABULARY)
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix, block_size=BLOCK), model_config=model
+    )
+
+
+@dataclass(frozen=True)
+class Engine:
+    llm: FakePrompts
+    config: SimpleNamespace
+    name: str = "tiny"
+    advice: str = "go on from the newest checkpoint"
+    closed: bool = False
+
+    def require_usable(self) -> None:
+        return
+
+    def abort(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def served(
+    llm: FakePrompts | None = None, *, sampling: Sampling = SAMPLING, top_k: int = 0, **changes: Any
+) -> VllmLogprobs:
+    return VllmLogprobs(Engine(llm or FakePrompts(), config(**changes)), sampling=sampling, top_k=top_k)
+
+
+def wanted(response: Response, vocabulary: int = VOCABULARY, temperature: float = 1.0) -> list[FloatArray]:
+    """Return what is known of each place of a response: the log-probs of all ids."""
+    tokens, start = [*response.prompt.tokens.tolist(), *response.tokens.tolist()], len(response.prompt.tokens)
+    return [logprobs_after(tokens[:at], vocabulary, temperature) for at in range(start, len(tokens))]
+
+
+def assert_own(got: object, response: Response, vocabulary: int = VOCABULARY, temperature: float = 1.0) -> None:
+    own = [row[token] for row, token in zip(wanted(response, vocabulary, temperature), response.tokens, strict=True)]
+    assert isinstance(got, np.ndarray)
+    assert got.dtype == np.float32
+    assert got.tolist() == own
+
+
+def same(one: FloatArray | TopLogprobs, other: FloatArray | TopLogprobs) -> bool:
+    return np.array_equal(np.asarray(one), np.asarray(other))
+
+
+async def test_the_contract_is_kept() -> None:
+    async def make() -> VllmLogprobs:
+        return served()
+
+    finished = [Finish(each.prompt.rollout, each, "eos") for each in responses() if len(each) >= 4]
+    await check_scorer(make, finished, same)
+
+
+@pytest.mark.parametrize("uninitialised", [True, False], ids=["numbers-without-meaning", "no-places"])
+@pytest.mark.parametrize("seed", range(5))
+async def test_any_arrival_pattern_gives_the_log_probs_of_the_whole_sequence(seed: int, uninitialised: bool) -> None:
+    engine, made = FakePrompts(uninitialised=uninitialised), responses()
+    reference = served(engine)
+    values = await stream(reference, made, seed)
+    for each in made:
+        assert_own(values[each.prompt.rollout], each)
+    lengths = [len(each.prompt.tokens) + len(each) for each in made]
+    asked = len(engine.sequences) - len(made)  # each of these reads a token past its last block, and that again
+    assert sum(lengths) <= reference.tokens.computed <= sum(lengths) + asked
+    assert reference.tokens.again <= asked
+
+
+async def test_blocks_are_read_with_the_token_behind_them_and_the_rest_at_the_end() -> None:
+    engine = FakePrompts()
+    reference = served(engine)
+    response = answered(0, [5] * 3, list(range(10, 31)))
+    await reference.extend([response.prompt])
+    assert engine.sequences == []
+    for start in range(0, 21, 3):
+        await reference.extend([response.chunk(start, start + 3)])
+    assert [len(each) for each in engine.sequences] == [9, 17]
+    (value,) = await reference.finish([Finish(0, response, "eos")])
+    assert [len(each) for each in engine.sequences] == [9, 17, 24]
+    assert (reference.tokens.computed, reference.tokens.again) == (24 + 2, 2)
+    assert_own(value, response)
+
+
+async def test_two_rollouts_that_begin_alike_have_a_cache_each() -> None:
+    reference = served()
+    made = [answered(n, [5] * BLOCK, [*range(10, 10 + 2 * BLOCK), n]) for n in range(2)]
+    await reference.extend([made[0].prompt, made[0].chunk()])
+    await reference.extend([made[1].prompt, made[1].chunk()])
+    for response in made:
+        (value,) = await reference.finish([Finish(response.prompt.rollout, response, "eos")])
+        assert_own(value, response)
+
+
+async def test_what_the_cache_has_lost_is_read_again() -> None:
+    reference = served(FakePrompts(room=1))
+    made = responses()
+    values = await stream(reference, made, 1)
+    for each in made:
+        assert_own(values[each.prompt.rollout], each)
+    assert reference.tokens.again > 50
+
+
+async def test_without_a_prefix_cache_each_rollout_is_read_when_it_has_ended() -> None:
+    engine, made = FakePrompts(), responses()
+    values = await stream(served(engine, prefix=False), made, 2)
+    assert len(engine.sequences) == len(made)
+    for each in made:
+        assert_own(values[each.prompt.rollout], each)
+
+
+async def test_an_answer_about_other_tokens_is_a_lost_model_and_not_a_number() -> None:
+    engine = FakePrompts()
+    reference = served(engine)
+    response = answered(0, [5] * 10, [6] * 10)
+    await reference.extend([response.prompt, response.chunk()])
+    engine.hit = lambda sequence, salt="": len(sequence) - 1  # type: ignore[method-assign]
+    with pytest.raises(ModelLost, match=r"the log-probs of 3 tokens, and gave those of"):
+        await reference.finish([Finish(0, response, "eos")])
+
+
+async def test_temperature_and_ids_that_are_never_sampled_are_the_policy_s() -> None:
+    engine, made = FakePrompts(), responses()
+    reference = served(engine, sampling=Sampling(max_new_tokens=128, temperature=0.7, vocabulary=96))
+    values = await stream(reference, made, 0)
+    assert engine.tempers == [(0.7, 96)]
+    for each in made:
+        assert_own(values[each.prompt.rollout], each, 96, 0.7)
+
+
+def test_a_worker_s_logits_are_divided_and_cut_once_however_often_it_is_told() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Model:
+        def compute_logits(self, hidden: Any) -> Any:
+            return None if hidden is None else hidden.clone()
+
+    worker = LogitsOfPrompts()
+    worker.model_runner = SimpleNamespace(model=Model())
+    worker.oppo_temper(4.0, 3)
+    worker.oppo_temper(0.5, 2)
+    found = worker.model_runner.model.compute_logits(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    assert found.tolist() == [[2.0, 4.0, -float("inf"), -float("inf")]]
+    assert worker.model_runner.model.compute_logits(None) is None
+
+
+@pytest.mark.parametrize("on", ["engine", "server"])
+async def test_a_teacher_lists_the_likeliest_ids_and_what_the_others_have_together(on: str, source: Path) -> None:
+    made, k = responses(3), 4
+    teacher = served(top_k=k) if on == "engine" else on_server(FakeScoringServer(), source, top_k=k)
+    values = await stream(teacher, made, 0)
+    for each in made:
+        found, rows = values[each.prompt.rollout], wanted(each)
+        assert isinstance(found, TopLogprobs)
+        assert_own(found.tokens, each)
+        for row, ids, top in zip(rows, found.ids, found.top, strict=True):
+            assert ids.tolist() == np.argsort(-row, kind="stable")[:k].tolist()
+            np.testing.assert_array_equal(top[:k], row[ids])
+            np.testing.assert_allclose(np.exp(top, dtype=np.float64).sum(), 1, atol=1e-6)
+
+
+async def test_more_ids_than_there_are_are_refused() -> None:
+    with pytest.raises(ConfigError, match=f"tiny knows {VOCABULARY} ids, and top_k = 100"):
+        served(top_k=100)
+
+
+async def test_a_sequence_as_long_as_the_engine_reads_leaves_no_room_for_its_answer() -> None:
+    reference = served()
+    assert reference.longest == LONGEST
+    with pytest.raises(ModelError, match=f"rollout 3 has 161 tokens, .* reads at most {LONGEST}"):
+        await reference.extend([Prompt(3, 3, np.full(LONGEST + 1, 5, np.int32))])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"top_k": 5}, "sampling.top_k = 5 leaves ids out"),
+        ({"top_p": 0.9}, "sampling.top_p = 0.9 leaves ids out"),
+        ({"min_new_tokens": 3, "stop": (2,)}, "sampling.min_new_tokens = 3 leaves ids out"),
+    ],
+)
+def test_log_probs_over_some_ids_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        served(sampling=Sampling(max_new_tokens=128, **given))
+
+
+def test_a_model_that_does_not_generate_is_refused() -> None:
+    with pytest.raises(ModelRefused, match="tiny does not generate"):
+        served(runner="pooling")
+
+
+URL = "http://localhost:8000"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    LlamaConfig(vocab_size=VOCABULARY).save_pretrained(tmp_path / "served")
+    return tmp_path / "served"
+
+
+def on_server(fake: FakeScoringServer, source: Path, *, top_k: int = 0, **given: Any) -> VllmLogprobs:
+    server = LogprobServer(URL, source, top_k=top_k, transport=fake, **given)
+    server.service.pause = 0.0
+    return VllmLogprobs(server, sampling=SAMPLING, top_k=top_k, key="scorers.teacher")
+
+
+async def test_a_server_reads_each_response_once_when_it_has_ended(source: Path) -> None:
+    fake, made = FakeScoringServer(key="secret"), responses()
+    async with on_server(fake, source, api_key="secret") as teacher:
+        values = await stream(teacher, made, 3)
+    for each in made:
+        assert_own(values[each.prompt.rollout], each)
+    assert len(fake.bodies) == 1 + len(made), "one to see whether it can"
+    assert fake.bodies[-1].keys() == {"model", "prompt", "max_tokens", "temperature", "prompt_logprobs"}
+
+
+async def test_a_request_to_a_server_is_made_again_and_a_malformed_answer_is_an_error(source: Path) -> None:
+    fake, response = FakeScoringServer(failing=1), answered(0, [5, 6], [7, 8])
+    teacher = on_server(fake, source, attempts=2)
+    await teacher.extend([response.prompt, response.chunk()])
+    (value,) = await teacher.finish([Finish(0, response, "eos")])
+    assert_own(value, response)
+    places: list[Any] = [None, {}, {"7": {"logprob": -1.0, "rank": 1}}]
+    for wrong in ([], places, [*places, {"9": {"logprob": -1.0, "rank": 1}}], [*places, "none"], [*places, None]):
+        fake.instead["/v1/completions"] = httpx.Response(200, json={"choices": [{"prompt_logprobs": wrong}]})
+        await teacher.extend([response.prompt, response.chunk()])
+        with pytest.raises(RewardError, match=r"^scorers\.teacher: http://localhost:8000 .*the log-probs of 4 tokens"):
+            await teacher.finish([Finish(0, response, "eos")])
+        await teacher.forget([0])
+
+
+@pytest.mark.parametrize(
+    ("instead", "faults"),
+    [
+        ({"/version": httpx.Response(200, html="<html>hello</html>")}, ["is no vLLM server", "text/html"]),
+        (
+            {"/v1/completions": httpx.Response(400, json={"error": {"message": "max_logprobs"}})},
+            ["/v1/completions should answer 200", "max_logprobs"],
+        ),
+        ({"/v1/completions": httpx.Response(200, json={"choices": [{"text": "x"}]})}, ["the log-probs of two tokens"]),
+    ],
+)
+def test_a_server_without_log_probs_of_prompts_is_refused_with_the_command(
+    source: Path, instead: dict[str, httpx.Response], faults: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        on_server(FakeScoringServer(instead=instead), source, top_k=30)
+    said = str(caught.value)
+    assert all(fault in said for fault in faults), said
+    if "is no vLLM server" not in said:
+        assert said.endswith(f"vllm serve {source} --max-logprobs 30 --port 8000")
+
+
+def test_a_server_knows_no_temperature_for_prompts(source: Path) -> None:
+    server = LogprobServer(URL, source, transport=FakeScoringServer())
+    with pytest.raises(ConfigError, match=r"sampling\.temperature = 0\.7 divides the logits, .*: set it to 1"):
+        VllmLogprobs(server, sampling=Sampling(max_new_tokens=8, temperature=0.7))
