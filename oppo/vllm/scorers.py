@@ -1,4 +1,4 @@
-"""Scorers on vLLM: each request reads on from what its prefix cache keeps of the rollout, so that prefill is incremental.
+"""Scorers on vLLM: a request reads on from what the prefix cache keeps of its rollout, which is incremental prefill.
 
 ::
 
@@ -396,11 +396,11 @@ class ScoringServer(ABC):
         del longest
         return 10_000_000
 
-    def abort(self) -> None:
-        """Nothing: a request ends by its timeout."""
+    def abort(self) -> None:  # noqa: B027 - a request ends by its timeout
+        """Do nothing."""
 
-    def close(self) -> None:
-        """Nothing: others end the server."""
+    def close(self) -> None:  # noqa: B027 - others end the server
+        """Do nothing."""
 
     async def __aenter__(self) -> Self:
         await self.service.__aenter__()

@@ -192,8 +192,9 @@ def logprobs_after(prefix: Sequence[int], vocabulary: int, temperature: float = 
     """Return the log-probs of the next token, float32 [vocabulary]."""
     seed = int(noise(*prefix) * 2**31)
     logits = np.random.default_rng(seed).normal(scale=2.0, size=VOCABULARY)[:vocabulary] / temperature
-    shifted: NDArray[np.float64] = logits - logits.max()
-    return (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
+    shifted = logits - logits.max()
+    logprobs: NDArray[np.float32] = (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
+    return logprobs
 
 
 @dataclass

@@ -30,12 +30,12 @@ def test_a_difference_is_found() -> None:
     assert found == [
         "Other has no errored",
         "Other has no add_request",
-        "Other has no collective_rpc",
         "Other.abort: no parameter request_id",
         "Other.abort: needs ids",
         "Other.abort: needs reason",
         "Other.abort: is awaited in one of them only",
         "Other.abort: takes self, request_id in another order",
+        "Other has no collective_rpc",
     ]
 
 

@@ -86,12 +86,11 @@ async def test_the_contract_is_kept(engine: VllmEngine) -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 5], ids=["reference", "teacher"])
-@pytest.mark.parametrize(("temperature", "vocabulary"), [(1.0, 0), (0.7, SAMPLED), (0.0, 0)])
+@pytest.mark.parametrize("sampled", [(1.0, 0), (0.7, SAMPLED), (0.0, 0)])
 async def test_streamed_log_probs_are_those_of_transformers(
-    temperature: float, vocabulary: int, top_k: int, model: LlamaForCausalLM, engine: VllmEngine, thread: Thread
+    sampled: tuple[float, int], top_k: int, model: LlamaForCausalLM, engine: VllmEngine, thread: Thread
 ) -> None:
-    # Temperature 1 after another one: the engine is told again.
-    sampling = Sampling(max_new_tokens=128, temperature=temperature, vocabulary=vocabulary)
+    sampling = Sampling(max_new_tokens=128, temperature=sampled[0], vocabulary=sampled[1])
     await engine.llm.collective_rpc("oppo_temper", args=(1.0, VOCABULARY))
     library = (
         TeacherLogprobs(model, sampling=sampling, place=thread, top_k=top_k)
