@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin
@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from oppo.algorithms import ALGORITHMS
 from oppo.config.load import SEEDED
 from oppo.config.rewards import REWARD_KINDS
+from oppo.config.scorers import ScorerSection
 from oppo.config.settings import keys_of
 from oppo.declared import MOST, SEEDS, Declared, OneOf, declared as declared_of
 
@@ -90,6 +91,12 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "rewards.score": ("parsing of the judge's answer", ""),
     "rewards.temperature": ("judge temperature", ""),
     "rewards.max_tokens": ("judge answer length", ""),
+    "scorers.vllm": ("engine arguments of a reference or teacher", ""),
+    "scorers.url": ("teacher server, reference server", "`teacher_model_server_url` of Distillation"),
+    "scorers.api_key_env": ("API key", ""),
+    "scorers.timeout": ("request timeout", ""),
+    "scorers.attempts": ("retries", ""),
+    "scorers.engine": ("inference backend of a reference or teacher", ""),
     "environment.source": ("environment, tool calls, multi-turn rollouts", ""),
     "environment.tools": ("tools, function calling", "`tools` of GRPO"),
     "environment.factory": ("environment classes, gyms", "`environment_factory` of GRPO"),
@@ -238,6 +245,8 @@ ABOUT: Mapping[str, str] = {
     'a table of the list `[[rewards]]`, or its source alone (`rewards = ["math"]`); `--set rewards.0.weight=2` sets a '
     "key of the first. If its source is code or a checker, it has the keys of a `function`, if it is a URL those of a "
     '`judge`, else those of a `model`, or with `engine = "vllm"` of a `model on vLLM`.',
+    "scorers": "What serves the reference (`[scorers.reference]`), the teacher (`[scorers.teacher]`) or one of several "
+    '(`[scorers."teacher.math"]`): [engines.md](engines.md#reference-and-teacher-on-vllm).',
     "environment": "What answers a response that has ended at a stop, as a tool does: "
     "[rewards.md](rewards.md#tools-and-turns).",
     "agents": "An agent of an OpenAI-compatible server, in place of prompts, environment and rewards: "
@@ -251,6 +260,12 @@ ABOUT: Mapping[str, str] = {
     "trainer": "How actor and critic are optimised.",
 }
 """What each section is about."""
+
+TITLES: Mapping[str, tuple[str, Sequence[str]]] = {
+    "rewards": ("[[rewards]]", [*REWARD_KINDS]),
+    "scorers": ("[scorers.NAME]", [""]),
+}
+"""Sections that are no single table, and the kinds of their tables."""
 
 WORDS: Mapping[object, str] = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`"}
 UNTOLD = (MOST, SEEDS.stop)  # bounds that nobody meets
@@ -304,6 +319,8 @@ def tables() -> dict[str, dict[str, dict[str, Declared]]]:
             for name, reward in REWARD_KINDS.items() if section == "models" else ():
                 for key, declared in declared_of(reward).items():
                     rewards.setdefault(key, {})[name] = declared
+            if section == "models":
+                every["scorers"] = {key: {"": declared} for key, declared in declared_of(ScorerSection).items()}
     return every
 
 
@@ -317,7 +334,7 @@ def page() -> str:
 
 def _section(name: str, keys: Mapping[str, Mapping[str, Declared]]) -> Iterator[str]:
     """Yield the lines of one table of the file."""
-    title, kinds = ("[[rewards]]", REWARD_KINDS) if name == "rewards" else (f"[{name}]", ALGORITHMS)
+    title, kinds = TITLES.get(name, (f"[{name}]", [*ALGORITHMS]))
     yield f"## `{title}`\n\n{ABOUT[name]}\n"
     yield "| key | values | default | what it does | known as | in TRL |\n|---|---|---|---|---|---|"
     for key, by_algorithm in keys.items():

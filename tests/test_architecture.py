@@ -88,8 +88,9 @@ RATCHETS = {
     # Pools, members, rollouts; servers; rows apart from rollouts; judges; graphs of decode steps; chat formats;
     # configurations of others, read and converted; a distillation; placement apart from other sections;
     # a teacher that reads text; agents, their settings; classes of environments apart from functions, and the client of
-    # a server's protocol, with an extra's library, apart from both; tasksets of verifiers, which are rows and an agent.
-    "modules": 207,
+    # a server's protocol, with an extra's library, apart from both; tasksets of verifiers, which are rows and an agent;
+    # [scorers], and of scorers on vLLM what they share, log-probs and how a run starts them.
+    "modules": 211,
     "files in the root": 21,
     # Repairs: estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to
     # user code, and what is checked at the seams; a limit for each kind of schedule, what a simulation leaves out.
@@ -103,8 +104,8 @@ RATCHETS = {
     # A judge by its URL; what an engine reads is what was sent. Decode steps are CUDA graphs.
     # No more enter than a KV cache has room for; surrogates and scales besides PPO's; what a loss of your own
     # does not read. Chats by any template: calls are read, and what is said after them is tokens. A teacher.
-    "lines": 63_742,
-    "protocols": 77,
+    "lines": 64_281,
+    "protocols": 75,
     # Of metrics, that a batch has each rollout once, that names are distinct; that vLLM gives routed experts.
     "functions that only require": 90,
     "modules that name turns": 36,  # agents are told turns; classes of environments answer them

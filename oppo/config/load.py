@@ -20,6 +20,7 @@ from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.ppo import PPO
 from oppo.config.own import NAMED, Kinds, find
 from oppo.config.rewards import REWARD_KINDS, SOURCE, ModelRewardSection, is_code, is_name, reward_kind_of
+from oppo.config.scorers import ScorerSection
 from oppo.config.sections import StepSection, resolved, within
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import SEEDS, Declared, declared, expectation
@@ -483,7 +484,9 @@ class SettingsFaults(Faults):
         rewards = document.get("rewards")
         for number, table in enumerate(rewards if isinstance(rewards, list | tuple) else []):
             keys[f"rewards.{number}"] = {**declared(REWARD_KINDS[reward_kind_of(table)])}
-        return cls(keys, list(Settings.model_fields), algorithm=str(named or StepSection().algorithm))
+        keys["scorers"] = {**declared(ScorerSection)}
+        chosen = str(named or StepSection().algorithm)
+        return cls(keys, list(Settings.model_fields), named=("scorers",), algorithm=chosen)
 
     def _place(self, loc: Sequence[int | str]) -> tuple[str, ...]:
         if loc[:1] == ("rewards",) and len(loc) > 1:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, Discriminator, Tag, ValidationInfo
 
+from oppo.config.scorers import OnVllm, ScoringEngine
 from oppo.declared import (
     Filled,
     FromList,
@@ -17,7 +18,6 @@ from oppo.declared import (
     Positive,
     PositiveCount,
     Table,
-    changed,
     required,
     setting,
 )
@@ -33,9 +33,6 @@ As: TypeAlias = Literal["auto", "tokens", "chat", "joined", "pair", "response"]
 """The form in which a reward model reads a rollout."""
 
 OverLong: TypeAlias = Literal["error", "drop", "truncate"]
-
-ScoringEngine: TypeAlias = Literal["transformers", "vllm"]
-"""What a reward model is served by."""
 
 Separators: TypeAlias = Annotated[tuple[Filled, ...], FromList()]
 
@@ -149,36 +146,14 @@ class ModelRewardSection(RewardSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmRewardSection(RewardSection):
+class VllmRewardSection(OnVllm, RewardSection):
     """``[[rewards]]`` whose source is a reward model that vLLM serves."""
 
     engine: ScoringEngine = setting("vllm", "")
-    vllm: dict[str, object] = field(
-        default_factory=dict,
-        metadata={
-            "description": "arguments of its engine, by vLLM's names, as `{tensor_parallel_size = 2}`; those that the "
-            "run sets itself are refused"
-        },
-    )
-    url: str = setting(
-        "", "a server that serves the model (`vllm serve SOURCE --runner pooling`); empty: the run starts an engine"
-    )
-    api_key_env: str = setting("", "the environment variable that holds the server's key; empty: it asks for none")
-    timeout: Positive = setting(60.0, "seconds for a request to the server")
-    attempts: PositiveCount = setting(4, "for a request that failed in a way that may pass, the first included")
 
     def __post_init__(self) -> None:
-        super(VllmRewardSection, self).__post_init__()
-        of_server = changed(self, {"api_key_env", "timeout", "attempts"})
-        if self.url and self.vllm:
-            raise ValueError(
-                f"vllm.{next(iter(self.vllm))} is for an engine that the run starts, and url names a server: give it "
-                "to the server's command, or leave one of the two out"
-            )
-        if of_server and not self.url:
-            raise ValueError(
-                f"{', '.join(of_server)} is for a server, and none is named: give its url, or leave it out"
-            )
+        RewardSection.__post_init__(self)
+        OnVllm.__post_init__(self)
 
 
 def _readable(text: str) -> str:

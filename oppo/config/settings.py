@@ -30,6 +30,7 @@ from oppo.config.agents import AgentsSection
 from oppo.config.own import NAMED, OWN, Kinds, checked, loss_of
 from oppo.config.placement import PlacementSection
 from oppo.config.rewards import ENVIRONMENT, ModelRewardSection, RewardList, RewardSection, VllmRewardSection, file_of
+from oppo.config.scorers import ScorerSection, check_scorers, check_teacher
 from oppo.config.sections import (
     DataSection,
     EnvironmentSection,
@@ -99,6 +100,7 @@ class Settings(BaseModel):
     loss: Annotated[SkipValidation[object], PlainValidator(_own)] = Field({}, validate_default=True)
     eval: Annotated[EvalSection, Table()] = EvalSection()
     trainer: Annotated[TrainerSettings, Table(), BeforeValidator(_spanning)] = Field({}, validate_default=True)
+    scorers: dict[str, Annotated[ScorerSection, Table()]] = Field({})
     vllm: dict[str, object] = Field({})
     """Arguments of vLLM's engine, by its own names, or its servers; :mod:`oppo.run.places` checks them before anything
     is loaded."""
@@ -216,15 +218,20 @@ class Settings(BaseModel):
         return {key: each for key, each in found.items() if not each.url}
 
     @property
+    def on_vllm(self) -> Mapping[str, ScorerSection]:
+        """The reference and the teachers that vLLM serves, by their names."""
+        return {name: each for name, each in self.scorers.items() if each.engine == "vllm"}
+
+    @property
     def can_be_remote(self) -> frozenset[str]:
         """The models of this run that can be actors of a cluster."""
         models = self.models
         can = {
             "policy": not self.on_server and not models.shared_trunk and self.run.policy == "thread",
-            "reference": self.has_reference,
+            "reference": self.has_reference and "reference" not in self.on_vllm,
             "reward": any(isinstance(each, ModelRewardSection) for each in self.rewards) and not self.reward_engines,
             "critic": self.algorithm.has_critic and not models.shared_trunk,
-            "teacher": bool(models.teacher),
+            "teacher": bool(models.teachers) and not self.on_vllm.keys() & models.teachers.keys(),
             "trainer": len(self.devices["trainer"]) > 1,
         }
         return frozenset(name for name, possible in can.items() if possible)
@@ -279,6 +286,7 @@ class Settings(BaseModel):
             for name, keys in keys_of(type(self.algorithm), self.kinds).items()
         }
         found |= {key: {**asdict(reward)} for key, reward in self.reward_tables.items()}
+        found |= {"scorers": {name: asdict(each) for name, each in self.scorers.items()}} if self.scorers else {}
         return {**found, "vllm": dict(self.vllm)} if self.vllm else found
 
     def spanning(self, steps: int) -> Settings:
@@ -339,28 +347,6 @@ def _refuse_idle(settings: Settings) -> None:
         )
 
 
-def _check_teacher(settings: Settings) -> None:
-    teacher, needed = settings.models.teacher, getattr(settings.algorithm, "distills", None)
-    named = f"step.algorithm = {settings.step.algorithm!r}"
-    if needed and not teacher:
-        raise ValueError(
-            f"{named} with algorithm.distill = {getattr(settings.algorithm, 'distill', 1.0)} learns the log-probs of a "
-            "teacher, and models.teacher names none: give a causal language model with the policy's tokenizer"
-        )
-    if teacher and needed is False:
-        has_weight = hasattr(settings.algorithm, "distill")
-        remedy = "set algorithm.distill above 0" if has_weight else "choose step.algorithm = 'distill', or another"
-        raise ValueError(
-            f"models.teacher = {teacher!r} is a teacher, and {named} learns nothing of it: {remedy}, or leave "
-            "models.teacher out"
-        )
-    if not teacher and settings.placement.teacher:
-        raise ValueError(
-            f"placement.teacher = {settings.placement.teacher!r} places a teacher, and models.teacher names none: "
-            "leave that out"
-        )
-
-
 def _check_scores(settings: Settings) -> None:
     by_reward = getattr(settings.algorithm, "scale_scores", "") == "each_reward"
     if by_reward and settings.reward_models and len(settings.rewards) == 1:
@@ -405,7 +391,9 @@ def require_consistent(settings: Settings) -> None:
     _check_environment(settings)
     if settings.step.loss:
         _refuse_idle(settings)
-    _check_teacher(settings)
+    models = settings.models
+    check_teacher(models.teacher, settings.placement.teacher, settings.algorithm, settings.step.algorithm)
+    check_scorers(settings.scorers, models, refers=settings.has_reference)
     _check_scores(settings)
     if settings.run.deterministic:
         _require_exactness(settings)
@@ -515,8 +503,8 @@ def _require_exactness(settings: Settings) -> None:
             "run.deterministic makes every bit independent of timing, and vLLM chooses its batches by time: leave it "
             "out, or set models.engine = 'transformers'"
         )
-    on_vllm = [key for key, each in settings.reward_tables.items() if isinstance(each, VllmRewardSection)]
-    if on_vllm:
+    rewards = [key for key, each in settings.reward_tables.items() if isinstance(each, VllmRewardSection)]
+    if on_vllm := [*rewards, *(f"scorers.{name}" for name in settings.on_vllm)]:
         raise ValueError(
             f"run.deterministic makes every bit independent of timing, and {on_vllm[0]}.engine = 'vllm' has vLLM "
             "choose its batches by time: leave one of the two out"
@@ -630,14 +618,16 @@ def _check_sleep(settings: Settings) -> None:
 def _refuse_remote(settings: Settings, model: str) -> NoReturn:
     why = {
         "policy": _why_the_policy_is_here(settings),
-        "reference": f"step.algorithm = {settings.step.algorithm!r} refers to none, and models.reference names none",
+        "reference": "scorers.reference.engine = 'vllm' serves it"
+        if "reference" in settings.on_vllm
+        else f"step.algorithm = {settings.step.algorithm!r} refers to none, and models.reference names none",
         "reward": f"{next(iter(settings.reward_engines))}.engine = 'vllm' starts an engine on this machine"
         if settings.reward_engines
         else "[[rewards]] names no model that transformers serves",
         "critic": "models.shared_trunk = true makes it a head on the policy's trunk"
         if settings.models.shared_trunk
         else f"step.algorithm = {settings.step.algorithm!r} has none",
-        "teacher": "models.teacher names none",
+        "teacher": "vLLM serves one ([scorers])" if settings.on_vllm else "models.teacher names none",
         "trainer": "its first rank is here, and placement.trainer names no other",
     }
     raise ValueError(f"placement.remote has {model!r}, and {why[model]}: leave it out")

@@ -13,6 +13,7 @@ from rich.filesize import decimal
 from transformers import PreTrainedModel
 
 from oppo.config.rewards import ModelRewardSection, VllmRewardSection
+from oppo.config.scorers import OnVllm
 from oppo.config.sections import SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
@@ -147,16 +148,20 @@ class Outlines:
         return (of_process if found == "process" else of_reward)(make, load)
 
     def on_vllm(
-        self, key: str, reward: VllmRewardSection, on: torch.device, assumed: Hardware | None
+        self, name: str, make: Callable[[], PreTrainedModel], of: OnVllm, on: torch.device, assumed: Hardware | None
     ) -> Iterator[Expected]:
-        """Yield what each worker of a reward model's engine needs; what a server needs is no matter of this run."""
-        if reward.url:
+        """Yield what each worker of a scorer's engine needs; what a server needs is no matter of this run."""
+        if of.url:
             return
-        arguments, make = placed(reward.vllm, on), partial(self._made, key, SCALAR, reward.source)
+        arguments = placed(of.vllm, on)
         share, dtype = float(str(arguments.get(SHARE) or ALONE)), str(arguments.get("dtype", "auto"))
-        needs = _on_engine(named_reward(reward), make, arguments, dtype=dtype, on=on, share=share, assumed=assumed)
+        needs = _on_engine(name, make, arguments, dtype=dtype, on=on, share=share, assumed=assumed)
         for each in needs:
             yield replace(each, share=None)  # which is that of the policy's engine
+
+    def scalar(self, key: str, source: str) -> PreTrainedModel:
+        """Return the model with one label at ``key`` of the settings."""
+        return self._made(key, SCALAR, source)
 
     def kind(self, key: str, reward: ModelRewardSection) -> RewardKind:
         trusted = self.settings.models.trust_remote_code
@@ -263,7 +268,8 @@ def _needs(settings: Settings, devices: Devices, load: Load | None, assumed: Har
             needs.append(Expected(name, device, policy, remote))
     for model in sorted(scored(settings), key=lambda model: model != "proximal"):
         device, remote = devices.scoring()[model], model in devices.remote
-        for name in settings.models.teachers if model == "teacher" else ():
+        teachers = [name for name in settings.models.teachers if name not in settings.on_vllm]
+        for name in teachers if model == "teacher" else ():
             _counting(name)
             needs.append(Expected(name, device, _served(partial(made.logprobs, name), of_reference, load), remote))
         if model not in {"reward", "teacher"}:
@@ -279,8 +285,13 @@ def _needs(settings: Settings, devices: Devices, load: Load | None, assumed: Har
                 _counting(name := named_reward(reward))
                 needs.append(Expected(name, device, made.reward(key, reward, load), remote))
             elif isinstance(reward, VllmRewardSection):
-                _counting(named_reward(reward))
-                needs += made.on_vllm(key, reward, device, assumed)
+                _counting(name := named_reward(reward))
+                make = partial(made.scalar, key, reward.source)
+                needs += made.on_vllm(name, make, reward, device, assumed)
+    for name, scorer in settings.on_vllm.items():
+        _counting(name)
+        device = devices.reference if name == "reference" else devices.teacher
+        needs += made.on_vllm(name, partial(made.logprobs, name), scorer, device, assumed)
     unshared = None
     if settings.shares_weights:
         apart = {"policy": made.actor, "critic": made.critic}

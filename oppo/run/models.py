@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -53,6 +53,7 @@ from oppo.returns import TopLogprobs
 from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.loading import RoleLoader, adapter_of, critic_source
 from oppo.run.memory import load_of, require_memory, share_beside, with_micro_batches
+from oppo.run.on_vllm import ScorersOnVllm
 from oppo.run.places import SERVING, Serve, ServeRequest, Serving, Worker, devices_of, layout_of, serve, with_types
 from oppo.run.rewards import (
     AnyEnvironment,
@@ -60,13 +61,12 @@ from oppo.run.rewards import (
     ServedRewardModel,
     UserCode,
     class_tools,
-    served_by_vllm,
     track_of,
 )
 from oppo.scorers import ByColumn, capabilities_of
 from oppo.turns import Environment
 from oppo.user_code import UserFunction
-from oppo.vllm import VllmReward
+from oppo.vllm.scorers import VllmScorer
 
 _TRAINING = "lower trainer.micro_batch_tokens"
 
@@ -97,7 +97,7 @@ class Assembly:
             may have the weights of an earlier run.
         ideal: the costs of what models read, by their names here, at the peak of their devices, where that is known.
         gauges: of the devices' memory, by metric.
-        scoring: the reward models on vLLM, each on an engine of its own or a server.
+        scoring: the scorers on vLLM, each on an engine of its own or a server.
     """
 
     serving: Serving
@@ -116,7 +116,7 @@ class Assembly:
     served_apart: bool = False
     ideal: Mapping[str, Passes] = field(default_factory=dict)
     gauges: Mapping[str, Gauge] = field(default_factory=dict)
-    scoring: tuple[VllmReward, ...] = ()
+    scoring: tuple[VllmScorer[Any, Any], ...] = ()
 
     @property
     def policy(self) -> Policy:
@@ -289,12 +289,8 @@ def assemble(
 
         load = RoleLoader(settings.models, tokenizer, devices)
 
-        def on_vllm(key: str, reward: VllmRewardSection) -> ServedRewardModel:
-            served = served_by_vllm(key, reward, settings, load, devices=devices, log=engine_log)
-            if isinstance(served.scorer, VllmReward):
-                stack.callback(served.scorer.engine.close)
-            return served
-
+        on_vllm = ScorersOnVllm(settings, load, devices, engine_log)
+        stack.callback(on_vllm.close)
         assembly = _assembled(
             settings, tokenizer, places, code, devices=devices, load=load, serve=started, on_vllm=on_vllm
         )
@@ -319,14 +315,14 @@ def _assembled(
     devices: Devices,
     load: RoleLoader,
     serve: Serve,
-    on_vllm: Callable[[str, VllmRewardSection], ServedRewardModel],
+    on_vllm: ScorersOnVllm,
 ) -> Assembly:
     deterministic, seed = settings.run.deterministic, settings.trainer.seed
     apart = devices.reference != devices.actor or "reference" in devices.apart
-    actor, reference = _actor_and_reference(settings.models, load, apart=apart, seed=seed)
-    teachers = {key: load.teacher(key) for key in settings.models.teachers}
+    refers = bool(settings.models.reference) and "reference" not in settings.on_vllm
+    actor, reference = _actor_and_reference(settings.models, load, refers=refers, apart=apart, seed=seed)
+    teachers = {key: load.teacher(key) for key in settings.models.teachers if key not in settings.on_vllm}
     rewards = _reward_models(settings, tokenizer, places, load, on_vllm)
-    scoring = tuple(each.scorer for each in rewards.values() if isinstance(each.scorer, VllmReward))
     critic = load_critic(settings, actor, [*rewards.values()], load, devices=devices)
     models: dict[str, list[Loadable | None]] = {
         "policy": [actor],
@@ -358,15 +354,14 @@ def _assembled(
     if critic.served is not None:
         value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
 
-    referring = None
-    if reference is not None:
-        place = _scoring(places, "reference")
-        referring = ReferenceLogprobs(reference, sampling=sampling, place=place, deterministic=deterministic)
-    teacher = _teacher(settings, sampling, places, teachers, tokenizer, answered=code.environment is not None)
+    answered = code.environment is not None
+    teacher = _teacher(
+        settings, sampling, places, teachers, tokenizer=tokenizer, on_vllm=on_vllm, answered=answered
+    )
     places.wait_until_ready()
     return Assembly(
         serving=serving,
-        reference=referring,
+        reference=_reference(settings, reference, sampling, places, on_vllm),
         teacher=teacher,
         reward=code.reward({key: each.scorer for key, each in rewards.items()}),
         critic=value,
@@ -376,7 +371,7 @@ def _assembled(
         saving=Saving(trainer, tokenizer, ("actor", "critic") if critic.trained else ("actor",), places.saving),
         tokenizer=tokenizer,
         sampling=sampling,
-        positions=min(serving.positions, *read, *(each.longest for each in scoring)),
+        positions=min(serving.positions, *read, *(each.longest for each in on_vllm.scorers)),
         places=places,
         served_apart=critic.is_apart
         or served is not actor
@@ -384,8 +379,19 @@ def _assembled(
         or (settings.models.engine == "vllm" and settings.models.begins_off_base),
         ideal=_ideal(settings, devices, models, serving.gpus),
         gauges=memory_gauges(devices.distinct()),
-        scoring=scoring,
+        scoring=tuple(on_vllm.scorers),
     )
+
+
+def _reference(
+    settings: Settings, model: Loadable | None, sampling: Sampling, places: DeviceLayout, on_vllm: ScorersOnVllm
+) -> Scorer[FloatArray] | None:
+    if "reference" in settings.on_vllm:
+        return cast("Scorer[FloatArray]", on_vllm.logprobs("reference", sampling))
+    if model is None:
+        return None
+    place = _scoring(places, "reference")
+    return ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=settings.run.deterministic)
 
 
 def _teacher(
@@ -393,8 +399,9 @@ def _teacher(
     sampling: Sampling,
     places: DeviceLayout,
     models: Mapping[str, tuple[Loadable, HfTokenizer | None]],
-    tokenizer: HfTokenizer,
     *,
+    tokenizer: HfTokenizer,
+    on_vllm: ScorersOnVllm,
     answered: bool,
 ) -> Scorer[FloatArray | TopLogprobs | Drop] | None:
     top_k, deterministic = getattr(settings.algorithm, "distill_top_k", None), settings.run.deterministic
@@ -427,6 +434,8 @@ def _teacher(
             known[name] = TeacherLogprobs(
                 model, sampling=sampling, place=place, top_k=top_k, deterministic=deterministic
             )
+    for key in filter(settings.models.teachers.__contains__, settings.on_vllm):
+        known[key.partition(".")[2]] = on_vllm.logprobs(key, sampling, top_k=top_k or 0)
     column = settings.models.teacher_column
     return ByColumn(column, known) if column else known.get("")
 
@@ -460,13 +469,13 @@ def _here(places: DeviceLayout) -> ModelPlace:
 
 
 def _actor_and_reference(
-    models: ModelsSection, load: RoleLoader, *, apart: bool, seed: int
+    models: ModelsSection, load: RoleLoader, *, refers: bool, apart: bool, seed: int
 ) -> tuple[PreTrainedModel, Loadable | None]:
     # With adapters both are over the same base in memory, unless they are apart: on two devices or machines.
     adapter = adapter_of(models) if models.adapter else None
     actor = load.policy()
     shared = models.is_reference_on_base and not apart
-    base = share_base(actor) if models.reference and shared else None
+    base = share_base(actor) if refers and shared else None
     if models.lora_rank:
         add_lora(
             actor,
@@ -481,7 +490,7 @@ def _actor_and_reference(
             load_lora(actor, adapter)
             if base is not None and models.reference == models.adapter:
                 load_lora(base, adapter, trained=False)
-    if models.reference and base is None:
+    if refers and base is None:
         return actor, load.logprobs("reference")
     return actor, base
 
@@ -491,7 +500,7 @@ def _reward_models(
     tokenizer: HfTokenizer,
     places: DeviceLayout,
     load: RoleLoader,
-    on_vllm: Callable[[str, VllmRewardSection], ServedRewardModel],
+    on_vllm: ScorersOnVllm,
 ) -> dict[str, ServedRewardModel]:
     models = RewardModels(tokenizer, load, settings.data.column, settings.run.deterministic)
     served = {}
@@ -499,7 +508,7 @@ def _reward_models(
         if isinstance(reward, ModelRewardSection):
             served[key] = models.serve(key, reward, _scoring(places, "reward", track_of(reward)))
         elif isinstance(reward, VllmRewardSection):
-            served[key] = on_vllm(key, reward)
+            served[key] = on_vllm.reward(key, reward)
     return served
 
 

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.config.rewards import ModelRewardSection, VllmRewardSection
+from oppo.config.scorers import OnVllm
 from oppo.config.sections import ModelsSection
 from oppo.config.settings import Settings
 from oppo.durable import make
@@ -85,12 +86,12 @@ def with_types(settings: Settings, devices: Devices, assumed: Hardware | None = 
 
 
 def scored(settings: Settings) -> list[str]:
-    """Return the models of a run that score."""
+    """Return the models of a run that score on transformers, or are functions."""
     exist = {
-        "reference": settings.has_reference,
+        "reference": settings.has_reference and "reference" not in settings.on_vllm,
         "reward": True,
         "critic": settings.algorithm.has_critic,
-        "teacher": bool(settings.models.teacher),
+        "teacher": bool(settings.models.teachers.keys() - settings.on_vllm.keys()),
         "proximal": settings.algorithm.corrects,
     }
     return [model for model in SCORED if exist[model]]
@@ -313,14 +314,15 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
     Args:
         assumed: the hardware that is meant, where the engine need not be installed here; ``None``: this machine.
     """
-    for key, reward in settings.reward_tables.items():
-        if isinstance(reward, VllmRewardSection):
-            try:
-                _check_reward_engine(reward, settings, assumed)
-            except ConfigError as error:
-                raise ConfigError(f"{key}: {error}") from error
+    rewards = {key: each for key, each in settings.reward_tables.items() if isinstance(each, VllmRewardSection)}
+    for key, each in {**rewards, **{f"scorers.{name}": each for name, each in settings.on_vllm.items()}}.items():
+        try:
+            _check_scoring_engine(key, each, settings, assumed)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from error
     if settings.models.engine == "vllm":
         from oppo.vllm.arguments import (  # noqa: PLC0415 - takes seconds to import
+            SETTINGS,
             check_sleep,
             computes_on_cpu,
             gpus_of,
@@ -338,7 +340,7 @@ def require_engine(settings: Settings, assumed: Hardware | None = None) -> None:
             if assumed is None:
                 server.check_environment()
             return
-        require_arguments(settings.vllm, settings=True, planned=assumed is not None)
+        require_arguments(settings.vllm, of=SETTINGS, planned=assumed is not None)
         if settings.starts_servers:
             _check_started(settings, assumed)
         devices = devices_of(settings, assumed)
@@ -376,27 +378,35 @@ def _check_started(settings: Settings, assumed: Hardware | None) -> None:
         )
 
 
-def _check_reward_engine(reward: VllmRewardSection, settings: Settings, assumed: Hardware | None) -> None:
+def _check_scoring_engine(key: str, on: OnVllm, settings: Settings, assumed: Hardware | None) -> None:
     from oppo.vllm.arguments import (  # noqa: PLC0415 - takes seconds to import
+        OF_LOGPROBS,
+        OF_REWARDS,
         computes_on_cpu,
         gpus_of,
         placed,
         require_arguments,
     )
 
-    if reward.url:
+    table, _, name = key.partition(".")
+    model = "reward" if table == "rewards" else name.partition(".")[0]
+    if model != "reward":
+        from oppo.vllm.logprobs import check_log_probs  # noqa: PLC0415 - likewise
+
+        check_log_probs(settings.sampling, server=bool(on.url))
+    if on.url:
         if assumed is None:
             require("http", "url", module="httpx")
-            key_of(reward.api_key_env)
+            key_of(on.api_key_env)
         return
-    require_arguments(reward.vllm, reward=True, planned=assumed is not None)
-    device, key = devices_of(settings, assumed).reward, settings.placement.key_of("reward")
+    require_arguments(on.vllm, of=OF_REWARDS if model == "reward" else OF_LOGPROBS, planned=assumed is not None)
+    device, where = getattr(devices_of(settings, assumed), model), settings.placement.key_of(model)
     if device.type == "cuda":
-        gpus_of(placed(reward.vllm, device), None if assumed is None else assumed.gpus)
+        gpus_of(placed(on.vllm, device), None if assumed is None else assumed.gpus)
     elif assumed is None and not computes_on_cpu():
         raise ConfigError(
-            f"engine = 'vllm' computes on a GPU here, and {key} has the reward on a CPU: set placement.reward = 'cuda' "
-            "or leave engine out"
+            f"engine = 'vllm' computes on a GPU here, and {where} has the {model} on a CPU: set placement.{model} = "
+            "'cuda' or leave engine out"
         )
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from oppo.agents import Agents
 from oppo.config.own import naming
@@ -16,12 +15,10 @@ from oppo.config.rewards import (
     JudgeRewardSection,
     ModelRewardSection,
     RewardSection,
-    VllmRewardSection,
 )
 from oppo.config.sections import OPENENV, VERIFIERS
 from oppo.config.settings import Settings
 from oppo.data.prompts import Begin
-from oppo.durable import make
 from oppo.environments import (
     EnvironmentClass,
     EnvironmentFailure,
@@ -39,15 +36,14 @@ from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
 from oppo.hf.chat import ChatFormat, ChatMessage, chatting
-from oppo.hf.devices import Devices, acting_share, available_cores
-from oppo.hf.model_files import RewardKind, located
+from oppo.hf.devices import available_cores
+from oppo.hf.model_files import RewardKind
 from oppo.hf.recipe import Loadable, ModelRecipe
 from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.libraries import require
 from oppo.log import logger
 from oppo.models import Scorer
-from oppo.observe import Reporter
 from oppo.placement import Hosting
 from oppo.rewards import FunctionReward, Rewards, load_reward
 from oppo.rewards.judge import columns_of, judge, key_of
@@ -55,10 +51,6 @@ from oppo.rewards.tasks import CHECKERS
 from oppo.run.loading import RoleLoader
 from oppo.scorers import Unscored
 from oppo.user_code import load_function
-
-if TYPE_CHECKING:
-    from oppo.vllm import VllmEngine
-    from oppo.vllm.reward import RewardServer
 
 JUDGED: Final = (
     "model",
@@ -489,93 +481,3 @@ class RewardModels:
 
     def _say(self, key: str, reward: ModelRewardSection, words: str) -> None:
         logger.info(f"{key}: {reward.source} {words}")
-
-
-NOT_ON_VLLM: Final[Mapping[RewardKind, str]] = {
-    "process": "rewards each step, and vLLM reads all of a response again for every score at a token",
-    "classifier": "is no causal model with one label, which alone vLLM reads as a response grows",
-    "similarity": "is a sentence encoder, and vLLM reads a reward model of one label as a response grows",
-}
-"""Why vLLM does not serve a reward model of a kind."""
-
-
-def served_by_vllm(
-    key: str, reward: VllmRewardSection, settings: Settings, load: RoleLoader, *, devices: Devices, log: Path | None
-) -> ServedRewardModel:
-    """Return a reward model on an engine that is started, or on a server.
-
-    Args:
-        key: its place in the file, ``rewards.0``.
-        log: the file for what an engine's processes write.
-
-    Raises:
-        ConfigError: the engine cannot be started with its arguments, or the server does not score; or the model has
-            another tokenizer than the policy.
-        ModelRefused: vLLM cannot score growing responses with the model.
-    """
-    from oppo.vllm import VllmReward  # noqa: PLC0415 - takes a second to import
-
-    source = reward.source
-    with load.attributed(named_reward(reward), key):
-        found, model = load.reward_kind(source), load.recipe(named_reward(reward), "scalar", source, devices.reward)
-        if found == "scalar" and model.config().num_labels != 1:
-            found = "classifier"
-        if found != "scalar":
-            raise ConfigError(f"{source} {NOT_ON_VLLM[found]}: leave {key}.engine out, and transformers serves it")
-        load.check_tokens(source, model)
-        engine = _server(reward, settings) if reward.url else _started(reward, model, settings, devices, log)
-        try:
-            scorer = VllmReward(engine, key=key)
-        except BaseException:
-            engine.close()
-            raise
-    scorer.reporter = Reporter(track_of(reward))
-    if (block := scorer.block) > scorer.longest:
-        logger.warning(
-            f"{key}: its engine reads whole blocks of {block} tokens while a response grows, and none here is so long, "
-            f"so it reads each when it has ended: set {key}.vllm.block_size lower"
-        )
-    return ServedRewardModel(source, scorer, model, may_be_critic=True)
-
-
-def _server(reward: VllmRewardSection, settings: Settings) -> RewardServer:
-    from oppo.vllm.reward import RewardServer  # noqa: PLC0415
-
-    server = RewardServer(
-        reward.url,
-        located(reward.source, weights=False, trust_remote_code=settings.models.trust_remote_code),
-        api_key=key_of(reward.api_key_env) or None,
-        timeout=reward.timeout,
-        attempts=reward.attempts,
-        trust_remote_code=settings.models.trust_remote_code,
-    )
-    if Path(server.served).name != Path(reward.source).name:
-        logger.warning(
-            f"the server at {server.url} calls its model {server.served!r}, and the reward is {reward.source}"
-        )
-    return server
-
-
-def _started(
-    reward: VllmRewardSection, model: ModelRecipe, settings: Settings, devices: Devices, log: Path | None
-) -> VllmEngine:
-    from oppo.vllm import VllmEngine  # noqa: PLC0415
-    from oppo.vllm.arguments import placed  # noqa: PLC0415
-    from oppo.vllm.reward import SCALAR  # noqa: PLC0415
-
-    if log is not None:
-        make(log.parent)
-    cores = settings.run.cores or available_cores()
-    given = {
-        **SCALAR,
-        "dtype": settings.models.dtype,
-        "trust_remote_code": settings.models.trust_remote_code,
-        "max_model_len": min(model.positions(), settings.data.max_prompt_tokens + settings.sampling.max_new_tokens),
-    }
-    return VllmEngine.start(
-        located(reward.source, weights=True, allow_pickle=settings.models.allow_pickle),
-        arguments=placed({**given, **reward.vllm}, devices.reward),
-        trainer="cpu",  # no weights are synced
-        cores=slice(acting_share(cores), cores),
-        log=log,
-    )

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
+from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -103,6 +104,18 @@ OF_REWARDS: Final[Mapping[str, str]] = {
 }
 """Arguments that the engine of a reward in a settings file does not take, or not for the reason in :data:`OWNED`."""
 
+_LOGPROBS: Final = "models.reference or models.teacher names the model"
+
+OF_LOGPROBS: Final[Mapping[str, str]] = {
+    **dict.fromkeys([name for name, reason in OWNED.items() if reason == _MODEL], _LOGPROBS),
+    "trust_remote_code": SETTINGS["trust_remote_code"],
+    "runner": "log-probs are of a model that generates",
+    "convert": "log-probs are of a model that generates",
+    "worker_extension_cls": "it divides logits by the temperature",
+    "enable_prefix_caching": OF_REWARDS["enable_prefix_caching"],
+}
+"""Arguments that the engine of a reference or a teacher does not take, or not for the reason in :data:`OWNED`."""
+
 VALUES: Final[Mapping[str, tuple[tuple[str | None, ...], str]]] = {
     "distributed_executor_backend": ((None, "mp", "uni"), _MACHINE),
     "data_parallel_backend": (("mp",), _MACHINE),
@@ -169,20 +182,19 @@ def require_installed(asked: str = "models.engine = 'vllm'") -> None:
 
 
 def require_arguments(
-    arguments: Mapping[str, object], *, settings: bool = False, planned: bool = False, reward: bool = False
+    arguments: Mapping[str, object], *, of: Mapping[str, str] = MappingProxyType({}), planned: bool = False
 ) -> None:
     """Check arguments of the engine before anything is loaded.
 
     Args:
         arguments: by the names of vLLM's ``AsyncEngineArgs``.
-        settings: they are the table ``[vllm]`` of a settings file.
+        of: arguments that are not taken beside :data:`OWNED`, and why: :data:`SETTINGS` for the table ``[vllm]``,
+            :data:`OF_REWARDS` or :data:`OF_LOGPROBS` for that of a scorer.
         planned: they are for another machine, so that vLLM need not be installed here, which alone knows their names.
-        reward: they are of a reward of a settings file.
     """
     if not planned:
-        require_installed("engine = 'vllm'" if reward else "models.engine = 'vllm'")
-    more = OF_REWARDS if reward else SETTINGS if settings else {}
-    owned, known = {**OWNED, **more}, None if planned else known_arguments()
+        require_installed("models.engine = 'vllm'" if of in ({}, SETTINGS) else "engine = 'vllm'")
+    owned, known = {**OWNED, **of}, None if planned else known_arguments()
     faults = [fault for name, value in arguments.items() if (fault := _fault(name, value, owned, known))]
     if faults:
         raise ConfigError("\n".join(faults))

@@ -45,7 +45,7 @@ LISTED: Final = 20
 """Likeliest ids that a server lists unless ``--max-logprobs`` says otherwise."""
 
 
-def require_log_probs(sampling: SamplingSettings, *, server: bool) -> None:
+def check_log_probs(sampling: SamplingSettings, *, server: bool) -> None:
     """Check that vLLM's log-probs are over the ids that the policy samples from.
 
     Raises:
@@ -200,7 +200,7 @@ class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
         self, engine: ScoringEngine | LogprobServer, *, sampling: Sampling, top_k: int = 0, key: str = ""
     ) -> None:
         server = isinstance(engine, LogprobServer)
-        require_log_probs(sampling, server=server)
+        check_log_probs(sampling, server=server)
         self._top_k = top_k
         if isinstance(engine, LogprobServer):
             super().__init__(engine, engine.model, engine.rows, key=key, track="log-probs")

@@ -17,6 +17,7 @@ from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO
 from oppo.algorithms.ppo import PPO
 from oppo.config.load import load, resolve
 from oppo.config.rewards import FunctionRewardSection, ModelRewardSection, VllmRewardSection
+from oppo.config.scorers import ScorerSection
 from oppo.config.settings import Settings, keys_of
 from oppo.errors import ConfigError
 from oppo.losses import ClippedLoss, PPOLoss, SequenceLoss
@@ -167,6 +168,61 @@ def test_what_means_nothing_for_a_reward_model_on_vllm_is_refused(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, "", override, *(["placement.cluster=auto"] if "remote" in override else []), base=ON_VLLM)
+    assert all(message in str(caught.value) for message in messages), str(caught.value)
+
+
+SCORERS = """[models]
+policy = "org/actor"
+reference = "org/sft"
+teacher = "org/large"
+[step]
+algorithm = "distill"
+[scorers.reference]
+engine = "vllm"
+[scorers.reference.vllm]
+tensor_parallel_size = 2
+[scorers.teacher]
+engine = "vllm"
+url = "http://host:8000"
+timeout = 5
+[data]
+prompts = "prompts.jsonl"
+"""
+
+
+def test_reference_and_teacher_on_vllm_have_an_engine_or_a_server(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, base=SCORERS)
+    assert settings.on_vllm == {
+        "reference": ScorerSection(engine="vllm", vllm={"tensor_parallel_size": 2}),
+        "teacher": ScorerSection(engine="vllm", url="http://host:8000", timeout=5),
+    }
+    assert loaded(tmp_path, base=settings.toml()) == settings
+    assert not loaded(tmp_path, "", "scorers.reference={}", "scorers.teacher={}", base=SCORERS).on_vllm
+
+
+@pytest.mark.parametrize(
+    ("override", "messages"),
+    [
+        ("scorers.critic.engine=vllm", ["[scorers.critic] serves no model of this run: expected reference or teacher"]),
+        ("scorers.teacher.vllm.dtype=float32", ["[scorers.teacher]", "vllm.dtype is for an engine"]),
+        ("scorers.reference.attempts=3", ["[scorers.reference]", "attempts is for a server, and none is named"]),
+        ("scorers.teacher.engine=transformers", ["[scorers.teacher]", "url is for vLLM: set engine = 'vllm'"]),
+        ("scorers.teacher.uri=x", ["unknown key 'scorers.teacher.uri' (did you mean 'url'?)", "url, api_key_env,"]),
+        ("scorers.teacher.engine=vlm", ["scorers.teacher.engine: expected 'transformers' or 'vllm'", "'vlm'"]),
+        ("run.deterministic=true", ["run.deterministic makes every bit", "scorers.reference.engine = 'vllm'"]),
+        ('placement.remote=["reference"]', ["scorers.reference.engine = 'vllm' serves it"]),
+        ('placement.remote=["teacher"]', ["vLLM serves one ([scorers])"]),
+        ("models.adapter=org/adapter models.reference=org/adapter", ["the reference is the adapter 'org/adapter'"]),
+        (
+            "models.lora_rank=4 models.quantization=nf4 models.reference=org/actor",
+            ["the reference has the policy's weights in 4 bits (models.quantization = 'nf4')"],
+        ),
+    ],
+)
+def test_what_means_nothing_for_a_scorer_on_vllm_is_refused(tmp_path: Path, override: str, messages: list[str]) -> None:
+    more = ["placement.cluster=auto"] if "remote" in override else []
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, "", *override.split(" "), *more, base=SCORERS)
     assert all(message in str(caught.value) for message in messages), str(caught.value)
 
 

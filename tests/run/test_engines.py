@@ -30,9 +30,12 @@ from oppo.models import Sampling, Weights
 from oppo.observe import Reporter
 from oppo.placement import Thread
 from oppo.run.train import prepare
+from oppo.vllm.arguments import OF_LOGPROBS, OF_REWARDS, SETTINGS
+from oppo.vllm.logprobs import LogprobServer
 from oppo.vllm.reward import RewardServer
 from tests.hf import tiny
-from tests.vllm.fake_pooling import FakePooling, FakeScoringServer, PoolingParams
+from tests.vllm.fake_pooling import FakePooling, FakePrompts, FakeScoringServer, PoolingParams, SamplingParams
+from tests.vllm.test_logprobs import config as generating
 from tests.vllm.test_reward import LONGEST, config
 from tests.workplace import furnish, oppo, records, tokenizer
 
@@ -107,8 +110,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandIn]]:
-    def require(arguments: Mapping[str, object], *, settings: bool, planned: bool) -> None:
-        assert settings
+    def require(arguments: Mapping[str, object], *, of: Mapping[str, str], planned: bool) -> None:
+        assert of == SETTINGS
         assert not planned
         if "max_num_seq" in arguments:
             raise ConfigError("unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)")
@@ -396,21 +399,32 @@ class ScoringStandIn(StandIn):
         return
 
 
+@dataclass
+class ReadingStandIn(ScoringStandIn):
+    """In the place of the ``VllmEngine`` of a reference or a teacher."""
+
+    llm: FakePrompts = field(default_factory=FakePrompts)
+    pools: object = field(default_factory=generating)
+
+
 @pytest.fixture
 def scoring(stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     def require(arguments: Mapping[str, object], **given: object) -> None:
-        assert given in ({"settings": True, "planned": False}, {"reward": True, "planned": False})
+        assert given["of"] in (SETTINGS, OF_REWARDS, OF_LOGPROBS)
+        assert given["planned"] is False
         if "max_num_seq" in arguments:
             raise ConfigError("unknown argument 'max_num_seq'")
 
     def start(model: str | Path, *, arguments: Mapping[str, object], **given: Any) -> StandIn:
         kind = ScoringStandIn if arguments.get("runner") == "pooling" else StandIn
+        kind = ReadingStandIn if "worker_extension_cls" in arguments else kind
         return kind.start(model, arguments=arguments, **given)
 
     vllm = ModuleType("vllm")
-    vllm.__dict__["PoolingParams"] = PoolingParams
+    vllm.__dict__.update(PoolingParams=PoolingParams, SamplingParams=SamplingParams)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setattr("oppo.vllm.VllmEngine", SimpleNamespace(start=start))
+    for module in ("oppo.vllm", "oppo.run.on_vllm"):
+        monkeypatch.setattr(f"{module}.VllmEngine", SimpleNamespace(start=start))
     monkeypatch.setattr("oppo.vllm.arguments.require_arguments", require)
     return stand_in
 
@@ -502,12 +516,93 @@ def test_a_reward_model_is_asked_by_its_url(
     class Served(RewardServer):
         __init__ = partialmethod(RewardServer.__init__, transport=fake)
 
-    monkeypatch.setattr("oppo.vllm.reward.RewardServer", Served)
+    monkeypatch.setattr("oppo.run.on_vllm.RewardServer", Served)
     monkeypatch.setenv("KEY_OF_THE_REWARD", "canary-of-the-reward")
     chosen = ("rewards.0.url=http://localhost:8009", "rewards.0.api_key_env=KEY_OF_THE_REWARD", "run.name=by-url")
     assert oppo(workplace, "", *REWARD_ON_VLLM, *chosen) == 0
     assert [line["trained"] for line in records(workplace, "by-url", "metrics.jsonl")] == [4, 4]
     assert not scoring
     assert len(fake.bodies) > 2
-    assert "calls its model 'served', and the reward is" in capsys.readouterr().err
+    assert "calls its model 'served', and it is to be" in capsys.readouterr().err
     assert "canary" not in (workplace / "runs" / "by-url" / "config.toml").read_text()
+
+
+READ_ON_VLLM = ("scorers.reference.engine=vllm", "run.panel=off", "run.cores=2")
+
+
+def test_the_reference_has_an_engine_of_its_own_which_ends_with_the_run(
+    workplace: Path, scoring: list[StandIn]
+) -> None:
+    assert oppo(workplace, "", *READ_ON_VLLM, "run.name=referred", "scorers.reference.vllm.block_size=8") == 0
+    steps = records(workplace, "referred", "metrics.jsonl")
+    assert all(math.isfinite(step["objective/kl"]) and step["objective/kl"] for step in steps)
+    (engine,) = scoring
+    assert isinstance(engine, ReadingStandIn)
+    assert engine.closed
+    assert (engine.directory, repr(engine.cores)) == (workplace / "actor", "slice(1, 2, None)")
+    assert engine.arguments == {
+        "worker_extension_cls": "oppo.vllm.logprobs.LogitsOfPrompts",
+        "dtype": "float32",
+        "trust_remote_code": False,
+        "max_model_len": 512,
+        "block_size": 8,
+    }
+    assert len(engine.llm.sequences) > 8, "prefixes were read while responses were written"
+    saved = load(workplace / "runs" / "referred" / "config.toml")
+    assert saved.on_vllm["reference"].vllm == {"block_size": 8}
+
+
+def test_several_teachers_are_on_vllm_on_a_server_and_on_transformers(
+    workplace: Path, scoring: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeScoringServer(longest=500)
+
+    class Served(LogprobServer):
+        __init__ = partialmethod(LogprobServer.__init__, transport=fake)
+
+    monkeypatch.setattr("oppo.run.on_vllm.LogprobServer", Served)
+    rows = [{"prompt": f"w{3 + n} w{40 + n}", "domain": "abc"[n % 3]} for n in range(12)]
+    (workplace / "domains.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = (
+        "step.algorithm=distill",
+        "models.teacher={a = 'actor', b = 'actor', c = 'actor'}",
+        "models.teacher_column=domain",
+        "data.prompts=domains.jsonl",
+        "rewards=[]",
+    )
+    with (workplace / "config.toml").open("a") as file:
+        file.write('[scorers."teacher.a"]\nengine = "vllm"\nvllm = {block_size = 8}\n')
+        file.write('[scorers."teacher.b"]\nengine = "vllm"\nurl = "http://localhost:8009"\n')
+    assert oppo(workplace, "", *chosen, "run.panel=off", "run.name=taught") == 0
+    assert all(math.isfinite(step["objective/teacher_kl"]) for step in records(workplace, "taught", "metrics.jsonl"))
+    (engine,) = scoring
+    assert isinstance(engine, ReadingStandIn)
+    assert engine.llm.sequences
+    assert len(fake.bodies) > 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("scorers.reference.vllm.max_num_seq=3",), "scorers.reference: unknown argument 'max_num_seq'"),
+        (("sampling.top_k=5",), "scorers.reference: sampling.top_k = 5 leaves ids out"),
+        (
+            ("scorers.reference.url=http://localhost:1", "sampling.temperature=0.7"),
+            "scorers.reference: sampling.temperature = 0.7 divides the logits",
+        ),
+        (("models.reference=foreign",), "models.reference: "),
+    ],
+)
+def test_a_reference_that_vllm_cannot_serve_is_refused_before_an_engine_starts(
+    workplace: Path,
+    scoring: list[StandIn],
+    capsys: pytest.CaptureFixture[str],
+    overrides: tuple[str, ...],
+    message: str,
+) -> None:
+    tiny.causal("llama").save_pretrained(workplace / "foreign")
+    tokenizer(shifted=True).save_pretrained(workplace / "foreign")
+    assert oppo(workplace, "", "run.name=refused", *READ_ON_VLLM, *overrides) == 2
+    said = capsys.readouterr().err
+    assert message in said, said
+    assert not scoring

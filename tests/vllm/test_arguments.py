@@ -44,7 +44,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refused(**arguments: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        require_arguments(arguments, settings=True)
+        require_arguments(arguments, of=SETTINGS)
     return str(caught.value)
 
 
@@ -58,7 +58,7 @@ def test_what_users_choose_passes() -> None:
             "quantization": None,
             "distributed_executor_backend": "mp",
         },
-        settings=True,
+        of=SETTINGS,
     )
 
 
@@ -76,7 +76,7 @@ def test_what_other_settings_say_is_refused_in_a_file_and_not_in_a_program(name:
 @pytest.mark.parametrize("name", OF_REWARDS)
 def test_what_a_reward_says_elsewhere_is_refused_in_its_table(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        require_arguments({name: "x"}, reward=True)
+        require_arguments({name: "x"}, of=OF_REWARDS)
     assert str(caught.value) == f"vllm.{name} is set by oppo, since {OF_REWARDS[name]}: leave it out"
 
 
