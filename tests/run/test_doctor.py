@@ -388,3 +388,13 @@ def test_the_engine_of_a_reward_is_counted_on_its_gpus_and_a_server_is_not(folde
     small = engine(folder, "rewards.0.engine=vllm", "rewards.0.vllm.kv_cache_memory_bytes=5000000")
     assert small["reward"].bytes.keys_values == 5_000_000
     assert "reward" not in engine(folder, "rewards.0.engine=vllm", "rewards.0.url=http://host:8000")
+
+
+def test_the_engine_of_a_reference_is_counted_in_its_place_and_a_server_is_not(folder: Path) -> None:
+    on_vllm = ("scorers.reference.engine=vllm", "placement.reference=cuda:1")
+    found = engine(folder, *on_vllm, "scorers.reference.vllm.tensor_parallel_size=2")
+    workers = [found[f"reference, worker {number}"] for number in range(2)]
+    assert [str(each.device) for each in workers] == ["cuda:1", "cuda:2"]
+    assert "reference" not in found
+    assert "reference" in engine(folder)
+    assert "reference" not in engine(folder, *on_vllm, "scorers.reference.url=http://host:8000")

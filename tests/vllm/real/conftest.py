@@ -24,7 +24,7 @@ from oppo.vllm.sync import free_port
 VOCABULARY = 512
 
 
-def tiny_actor(seed: int = 0) -> LlamaForCausalLM:
+def tiny_actor(seed: int = 0, vocabulary: int = VOCABULARY) -> LlamaForCausalLM:
     """Return an actor with heads that vLLM's kernels take, and distributions that are far from uniform.
 
     It has so many layers that a decode step outlasts the reading of its tokens here: a weight sync in the midst of
@@ -34,7 +34,7 @@ def tiny_actor(seed: int = 0) -> LlamaForCausalLM:
         torch.manual_seed(seed)
         actor: LlamaForCausalLM = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=VOCABULARY,
+                vocab_size=vocabulary,
                 hidden_size=128,
                 intermediate_size=256,
                 num_hidden_layers=12,
