@@ -355,9 +355,7 @@ def _assembled(
         value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
 
     answered = code.environment is not None
-    teacher = _teacher(
-        settings, sampling, places, teachers, tokenizer=tokenizer, on_vllm=on_vllm, answered=answered
-    )
+    teacher = _teacher(settings, sampling, places, teachers, tokenizer=tokenizer, on_vllm=on_vllm, answered=answered)
     places.wait_until_ready()
     return Assembly(
         serving=serving,
