@@ -514,7 +514,8 @@ class Agents(Branching):
             talk = await self._finished(session, finish)
             if await self.heard(session, talk) is not None:
                 raise _Astray(
-                    f"the agent of rollout {finish.rollout} goes on, and had ended before the run was resumed"
+                    f"the agent of rollout {finish.rollout} goes on, and its response has ended: the policy ended it "
+                    "without a turn, or the agent had returned by then before the run was resumed"
                 )
         except EnvironmentFailure as failure:
             if finish.reason == "length" and session.outcome is failure and not isinstance(failure, _Astray):

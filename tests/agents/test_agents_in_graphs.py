@@ -278,6 +278,19 @@ def test_a_response_at_its_cap_has_the_reward_that_the_agent_gives_it() -> None:
     assert scores == {1: 8.0, 2: 3.0 + 8 - 3 - 2, 3: -1.0}
 
 
+def test_an_agent_that_goes_on_after_the_end_of_its_response_loses_it() -> None:
+    async def eager(row: dict[str, Any], url: str, key: str) -> float:
+        return await players.run({**row, "turns": row["turns"] + (row["number"] == 0)}, url, key)
+
+    players = Players()
+    players.agents = Agents(eager, tokenizer())
+    pairs, _, reasons = trained(players, Overcommit(batch=4))
+    assert len(pairs) + len(reasons) == 4 * 4 * 2
+    assert [reason.partition(": ")[0] for reason in reasons] == [
+        f"the agent of rollout {rollout} goes on, and its response has ended" for rollout in (0, 1)
+    ]
+
+
 def test_agents_that_raise_lose_their_rollouts_alone() -> None:
     pairs, _, reasons = trained(Players(faults=(1, 5)), Overcommit(batch=4))
     assert {int(str(each.prompt.columns["number"])) for _, each in pairs} >= {0, 2, 3, 4}
