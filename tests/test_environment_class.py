@@ -13,6 +13,7 @@ from oppo import FunctionReward, Overcommit, Rewards, grpo
 from oppo.admission import Admission, TailBatched
 from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments, tools_of
 from oppo.errors import ConfigError, DataError, RewardError
+from oppo.evaluation import Evaluation
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
 from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall, chatting
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
@@ -391,6 +392,34 @@ def test_a_graph_trains_on_the_reward_of_an_environment_also_of_responses_that_w
     assert sum(each["deferral/deferred"] for each in metrics) > 0
     assert all(each["tools/call_frequency"] == 2 for each in metrics)
     assert {round(float(score), 1) for score, _ in scores} == {0.8, -0.2}
+
+
+def test_an_evaluation_leaves_the_instances_of_deferred_responses_alone(connections: list[Connected]) -> None:
+    environment = EnvironmentClass(Connected, cast("ChatFormat", Stub()), max_turns=2)
+    policy = FakePolicy(length=lambda prompt: 8 + 60 * (prompt.rollout % 3 == 0), turns=lambda prompt: (3, 7))
+    rows = [Prompt(at, at, np.array([1, 2], np.int32), group=at, columns={"secret": 4}) for at in range(40)]
+    graph = grpo(
+        policy=policy,
+        reward=environment.reward,
+        trainer=FakeTrainer(),
+        admission=Overcommit(batch=4, overcommit=3),
+        samples=2,
+        environment=environment,
+    )
+    evaluation = Evaluation(prompts=rows[:3], reward=environment.reward, greedy=policy, environment=environment)
+
+    async def main() -> list[list[Connected]]:
+        found = []
+        async with graph.open(rows) as run:
+            async for report in run.steps(3):
+                before = [*connections]
+                await evaluation.measure(report.index)
+                assert connections == before
+                found.append(before)
+        return found
+
+    assert any(run_virtual(main))
+    assert connections == []
 
 
 @pytest.mark.parametrize("rewards", [False, True])

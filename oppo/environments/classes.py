@@ -133,6 +133,7 @@ class EnvironmentClass(Tools):
         self._reset = CalledReset(UserFunction.of(kind.reset, None, EnvironmentFailure))
         self._instances = OrderedDict[str, list[Any]]()
         self._kept = 0
+        self._users = 0
         self._column: str | None = None
         self.gives_reward = hasattr(kind, "get_reward") and kind.get_reward is not None
         self._ended = OrderedDict[tuple[int, str], object]()
@@ -294,9 +295,14 @@ class EnvironmentClass(Tools):
         for each in owners:
             self._leave(each)
 
+    async def __aenter__(self) -> Self:
+        self._users += 1
+        return await super().__aenter__()
+
     async def __aexit__(self, *error: object) -> None:
         await super().__aexit__(*error)
-        while self._is_left and self._instances:
+        self._users -= 1
+        while self._is_left and self._instances and not self._users:
             self._drop(self._instances.popitem()[1])
 
 
