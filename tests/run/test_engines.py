@@ -570,10 +570,13 @@ def test_several_teachers_are_on_vllm_on_a_server_and_on_transformers(
         "data.prompts=domains.jsonl",
         "rewards=[]",
     )
-    with (workplace / "config.toml").open("a") as file:
-        file.write('[scorers."teacher.a"]\nengine = "vllm"\nvllm = {block_size = 8}\n')
-        file.write('[scorers."teacher.b"]\nengine = "vllm"\nurl = "http://localhost:8009"\n')
-    assert oppo(workplace, "", *chosen, "run.panel=off", "run.name=taught") == 0
+    tables = (
+        '[scorers."teacher.a"]\nengine = "vllm"\nvllm = {block_size = 8}\n'
+        '[scorers."teacher.b"]\nengine = "vllm"\nurl = "http://localhost:8009"\n'
+    )
+    (workplace / "taught.toml").write_text(f"{(workplace / 'config.toml').read_text()}\n{tables}")
+    overrides = [part for each in (*chosen, "run.panel=off", "run.name=taught") for part in ("--set", each)]
+    assert main(["train", str(workplace / "taught.toml"), *overrides]) == 0
     assert all(math.isfinite(step["objective/teacher_kl"]) for step in records(workplace, "taught", "metrics.jsonl"))
     (engine,) = scoring
     assert isinstance(engine, ReadingStandIn)
