@@ -1,4 +1,4 @@
-"""``[scorers.NAME]``: what serves the reference or a teacher; and what of a run is a model on vLLM that scores."""
+"""``[scorers.NAME]``, what serves the reference or a teacher; and the keys of any model on vLLM that scores."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
-from uuid import uuid4
 
 import anyio
 import numpy as np
@@ -119,12 +118,12 @@ class LogprobServer(ScoringServer):
             RewardError: the server did not answer, or without a log-prob for each.
         """
         service: Any = self.service
-        found: dict[int, Rows] = {}
+        found: dict[str, Rows] = {}
 
         async def ask(each: Asked) -> None:
             places = await service([], each.tokens)
             try:
-                found[each.rollout] = _listed(places[each.read :], each.unread, self.top_k)
+                found[each.salt] = _listed(places[each.read :], each.unread, self.top_k)
             except _MALFORMED as error:
                 raise RewardError(
                     f"{self.url} was asked for the log-probs of {len(each.tokens)} tokens, and answered "
@@ -135,7 +134,7 @@ class LogprobServer(ScoringServer):
             async with anyio.create_task_group() as tasks:
                 for each in asked:
                     tasks.start_soon(ask, each)
-        return [(found[each.rollout], None) for each in asked]
+        return [(found[each.salt], None) for each in asked]
 
     def _try(self, found: Inspection) -> None:
         if scored := found.asked("POST", self.ROUTE, self._asked([0, 0])):
@@ -225,18 +224,17 @@ class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
             detokenize=False,
         )
         self._requests = EngineRequests(engine, params)
-        self._salt = uuid4().hex
         self._tempers = (sampling.temperature or 1.0, sampling.vocabulary or size)
         self._tempered = self._tempers == (1.0, size)
 
     async def _rows(self, asked: Sequence[Asked]) -> list[tuple[Rows, int | None]]:
-        # What another rollout has left in the cache would give no log-probs, so each has a cache of its own.
+        # What others have left in the cache would give no log-probs, so each session has a cache of its own.
         llm: Any = self.engine
         if not self._tempered:
             async with answered(llm):
                 await llm.llm.collective_rpc("oppo_temper", args=self._tempers)
             self._tempered = True
-        prompts = [{"prompt_token_ids": each.tokens, "cache_salt": f"{self._salt}-{each.rollout}"} for each in asked]
+        prompts = [{"prompt_token_ids": each.tokens, "cache_salt": each.salt} for each in asked]
         answers = await self._requests.answered(prompts)
         return [
             (self._of_the_last(each, answer.prompt_logprobs), answer.num_cached_tokens)

@@ -125,11 +125,13 @@ class ReadRollout(RolloutSession, Generic[A]):
 
     Attributes:
         tokens: received, prompt and response.
+        salt: names it among all sessions that there were.
         read: tokens that were read.
-        answers: to its requests that are still of use, in order.
+        answers: to its requests, in order.
     """
 
     tokens: list[int] = field(default_factory=list)
+    salt: str = field(default_factory=lambda: uuid4().hex)
     read: int = 0
     answers: list[A] = field(default_factory=list)
 
@@ -139,11 +141,12 @@ class Asked:
     """A request about the beginning of a rollout.
 
     Attributes:
+        salt: names the session.
         tokens: to read, from the first one of the prompt on.
         read: those among them that requests before have read, or at least the prompt.
     """
 
-    rollout: int
+    salt: str
     tokens: list[int]
     read: int
 
@@ -251,7 +254,7 @@ class VllmScorer(ABC, Generic[T, A]):
         if not unread:
             return
         asked = [
-            Asked(session.rollout, session.tokens[:end], max(session.read, session.prompt)) for session, end in unread
+            Asked(session.salt, session.tokens[:end], max(session.read, session.prompt)) for session, end in unread
         ]
         try:
             with self.reporter.reported(label):

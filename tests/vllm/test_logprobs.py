@@ -130,6 +130,19 @@ async def test_two_rollouts_that_begin_alike_have_a_cache_each() -> None:
         assert_own(value, response)
 
 
+async def test_a_rollout_that_comes_again_has_a_cache_of_its_own_again() -> None:
+    reference = served()
+    response = answered(0, [5] * 3, list(range(10, 31)))
+    for _ in range(2):
+        await reference.extend([response.prompt, response.chunk(0, 20)])
+        await reference.forget([0])
+    for end in (4, 21):
+        start = 0 if end == 4 else 4
+        await reference.extend([*([response.prompt] if end == 4 else []), response.chunk(start, end)])
+    (value,) = await reference.finish([Finish(0, response, "eos")])
+    assert_own(value, response)
+
+
 async def test_what_the_cache_has_lost_is_read_again() -> None:
     reference = served(FakePrompts(room=1))
     made = responses()
