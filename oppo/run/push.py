@@ -136,12 +136,18 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _lines(run: Path, settings: Settings, repo: str, facts: Mapping[str, Any]) -> Iterator[str]:
     algorithm = settings.step.algorithm.rpartition(":")[2]
+    learnt_from = {
+        "Prompts": [each.path for each in sources(settings.data.prompts)],
+        "Agent": [settings.agents.program],
+        "Rewards": [each.source for each in settings.rewards],
+        "Teacher": [*settings.models.teachers.values()],
+    }
     yield f"# {repo.rpartition('/')[2]}\n"
     yield (
         f"{_named(settings.models.policy)}, trained with [oppo](https://github.com/oppo-rlhf/oppo): `{algorithm}`, "
-        "scored while responses are written. Prompts: "
-        f"{', '.join(_named(each.path) for each in sources(settings.data.prompts))}. Rewards: "
-        f"{', '.join(_named(each.source) for each in settings.rewards)}.\n"
+        "scored while responses are written. "
+        + " ".join(f"{what}: {', '.join(map(_named, each))}." for what, each in learnt_from.items() if any(each))
+        + "\n"
     )
     if not facts.get("complete"):
         yield "The run had not reached its end when this was written.\n"

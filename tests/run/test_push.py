@@ -15,8 +15,9 @@ from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM
 
 from oppo.cli import DONE, UNUSABLE, main
+from oppo.config.load import load
 from oppo.errors import ConfigError
-from oppo.run.push import CARD, push
+from oppo.run.push import CARD, card, push
 from tests.workplace import furnish, oppo
 
 
@@ -90,6 +91,24 @@ def test_a_dry_run_writes_a_card_that_names_no_folder_of_this_machine(
     data: Any = ModelCard(text).data
     assert (data.library_name, data.pipeline_tag, data.base_model) == ("transformers", "text-generation", None)
     assert {"oppo", "rlhf", "ppo"} <= set(data.tags or [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["rewards=[]", "agents.program=agent.py:run"],
+            "Prompts: prompts.jsonl. Agent: agent.py:run.\n",
+        ),
+        (
+            ["rewards=[]", "step.algorithm=distill", "models.teacher=org/large"],
+            "Prompts: prompts.jsonl. Teacher: org/large.\n",
+        ),
+    ],
+)
+def test_a_card_says_what_was_learnt_from_without_rewards(run: Path, overrides: list[str], said: str) -> None:
+    settings = load(run.parent.parent / "config.toml", overrides)
+    assert said in str(card(run, settings, "me/tuned"))
 
 
 def test_card_and_policy_are_one_commit(run: Path, hub: HfApi, tmp_path: Path) -> None:
