@@ -70,6 +70,10 @@ def answered(rollout: int, prompt: list[int], answer: list[int]) -> Response:
     return opened.then(chunk(rollout, 0, np.array(answer, np.int32)))
 
 
+def finishes(made: Sequence[Response]) -> list[Finish]:
+    return [Finish(each.prompt.rollout, each, "eos") for each in made]
+
+
 def endings() -> list[Response]:
     """Sequences that end, begin or consist of tokens that may stand for padding."""
     return [

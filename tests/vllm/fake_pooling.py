@@ -139,6 +139,26 @@ class FakePooling:
 
 
 @dataclass(frozen=True)
+class StartedEngine:
+    """In the place of a ``VllmEngine``."""
+
+    llm: FakePooling
+    config: Any
+    name: str = "tiny"
+    advice: str = "go on from the newest checkpoint"
+    closed: bool = False
+
+    def require_usable(self) -> None:
+        return
+
+    def abort(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """vLLM's, as far as scoring sets it."""
 

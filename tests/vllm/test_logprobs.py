@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from oppo.testing import check_scorer
 from oppo.vllm.logprobs import LogitsOfPrompts, LogprobServer, VllmLogprobs
 from tests.responses import VOCABULARY, answered, responses, stream
 from tests.vllm import fake_pooling
-from tests.vllm.fake_pooling import BLOCK, FakePrompts, FakeScoringServer, logprobs_after
+from tests.vllm.fake_pooling import BLOCK, FakePrompts, FakeScoringServer, StartedEngine, logprobs_after
 
 LONGEST = 160
 SAMPLING = Sampling(max_new_tokens=128)
@@ -42,28 +41,10 @@ def config(*, runner: str = "generate", prefix: bool = True) -> SimpleNamespace:
     )
 
 
-@dataclass(frozen=True)
-class Engine:
-    llm: FakePrompts
-    config: SimpleNamespace
-    name: str = "tiny"
-    advice: str = "go on from the newest checkpoint"
-    closed: bool = False
-
-    def require_usable(self) -> None:
-        return
-
-    def abort(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
 def served(
     llm: FakePrompts | None = None, *, sampling: Sampling = SAMPLING, top_k: int = 0, **changes: Any
 ) -> VllmLogprobs:
-    return VllmLogprobs(Engine(llm or FakePrompts(), config(**changes)), sampling=sampling, top_k=top_k)
+    return VllmLogprobs(StartedEngine(llm or FakePrompts(), config(**changes)), sampling=sampling, top_k=top_k)
 
 
 def wanted(response: Response, vocabulary: int = VOCABULARY, temperature: float = 1.0) -> list[FloatArray]:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from oppo.testing import check_scorer, run_virtual
 from oppo.vllm.reward import RewardServer, VllmReward
 from tests.responses import EOS, PADDING, VOCABULARY, answered, chunk, endings, responses, stream
 from tests.vllm import fake_pooling
-from tests.vllm.fake_pooling import BLOCK, FakePooling, FakeScoringServer, score
+from tests.vllm.fake_pooling import BLOCK, FakePooling, FakeScoringServer, StartedEngine, score
 
 LONGEST = 160
 
@@ -48,26 +47,8 @@ def config(**changes: object) -> SimpleNamespace:
     )
 
 
-@dataclass(frozen=True)
-class Engine:
-    llm: FakePooling
-    config: SimpleNamespace
-    name: str = "tiny"
-    advice: str = "go on from the newest checkpoint"
-    closed: bool = False
-
-    def require_usable(self) -> None:
-        return
-
-    def abort(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
 def served(llm: FakePooling | None = None, /, **changes: object) -> VllmReward:
-    return VllmReward(Engine(llm or FakePooling(), config(**changes)))
+    return VllmReward(StartedEngine(llm or FakePooling(), config(**changes)))
 
 
 def whole(response: Response) -> list[int]:
@@ -224,7 +205,7 @@ def test_a_model_that_cannot_score_growing_prefixes_is_refused(changes: dict[str
 
 def test_its_work_is_reported_and_its_errors_name_the_table() -> None:
     engine, spans = FakePooling(seconds=5), list[Span]()
-    reward = VllmReward(Engine(engine, config()), key="rewards.1")
+    reward = VllmReward(StartedEngine(engine, config()), key="rewards.1")
     reward.reporter.listener = spans.append
 
     async def main() -> None:

@@ -18,6 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from oppo.models import Sampling, Weights
+from oppo.placement import Thread
 from oppo.vllm import VllmEngine, VllmPolicy
 from oppo.vllm.sync import free_port
 
@@ -95,6 +96,12 @@ def scoring_server(directory: Path, folder: Path, *flags: str) -> Iterator[str]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture
+def thread() -> Iterator[Thread]:
+    with Thread("scorers", setup=lambda: torch.set_num_threads(1)) as thread:
+        yield thread
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from transformers import LlamaForCausalLM
 from vllm import SamplingParams
 
-from oppo.events import Finish, Response
 from oppo.hf.serve.scorers import ReferenceLogprobs, TeacherLogprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
@@ -19,7 +17,7 @@ from oppo.returns import TopLogprobs
 from oppo.testing import check_scorer
 from oppo.vllm import VllmEngine, VllmLogprobs
 from oppo.vllm.logprobs import LOGPROBS, LogprobServer
-from tests.responses import VOCABULARY as SAMPLED, answered, responses, stream
+from tests.responses import VOCABULARY as SAMPLED, answered, finishes, responses, stream
 from tests.vllm import scenario
 from tests.vllm.real.conftest import VOCABULARY, scoring_server, tiny_actor
 from tests.workplace import tokenizer
@@ -48,16 +46,6 @@ def engine(saved: Path) -> Iterator[VllmEngine]:
     arguments = {**LOGPROBS, "dtype": "float32", "block_size": BLOCK}
     with VllmEngine.start(saved, arguments=arguments, cores=1) as engine:
         yield engine
-
-
-@pytest.fixture
-def thread() -> Iterator[Thread]:
-    with Thread("scorers", setup=lambda: torch.set_num_threads(1)) as thread:
-        yield thread
-
-
-def finishes(made: list[Response]) -> list[Finish]:
-    return [Finish(each.prompt.rollout, each, "eos") for each in made]
 
 
 def assert_close(got: object, want: object) -> None:

@@ -13,13 +13,12 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel, Qwen2Config
 from vllm import PoolingParams
 
-from oppo.events import Finish, Response
 from oppo.hf.serve.scorers import RewardModel
 from oppo.placement import Thread
 from oppo.testing import check_scorer
 from oppo.vllm import VllmEngine, VllmReward
 from oppo.vllm.reward import SCALAR, RewardServer
-from tests.responses import EOS, PADDING, VOCABULARY, answered, endings, responses, stream
+from tests.responses import EOS, PADDING, VOCABULARY, answered, endings, finishes, responses, stream
 from tests.vllm import scenario
 from tests.vllm.real.conftest import scoring_server
 from tests.workplace import tokenizer
@@ -65,16 +64,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pa
 def engine(model: tuple[PreTrainedModel, Path]) -> Iterator[VllmEngine]:
     with VllmEngine.start(model[1], arguments={**SCALAR, "dtype": "float32", "block_size": BLOCK}) as engine:
         yield engine
-
-
-@pytest.fixture
-def thread() -> Iterator[Thread]:
-    with Thread("scorers", setup=lambda: torch.set_num_threads(1)) as thread:
-        yield thread
-
-
-def finishes(made: list[Response]) -> list[Finish]:
-    return [Finish(each.prompt.rollout, each, "eos") for each in made]
 
 
 async def test_the_contract_is_kept(engine: VllmEngine) -> None:
