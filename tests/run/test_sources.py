@@ -108,7 +108,7 @@ def test_without_weights_every_prompt_comes_once_in_an_epoch(folder: Path) -> No
         ("[]", "data.prompts: expected a file, a directory or a dataset's name, or a list of such with their weights"),
         ("7", "data.prompts: expected a file, a directory or a dataset's name, or a list of such"),
         ('[{path="a.jsonl", weigth=1}]', "source 1: unknown key 'weigth' (did you mean 'weight'?); the keys are path,"),
-        ('["a.jsonl", {weight=1}]', "source 2: path is missing: a file, a directory that datasets wrote, or a"),
+        ('["a.jsonl", {weight=1}]', "source 2: path is missing: a file, a directory that datasets wrote, a dataset"),
         ('[{path="a.jsonl", weight=0}]', "source 1: weight: expected more than 0, got 0"),
         ('[{path="a.jsonl", weight=1}, "b.jsonl"]', "source 2 has no weight, and others have one: give each a weight"),
         ('[{path="a.jsonl", weight=0.33333}, {path="b.csv", weight=1}]', "are as 33333 to 100000: give rounder ones"),
