@@ -48,11 +48,11 @@ NEWEST_TESTS ?= $(LOWEST_TESTS) tests/hf/test_architectures.py tests/hf/train/te
 
 $(LOWEST)/.installed: RESOLUTION := lowest-direct
 $(NEWEST)/.installed: RESOLUTION := highest
-# But for torch: versions other than the constraints' come as CUDA builds of several GB.
+# But for torch, whose build stays the one that pip finds: another is a CUDA build of several GB.
 $(LOWEST)/.installed $(NEWEST)/.installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	grep '^torch==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
+	$(@D)/bin/pip list --disable-pip-version-check --format=freeze | grep '^torch==' > $(@D)/constraints.txt
 	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --upgrade --resolution $(RESOLUTION) \
 		-c $(@D)/constraints.txt -e '.[examples,quantization,test,trackers]'
 	@touch $@
