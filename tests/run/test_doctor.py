@@ -155,14 +155,14 @@ def test_the_states_of_a_policy_s_rollouts_are_counted_before_a_run(
     hybrid = ("models.policy=falcon-h1", "rewards.0.source=reward.py:short", "models.critic=reward")
     tiny.STATEFUL["falcon-h1"]().save_pretrained(folder / "falcon-h1")
     tokenizer().save_pretrained(folder / "falcon-h1")
-    few, many = (resting(folder, *hybrid, f"step.batch={batch}") for batch in (4, 2048))
+    few, many = (resting(folder, *hybrid, f"step.batch={batch}") for batch in (4, 256))
     assert resting(folder)["policy"].keys_values == 0
     states = [each["policy"].keys_values for each in (few, many)]
-    assert states[1] / states[0] == pytest.approx((2048 + 2) / (4 + 2), rel=0.1)
+    assert states[1] / states[0] == pytest.approx((256 + 2) / (4 + 2), rel=0.1)
     assert states[0] <= needs(folder, *hybrid)["policy"].keys_values
     room = sum(each.total for each in few.values()) + states[0]
     monkeypatch.setattr("oppo.hf.memory.free", lambda device: room)
-    assert oppo(folder, "", *hybrid, "step.batch=2048", "run.name=crowded") == UNUSABLE
+    assert oppo(folder, "", *hybrid, "step.batch=256", "run.name=crowded") == UNUSABLE
     said = capsys.readouterr().err
     assert f"free, and its models need {decimal(sum(each.total for each in many.values()))}" in said
     assert "loading" not in said
