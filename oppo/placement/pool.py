@@ -55,7 +55,6 @@ LOADS: Final[tuple[Loads, ...]] = ("refused", "when decoding ends", "between dec
 RESCUE: Final = 5.0
 """Seconds in which a lost member should stop to decode, and those in which tokens that it has handed over are read."""
 
-
 _CROWDED: Final = (
     "the engines of the pool have less room in their KV caches than its rollouts need by their ends, so they will "
     "preempt some: decode fewer at once (step.overcommit, step.batch), or add engines"

@@ -29,7 +29,6 @@ T = TypeVar("T")
 ALL: Final = 1 << 30
 """More tokens than a response has."""
 
-
 _NOTHING: Final = Piece(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "cut")
 
 
@@ -85,7 +84,7 @@ class PooledDecode(Resident):
         self._members = members
         self._events = response.pieces()
         self._unread: deque[Piece] = deque()
-        self._live = self._drained = self._end_read = self._being_read = False
+        self._live = self._drained = self._astray = self._end_read = self._being_read = False
         self._turn = len(turn_so_far(response))  # tokens
         self._unanswered = False
         self._answer: IntArray | None = None  # until all of it came back
@@ -232,12 +231,11 @@ class PooledDecode(Resident):
     def _note(self, piece: Piece) -> None:
         rollout, member, n = self.prompt.rollout, self.member, len(piece.tokens)
         if n and not piece.from_tool and int(piece.versions[-1]) > self._members.given and member is not None:
-            self._members.lose(member, ProtocolError(f"it made tokens of version {piece.versions[-1]}, never given"))
+            self._refuse(member, f"it made tokens of version {piece.versions[-1]}, never given")
             return
         if ends(piece) and not self.reported and not self.withheld and member is not None:
             if not member.lost:
-                error = ProtocolError(f"rollout {rollout}: its last piece was readable before cut() was called")
-                self._members.lose(member, error)
+                self._refuse(member, f"rollout {rollout}: its last piece was readable before cut() was called")
                 return
             self.withheld = True
         if n:
@@ -251,6 +249,10 @@ class PooledDecode(Resident):
                 member.rollouts.pop(self, None)
             self._members.responses += 1
             self._members.tokens += self.length
+
+    def _refuse(self, member: Member, words: str) -> None:
+        self._astray = True  # what its seat hands over next does not follow what is known
+        self._members.lose(member, ProtocolError(words))
 
     def _append(self, event: Chunk | ToolTokens) -> None:
         n = len(event.tokens)
@@ -341,13 +343,13 @@ class PooledDecode(Resident):
     def move_in(self, member: Member) -> None:
         """Live there from now on; the member opens it, and sets its ``seat``."""
         self.member, self.seat, self.begun = member, None, 0
-        self._live, self._drained = False, True
+        self._live, self._drained, self._astray = False, True, False
         member.rollouts[self] = None
 
     async def salvage(self) -> None:
         """Fetch the tokens that its member, which is lost, has handed over."""
         async with self._fetching:
-            while self.seat is not None and not self.ended:
+            while self.seat is not None and not (self.ended or self._astray):
                 piece = await self.seat.read(ALL)
                 self._note(piece)
                 if piece.state == "cut" or not len(piece.tokens):

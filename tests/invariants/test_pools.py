@@ -84,7 +84,11 @@ class Talking(PooledPipeline):
     Case(replace(KEPT, lookahead=1, in_flight=True, update=0.5), (Fate(loads=(1.0, 20.0)), Fate(loads=(0.0, 1.0))))
 )
 def test_members_that_die_cost_time_and_nothing_else(case: Case) -> None:
-    run = case.play()
+    check(case.play())
+
+
+def check(run: PooledPipeline) -> None:
+    """Whatever happened, each prompt was trained once, with the tokens that any engine would make."""
     check_ending(run)
     check_accounts(run)
     check_numbers(run)
@@ -130,8 +134,11 @@ SLOW_READER = replace(KEPT, lengths=(4, 3, 3), batch=5, extra=0, chunks=WholeRol
 @given(scripted())
 @example(Case(SLOW_READER, (Fate(after=1),), script=(Fault("member 0", "read", Slow(1.0), 12),)))
 @example(Case(SLOW_READER, (Fate(keeps=False, after=1),), script=(Fault("member 0", "read", Slow(1.0), 12),)))
+@example(Case(SLOW_READER, (Fate(),), script=(Fault("member 0", "read", Garbage("version"), 0),)))
+@example(Case(KEPT, (Fate(), Fate()), script=(Fault("member 0", "read", Garbage("version"), 9),)))
 def test_whatever_a_member_does_wrong_costs_it_its_place_and_nothing_else(case: Case) -> None:
     check_talk(case.play(Talking, tool()))
+    check(case.play(tool=tool()))
 
 
 def check_talk(run: PooledPipeline) -> None:

@@ -62,7 +62,6 @@ Gauges: TypeAlias = Mapping[int, bytes]
 Answered: TypeAlias = tuple[bytes, Sequence[object], Gauges]
 """An answer, pickled, what is large in it, and the gauges."""
 
-
 LINGER: Final = 0.005
 """Seconds that a request which nothing waits for may wait for others: fetching each alone would slow the work down."""
 
