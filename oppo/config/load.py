@@ -7,6 +7,7 @@ An error names section and key, what was expected and what came; one error lists
 from __future__ import annotations
 
 import copy
+import csv
 import os
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -276,8 +277,8 @@ for stale tokens with it.
 def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Return a parsed file with ``section.key=value`` overrides; those of a list name an item, ``rewards.0.key=value``.
 
-    The number after the last adds an item. A new ``run.seed`` replaces the old one in every section that names it: in a
-    resolved file all of them do.
+    The number after the last adds an item; a name with a dot is quoted. A new ``run.seed`` replaces the old one in
+    every section that names it: in a resolved file all of them do.
 
     Raises:
         ConfigError: an override is malformed, or its section is a value in this file.
@@ -358,9 +359,9 @@ def _seed(section: object) -> int | None:
 
 def _parsed(override: str) -> tuple[list[str], object, str]:
     place, equals, text = override.partition("=")
-    names = [name.strip() for name in place.split(".")]
+    names = [name.strip() for name in next(csv.reader([place], delimiter="."))]
     value = _value(text.strip())
-    if not equals or not all(names) or (len(names) < 2 and not isinstance(value, list)):
+    if not equals or not all(names or [""]) or (len(names) < 2 and not isinstance(value, list)):
         raise ConfigError(f"--set expects section.key=value, such as step.batch=16; got {override!r}")
     return names, value, override
 

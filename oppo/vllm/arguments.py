@@ -152,7 +152,6 @@ ALWAYS: Final[Mapping[str, object]] = {
 }
 """Arguments that oppo sets. Prefix caching may be turned off: a conversation is then read anew at each answer."""
 
-
 RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM has room for; an adapter takes the next larger one."""
 

@@ -15,7 +15,7 @@ from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.base import ClippedAlgorithm
 from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO
 from oppo.algorithms.ppo import PPO
-from oppo.config.load import load, resolve
+from oppo.config.load import load, overridden, resolve
 from oppo.config.rewards import FunctionRewardSection, ModelRewardSection, VllmRewardSection
 from oppo.config.scorers import ScorerSection
 from oppo.config.settings import Settings, keys_of
@@ -459,6 +459,14 @@ def test_an_override_is_a_toml_value_or_else_text(tmp_path: Path) -> None:
     )
     assert (settings.algorithm, settings.run.name, settings.sampling.stop) == (PPO(kl=0.2), "other", (3,))
     assert settings.run.deterministic
+
+
+def test_a_name_with_a_dot_is_quoted(tmp_path: Path) -> None:
+    file = {"scorers": {"teacher.math": {"engine": "vllm"}}}
+    assert overridden({}, ['scorers."teacher.math".engine=vllm']) == file
+    assert overridden(file, ['scorers."teacher.math".url=http://x'])["scorers"] == {
+        "teacher.math": {"engine": "vllm", "url": "http://x"}
+    }
 
 
 @pytest.mark.parametrize("override", ["algorithm.kl", "kl=1", "=1", "a..c=1", ".kl=1"])
