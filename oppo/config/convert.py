@@ -23,7 +23,6 @@ from oppo.errors import ConfigError, did_you_mean
 ENDLESS: Final = 1_000_000
 """``run.steps`` of a run that ends with its data."""
 
-
 SHOWN: Final = 4
 """Fields that a message names of those that have a reason in common; the file names all."""
 

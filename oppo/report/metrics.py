@@ -352,7 +352,6 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
 })  # fmt: skip
 """Every metric, by section of the page."""
 
-
 MFU: Final = {kind: f"perf/mfu/{kind}" for kind in ("decode", "score", "update")}
 MEMORY: Final = {kind: f"memory/{kind}" for kind in ("allocated", "reserved")}
 

@@ -314,10 +314,8 @@ class Generate:
                 async with anyio.create_task_group() as readers:
 
                     def read(rollout: InFlightRollout) -> None:
-                        number, reader = (
-                            rollout.prompt.rollout,
-                            partial(self._read, rollout, size, out, round_.note_end),
-                        )
+                        number = rollout.prompt.rollout
+                        reader = partial(self._read, rollout, size, out, round_.note_end)
                         readers.start_soon(reader, name=f"read rollout {number}")
                         if self._conversations is not None:
                             name = f"converse in rollout {number}"
@@ -329,7 +327,8 @@ class Generate:
                         take = partial(self._take, prompts)
                         readers.start_soon(round_.refill, self._ledger, step.remaining, take, self._open, name="refill")
                     if self._branching is not None:
-                        conversations.start_soon(self._branch, self._branching, round_, readers, name="branches")
+                        branches = partial(self._branch, self._branching, round_, readers, conversations)
+                        conversations.start_soon(branches, name="branches")
                 conversations.cancel_scope.cancel()
         step.record(meter.decoded())
         if self._conversations is not None:
@@ -341,9 +340,12 @@ class Generate:
         if broken := sorted(placed & self._in_flight.keys()):
             raise ProtocolError(f"the policy reported that rollouts {broken} finished, but never gave their last piece")
 
-    async def _branch(self, branching: Branching, round_: DecodingRound, readers: TaskGroup) -> None:
+    async def _branch(self, branching: Branching, round_: DecodingRound, readers: TaskGroup, mine: TaskGroup) -> None:
+        def holds(admission: int) -> bool:  # a branch that comes as the round ends waits for the next
+            return self._ledger.holds(admission) and not mine.cancel_scope.cancel_called
+
         while True:
-            branch = (await branching.branch(self._ledger.holds)).numbered(self.samples)
+            branch = (await branching.branch(holds)).numbered(self.samples)
             readers.start_soon(self._join, branching, branch, round_, name=f"open rollout {branch.rollout}")
 
     async def _join(self, branching: Branching, branch: Prompt, round_: DecodingRound) -> None:

@@ -13,7 +13,7 @@ import anyio
 import httpx2
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from oppo import Overcommit, grpo
 from oppo.admission import Admission, TailBatched
@@ -324,6 +324,7 @@ def test_a_resumed_run_tells_an_agent_that_is_run_anew_the_turns_of_all_its_conv
 
 @pytest.mark.schedules
 @given(TIMES, st.lists(st.integers(0, 20), max_size=4), st.booleans(), st.integers(2, 3), CAPS)
+@example({(8, 2, 0): 0.0}, [], False, 2, 5)  # a branch begins in the moment in which decoding ends
 def test_every_schedule_trains_each_conversation_once_and_as_it_was_said(
     seconds: Mapping[tuple[int, int, int], float], faults: Sequence[int], together: bool, samples: int, cap: int
 ) -> None:

@@ -36,7 +36,6 @@ from oppo.scorers import RolloutSession, RolloutSessions, ScorerCapabilities
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Stands in decoded text for an incomplete character."""
 
-
 EMPTY_TEXT: Final = Rendered("")
 """What is before the response, where that is not known before the end."""
 
