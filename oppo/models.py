@@ -6,8 +6,8 @@ third-party backend should pass, are in :mod:`oppo.testing`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from inspect import isroutine
 from pathlib import Path
@@ -491,6 +491,15 @@ class Passes:
 
 RewardFunction: TypeAlias = Callable[..., object]
 """``f(prompts, completions, **columns) -> sequence of float``, sync or async; lists are aligned."""
+
+
+async def entered(models: Iterable[object]) -> AsyncExitStack:
+    """Enter those of the models that are async context managers, and return what leaves them."""
+    async with AsyncExitStack() as stack:
+        for each in models:
+            if isinstance(each, AbstractAsyncContextManager):
+                await stack.enter_async_context(each)
+        return stack.pop_all()
 
 
 def require_model(model: object, kind: str, members: Sequence[str]) -> None:

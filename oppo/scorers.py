@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Final, Generic, TypeAlias, TypeVar, cast
+from types import TracebackType
+from typing import Final, Generic, Self, TypeAlias, TypeVar, cast
 
 import anyio
 
 from oppo.errors import ModelError, ProtocolError, as_itself, shown
 from oppo.events import Chunk, Finish, Prompt, Response, Support, ToolTokens
-from oppo.models import PrioritisedScorer, Scorer
+from oppo.models import PrioritisedScorer, Scorer, entered
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
 
 Growth: TypeAlias = Prompt | Chunk | ToolTokens
@@ -307,8 +309,19 @@ class ByColumn(Generic[T]):
             ),
         )
         self._column = column
+        self._given = tuple(scorers.values())
         self._scorers = {name: prioritised(each) for name, each in scorers.items()}
         self._of: dict[int, str] = {}
+        self._opened: list[AsyncExitStack] = []
+
+    async def __aenter__(self) -> Self:
+        self._opened.append(await entered(self._given))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._opened.pop().__aexit__(kind, error, tb)
 
     async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
         """Have each scorer read the events of its rollouts, one after the other.

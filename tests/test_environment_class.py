@@ -6,12 +6,13 @@ import json
 from functools import cache
 from typing import Any, ClassVar, Self, cast
 
+import anyio
 import numpy as np
 import pytest
 
-from oppo import FunctionReward, Overcommit, Rewards, grpo
+from oppo import FunctionReward, Graph, Overcommit, Rewards, StepReport, grpo
 from oppo.admission import Admission, TailBatched
-from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments, tools_of
+from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments, classes, tools_of
 from oppo.errors import ConfigError, DataError, RewardError
 from oppo.evaluation import Evaluation
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
@@ -190,6 +191,27 @@ def test_a_response_goes_on_with_an_instance_that_no_other_has_left(connections:
     assert connections == []
 
 
+def test_an_instance_whose_calls_are_made_again_in_vain_is_left(connections: list[Connected]) -> None:
+    class Slow(Connected):
+        async def guess(self, number: int) -> str:  # type: ignore[override]
+            """Guess the number.
+
+            Args:
+                number: the guess.
+            """
+            await anyio.sleep(10)
+            return str(number)
+
+    environment = EnvironmentClass(Slow, chat())
+
+    async def main() -> None:
+        with anyio.move_on_after(1):
+            await environment.answer(Turn(prompt(7), 1, tokens("x"), {"key": "", "calls": [["guess", {"number": 1}]]}))
+        assert connections == []
+
+    run_virtual(main)
+
+
 def test_rows_end_with_what_reset_says() -> None:
     environment = EnvironmentClass(Guessing, chat())
     chats: list[dict[str, object]] = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Guess."}]
@@ -362,22 +384,44 @@ class Stub:
         return [90_000, 90_001]
 
 
+def games(*secrets: int) -> list[Prompt]:
+    tokens, several = np.array([1, 2], np.int32), len(secrets)
+    return [Prompt(at, at, tokens, group=at, columns={"secret": secrets[at % several]}) for at in range(60)]
+
+
+def straggling(*turns: int, cap: int = 1000) -> FakePolicy:
+    """A policy whose every third response has 60 tokens more after the seventh."""
+
+    def late(prompt: Prompt) -> int:
+        return 60 * (prompt.rollout % 3 == 0)
+
+    return FakePolicy(
+        length=lambda prompt: turns[-1] + 1 + late(prompt),
+        turns=lambda prompt: [end + late(prompt) * (end > 7) for end in turns],
+        cap=cap,
+    )
+
+
+def playing(
+    environment: EnvironmentClass,
+    policy: FakePolicy,
+    **others: Any,
+) -> Graph[StepReport]:
+    models: dict[str, Any] = {
+        "reward": environment.reward,
+        "trainer": FakeTrainer(),
+        "admission": Overcommit(batch=4, overcommit=3),
+    }
+    return grpo(policy=policy, samples=2, environment=environment, **models | others)
+
+
 def test_a_graph_trains_on_the_reward_of_an_environment_also_of_responses_that_were_deferred() -> None:
     environment = EnvironmentClass(Guessing, cast("ChatFormat", Stub()), max_turns=2)
     trainer = FakeTrainer()
-    policy = FakePolicy(length=lambda prompt: 8 + 30 * (prompt.rollout % 5 == 0), turns=lambda prompt: (3, 7))
-    graph = grpo(
-        policy=policy,
-        reward=environment.reward,
-        trainer=trainer,
-        admission=Overcommit(batch=2, overcommit=1),
-        samples=2,
-        environment=environment,
-    )
-    rows = [Prompt(at, at, np.array([1, 2], np.int32), group=at, columns={"secret": 4 + at % 2}) for at in range(30)]
+    graph = playing(environment, straggling(3, 7), trainer=trainer, admission=Overcommit(batch=2, overcommit=1))
 
     async def main() -> list[dict[str, float]]:
-        async with graph.open(rows) as run:
+        async with graph.open(games(4, 5)) as run:
             return [{**report.metrics} async for report in run.steps(4)]
 
     metrics = run_virtual(main)
@@ -396,16 +440,8 @@ def test_a_graph_trains_on_the_reward_of_an_environment_also_of_responses_that_w
 
 def test_an_evaluation_leaves_the_instances_of_deferred_responses_alone(connections: list[Connected]) -> None:
     environment = EnvironmentClass(Connected, cast("ChatFormat", Stub()), max_turns=2)
-    policy = FakePolicy(length=lambda prompt: 8 + 60 * (prompt.rollout % 3 == 0), turns=lambda prompt: (3, 7))
-    rows = [Prompt(at, at, np.array([1, 2], np.int32), group=at, columns={"secret": 4}) for at in range(40)]
-    graph = grpo(
-        policy=policy,
-        reward=environment.reward,
-        trainer=FakeTrainer(),
-        admission=Overcommit(batch=4, overcommit=3),
-        samples=2,
-        environment=environment,
-    )
+    policy, rows = straggling(3, 7), games(4)
+    graph = playing(environment, policy)
     evaluation = Evaluation(prompts=rows[:3], reward=environment.reward, greedy=policy, environment=environment)
 
     async def main() -> list[list[Connected]]:
@@ -432,19 +468,11 @@ def test_what_is_open_at_the_end_of_a_step_is_of_responses_that_go_on(
     def zeros(completions: list[str], **row: object) -> list[float]:
         return [0.0] * len(completions)
 
-    policy = FakePolicy(length=lambda prompt: 8 + 60 * (prompt.rollout % 3 == 0), turns=lambda prompt: (3, 7), cap=20)
-    graph = grpo(
-        policy=policy,
-        reward=environment.reward if rewards else FunctionReward(zeros, str),
-        trainer=FakeTrainer(),
-        admission=admission,
-        samples=2,
-        environment=environment,
-    )
-    rows = [Prompt(at, at, np.array([1, 2], np.int32), group=at, columns={"secret": 4 + at % 2}) for at in range(40)]
+    reward = environment.reward if rewards else FunctionReward(zeros, str)
+    graph = playing(environment, straggling(3, 7, cap=20), reward=reward, admission=admission)
 
     async def main() -> None:
-        async with graph.open(rows) as run:
+        async with graph.open(games(4, 5)) as run:
             async for report in run.steps(6):
                 going_on = 0 if isinstance(admission, TailBatched) else len(report.deferred)
                 assert len(connections) <= going_on
@@ -453,3 +481,27 @@ def test_what_is_open_at_the_end_of_a_step_is_of_responses_that_go_on(
     deferred = list[int]()
     run_virtual(main)
     assert sum(deferred) > 0
+
+
+def test_a_response_that_the_environment_has_ended_leaves_the_instance_of_no_other(
+    connections: list[Connected], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Turns say the same if they are as long.
+    monkeypatch.setattr(classes, "_next", lambda key, turn: f"{key} {len(turn)}")
+    asked = set[int]()
+
+    class Watching(EnvironmentClass):
+        async def answer(self, turn: Turn) -> Answer | Drop | None:
+            asked.add(turn.prompt.rollout)
+            return await super().answer(turn)
+
+    graph = playing(Watching(Connected, cast("ChatFormat", Stub()), max_turns=2), straggling(3, 7, 8))
+    Connected.made = 0
+
+    async def main() -> int:
+        async with graph.open(games(4)) as run:
+            return sum([len(report.deferred) async for report in run.steps(6)])
+
+    assert run_virtual(main) > 0
+    assert Connected.made == len(asked)
+    assert connections == []

@@ -7,8 +7,8 @@ An error names section and key, what was expected and what came; one error lists
 from __future__ import annotations
 
 import copy
-import csv
 import os
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -358,12 +358,23 @@ def _seed(section: object) -> int | None:
 
 
 def _parsed(override: str) -> tuple[list[str], object, str]:
-    place, equals, text = override.partition("=")
-    names = [name.strip() for name in next(csv.reader([place], delimiter="."))]
-    value = _value(text.strip())
-    if not equals or not all(names or [""]) or (len(names) < 2 and not isinstance(value, list)):
-        raise ConfigError(f"--set expects section.key=value, such as step.batch=16; got {override!r}")
-    return names, value, override
+    for equals in re.finditer("=", override):  # a quoted name may have one
+        names, value = _names(override[: equals.start()]), _value(override[equals.end() :].strip())
+        if len(names) > 1 or (names and isinstance(value, list)):
+            return names, value, override
+    raise ConfigError(f"--set expects section.key=value, such as step.batch=16; got {override!r}")
+
+
+def _names(key: str) -> list[str]:
+    try:
+        table: object = tomllib.loads(f"{key} = 0")
+    except (ValueError, RecursionError):
+        return []
+    names = list[str]()
+    while isinstance(table, dict) and len(table) == 1:
+        (name, table), *_ = table.items()
+        names.append(name)
+    return names if table == 0 else []
 
 
 def _value(text: str) -> object:
@@ -431,7 +442,9 @@ class Faults:
             return detail["msg"].removeprefix("Value error, ")
         where = f"[{'.'.join(place)}]" if len(place) % 2 else ".".join(place)
         if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
-            return self._unknown(place)
+            table, _, name = place[0].partition(".")
+            quoted = f', and of a name with a dot [{table}."{name}.{place[-1]}"] is the table'
+            return self._unknown(place) + quoted * (table in self.named and isinstance(detail["input"], Mapping))
         if detail["type"] == "missing":
             return f"{where} is missing: {self._wanted(place)}"
         if detail["type"] == "value_error":

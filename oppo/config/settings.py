@@ -627,7 +627,9 @@ def _refuse_remote(settings: Settings, model: str) -> NoReturn:
         "critic": "models.shared_trunk = true makes it a head on the policy's trunk"
         if settings.models.shared_trunk
         else f"step.algorithm = {settings.step.algorithm!r} has none",
-        "teacher": "vLLM serves one ([scorers])" if settings.on_vllm else "models.teacher names none",
+        "teacher": "vLLM serves one ([scorers])"
+        if settings.on_vllm.keys() & settings.models.teachers.keys()
+        else "models.teacher names none",
         "trainer": "its first rank is here, and placement.trainer names no other",
     }
     raise ValueError(f"placement.remote has {model!r}, and {why[model]}: leave it out")

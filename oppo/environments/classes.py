@@ -246,18 +246,19 @@ class EnvironmentClass(Tools):
         if (owner := self._taken(key)) is not None:
             return owner
         where = f"rollout {prompt.rollout}"
-        if (owner := self._taken(_beginning(prompt.columns))) is None:
-            owner = self._factory()
-            try:
+        begun = self._taken(_beginning(prompt.columns))
+        owner = self._factory() if begun is None else begun
+        try:
+            if begun is None:
                 said = await self._calls["reset"].make({"self": owner, **self._row(prompt.columns)}, where)
                 self._check_said(said, prompt, where)
-            except BaseException:
-                self._leave(owner)
-                raise
-        for name, arguments in calls:
-            result = ToolResult(name)
-            if self._understood(name, arguments, result, {"self": owner}):
-                await self._call(name, arguments, result, where, {"self": owner})
+            for name, arguments in calls:
+                result = ToolResult(name)
+                if self._understood(name, arguments, result, {"self": owner}):
+                    await self._call(name, arguments, result, where, {"self": owner})
+        except BaseException:
+            self._leave(owner)
+            raise
         return owner
 
     def _leave(self, owner: Any) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from oppo.errors import ConfigError, OppoError, one_line, shortened, shown
 from oppo.events import Drop, IntArray, Response
+from oppo.models import entered
 from oppo.turns import Answer, Environment, EnvironmentState, Turn
 from oppo.user_code import CONCURRENCY, CallsFunction, CheckedFunction, UserCalls, UserFunction
 
@@ -400,8 +401,6 @@ class Tools:
 
 async def first_answer(environment: Environment, response: Response) -> IntArray | None:
     """Return what an environment answers to a response as if that were its first turn: int32 [n], or ``None``."""
-    async with AsyncExitStack() as stack:
-        if isinstance(environment, AbstractAsyncContextManager):
-            await stack.enter_async_context(environment)
+    async with await entered([environment]):
         answer = await environment.answer(Turn(response.prompt, 0, response.tokens))
     return answer.tokens if isinstance(answer, Answer) else None

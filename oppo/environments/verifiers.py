@@ -184,7 +184,10 @@ def _parts() -> tuple[type[Any], type[Any]]:
             said: list[Any] = [{"role": "system", "content": system}] if system else []
             said += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt)
             servers = {name: {"url": url} for name, url in mcp_urls.items()}
-            async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client, AsyncExitStack() as stack:
+            async with (
+                AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None) as client,
+                AsyncExitStack() as stack,
+            ):
                 tools, names, opened = await connect_mcp({"mcpServers": servers}, stack)
                 shows: dict[str, Any] = {"tools": tools} if tools else {}
                 calls: Any = True

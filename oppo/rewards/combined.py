@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -16,7 +16,7 @@ from oppo import user_code
 from oppo.declared import require_real
 from oppo.errors import ConfigError, RewardError, SessionsLost, as_itself, contained, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
-from oppo.models import RewardFunction, Scorer
+from oppo.models import RewardFunction, Scorer, entered
 from oppo.placement import Hosted, Hosting, Make
 from oppo.returns import NamedScores, TokenRewards, weighted_sum
 from oppo.rewards.function import ARGUMENTS, DOES_NOT_APPLY, FunctionReward
@@ -213,11 +213,7 @@ class Rewards(Scorer["float | Drop"]):
         return weighted_sum(terms.values()) if at_tokens else NamedScores(terms)
 
     async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            for part in self._parts:
-                if isinstance(part.scorer, AbstractAsyncContextManager):
-                    await stack.enter_async_context(part.scorer)
-            self._opened.append(stack.pop_all())
+        self._opened.append(await entered(part.scorer for part in self._parts))
         return self
 
     async def __aexit__(

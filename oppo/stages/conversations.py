@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from types import TracebackType
@@ -17,6 +17,7 @@ from anyio.abc import TaskGroup
 from oppo.errors import ProtocolError, awaited, blaming, noted, one_line
 from oppo.events import Chunk, Drop, IntArray, Prompt, described
 from oppo.graph import Step
+from oppo.models import entered
 from oppo.stages.ledger import InFlightRollout
 from oppo.stages.metrics import Averaged
 from oppo.turns import Answer, Answered, Environment, Turn, TurnDecode
@@ -30,12 +31,14 @@ class _Memory:
 
     Attributes:
         calls, failures: of tools, in these turns.
+        ended: whether the environment ended the response, by ``None`` or a ``Drop``.
     """
 
     answered: int = 0
     state: str = "null"
     calls: int = 0
     failures: int = 0
+    ended: bool = False
 
     def after(self, answer: Answer) -> _Memory:
         calls, failures = self.calls + answer.calls, self.failures + answer.failures
@@ -84,10 +87,10 @@ class Conversations:
         self._ended: list[_Memory] = []
         self._tools = False
         self._tasks: TaskGroup | None = None
+        self._opened = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        if isinstance(self._environment, AbstractAsyncContextManager):
-            await self._environment.__aenter__()
+        self._opened = await entered([self._environment])
         self._tasks = await anyio.create_task_group().__aenter__()
         return self
 
@@ -97,9 +100,7 @@ class Conversations:
         """Cancel the calls that are still unanswered, and leave the environment."""
         tasks, self._tasks = self._tasks, None
         self._memories, self._calls = {}, {}
-        async with AsyncExitStack() as closing:
-            if isinstance(self._environment, AbstractAsyncContextManager):
-                closing.push_async_exit(self._environment)
+        async with self._opened:
             if tasks is not None:
                 tasks.cancel_scope.cancel()
                 await tasks.__aexit__(None, None, None)
@@ -132,6 +133,8 @@ class Conversations:
             if isinstance(outcome, Answer):
                 self._memories[number] = memory.after(outcome)
                 self._tools = self._tools or bool(outcome.calls)
+            else:
+                memory.ended = True
             step.record(Averaged({"turns/answer_seconds": [call.ended - call.started]}))
             for name, seconds in outcome.seconds if isinstance(outcome, Answer) else ():
                 step.record(Averaged({f"tools/{name}/seconds": [seconds]}))
@@ -166,7 +169,7 @@ class Conversations:
         if call is not None:
             call.scope.cancel()
             memory = memory.after(call.outcome) if isinstance(call.outcome, Answer) else _Memory()
-        if memory.answered and (forget := getattr(self._environment, "forget", None)) is not None:
+        if memory.answered and not memory.ended and (forget := getattr(self._environment, "forget", None)) is not None:
             forget(prompt, json.loads(memory.state))
 
     def measured(self) -> Averaged:

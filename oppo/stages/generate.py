@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -34,7 +34,7 @@ from oppo.events import (
     described,
 )
 from oppo.graph import Receiver, Sender, Stateful, Step
-from oppo.models import Decode, Decoding, Piece, PieceState, Policy, require_count, require_model
+from oppo.models import Decode, Decoding, Piece, PieceState, Policy, entered, require_count, require_model
 from oppo.stages.conversations import Conversations
 from oppo.stages.ledger import InFlightRollout, Ledger, RolloutSnapshot, Unit, require_prompt
 from oppo.stages.metrics import DecodeMeter, StepMetrics, observation
@@ -125,12 +125,7 @@ class Generate:
         return "" if joins else f"{type(self.policy).__name__} decodes no rollouts that come later"
 
     async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as opening:
-            if isinstance(self.policy, AbstractAsyncContextManager):
-                await opening.enter_async_context(self.policy)
-            if self._conversations is not None:
-                await opening.enter_async_context(self._conversations)
-            self._opened = opening.pop_all()
+        self._opened = await entered([self.policy, self._conversations])
         return self
 
     async def __aexit__(

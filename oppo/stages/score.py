@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from oppo.errors import SessionsLost, as_itself, awaited, noted
 from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender, Step
-from oppo.models import PrioritisedScorer, Scorer, SyncedModel, require_count, require_model
+from oppo.models import PrioritisedScorer, Scorer, SyncedModel, entered, require_count, require_model
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
 from oppo.scorers import Extras, Growth, RolloutSession, capabilities_of, prioritised
 from oppo.stages.metrics import Averaged, ScorerAnswer, ScorerReading
@@ -168,6 +168,7 @@ class Score(Generic[T]):
     def __post_init__(self) -> None:
         require_model(self.scorer, "Scorer", ("version", "extend", "finish", "forget"))
         self._prioritised = prioritised(self.scorer)
+        self._opened = AsyncExitStack()
         can = capabilities_of(self.scorer)
         self._slice = can.time_slice
         self._following = (
@@ -181,8 +182,7 @@ class Score(Generic[T]):
         return self._following
 
     async def __aenter__(self) -> Self:
-        if isinstance(self.scorer, AbstractAsyncContextManager):
-            await self.scorer.__aenter__()
+        self._opened = await entered([self.scorer])
         return self
 
     async def __aexit__(
@@ -190,9 +190,7 @@ class Score(Generic[T]):
     ) -> None:
         """Forget every session, and leave the scorer; one that follows the trainer has the newest weights then."""
         self._deferred.clear()
-        async with AsyncExitStack() as closing:
-            if isinstance(self.scorer, AbstractAsyncContextManager):
-                closing.push_async_exit(self.scorer)
+        async with self._opened:
             try:
                 if self._following is not None:
                     await self._following.close(failed=error is not None)

@@ -21,6 +21,7 @@ _MODEL: Final = "the engine's model is the one that is trained"
 _TOKENS: Final = "token ids go in and come out"
 _SAMPLING: Final = "[sampling] sets how tokens are sampled, and the trainer computes log-probs by that alone"
 _DRAFTS: Final = "the weights of a draft would never be synced, and tokens must follow from seed and position"
+_RESTARTED: Final = "a worker that is started again would serve the weights that the run began with"
 _KEPT: Final = "a KV cache outside of the engine would outlive the weights that made them"
 _MACHINE: Final = "the engine's processes are on this machine, and all of them serve this run"
 _ADAPTERS: Final = "models.lora_sync says how adapters are synced"
@@ -28,58 +29,28 @@ _QUEUE: Final = "all rollouts of a step are given to the engine at once"
 _LOG: Final = "everything that the engine writes goes into one log"
 
 OWNED: Final[Mapping[str, str]] = {
-    "model": _MODEL,
-    "model_weights": _MODEL,
-    "revision": _MODEL,
-    "code_revision": _MODEL,
-    "hf_config_path": _MODEL,
-    "hf_overrides": _MODEL,
-    "model_class_overrides": _MODEL,
-    "tokenizer": _TOKENS,
-    "tokenizer_revision": _TOKENS,
-    "skip_tokenizer_init": _TOKENS,
-    "tokens_only": _TOKENS,
-    "logprobs_mode": "log-probs are over the ids that a token was sampled from",
-    "max_logprobs": "sampling.top_k needs as many log-probs",
-    "generation_config": _SAMPLING,
-    "override_generation_config": _SAMPLING,
-    "logits_processors": _SAMPLING,
-    "watermark_config": _SAMPLING,
-    "stream_interval": "a token must arrive before the weights that made it are replaced",
-    "speculative_config": _DRAFTS,
-    "spec_method": _DRAFTS,
-    "spec_model": _DRAFTS,
-    "spec_tokens": _DRAFTS,
-    "weight_transfer_config": "weights are synced after each update",
-    "enable_lora": _ADAPTERS,
-    "max_loras": _ADAPTERS,
-    "max_cpu_loras": _ADAPTERS,
-    "max_lora_rank": _ADAPTERS,
-    "lora_dtype": _ADAPTERS,
-    "enable_sleep_mode": "an engine sleeps while the policy is trained, with placement.share = 'sleep'",
-    "enable_fault_tolerance": "a worker that is started again would serve the weights that the run began with",
-    "fault_tolerance_config": "a worker that is started again would serve the weights that the run began with",
-    "kv_transfer_config": _KEPT,
-    "kv_offloading_size": _KEPT,
-    "kv_offloading_backend": _KEPT,
-    "ec_transfer_config": _KEPT,
-    "max_num_queued_reqs": _QUEUE,
-    "max_num_queued_tokens": _QUEUE,
-    "nnodes": _MACHINE,
-    "node_rank": _MACHINE,
-    "master_addr": _MACHINE,
-    "master_port": _MACHINE,
-    "data_parallel_rank": _MACHINE,
-    "data_parallel_start_rank": _MACHINE,
-    "data_parallel_size_local": _MACHINE,
-    "data_parallel_address": _MACHINE,
-    "data_parallel_rpc_port": _MACHINE,
-    "data_parallel_hybrid_lb": _MACHINE,
-    "data_parallel_external_lb": _MACHINE,
-    "data_parallel_multi_port_external_lb": _MACHINE,
-    "disable_log_stats": "the run's own records take its place",
-    "logging_config": _LOG,
-    "log_config_file": _LOG,
+    argument: reason
+    for arguments, reason in (
+        ("model model_weights revision code_revision hf_config_path hf_overrides model_class_overrides", _MODEL),
+        ("tokenizer tokenizer_revision skip_tokenizer_init tokens_only", _TOKENS),
+        ("logprobs_mode", "log-probs are over the ids that a token was sampled from"),
+        ("max_logprobs", "sampling.top_k needs as many log-probs"),
+        ("generation_config override_generation_config logits_processors watermark_config", _SAMPLING),
+        ("stream_interval", "a token must arrive before the weights that made it are replaced"),
+        ("speculative_config spec_method spec_model spec_tokens", _DRAFTS),
+        ("weight_transfer_config", "weights are synced after each update"),
+        ("enable_lora max_loras max_cpu_loras max_lora_rank lora_dtype", _ADAPTERS),
+        ("enable_sleep_mode", "an engine sleeps while the policy is trained, with placement.share = 'sleep'"),
+        ("enable_fault_tolerance fault_tolerance_config", _RESTARTED),
+        ("kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config", _KEPT),
+        ("max_num_queued_reqs max_num_queued_tokens", _QUEUE),
+        ("nnodes node_rank master_addr master_port data_parallel_rank data_parallel_start_rank", _MACHINE),
+        ("data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb", _MACHINE),
+        ("data_parallel_external_lb data_parallel_multi_port_external_lb", _MACHINE),
+        ("disable_log_stats", "the run's own records take its place"),
+        ("logging_config log_config_file", _LOG),
+    )
+    for argument in arguments.split()
 }
 """Arguments that no engine of oppo takes, and why."""
 

@@ -208,6 +208,7 @@ def test_reference_and_teacher_on_vllm_have_an_engine_or_a_server(tmp_path: Path
         ("scorers.reference.attempts=3", ["[scorers.reference]", "attempts is for a server, and none is named"]),
         ("scorers.teacher.engine=transformers", ["[scorers.teacher]", "url is for vLLM: set engine = 'vllm'"]),
         ("scorers.teacher.uri=x", ["unknown key 'scorers.teacher.uri' (did you mean 'url'?)", "url, api_key_env,"]),
+        ('scorers.teacher.math.engine="vllm"', ["unknown key 'scorers.teacher.math'", '[scorers."teacher.math"] is']),
         ("scorers.teacher.engine=vlm", ["scorers.teacher.engine: expected 'transformers' or 'vllm'", "'vlm'"]),
         ("run.deterministic=true", ["run.deterministic makes every bit", "scorers.reference.engine = 'vllm'"]),
         ('placement.remote=["reference"]', ["scorers.reference.engine = 'vllm' serves it"]),
@@ -224,6 +225,13 @@ def test_what_means_nothing_for_a_scorer_on_vllm_is_refused(tmp_path: Path, over
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, "", *override.split(" "), *more, base=SCORERS)
     assert all(message in str(caught.value) for message in messages), str(caught.value)
+
+
+def test_a_teacher_that_is_none_is_not_remote_beside_a_reference_on_vllm(tmp_path: Path) -> None:
+    said = refused(
+        tmp_path, "", "scorers.reference.engine=vllm", "placement.cluster=auto", 'placement.remote=["teacher"]'
+    )
+    assert "placement.remote has 'teacher', and models.teacher names none" in said
 
 
 def test_a_setting_of_a_reward_is_overridden_by_its_number(tmp_path: Path) -> None:
@@ -464,12 +472,14 @@ def test_an_override_is_a_toml_value_or_else_text(tmp_path: Path) -> None:
 def test_a_name_with_a_dot_is_quoted(tmp_path: Path) -> None:
     file = {"scorers": {"teacher.math": {"engine": "vllm"}}}
     assert overridden({}, ['scorers."teacher.math".engine=vllm']) == file
+    assert overridden({}, ["scorers . 'teacher.math' . engine = vllm"]) == file
+    assert overridden({}, ['data.columns."a=b"=c=d']) == {"data": {"columns": {"a=b": "c=d"}}}
     assert overridden(file, ['scorers."teacher.math".url=http://x'])["scorers"] == {
         "teacher.math": {"engine": "vllm", "url": "http://x"}
     }
 
 
-@pytest.mark.parametrize("override", ["algorithm.kl", "kl=1", "=1", "a..c=1", ".kl=1"])
+@pytest.mark.parametrize("override", ["algorithm.kl", "kl=1", "=1", "a..c=1", ".kl=1", 'a."b=1', "a.b\nc=1"])
 def test_a_malformed_override_says_what_one_looks_like(tmp_path: Path, override: str) -> None:
     assert "--set expects section.key=value" in refused(tmp_path, "", override)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from oppo.algorithms.ppo import ppo
 from oppo.errors import ConfigError, GraphError, ModelError
 from oppo.events import Finish, FloatArray, Prompt, Response
 from oppo.scorers import ByColumn
-from oppo.stages import GAE, Distillation, GroupRelative, InParts
+from oppo.stages import GAE, Distillation, GroupRelative, InParts, Score
 from oppo.stages.advantage import AdaptiveObjective
 from oppo.stages.batch import ScoredRollout
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, run_virtual
@@ -127,6 +128,26 @@ def test_a_weight_is_not_negative_and_alone_above_0() -> None:
         GroupRelative(distill=-1.0)
     with pytest.raises(ConfigError, match=r"distill"):
         Distill(distill=float("nan"))
+
+
+def test_scorers_by_a_column_are_open_as_long_as_the_run() -> None:
+    class Service(FakeScorer[float]):
+        open = 0
+
+        async def __aenter__(self) -> Self:
+            self.open += 1
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            self.open -= 1
+
+    async def main() -> None:
+        service = Service(lambda *_: 1.0)
+        async with Score(ByColumn("domain", {"math": service, "code": FakeScorer(lambda *_: 2.0)})):
+            assert service.open == 1
+        assert service.open == 0
+
+    run_virtual(main)
 
 
 def test_scorers_by_a_column_read_their_own_rollouts_and_answer_in_order() -> None:

@@ -423,10 +423,7 @@ class ValueModel(StreamedScorer[FloatArray]):
     replays them.
 
     Args:
-        model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``; or its recipe, see
-            :class:`~oppo.hf.recipe.ModelRecipe`.
-        place: where the model lives: any place.
-        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
+        model, place, deterministic: as for :class:`RewardModel`.
 
     Raises:
         ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
