@@ -32,7 +32,7 @@ import sysconfig
 import threading
 import traceback
 import types
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -380,12 +380,14 @@ def place_of(error: BaseException) -> str:
     """
     if isinstance(error, SyntaxError):
         return ""
-    frames = traceback.extract_tb(error.__traceback__)
-    foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    theirs = [frame for frame in foreign if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
-    if not theirs and isinstance(error, OppoError):
-        return ""
-    last = next(reversed(theirs or foreign), None)
+    return place_among(traceback.extract_tb(error.__traceback__), foreign=not isinstance(error, OppoError))
+
+
+def place_among(frames: Sequence[traceback.FrameSummary], *, foreign: bool = False) -> str:
+    """Return the last frame in the user's code as :func:`place_of`, or if ``foreign`` the last one in a library."""
+    others = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    theirs = [frame for frame in others if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
+    last = next(reversed(theirs or others * foreign), None)
     return "" if last is None else f" at {last.filename}:{last.lineno} in {last.name}"
 
 

@@ -47,12 +47,16 @@ async def interruptible(*listeners: Callable[[signal.Signals], None]) -> AsyncIt
         Stopped: a second signal came. It is raised in the code that blocks the event loop, if any does.
     """
     interrupt = Interrupt()
-    loop, loop_ran = running_loop(), threading.Event()
+    loop, loop_ran = running_loop(), threading.Event()  # since the last signal
 
     def notify(number: signal.Signals) -> None:
         loop_ran.set()
         for listener in listeners:
             listener(number)
+
+    def end() -> None:
+        loop_ran.set()
+        scope.cancel()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         del frame
@@ -60,7 +64,8 @@ async def interruptible(*listeners: Callable[[signal.Signals], None]) -> AsyncIt
             interrupt.by = signal.Signals(number)
             loop.call_soon_threadsafe(notify, interrupt.by)
         elif loop_ran.is_set():
-            loop.call_soon_threadsafe(scope.cancel)
+            loop_ran.clear()
+            loop.call_soon_threadsafe(end)
         else:  # the interrupted code blocks the loop, which runs in this thread
             scope.cancel()
             raise Stopped(interrupt.by)

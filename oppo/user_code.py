@@ -18,15 +18,14 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from threading import Timer
 from types import CodeType, ModuleType, TracebackType
 from typing import ClassVar, Final, Generic, Self, TypeVar
 
 import anyio
+import anyio.lowlevel
 
 from oppo.declared import require_real, require_whole
 from oppo.errors import ConfigError, ModelError, OppoError, awaited, contained, running_loop, shown
-from oppo.log import logger, with_route
 from oppo.placement.detached import DisposableProcess, run_detached
 
 SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")
@@ -37,11 +36,10 @@ _PREFIX = "oppo_user_"
 CONCURRENCY: Final = 64
 """Calls that overlap where nothing is computed here, unless another number is given: calls of async functions."""
 
+UNBLOCK: Final = "let what blocks it await what takes long, or make it sync"
+
 START_SECONDS: Final = 600.0
 """In which a process of a function must start: it imports what the function's file does."""
-
-BLOCKED_SECONDS: Final = 1.0
-"""After its timeout, in which an async function must have ended."""
 
 G = TypeVar("G")
 W = TypeVar("W")
@@ -227,6 +225,7 @@ class CheckedFunction(ABC, Generic[G, W, R]):
 
     async def answer(self, given: G, where: W) -> R:
         """Return the result of an async function, checked."""
+        await anyio.lowlevel.checkpoint_if_cancelled()  # it may block the event loop once it is called
         with self._contained(where):
             result = self.made(given)
             return self.checked(await awaited(result) if isinstance(result, Awaitable) else result, where)
@@ -313,11 +312,12 @@ class UserCalls(Generic[G, W, R]):
             with self.working():
                 if self._processes and not virtual:
                     return await self._made_apart(given, where)
-                with self._reported_if_blocked(), anyio.move_on_after(self._timeout) as limit:
+                with anyio.move_on_after(self._timeout) as limit:
                     result = await self._made(virtual, given, where)
                     if not self._checked.user.is_async or anyio.current_time() <= limit.deadline:
                         return result
-            raise self._checked.failure(f"took longer than {self._timeout:g} s", where)
+            blocked = "" if limit.cancel_called else f", and the event loop was blocked: {UNBLOCK}"
+            raise self._checked.failure(f"took longer than {self._timeout:g} s{blocked}", where)
 
     async def _made(self, virtual: bool, given: G, where: W) -> R:
         checked = self._checked
@@ -342,23 +342,6 @@ class UserCalls(Generic[G, W, R]):
             raise failure(f"was lost: {error}", where) from error
         finally:
             self._idle.append(process)
-
-    @contextmanager
-    def _reported_if_blocked(self) -> Iterator[None]:
-        if not self._checked.user.is_async or math.isinf(self._timeout) or getattr(running_loop(), "virtual", False):
-            yield
-            return
-        message = (
-            f"{self._title} has not ended {BLOCKED_SECONDS:g} s after its timeout of {self._timeout:g} s: it blocks "
-            "the event loop, so make it sync, or let it await what takes long"
-        )
-        alarm = Timer(self._timeout + BLOCKED_SECONDS, with_route(logger.warning), [message])
-        alarm.daemon = True
-        alarm.start()
-        try:
-            yield
-        finally:
-            alarm.cancel()
 
     @contextmanager
     def working(self, how: str = "") -> Iterator[None]:

@@ -104,7 +104,7 @@ RATCHETS = {
     # A judge by its URL; what an engine reads is what was sent. Decode steps are CUDA graphs.
     # No more enter than a KV cache has room for; surrogates and scales besides PPO's; what a loss of your own
     # does not read. Chats by any template: calls are read, and what is said after them is tokens. A teacher.
-    "lines": 64_293,
+    "lines": 64_347,
     "protocols": 75,
     # Of metrics, that a batch has each rollout once, that names are distinct; that vLLM gives routed experts.
     "functions that only require": 90,

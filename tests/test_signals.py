@@ -92,6 +92,22 @@ async def test_while_the_event_loop_is_blocked_the_second_is_raised_where_it_is(
         await block()
 
 
+async def test_a_later_one_is_raised_where_the_loop_is_blocked_again() -> None:
+    passed = list[int]()
+
+    async def block() -> None:
+        async with interruptible():
+            for number in range(4):
+                signal.raise_signal(signal.SIGINT)
+                passed.append(number)
+                if number == 0:
+                    await anyio.lowlevel.checkpoint()
+
+    with pytest.raises(Stopped):
+        await block()
+    assert passed == [0, 1]
+
+
 async def test_what_the_process_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -15,6 +15,7 @@ its conversations begins another one, a branch: a further response of the rollou
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import secrets
 import socket
@@ -144,6 +145,10 @@ class Agents(Branching):
         if timeout is not None:
             require_real("timeout", timeout, 0, error=ConfigError)
         user = UserFunction.of(run, None, EnvironmentFailure)
+        try:
+            inspect.signature(user.function).bind({}, "url", "key")
+        except TypeError as error:
+            raise ConfigError(f"agent {user.name!r} is called with a row, a URL and a key: {error}") from error
         self.name = user.name
         self._agent = CalledAgent(user)
         self._requests = ChatRequests(tokenizer, sampling or SamplingSettings())
@@ -248,8 +253,18 @@ class Agents(Branching):
         from starlette.routing import Route  # noqa: PLC0415
 
         return Starlette(
-            routes=[Route(PATH, self._complete, methods=["POST"]), Route("/v1/models", self._models, methods=["GET"])]
+            routes=[
+                Route(PATH, self._complete, methods=["POST"]),
+                Route("/v1/models", self._models, methods=["GET"]),
+                Route("/{path:path}", self._elsewhere, methods=["GET", "POST"]),
+            ]
         )
+
+    async def _elsewhere(self, http: HttpRequest) -> HttpResponse:
+        from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
+
+        refusal = Refusal(f"nothing is served at {http.url.path}: ask for chat completions, at {PATH}", status=404)
+        return JSONResponse(refusal.json(), refusal.status)
 
     async def _complete(self, http: HttpRequest) -> HttpResponse:
         from starlette.responses import JSONResponse, Response  # noqa: PLC0415 - an extra
@@ -294,7 +309,7 @@ class Agents(Branching):
         found = self._keys.get(key.strip())
         if kind.lower() != "bearer" or found is None:
             raise Refusal(
-                "expected the key that the agent was given, as Authorization: Bearer KEY, while its rollout lasts",
+                "expected the key that the agent was given, as a bearer token, while its rollout lasts",
                 code="invalid_api_key",
                 status=401,
             )

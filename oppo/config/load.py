@@ -305,6 +305,8 @@ def _put(document: dict[str, object], place: Sequence[str], value: object, overr
                 table.append(item)
             elif is_last:
                 table[int(name)] = value
+            elif isinstance(table[int(name)], str) and where == "rewards":
+                table[int(name)] = {"source": table[int(name)]}
             table = table[int(name)]
         elif isinstance(table, dict):
             if is_last:

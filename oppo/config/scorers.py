@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -93,7 +94,9 @@ def check_scorers(scorers: Mapping[str, ScorerSection], models: ModelsSection, *
     known = [*(["reference"] if refers else []), *models.teachers]
     if unknown := [name for name in scorers if name not in known]:
         named = f"expected {' or '.join(known)}" if known else "this run has neither a reference nor a teacher"
-        raise ValueError(f"[scorers.{unknown[0]}] serves no model of this run: {named}")
+        name, role = json.dumps(unknown[0]) if "." in unknown[0] else unknown[0], unknown[0].partition(".")[0]
+        remedy = f"name one in models.{role}" if role in {"reference", "teacher"} else "correct its name"
+        raise ValueError(f"[scorers.{name}] serves no model of this run: {named}; {remedy}, or leave the table out")
     if "reference" not in scorers or scorers["reference"].engine != "vllm":
         return
     reference = models.reference or models.adapter or models.policy

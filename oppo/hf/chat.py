@@ -124,6 +124,8 @@ def chatting(
     if not made.has_chat_template:
         raise ConfigError("the policy's tokenizer has no chat template that reads them: set data.chat_template")
     read = made.template_variables()
+    if template:
+        _check_generation_prompt(made)
     if unread := sorted(made.variables.keys() - (read - _OWN)):
         raise ConfigError(
             f"data.chat_template_kwargs: {_WHOSE} does not read {unread[0]!r}; the variables that can be set are "
@@ -163,13 +165,8 @@ class ChatFormat:
         self._ending = self._close = ""
         alone = self._render([_USER, _ANSWERED])
         self._ending = _behind(alone.text, alone.text.count(_SAID))
-        prompt, closed = self._render([_USER], goes_on=True), self._render([_USER])
-        header = alone.text.removeprefix(closed.text).partition(_SAID)[0]
-        if prompt.text == closed.text and header.strip():  # Mistral's, for one, have none
-            raise ConfigError(
-                f"{_WHOSE} has no generation prompt: with add_generation_prompt it renders nothing that begins the "
-                f"assistant's message, which is {_quoted(header)}; set data.chat_template to one that does"
-            )
+        prompt = self._render([_USER], goes_on=True)
+        _check_generation_prompt(tokenizer)
         self._opened = prompt.text
         following = self._render([_USER, _ANSWERED, _USER], goes_on=True)
         self._close = self._shared(self._ending, _behind(following.text, alone.text.count(_SAID)), "user")
@@ -414,6 +411,20 @@ class ChatFormat:
             return ParsedTurn(str(found.get("content") or ""), str(thought), calls)
         except Exception as error:  # noqa: BLE001 - whatever the policy wrote
             return ParsedTurn(self._tokenizer.decode(tokens), malformed=one_line(error))
+
+
+def _check_generation_prompt(tokenizer: HfTokenizer) -> None:
+    try:
+        prompt, closed = (tokenizer.rendered([_USER], answered=each).text for each in (False, True))
+        whole = tokenizer.rendered([_USER, _ANSWERED], answered=True).text
+    except Exception:  # noqa: BLE001 - a template is a program; a prompt that it cannot render says why
+        return
+    header = whole.removeprefix(closed).partition(_SAID)[0]
+    if prompt == closed and whole.startswith(closed) and header.strip():  # Mistral's, for one, have none
+        raise ConfigError(
+            f"{_WHOSE} has no generation prompt: with add_generation_prompt it renders nothing that begins the "
+            f"assistant's message, which is {_quoted(header)}; set data.chat_template to one that does"
+        )
 
 
 _WHOSE: Final = "the chat template of the policy's tokenizer"

@@ -52,12 +52,15 @@ from oppo.hf.train.trainer import HfTrainerCore
 from oppo.losses import Loss, Whole
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
+from oppo.simulate.costs import GPUS
 from oppo.training import TrainerSettings
 
 _LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """The memory limit of a container, where there is one."""
 
-_ASSUMED: Final = re.compile(r"(?:(?P<machines>[1-9]\d{0,3})x)?(?P<gpus>[1-9]\d{0,2})x(?P<name>[^x]+)-(?P<size>\d+)GB")
+_ASSUMED: Final = re.compile(
+    r"(?:(?P<machines>[1-9]\d{0,3})x)?(?P<gpus>[1-9]\d{0,2})x(?P<name>.+?)(?:-(?P<size>\d+)GB)?"
+)
 
 
 def free(device: torch.device) -> int:
@@ -95,11 +98,14 @@ class Hardware:
             ConfigError: it is no such text.
         """
         found = _ASSUMED.fullmatch(text)
-        if found is None:
+        gpu = GPUS.get(found["name"].lower()) if found else None
+        if found is None or (found["size"] is None and gpu is None):
             raise ConfigError(
-                f"--assume takes [MACHINESx]GPUSxNAME-MEMORYGB, such as 8xH100-80GB or 2x8xH100-80GB, got {text!r}"
+                f"--assume takes [MACHINESx]GPUSxNAME-MEMORYGB, such as 8xH100-80GB or 2x8xH100-80GB, got {text!r}; of "
+                f"{', '.join(name for name in GPUS if not name.endswith('gb'))} the memory may be left out"
             )
-        return cls(found["name"], int(found["size"]) * 10**9, int(found["gpus"]), int(found["machines"] or 1))
+        size = int(found["size"]) * 10**9 if found["size"] or gpu is None else int(gpu.memory)
+        return cls(found["name"], size, int(found["gpus"]), int(found["machines"] or 1))
 
     def __str__(self) -> str:
         each = f"{self.gpus} x {self.name} with {self.bytes // 10**9} GB"

@@ -26,7 +26,7 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -36,7 +36,7 @@ import anyio
 
 from oppo.declared import require_real
 from oppo.durable import opened
-from oppo.errors import HangError, as_itself, note_others, running_loop
+from oppo.errors import HangError, as_itself, note_others, place_among, running_loop
 from oppo.events import Chunk, Defer, Drop, Finish, Prompt, StepReport, ToolTokens
 from oppo.graph import Run, Snapshot
 from oppo.log import logger, with_route
@@ -44,6 +44,7 @@ from oppo.models import Scorer
 from oppo.observe import Observer, Span, now
 from oppo.redact import redacted_values
 from oppo.scorers import capabilities_of
+from oppo.user_code import UNBLOCK
 
 NOTICE_SECONDS = 30.0
 """Seconds without a move before a stall is reported, and again whenever they have doubled."""
@@ -53,6 +54,10 @@ CALL_TIMEOUT = 3600.0
 
 GRACE_SECONDS = 30.0
 """Seconds without a move or a save after which a cancelled run is ended by force."""
+
+
+ANSWER_SECONDS = 1.0
+"""Seconds in which an event loop that is not blocked runs what it is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,19 +250,22 @@ class Watched(Protocol):
 class Stall:
     """Nothing has moved for ``seconds`` while ``calls`` are at work; ``final`` if the run is ended.
 
-    ``snapshots`` are of the steps that are alive, the oldest first.
+    ``snapshots`` are of the steps that are alive, the oldest first; ``blocked`` says where the event loop is if it does
+    not run.
     """
 
     seconds: float
     snapshots: Sequence[Snapshot] = ()
     final: bool = False
     calls: tuple[str, ...] = ()
+    blocked: str = ""
 
     def message(self) -> str:
         steps = [f"in step {each.step} {each.message() or 'no stage is at work'}" for each in self.snapshots]
         state = "; ".join(steps) or "between two steps"
         calls = f"; in a call: {', '.join(self.calls)}" if self.calls else ""
-        return f"nothing has moved for {self.seconds:.0f} s: {state}{calls}"
+        blocked = f"; the event loop is blocked{self.blocked}: {UNBLOCK}" if self.blocked else ""
+        return f"nothing has moved for {self.seconds:.0f} s: {state}{calls}{blocked}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,6 +325,7 @@ class Watchdog(Observer):
         self._guarding = False
         self._run: Watched | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
         self._scope: anyio.CancelScope | None = None
         self._hang: HangError | None = None
         self._over = threading.Event()
@@ -359,7 +368,7 @@ class Watchdog(Observer):
         Raises:
             HangError: nothing had moved for too long, so the body was cancelled.
         """
-        self._loop = running_loop()
+        self._loop, self._loop_thread = running_loop(), threading.get_ident()
         self._run = run
         with anyio.CancelScope() as scope:
             self._scope = scope
@@ -414,12 +423,23 @@ class Watchdog(Observer):
             stall = self.look()
             if stall is None:
                 continue
+            stall = replace(stall, blocked=self._blocked())
             for listener in self._listeners:
                 with suppress(Exception):  # the log's disk may be full: the run is ended all the same
                     listener(stall)
             if stall.final:
                 self._end(stall)
                 return
+
+    def _blocked(self) -> str:
+        ran = threading.Event()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(ran.set)
+        if self._loop is None or ran.wait(ANSWER_SECONDS):
+            return ""
+        stack = traceback.extract_stack(sys._current_frames().get(self._loop_thread))  # noqa: SLF001 - as above
+        begun = max((at for at, frame in enumerate(stack) if frame.filename == asyncio.events.__file__), default=0)
+        return place_among(stack[begun:])
 
     def _wind_up(self) -> None:
         if self._last_word is not None:

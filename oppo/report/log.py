@@ -137,7 +137,9 @@ class RunLog(Observer):
     def on_stall(self, stall: Stall) -> None:
         """Log, for each step that is alive, which stage waits for which; safe to call from any thread."""
         steps = {each.step: {stage: each.doing(stage) for stage in each.running} for each in stall.snapshots}
-        self._log.warning("stalled", seconds=round(stall.seconds, 1), steps=steps, final=stall.final)
+        calls, blocked = list(stall.calls), stall.blocked.strip()
+        seconds = round(stall.seconds, 1)
+        self._log.warning("stalled", seconds=seconds, steps=steps, calls=calls, blocked=blocked, final=stall.final)
 
     def __enter__(self) -> Self:
         self._log.info("begin", python=platform.python_version(), machine=platform.machine(), libraries=installed())

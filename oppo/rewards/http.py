@@ -241,12 +241,10 @@ class HttpReward:
         body = self.request(prompts, completions, {name: columns[name] for name in columns if name not in ARGUMENTS})
         async with self._opened() as session, session.room, self._breaker.call() as asks_for_all:
             answer = await self._answered(session.client, body, 1 if asks_for_all else self.attempts)
-            try:
-                return self.scores(answer)
-            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-                raise ServiceFailure(
-                    f"{self.__name__} answered something without scores ({one_line(error)})"
-                ) from error
+        try:
+            return self.scores(answer)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ServiceFailure(f"{self.__name__} answered something without scores ({one_line(error)})") from error
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[_Session]:

@@ -188,6 +188,8 @@ def _field(name: str, choice: Mapping[str, Any]) -> float:
 
 
 def _rating(ratings: Sequence[int], choice: Mapping[str, Any]) -> float:
+    if not choice.get("logprobs"):
+        raise ValueError("the service gives no log-probs, which a rating is made of: read a number instead")
     first = choice["logprobs"]["content"][0]["top_logprobs"]
     weights = dict.fromkeys(ratings, 0.0)
     for each in first:

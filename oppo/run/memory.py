@@ -553,18 +553,23 @@ def require_memory(settings: Settings, devices: Devices) -> None:
 
 def advice(settings: Settings, devices: Devices, load: Load | None, assumed: Hardware | None = None) -> str:
     """Return what would need less memory, and whether that fits."""
-    fitting = []
+    fitting, tried = [], [settings]
     for name, changes in _SMALLER:
         try:
+            changed = settings.changed(changes)
+            if changed in tried:
+                continue
+            tried.append(changed)
             with routed():
-                needs = expected(settings.changed(changes), devices, load, assumed)
+                needs = expected(changed, devices, load, assumed)
         except (ConfigError, ModelRefused, ValueError):
             continue
         if not crowded(needs, assumed, spread=settings.placement.spread):
             fitting.append(f"{name} would fit ({decimal(sum(each.bytes.total for each in needs))} in all)")
     return "; ".join(
         [
-            *(fitting or ["neither models.dtype = 'bfloat16' nor models.lora_rank = 16 would fit"]),
+            *(fitting or ["no models.dtype = 'bfloat16' and no models.lora_rank = 16 would fit"]),
+            *(["or have fewer or shorter responses in flight ([step], sampling.max_new_tokens)"] if load else []),
             "or give a model another device, or the trainer several ([placement]), or use smaller models",
         ]
     )

@@ -25,7 +25,7 @@ from packaging.version import InvalidVersion, Version
 from pydantic import TypeAdapter, ValidationError
 
 from oppo.declared import expectation
-from oppo.errors import ConfigError, ModelRefused, one_line, shortened
+from oppo.errors import ConfigError, ModelRefused, did_you_mean, one_line, shortened
 from oppo.libraries import require
 from oppo.log import logger
 from oppo.vllm.arguments import Route, room_for
@@ -98,8 +98,8 @@ class ServerSettings:
             return None
         own = [each.name for each in fields(cls)]
         faults = [
-            f"vllm.{name} is for an engine that the run starts, and vllm.urls names a server: give it to the server's "
-            f"command, as --{name.replace('_', '-')}, or leave urls out"
+            f"vllm.{name}{did_you_mean(name, own)} is for an engine that the run starts, and vllm.urls names a server: "
+            f"give it to the server's command, as --{name.replace('_', '-')}, or leave urls out"
             for name in table
             if name not in own
         ]

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import httpx2
@@ -502,13 +502,15 @@ def test_an_answer_is_streamed_if_asked_whole() -> None:
     assert tried(act, lambda rollout: rollout.say(TURNS[0])) is None
 
 
-def test_a_wrong_key_is_refused() -> None:
+def test_a_wrong_key_or_path_is_refused() -> None:
     async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
         own, to.api_key = to.api_key, "oppo-guess"
         with pytest.raises(openai.AuthenticationError, match="expected the key that the agent was given"):
             await ask(to, ASK)
         with pytest.raises(openai.AuthenticationError):
             await to.models.list()
+        with pytest.raises(openai.NotFoundError, match="nothing is served at /v1/responses: ask for chat completions"):
+            await to.responses.create(model="any", input="Hello")
         to.api_key = own
         await ask(to, ASK)
         return 1.0
@@ -537,9 +539,11 @@ def test_prompts_that_are_too_long_are_left_out_or_an_error() -> None:
         run_virtual(short, "error")
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
+def test_a_tokenizer_without_a_chat_template_or_an_agent_that_takes_no_key_is_refused() -> None:
     with pytest.raises(ConfigError, match="no chat template"):
         Agents(lambda row, url, key: 1.0, byte_tokenizer())
+    with pytest.raises(ConfigError, match="'<lambda>' is called with a row, a URL and a key: too many positional"):
+        Agents(cast("Any", lambda row, url: 1.0), tokenizer())
 
 
 def sync_agent(row: dict[str, object], base_url: str, key: str) -> float:

@@ -203,7 +203,10 @@ def test_reference_and_teacher_on_vllm_have_an_engine_or_a_server(tmp_path: Path
 @pytest.mark.parametrize(
     ("override", "messages"),
     [
-        ("scorers.critic.engine=vllm", ["[scorers.critic] serves no model of this run: expected reference or teacher"]),
+        (
+            "scorers.critic.engine=vllm",
+            ["[scorers.critic] serves no model of this run: expected reference or teacher", "or leave"],
+        ),
         ("scorers.teacher.vllm.dtype=float32", ["[scorers.teacher]", "vllm.dtype is for an engine"]),
         ("scorers.reference.attempts=3", ["[scorers.reference]", "attempts is for a server, and none is named"]),
         ("scorers.teacher.engine=transformers", ["[scorers.teacher]", "url is for vLLM: set engine = 'vllm'"]),
@@ -239,6 +242,8 @@ def test_a_setting_of_a_reward_is_overridden_by_its_number(tmp_path: Path) -> No
     rewards = loaded(tmp_path, "", *said, base=SEVERAL).rewards
     assert [each.name for each in rewards] == ["short", "helpful", "new"]
     assert (rewards[1].weight, rewards[2].source) == (2, f"{tmp_path / 'reward.py'}:other")
+    short = overridden({"rewards": ["org/reward"]}, ["rewards.0.weight=2"])
+    assert short == {"rewards": [{"source": "org/reward", "weight": 2}]}
     assert "'rewards' is a list, whose items are numbered" in refused(tmp_path, "", "rewards.2.weight=2")
     assert "'rewards' is a list, whose items are numbered" in refused(tmp_path, "", "rewards.short.weight=2")
     assert "'rewards.0.source' is not a table of this file" in refused(tmp_path, "", "rewards.0.source.path=a")

@@ -12,7 +12,7 @@ import pytest
 
 from oppo.errors import ConfigError
 from oppo.events import Chunk, Prompt, Response, ToolTokens
-from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall, tool_schema
+from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall, chatting, tool_schema
 from oppo.hf.tokenizer import HfTokenizer
 from tests.hf.spot_tokenizers import TEMPLATE, TRIMMING, byte_tokenizer, spot
 
@@ -324,6 +324,11 @@ BEGINS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 def test_a_template_that_does_not_tell_what_a_reply_adds_is_refused(template: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ChatFormat(byte_tokenizer(template, special=("<|im_start|>", "<|im_end|>")))
+
+
+def test_a_template_of_the_settings_has_a_generation_prompt_also_without_tools() -> None:
+    with pytest.raises(ConfigError, match="has no generation prompt"):
+        chatting(byte_tokenizer(special=("<|im_start|>", "<|im_end|>")), template=END)
 
 
 def test_a_template_without_tools_or_of_unknown_calls_is_refused() -> None:

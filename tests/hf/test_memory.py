@@ -13,11 +13,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from oppo.errors import ModelRefused
+from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.head import CPU_LOGITS_BYTES
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import (
     Bytes,
+    Hardware,
     LiveBytes,
     Load,
     WithoutData,
@@ -243,3 +244,23 @@ def test_estimates_are_within_a_fifth_of_a_process_s_peak(role: str) -> None:
     )
     measured, expected = map(float, found.stdout.split())
     assert 0.8 < expected / measured < 1.2, (expected, measured)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("8xH100-80GB", "8 x H100 with 80 GB"),
+        ("2x8xH100", "2 machines of 8 x H100 with 80 GB"),
+        ("1xmi300x", "1 x mi300x with 192 GB"),
+        ("4xA100-40GB", "4 x A100 with 40 GB"),
+        ("3x4xL4-24GB", "3 machines of 4 x L4 with 24 GB"),
+    ],
+)
+def test_hardware_is_named_with_its_memory_or_is_known(text: str, shown: str) -> None:
+    assert str(Hardware.assumed(text)) == shown
+
+
+@pytest.mark.parametrize("text", ["8xA100", "8xH100-80", "H100", "0xH100", "8xH101", "2x8x8xH100"])
+def test_hardware_of_no_known_memory_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"of b200, h100, h200, .* the memory may be left out"):
+        Hardware.assumed(text)

@@ -326,9 +326,13 @@ async def test_a_loop_that_is_blocked_is_reported_from_outside(tmp_path: Path) -
         trap.fall()
         return [0.0 for _ in completions]
 
-    watchdog = Watchdog(StallLimits(0.1, grace=0.05), report=tmp_path / "r.json", last_resort=end, clock=trap.clock)
+    limits, told = StallLimits(0.1, grace=0.05), list[Stall]()
+    report = tmp_path / "r.json"
+    watchdog = Watchdog(limits, report=report, listeners=[told.append], last_resort=end, clock=trap.clock)
     await hang(hanging(trap).replace(reward=Score(FunctionReward(blocking, str))), watchdog, trap)
     assert "reward is at work" in str(errors[0])
+    assert f"the event loop is blocked at {__file__}:" in told[-1].message()
+    assert "in fall: let what blocks it await what takes long" in str(errors[0])
     written = json.loads((tmp_path / "r.json").read_text())
     threads = {each["name"]: "".join(each["stack"]) for each in written["threads"]}
     assert "in blocking" in threads["MainThread"]

@@ -121,7 +121,7 @@ def test_a_stall_is_logged_with_what_each_stage_does(tmp_path: Path) -> None:
     stuck = Snapshot(1, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
     with RunLog(tmp_path / "log.jsonl", "trial") as log:
         log.on_stall(Stall(61.234, [stuck, replace(stuck, step=2, running=("generate",))]))
-        log.on_stall(Stall(3.0, final=True))
+        log.on_stall(Stall(3.0, final=True, calls=("agent 'solve'",), blocked=" at agent.py:7 in solve"))
     _, first, second, _ = lines(tmp_path / "log.jsonl")
     assert (first["event"], first["level"], first["seconds"]) == ("stalled", "warning", 61.2)
     assert first["steps"] == {
@@ -129,6 +129,7 @@ def test_a_stall_is_logged_with_what_each_stage_does(tmp_path: Path) -> None:
         "2": {"generate": "at work"},
     }
     assert (second["steps"], second["final"]) == ({}, True)
+    assert (second["calls"], second["blocked"]) == (["agent 'solve'"], "at agent.py:7 in solve")
 
 
 def test_an_interrupt_is_logged_with_the_steps_that_end_first(tmp_path: Path) -> None:

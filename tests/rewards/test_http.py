@@ -128,6 +128,20 @@ def test_a_service_that_stays_away_is_named_with_what_it_said_last() -> None:
     assert len(asked) == 4
 
 
+def test_answers_without_scores_are_no_reason_to_leave_a_service_alone() -> None:
+    judge, asked = served(*[httpx.Response(200, json={"score": 1})] * 9)
+    judge = replace(judge, open_after=3)
+
+    async def main() -> None:
+        async with judge:
+            for _ in range(9):
+                with pytest.raises(ServiceFailure, match="answered something without scores"):
+                    await judge(["a"], ["four"])
+
+    run_virtual(main)
+    assert len(asked) == 9
+
+
 def test_a_service_that_fails_again_and_again_is_left_alone_and_then_asked_once(messages: list[str]) -> None:
     judge, asked = served(*[httpx.Response(400)] * 4)
     judge = replace(judge, open_after=3, rest=20)

@@ -274,7 +274,7 @@ def test_there_is_a_plan_for_eight_gpus_and_for_two_machines() -> None:
 @pytest.mark.parametrize(
     ("assume", "overrides", "names"),
     [
-        ("--assume 8xH100", (), ["--assume", "8xH100-80GB"]),
+        ("--assume 8xA100", (), ["--assume", "8xH100-80GB"]),
         ("--assume 1xH100-80GB", ("placement.policy=cuda:1",), ["placement.policy", "'cuda:1'", "assumed"]),
         (
             "--assume 1xH100-80GB",

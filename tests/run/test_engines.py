@@ -368,6 +368,7 @@ def test_what_a_replica_on_vllm_cannot_do_is_refused_before_anything_is_loaded(
     ("override", "message"),
     [
         ("vllm.max_num_seqs=3", "vllm.max_num_seqs is for an engine that the run starts"),
+        ("vllm.weight_directory=/x", "vllm.weight_directory (did you mean 'weights_directory'?)"),
         ("step.kv_on_sync=keep", "set step.kv_on_sync = 'recompute'"),
         ("vllm.api_key_env=no-such-canary", "vllm.api_key_env: expected the name of an environment variable"),
     ],
