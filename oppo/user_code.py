@@ -240,7 +240,7 @@ class UserCalls(Generic[G, W, R]):
     An async function is called on the event loop. A sync one is called in a thread of its own for each call, in one of
     several processes, or, on a loop of virtual time, inline. A call that takes too long has failed, whatever it returns
     after that. An async function is cancelled, and dropped if it goes on nevertheless; one that blocks the event loop
-    is reported. A call in a process is interrupted, and its process is killed if that does not help; the time that the
+    fails too. A call in a process is interrupted, and its process is killed if that does not help; the time that the
     process takes to start does not count. Nothing can end a thread, which goes on until the function returns, and keeps
     neither the run nor the process from ending. A call that is cancelled is not waited for either.
 
