@@ -333,6 +333,26 @@ def test_files_and_functions_stay_small() -> None:
     assert not faults
 
 
+def exported() -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield the classes and functions that the packages' ``__init__`` import to export them, with their modules."""
+    known = {dotted(path): path for path in FILES}
+    for package in PACKAGE.rglob("__init__.py"):
+        for imported in parsed(package).body:
+            if isinstance(imported, ast.ImportFrom) and (path := known.get(imported.module or "")):
+                names = {alias.name for alias in imported.names}
+                for node in parsed(path).body:
+                    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name in names:
+                        yield dotted(path), node
+
+
+def test_exported_names_have_docstrings() -> None:
+    described = [
+        (module, node) for module, node in exported() if "overload" not in map(ast.unparse, node.decorator_list)
+    ]
+    assert len(described) > 200
+    assert [f"{module}.{node.name}" for module, node in described if not ast.get_docstring(node)] == []
+
+
 def test_the_package_grows_no_further() -> None:
     grown = {name: (size, RATCHETS[name]) for name, size in sizes().items() if size > RATCHETS[name]}
     assert not grown, "what grew, as it is and as it may be: which concept became two?"

@@ -152,7 +152,6 @@ class AssetRecipe:
 
     @classmethod
     def small(cls, seed: int) -> AssetRecipe:
-        """Return a recipe for tests, whose policy has only begun to learn the language."""
         return cls(
             seed=seed,
             shape=Shape(vocabulary=512, hidden=64, intermediate=128, heads=2),
@@ -212,17 +211,14 @@ class Assets:
 
     @property
     def actor(self) -> Path:
-        """The base policy, a causal language model, with its tokenizer."""
         return self.directory / "actor"
 
     @property
     def reward(self) -> Path:
-        """The reward model: sequence classification with one label, with the same tokenizer."""
         return self.directory / "reward"
 
     @property
     def critic(self) -> Path:
-        """The initial critic: the reward model's backbone with a head of zeros."""
         return self.directory / "critic"
 
     @property
@@ -231,26 +227,16 @@ class Assets:
 
     @property
     def held_out(self) -> Path:
-        """Held-out prompts, which share no adjective, noun or place with those, as JSON lines."""
         return self.directory / "held_out.jsonl"
 
 
 def cache_directory() -> Path:
-    """Return ``$OPPO_CACHE/demo``, else ``$XDG_CACHE_HOME/oppo/demo``, else ``~/.cache/oppo/demo``."""
     if own := os.environ.get("OPPO_CACHE"):
         return Path(own) / "demo"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oppo" / "demo"
 
 
 def make_assets(directory: Path, *, seed: int = 0, small: bool = False, progress: Progress = lambda *_: None) -> Assets:
-    """Return the assets of the recipe from ``directory``, where they are made first if they are missing.
-
-    Args:
-        directory: holds one subdirectory for each recipe; :func:`cache_directory` is the usual one.
-        seed: of all random numbers.
-        small: make tiny models quickly, for tests.
-        progress: called about every second.
-    """
     recipe = AssetRecipe.small(seed) if small else AssetRecipe(seed=seed)
     target = directory / recipe.digest()
 
@@ -309,7 +295,6 @@ def _build(directory: Path, recipe: AssetRecipe, progress: Progress) -> None:
 
 
 def percentiles(lengths: Sequence[int]) -> dict[str, float]:
-    """Return median, 99th percentile and mean."""
     return {
         "p50": float(np.percentile(lengths, 50)),
         "p99": float(np.percentile(lengths, 99)),

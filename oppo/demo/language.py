@@ -31,8 +31,6 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A kind of place: its nouns in training prompts and in held-out ones, and the things found there."""
-
     name: str
     nouns: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -41,16 +39,12 @@ class Topic:
 
 @dataclass(frozen=True, slots=True)
 class Fillings:
-    """The words that prompts are filled with; nouns come from the topics."""
-
     adjectives: tuple[str, ...]
     places: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt and the choices it was made from."""
-
     text: str
     topic: str
     adjective: str
@@ -73,14 +67,7 @@ class Clause:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A distribution of lengths.
-
-    Attributes:
-        share: of all reviews.
-        openers: one of these begins the review; it may be empty.
-        shortest: least sentences.
-        ending: probability that the review ends after each sentence beyond those.
-    """
+    """A distribution of lengths; ``ending``: the chance of an end after each sentence beyond ``shortest``."""
 
     share: float
     openers: tuple[str, ...]
@@ -209,7 +196,6 @@ def _asks(count: int, rng: random.Random, fillings: Fillings, nouns: Sequence[tu
 
 @cache
 def things(topic: str) -> tuple[str, ...]:
-    """Return the things that belong to the topic of this name."""
     return {t.name: t.things for t in TOPICS}[topic]
 
 
@@ -252,7 +238,7 @@ def _capital(text: str) -> str:
 
 
 def clauses(text: str) -> list[str]:
-    """Return the clauses of a text, in order, in lower case; openers count as clauses."""
+    """Clauses in order, in lower case; openers count as clauses."""
     parts = (part for sentence in _SENTENCE.split(text) for part in _JOINT.split(sentence))
     return [part.strip().lower() for part in parts if part.strip()]
 
@@ -306,19 +292,13 @@ UNFINISHED: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Review:
-    """One response to a prompt; ``ended``: it was not cut off."""
-
     words: str
     ended: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """Responses to one prompt, and the noisy preferences between every two of them.
-
-    Attributes:
-        pairs: ``(better, worse)``, indices into ``texts``.
-    """
+    """Responses to one prompt, and noisy preferences: ``(better, worse)``, indices into ``texts``."""
 
     ask: Ask
     texts: tuple[Review, ...]
@@ -352,7 +332,6 @@ def utility(topic: str, review: Review) -> float:
 
 
 def fluency(texts: Sequence[Review]) -> float:
-    """Return the fraction of clauses that belong to the language, over the texts that ended."""
     said = [clause for text in texts if text.ended for clause in clauses(text.words)]
     return sum(read(clause) is not None for clause in said) / max(1, len(said))
 

@@ -72,7 +72,6 @@ class Shape:
     positions: int = 512
 
     def config(self, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-        """Return the configuration of a Llama of this shape for this tokenizer."""
         return LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=self.hidden,
@@ -98,13 +97,6 @@ class TrainingBudget:
 
 
 def train_tokenizer(corpus: Iterable[str], *, vocabulary: int, longest: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of at most ``vocabulary`` tokens that gives back every text it is given, byte for byte.
-
-    Args:
-        corpus: texts to learn merges from.
-        vocabulary: tokens, the 256 bytes and two special ones included.
-        longest: the positions of its models.
-    """
     if vocabulary <= 258:
         raise ValueError(f"a byte-level vocabulary needs more than 258 tokens, not {vocabulary}")
     tokenizer = Tokenizer(models.BPE())
@@ -129,7 +121,6 @@ def train_tokenizer(corpus: Iterable[str], *, vocabulary: int, longest: int) -> 
 
 
 def rate(step: int, budget: TrainingBudget) -> float:
-    """Return the learning rate of a step: a linear rise, then half a cosine."""
     rise = max(1.0, WARMUP * budget.steps)
     if step < rise:
         return budget.learning_rate * (step + 1) / rise
@@ -145,7 +136,6 @@ def train_policy(
     seed: int,
     progress: Progress,
 ) -> float:
-    """Train a causal language model on the review language; return its last loss (nats per response token)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     rng = random.Random(f"policy {seed}")  # noqa: S311 - a corpus, not a secret
     examples = _packed(_documents(tokenizer, rng), WIDTH)
@@ -227,7 +217,6 @@ def write(
     limit: int,
     seed: int,
 ) -> list[tuple[Review, int]]:
-    """Return a response to each prompt, sampled at temperature 1, and its number of tokens, the end token included."""
     texts = HfTokenizer(tokenizer)
     asked = read_prompts([{"prompt": prompt} for prompt in prompts], texts)
     sampling = Sampling(max_new_tokens=limit, stop=(tokenizer.eos_token_id,), seed=seed)
@@ -294,7 +283,6 @@ def train_reward(
 def pair_accuracy(
     model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int
 ) -> float:
-    """Return the fraction of ``count`` noisy pairs, for held-out prompts, that the model orders as labelled."""
     rng = random.Random(f"accuracy {seed}")  # noqa: S311 - a corpus, not a secret
     pairs = sample_preferences(held_out_prompts(count, seed), rng, texts=2)
     margins = [_margins(model, tokenizer, pairs[first : first + 64]) for first in range(0, count, 64)]
@@ -308,7 +296,6 @@ def score(
     prompts: Sequence[str],
     texts: Sequence[Review],
 ) -> list[float]:
-    """Return the model's score of each text as a response to its prompt."""
     last = _last_states(model, tokenizer, prompts, texts)
     return cast("list[float]", model.score(last).squeeze(1).tolist())
 

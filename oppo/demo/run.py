@@ -44,14 +44,7 @@ from oppo.stages import ScoredRollout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DemoAnswers:
-    """A policy's responses to the held-out prompts.
-
-    Attributes:
-        scores: float32 [N], the reward model's.
-        kl: float32 [N], nats: the sum over a response of its log-probs minus those of the base policy.
-        lengths: tokens in each response.
-        prompts, texts: prompts and responses as text.
-    """
+    """A policy's responses to the held-out prompts; ``scores`` and ``kl`` (nats a response): float32 [N]."""
 
     scores: FloatArray
     kl: FloatArray
@@ -80,7 +73,6 @@ def examine(actor: Path, *, base: Path, reward: Path, held_out: Path, sampling: 
 
 
 def kl_of(answer: ScoredRollout) -> float:
-    """Return the sum over a response of its log-probs minus those of the reference, nats; NaN without one."""
     reference = answer.reference
     return float("nan") if reference is None else float((answer.finish.response.logprobs - reference).sum())
 
@@ -123,7 +115,6 @@ class Findings:
     seconds: float
 
     def facts(self) -> dict[str, object]:
-        """Return the entries of ``summary.json``."""
         return {
             "score_before": self.scores.before,
             "score_after": self.scores.after,
@@ -144,7 +135,6 @@ class Findings:
         }
 
     def lines(self) -> list[str]:
-        """Return a line for each finding."""
         scores = self.scores
         ratio = self.length_after / self.length_before
         hack = f"; length hack: {ratio:.1f} times as long" if ratio > LENGTH_HACK else ""
@@ -179,7 +169,6 @@ class Findings:
 
 
 def deferrals(run: Path) -> tuple[float, dict[int, int]]:
-    """Return the fraction of a run's finished rollouts that were deferred, and their number by steps deferred."""
     records = list(read(run / JOURNAL))
     ages = {record["rollout"]: cast("int", record["age"]) for record in records if record["event"] == "deferred"}
     finished = {record["rollout"] for record in records if record["event"] == "finished"}
@@ -243,15 +232,6 @@ def demo(
     engine: Engine = "transformers",
     cache: Path | None = None,
 ) -> Path:
-    """Run the demo and return its run directory.
-
-    Args:
-        directory: the folder that holds runs.
-        short: the quick version: smaller models, fewer steps.
-        seed: of all random numbers.
-        engine: decodes the policy's responses while it is trained; transformers does for the examination.
-        cache: holds the models, which are made once; :func:`cache_directory` unless given.
-    """
     require_engine_installed(engine)
     plan = SHORT if short else FULL
     target = unused(directory)
@@ -299,14 +279,12 @@ def train(settings: Settings, console: Console, narrator: Narrator) -> Sampling:
 
 
 def examined(actor: Path, assets: Assets, sampling: Sampling, count: int) -> DemoAnswers:
-    """Return the answers of ``actor`` to the first ``count`` held-out prompts."""
     return examine(
         actor, base=assets.actor, reward=assets.reward, held_out=assets.held_out, sampling=sampling, count=count
     )
 
 
 def note(summary: Path, facts: Mapping[str, object]) -> None:
-    """Add facts to the summary of a run."""
     known = json.loads(summary.read_text(encoding="utf-8"))
     summary.write_text(json.dumps(known | facts, indent=2) + "\n", encoding="utf-8")
 
@@ -320,7 +298,6 @@ def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> G
 
 
 def settings_of(plan: DemoPlan, assets: Assets, target: Path, seed: int, engine: Engine = "transformers") -> Settings:
-    """Return the settings of the run."""
     return resolve(
         {
             "run": {"name": target.name, "directory": str(target.parent), "steps": plan.steps, "seed": seed},
@@ -346,7 +323,6 @@ def settings_of(plan: DemoPlan, assets: Assets, target: Path, seed: int, engine:
 
 
 def unused(directory: Path) -> Path:
-    """Return the first of ``demo-1``, ``demo-2``, ... that is not in ``directory``."""
     number = 1
     while os.path.lexists(directory / f"demo-{number}"):
         number += 1
@@ -363,21 +339,18 @@ class Narrator:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
         return observe.now() - self._began
 
     def say(self, words: str) -> None:
         self._console.out(f"{self.seconds:4.0f} s  {words}", highlight=False)
 
     def progress(self, words: str, done: float) -> None:
-        """Write a sentence and the fraction done, unless a line is too recent."""
         if self.seconds >= self._quiet_until:
             self.say(f"{done:4.0%}  {words}")
             self._quiet_until = self.seconds + SECONDS_BETWEEN_LINES
 
 
 def introduce(console: Console, assets: Assets) -> None:
-    """Show the facts of the base policy and the reward model."""
     facts = assets.facts
     console.out(
         f"base policy: {facts.parameters['actor']:,} parameters, vocabulary {facts.vocabulary}\n"
@@ -390,7 +363,6 @@ def introduce(console: Console, assets: Assets) -> None:
 
 
 def show_samples(console: Console, before: DemoAnswers, after: DemoAnswers) -> None:
-    """Show the first held-out prompts with the responses of both policies."""
     for k in range(SHOWN):
         console.print(Text(f"\n{harmless(before.prompts[k])}", style="bold"))
         for name, answers in (("before", before), ("after", after)):

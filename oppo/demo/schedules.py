@@ -70,7 +70,6 @@ class TimedRound:
 
     @property
     def pace(self) -> float:
-        """Seconds of a trained token."""
         return self.seconds / self.tokens
 
     @property
@@ -85,13 +84,7 @@ class TimedRound:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One schedule against the serial one, each by its median round.
-
-    Attributes:
-        seconds: of a step.
-        speedup: of a trained token over the serial schedule.
-        idle: see :attr:`TimedRound.idle`.
-    """
+    """One schedule against the serial one, each by its median round; ``speedup``: of a trained token."""
 
     schedule: str
     seconds: float
@@ -100,7 +93,6 @@ class Standing:
 
     @classmethod
     def of(cls, schedule: str, rounds: Sequence[TimedRound], serial: Sequence[TimedRound]) -> Standing:
-        """Return the standing of a schedule: its median round beside the serial one's."""
         own, base = median_round(rounds), median_round(serial)
         return cls(schedule, seconds=own.seconds / len(own.steps), speedup=base.pace / own.pace, idle=own.idle)
 
@@ -112,19 +104,15 @@ def median_round(rounds: Sequence[TimedRound]) -> TimedRound:
 
 @dataclass(frozen=True, slots=True)
 class Gains:
-    """The standing of every schedule, the serial one first."""
-
     effort: Effort
     standings: Sequence[Standing]
 
     @classmethod
     def of(cls, effort: Effort, rounds: Mapping[str, Sequence[TimedRound]]) -> Gains:
-        """Return the gains from the rounds of each schedule by name, the serial one first."""
         serial = next(iter(rounds.values()))
         return cls(effort, [Standing.of(name, made, serial) for name, made in rounds.items()])
 
     def table(self) -> Table:
-        """Return a table; its caption describes the measurement."""
         effort = self.effort
         rounds = "One round" if effort.rounds == 1 else f"The median of {effort.rounds} interleaved rounds of each"
         shown = Table(
@@ -143,7 +131,6 @@ class Gains:
         return shown
 
     def facts(self) -> dict[str, object]:
-        """Return the entries of ``summary.json``."""
         return {"schedules": [asdict(each) for each in self.standings], "measured": asdict(self.effort)}
 
 
@@ -152,20 +139,12 @@ LEARNING_RATE: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class DemoSchedule:
-    """One schedule.
-
-    Attributes:
-        serial: scoring waits until decoding has ended.
-        step: its changes to ``[step]``.
-    """
-
     name: str
     serial: bool
     step: Mapping[str, object]
 
 
 def schedules(effort: Effort) -> list[DemoSchedule]:
-    """Return the schedules, the serial one first."""
     return [
         DemoSchedule("serial: decode, score, update", serial=True, step={"chunk": "whole", "overcommit": 0}),
         DemoSchedule("streamed: score while decoding", serial=False, step={"overcommit": 0}),
@@ -176,7 +155,6 @@ def schedules(effort: Effort) -> list[DemoSchedule]:
 
 
 def measure(settings: Settings, effort: Effort) -> dict[str, list[TimedRound]]:
-    """Return the rounds of each schedule, by name; writes nothing."""
     with TemporaryDirectory(prefix="oppo-demo-") as folder:
         write_deeper(Path(settings.reward_models[0]), Path(folder), effort.deeper)
         variants = [(schedule, varied(settings, schedule, effort, Path(folder))) for schedule in schedules(effort)]
@@ -204,12 +182,10 @@ async def make_rounds(
 
 
 def starting(settings: Settings) -> AbstractContextManager[None]:
-    """Say nothing while models are loaded, unless an engine starts, which takes many seconds."""
     return routed() if settings.models.engine == "transformers" else nullcontext()
 
 
 def varied(settings: Settings, schedule: DemoSchedule, effort: Effort, reward: Path) -> Settings:
-    """Return the settings of a schedule."""
     return settings.changed(
         {
             "models": {"shared_trunk": True, "critic": ""},
@@ -226,7 +202,6 @@ def varied(settings: Settings, schedule: DemoSchedule, effort: Effort, reward: P
 
 
 async def make_round(session: PreparedRun, schedule: DemoSchedule, settings: Settings, steps: int) -> TimedRound:
-    """Return a round of one schedule; it begins and ends with nothing deferred."""
     graph = settings.algorithm.graph(roles_of(settings, session.assembly))
     keeper = Timekeeper(kept=steps)
     session.assembly.listen(keeper.model_span)
@@ -238,7 +213,6 @@ async def make_round(session: PreparedRun, schedule: DemoSchedule, settings: Set
 
 
 def write_deeper(source: Path, target: Path, times: int) -> None:
-    """Write the reward model in ``source``, ``times`` as deep, and its tokenizer to ``target``."""
     with quiet():
         deepened(load_scalar(source), times).save_pretrained(target)
         load_tokenizer(source).save_pretrained(target)
@@ -264,7 +238,6 @@ def deepened(model: PreTrainedModel, times: int) -> PreTrainedModel:
 
 
 def excerpt(name: str, rounds: Sequence[TimedRound]) -> Excerpt:
-    """Return the median round of a schedule, which is the one in the table."""
     which = "one round" if len(rounds) == 1 else f"the median of {len(rounds)} rounds"
     return Excerpt(f"{name} ({which})", median_round(rounds).steps)
 
@@ -277,8 +250,6 @@ BATCH = 8
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """SHA-256 of all tokens that were trained, in hexadecimal."""
-
     serial: str
     streamed: str
 
@@ -288,7 +259,6 @@ class Digests:
 
 
 def compare_schedules(settings: Settings) -> Digests:
-    """Return the digests of a serial and of a streamed run of a few steps, on transformers; writes nothing."""
     changes: Mapping[str, Mapping[str, object]] = {
         "models": {"engine": "transformers"},
         "algorithm": {"is_correction": "none"},  # of tokens that another engine would have made
@@ -326,7 +296,6 @@ async def serially(session: PreparedRun) -> list[Batch]:
 
 
 async def through_the_graph(session: PreparedRun) -> list[Batch]:
-    """Return the batches of a streamed run."""
     observer = Batches()
     async with session.graph.open(session.prompts, observers=[observer]) as run:
         async for _ in run.steps(STEPS):
@@ -335,8 +304,6 @@ async def through_the_graph(session: PreparedRun) -> list[Batch]:
 
 
 class Batches(Observer):
-    """An observer that keeps every batch."""
-
     def __init__(self) -> None:
         self.batches: list[Batch] = []
 
@@ -347,7 +314,6 @@ class Batches(Observer):
 
 
 def tokens_digest(batches: Sequence[Batch]) -> str:
-    """Return the SHA-256 of the batches' rollout numbers and tokens."""
     digest = hashlib.sha256()
     for batch in batches:
         digest.update(repr(batch.rollouts).encode())

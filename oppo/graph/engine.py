@@ -196,7 +196,6 @@ class ResultSlot(Generic[T]):
         self.items: list[T] = []
 
     def offer(self, item: T, /) -> bool:
-        """Keep ``item``; there is always room."""
         if self.items:
             raise ProtocolError(f"{self._stage!r} sent a second result; a step results in exactly one item")
         self.items.append(item)
@@ -353,18 +352,15 @@ class Execution(Generic[T]):
         return bool(self._result.items) or any(channel.statistics().sent for channel in self._channels.values())
 
     def statistics(self) -> Mapping[str, Mapping[str, int]]:
-        """Return each channel's counters under ``source->target``."""
         return {channel.name: asdict(channel.statistics()) for channel in self._channels.values()}
 
 
 def notify_item(observers: Sequence[Observer], step: Step, stage: str, item: object) -> None:
-    """Notify every observer of an item that a stage has sent now."""
     at = anyio.current_time()
     notify(observers, lambda observer: observer.on_item(step.index, stage, item, at))
 
 
 def notify_span(observers: Sequence[Observer], span: Span) -> None:
-    """Notify every observer of a span that has ended."""
     notify(observers, lambda observer: observer.on_span(span))
 
 

@@ -39,7 +39,6 @@ DrainAfter: TypeAlias = Callable[[int], bool]
 
 
 def never(index: int) -> bool:
-    """Never drain the pipeline."""
     del index
     return False
 
@@ -62,7 +61,6 @@ class StepRun(Generic[O]):
         self.scope = anyio.CancelScope()
 
     async def run(self) -> None:
-        """Run the step; keep its error."""
         ended = False
         try:
             with self.scope:
@@ -76,7 +74,6 @@ class StepRun(Generic[O]):
             self.link.over.set()
 
     def require_success(self) -> None:
-        """Raise its error, if it has one."""
         if self.error is not None:
             raise self.error
 

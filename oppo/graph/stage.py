@@ -58,7 +58,6 @@ class StepLink:
             before.followed.set()
 
     def note_return(self, stage: str) -> None:
-        """Note that a stage has returned in this step: in the next it may begin."""
         self.returned[stage].set()
 
     def fail(self) -> None:
@@ -74,7 +73,6 @@ class StepLink:
             self.after.before = None
 
     async def previous(self, stages: Sequence[str]) -> None:
-        """Wait until the stages have returned in the step before; see :meth:`oppo.graph.Step.previous`."""
         self._require_known(stages)
         before = self.before
         if before is not None:
@@ -83,7 +81,6 @@ class StepLink:
                 await anyio.sleep_forever()  # until the error of that step is raised, which cancels this one
 
     async def later(self, stages: Sequence[str]) -> None:
-        """Wait until the stages have returned in the later steps; see :meth:`oppo.graph.Step.later`."""
         self._require_known(stages)
         link: StepLink = self
         for _ in range(self.lookahead):
@@ -104,13 +101,11 @@ class StepLink:
             link = link.after
 
     async def settled(self, stages: Sequence[str]) -> None:
-        """Wait until the stages have returned here and in the later steps; see :meth:`oppo.graph.Step.settled`."""
         self._require_known(stages)
         await self.all_returned(stages)
         await self.later(stages)
 
     async def all_returned(self, stages: Sequence[str]) -> None:
-        """Wait until the stages have returned in this step."""
         for stage in stages:
             await self.returned[stage].wait()
 
@@ -142,7 +137,6 @@ class WorkLog:
     listener: SpanListener = silent
 
     def add(self, span: Span) -> None:
-        """Keep a piece of work, and report it."""
         self.spans.append(span)
         self.listener(span)
 

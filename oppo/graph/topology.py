@@ -81,11 +81,9 @@ class Ports:
         )
 
     def carried(self, position: int) -> Classes:
-        """Return the classes that input ``position`` may carry."""
         return self.reads[min(position, len(self.reads) - 1)]
 
     def accepts(self, count: int) -> bool:
-        """Whether ``run`` can be called with ``count`` inputs."""
         return count >= len(self.names) - 1 if self.variadic else count == len(self.names)
 
 
@@ -124,7 +122,6 @@ def fits(sent: Classes, read: Classes) -> bool:
 
 
 def in_words(classes: Classes) -> str:
-    """Return the names of ``classes`` for an error."""
     return " | ".join(sorted(one.__name__ for one in classes or ())) or "anything"
 
 
@@ -183,7 +180,6 @@ class Topology:
         return {node.name: Ports.of(node.stage) for node in self.nodes}
 
     def readers(self, name: str) -> Sequence[Node]:
-        """Return the nodes that read ``name``."""
         return [node for node in self.nodes if name in node.reads]
 
     def requirement(self, name: str) -> Callable[[object], None] | None:

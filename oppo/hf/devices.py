@@ -50,13 +50,11 @@ def use_gpu_share(cores: int, share: float) -> None:
 
 
 def use_device(cores: int, device: torch.device) -> None:
-    """Let this process compute on so many cores, and on one GPU if it is a GPU."""
     use_cores(cores)
     use_stream(device, first=True)
 
 
 def mps_runs() -> bool:
-    """Return whether NVIDIA MPS is at work on this machine."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()  # noqa: S108 - its own
 
 
@@ -93,15 +91,11 @@ def full_precision() -> Iterator[None]:
 
 
 def device_of(name: str, *, deterministic: bool = False, gpus: int | None = None) -> torch.device:
-    """Return the available device of that name, with its number.
+    """Return the available device of that name; ``auto`` is the first CUDA device, or the CPU without one.
 
     Args:
-        name: ``cpu``, ``cuda``, ``cuda:1`` ...; ``auto`` is the first CUDA device, or the CPU without one.
         deterministic: ``auto`` is the CPU, whose kernels alone compute bits that do not depend on timing.
         gpus: how many CUDA devices there are on the machine that is meant; ``None``: this one.
-
-    Raises:
-        ConfigError: there is no such device.
     """
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = here if gpus is None else gpus
@@ -139,7 +133,6 @@ def peak_of(device: torch.device, dtype: torch.dtype, cores: int) -> float:
 
 
 def memory_gauges(devices: Iterable[torch.device]) -> Mapping[str, Callable[[], float]]:
-    """Return what measures ``memory/*``; nothing without a GPU."""
     gpus = [device for device in devices if device.type == "cuda"]
 
     def gauge(read: Callable[[torch.device], int]) -> Callable[[], float]:
@@ -165,8 +158,7 @@ def synchronised(device: torch.device) -> None:
 def use_stream(device: torch.device, *, first: bool = False) -> None:
     """Let the calling thread work on the device, in a stream of its own, so that threads overlap there.
 
-    Args:
-        first: its kernels start before those that wait in other streams.
+    ``first``: its kernels start before those that wait in other streams.
     """
     if device.type == "cuda":
         torch.cuda.set_device(numbered(device))
@@ -277,20 +269,7 @@ class Devices:
         replicas: int = 1,
         gpus: int | None = None,
     ) -> Devices:
-        """Return the devices of these names.
-
-        Args:
-            names: by model, one or, of the trainer, several.
-            key_of: returns the setting that names a model's device.
-            deterministic, gpus: see :func:`~oppo.hf.devices.device_of`.
-            remote: models on other machines, whose devices are not looked for here; ``auto`` is as it is here.
-            scorers: their place on this machine, see :meth:`DeviceLayout.of`.
-            replicas: of the policy.
-
-        Raises:
-            ConfigError: there is no such device, or too few GPUs for the replicas; it names the setting.
-        """
-
+        # `key_of` names the setting of a model's device, for errors; `auto` of a remote model is as it is here.
         def found(model: str, number: int, name: str) -> torch.device:
             if model in remote and (number or model != "trainer") and name != "auto":
                 return torch.device(name)
@@ -324,7 +303,6 @@ class Devices:
 
     @property
     def policies(self) -> list[torch.device]:
-        """The devices of the policy's replicas."""
         first = self.policy
         if first.index is None or "policy" in self.remote:
             return [first] * self.replicas
@@ -340,14 +318,10 @@ class Devices:
         return self.actor
 
     def scoring(self, models: Sequence[str] = SCORED) -> dict[str, torch.device]:
-        """Return the devices of these models, by name."""
         return {model: getattr(self, model) for model in models}
 
     def speed(self, model: str, dtype: torch.dtype, cores: int, gpus: int) -> float:
-        """Return the FLOP/s of the devices of a model, or of all scorers; 0 if a device is not known.
-
-        Models of a CPU share so many ``cores``; the policy is on so many ``gpus``.
-        """
+        """The FLOP/s of the devices of a model, or of all scorers; 0 if a device is not known."""
         scoring = {device: cores - cores // 2 for name, device in self.scoring().items() if name not in self.remote}
         on = {
             "policy": [(self.policy, acting_share(cores))] * gpus,
@@ -357,7 +331,7 @@ class Devices:
         return sum(peaks) if all(peaks) else 0.0
 
     def here(self, scored: Sequence[str]) -> dict[str, torch.device]:
-        """Return the devices of what scores on this machine; the CPU for functions beside a model of another."""
+        """The devices of what scores on this machine; the CPU for functions beside a model of another."""
         on = self.scoring(scored)
         return {model: CPU if model in self.remote else device for model, device in on.items()}
 
@@ -367,7 +341,6 @@ class Devices:
 
     @property
     def ranks_here(self) -> tuple[torch.device, ...]:
-        """The devices of the training ranks of this machine."""
         return self.trainer[:1] if "trainer" in self.remote else self.trainer
 
 
@@ -488,7 +461,6 @@ class DeviceLayout:
         yield from dict.fromkeys([*self.acting, *scoring, self.training, self.saving])
 
     def replaced(self, number: int) -> Place:
-        """Return a new place for a replica of the policy, which is lost with its old one; blocks."""
         lost = self.acting[number]
         if isinstance(lost, Process):
             lost.abort()
@@ -501,12 +473,7 @@ class DeviceLayout:
         return self.remote.scoring.get(model) or self.scoring[model]
 
     def wait_until_ready(self) -> None:
-        """Return when all processes have received their models, so that their errors come before the run begins.
-
-        Raises:
-            ModelLost: the process died.
-            Exception: whatever kept it from starting.
-        """
+        # So that the errors of processes come before the run begins.
         with ThreadPoolExecutor() as threads:  # they load their models side by side
             waits = [threads.submit(with_route(place.wait_until_ready)) for place in self._processes()]
             try:
@@ -552,7 +519,6 @@ def _require_cpu(setting: str, home: Home, devices: Iterable[torch.device]) -> N
 
 
 def acting_share(cores: int) -> int:
-    """Return how many of ``cores`` decode, be it in the actor's place or in an engine's processes."""
     return max(1, cores // 2)
 
 
@@ -586,11 +552,6 @@ def ran_out(error: BaseException | None) -> bool:
 
 @contextmanager
 def attributed(model: str, doing: str, remedy: str) -> Iterator[None]:
-    """Attribute out-of-memory errors to a model.
-
-    Raises:
-        ModelError: memory ran out inside; it names ``model``, what it was ``doing`` and the ``remedy``.
-    """
     try:
         yield
     except Exception as error:  # any kind: the cause decides
@@ -615,11 +576,6 @@ class ModelPlace:
         self._remedy = remedy
 
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
-        """Return the handle to an instance in the place.
-
-        Raises:
-            ModelError: the place cannot host it, or memory ran out.
-        """
         with attributed(self._model, "it was given a home", self._remedy):
             hosted = self._place.host(make, track=track or self._model)
         return _Attributed(hosted, self._model, self._remedy)

@@ -37,15 +37,11 @@ def backbone(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def keeps_logits(model: PreTrainedModel) -> bool:
-    """Return whether the forward pass takes ``logits_to_keep``, and then computes logits at the last positions only."""
     return takes(model, "logits_to_keep")
 
 
 def cache_argument(model: PreTrainedModel) -> str | None:
-    """Return the name by which the forward pass takes a KV cache; ``None`` if it takes none.
-
-    ``past_key_values`` is ``cache`` since transformers 5.24, but for models whose code is not theirs.
-    """
+    # ``past_key_values`` is ``cache`` since transformers 5.24, but for models whose code is not theirs.
     return next((name for name in ("cache", "past_key_values", "cache_params") if takes(model, name)), None)
 
 
@@ -56,16 +52,10 @@ def only_whole(model: PreTrainedModel) -> str | None:
 
 
 def set_only_whole(model: PreTrainedModel, reason: str | None) -> None:
-    """Record why ``model`` is to read each sequence whole; ``None``: it reads them in pieces."""
     setattr(backbone(model), ONLY_WHOLE, reason)
 
 
 def require_pieces(model: PreTrainedModel) -> None:
-    """Accept a model that reads sequences in pieces, and so can decode.
-
-    Raises:
-        ModelRefused: it does not, as the probe found.
-    """
     if reason := only_whole(model):
         raise ModelRefused(
             f"{reason}. So it can be a reference, a reward model or a critic, and be trained, but not decode here: "
@@ -74,16 +64,10 @@ def require_pieces(model: PreTrainedModel) -> None:
 
 
 def takes(model: PreTrainedModel, argument: str) -> bool:
-    """Return whether the forward pass has such an argument by name."""
     return argument in inspect.signature(model.forward).parameters
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """Return the number of token ids that ``model`` reads.
-
-    Raises:
-        ModelRefused: its input embedding is no table.
-    """
     table = model.get_input_embeddings()
     if not isinstance(table, nn.Embedding):
         raise ModelRefused(f"{type(model).__name__} reads tokens through a {type(table).__name__}, not an embedding")
@@ -97,7 +81,6 @@ def end_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def longest(model: PreTrainedModel) -> int:
-    """Return how many tokens a sequence of the model may have, see :func:`reach`."""
     return reach(model.config)
 
 
@@ -169,11 +152,6 @@ def passes_at(speed: float, model: PreTrainedModel, *, epochs: float = 0) -> Pas
 
 
 def score_head(model: PreTrainedModel) -> nn.Module:
-    """Return the layer of a sequence-classification model that maps a hidden state to one number.
-
-    Raises:
-        ModelRefused: the model has several labels, or no such layer.
-    """
     if model.config.num_labels != 1:
         raise ModelRefused(
             f"{type(model).__name__} gives {model.config.num_labels} numbers for a sequence, but a score is one: "
@@ -189,11 +167,6 @@ def score_head(model: PreTrainedModel) -> nn.Module:
 
 
 def token_head(model: PreTrainedModel) -> nn.Module:
-    """Return the layer of a token-classification model that maps a hidden state to a number for each label.
-
-    Raises:
-        ModelRefused: the model has no such layer.
-    """
     heads = (getattr(model, name, None) for name in ("score", "classifier"))
     head = next((head for head in heads if isinstance(head, nn.Linear)), None)
     if head is None:

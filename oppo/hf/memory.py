@@ -76,14 +76,7 @@ def free(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The GPUs of machines that a run is planned for.
-
-    Attributes:
-        name: of a GPU.
-        bytes: memory of each.
-        gpus: in each machine.
-        machines: their number.
-    """
+    """The GPUs (``bytes``: memory of each; ``gpus``: in each machine) that a run is planned for."""
 
     name: str
     bytes: int
@@ -92,11 +85,7 @@ class Hardware:
 
     @classmethod
     def assumed(cls, text: str) -> Self:
-        """Return the hardware of a text such as ``8xH100-80GB`` or, with several machines, ``2x8xH100-80GB``.
-
-        Raises:
-            ConfigError: it is no such text.
-        """
+        """Return the hardware of a text such as ``8xH100-80GB`` or, with several machines, ``2x8xH100-80GB``."""
         found = _ASSUMED.fullmatch(text)
         gpu = GPUS.get(found["name"].lower()) if found else None
         if found is None or (found["size"] is None and gpu is None):
@@ -177,12 +166,7 @@ _NUMBER = frozenset({_aten._local_scalar_dense.default, _aten.item.default})  # 
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations create in this context, while they are alive.
-
-    Attributes:
-        now: bytes alive.
-        peak: the most so far.
-    """
+    """Counts the bytes of the storages that operations create in this context, while they are alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -230,7 +214,6 @@ class WithoutData(LiveBytes):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """Run an operation, or answer for it, and count what it created."""
         if func in _NUMBER:
             return True if args[0].dtype == torch.bool else 1
         if func is _aten.nonzero.default:
@@ -323,7 +306,6 @@ class Load:
 
     @property
     def sequence(self) -> int:
-        """Tokens of the longest prompt and response together."""
         return self.prompt + self.response
 
     def within(self, positions: int) -> Self:
@@ -341,17 +323,7 @@ def at_rest(make: Callable[[], nn.Module]) -> Bytes:
 
 
 def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Sampling, *, prefill_tokens: int) -> Bytes:
-    """Return what a served policy needs when all rollouts are at their longest and have just been read again.
-
-    Args:
-        make: returns the model, made of its config.
-        load: what is asked of it.
-        sampling: how tokens are sampled.
-        prefill_tokens: see :class:`oppo.hf.HfPolicy`.
-
-    Raises:
-        ModelRefused: the model reads whole sequences only, so it cannot decode.
-    """
+    """What a served policy needs when all rollouts are at their longest and have just been read again."""
     model, whole = _bare(make), at_rest(make).weights
     load = load.within(longest(model))
     set_only_whole(model, known_reason(model))
@@ -375,11 +347,7 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
 
 
 def of_shortest(make: Callable[[], PreTrainedModel], rollouts: int) -> Bytes:
-    """Return what a served policy needs at least: its weights, and the states of its rollouts, however short these are.
-
-    Raises:
-        ModelRefused: as :func:`of_policy`, of a model with states.
-    """
+    """What a served policy needs at least: its weights, and the states of its rollouts, however short these are."""
     model = _bare(make)
     weights = at_rest(lambda: model).weights
     with _reading_in_pieces(model):
@@ -399,22 +367,18 @@ def _reading_in_pieces(model: PreTrainedModel) -> Iterator[None]:
 
 
 def of_reference(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
-    """Return what a served reference needs, a causal language model."""
     return _of_scorer(make, lambda model: ReferenceWorker(_attending(model), False, Sampling()), load)
 
 
 def of_reward(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
-    """Return what a served reward model needs."""
     return _of_scorer(make, lambda model: RewardWorker(_scoring(model), False), load)
 
 
 def of_process(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
-    """Return what a served process reward model needs."""
     return _of_scorer(make, lambda model: ProcessRewardWorker(_scoring(model), False, (), 0, 0.0), load)
 
 
 def of_critic(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
-    """Return what a served critic needs, whose weights are its own."""
     return _of_scorer(make, lambda model: ValueWorker(_scoring(model), False), load)
 
 
@@ -489,7 +453,6 @@ def _training(
 
 
 def longest_batch(rows: int, load: Load, *, critic: bool) -> Batch:
-    """Return a batch of ``rows`` of the longest responses, whose numbers are all 0."""
     tokens = rows * load.response
     zeros = np.zeros(tokens, np.float32)
     responses = tuple(

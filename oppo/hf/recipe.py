@@ -79,12 +79,6 @@ class ModelRecipe:
     adapter: str = ""
 
     def load(self) -> PreTrainedModel:
-        """Return the model, in evaluation mode, probed.
-
-        Raises:
-            ConfigError: it is not there, or is not what the recipe says; or there is no such device.
-            ModelRefused: it cannot be served exactly.
-        """
         load = LOADERS[self.kind]
         if self.new_head:
             load = partial(load, new_head=True)
@@ -108,11 +102,7 @@ class ModelRecipe:
         return model
 
     def config(self) -> PreTrainedConfig:
-        """Return the model's configuration, of an adapter its base's, read here; no weights are.
-
-        Raises:
-            ConfigError: there is no such model, or its configuration cannot be read.
-        """
+        # Of an adapter its base's.
         with routed():
             directory = located(self.path, weights=False, trust_remote_code=self.trust_remote_code)
             if (adapter := require_adapter(directory, allow_pickle=self.allow_pickle)) is not None:
@@ -124,11 +114,9 @@ class ModelRecipe:
         return found
 
     def positions(self) -> int:
-        """Return how many tokens a sequence may have, see :func:`oppo.hf.introspection.reach`."""
         return reach(self.config())
 
     def vocabulary(self) -> int:
-        """Return how many token ids the model reads, as its configuration says."""
         return int(self.config().get_text_config().vocab_size)
 
 
@@ -144,11 +132,7 @@ _loading: Final = threading.Lock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentRecipe(ModelRecipe):
-    """The recipe of one model in each process: all that load it there by this recipe, or a copy of it, have the same.
-
-    Attributes:
-        key: of the model.
-    """
+    """The recipe of one model in each process: all that load it there by this recipe have the same."""
 
     key: str = field(default_factory=lambda: uuid4().hex)
 
@@ -168,24 +152,20 @@ class ResidentRecipe(ModelRecipe):
 
 
 def name_of(model: Loadable) -> str:
-    """Return the name of a model's class, as its configuration says where there is a recipe only."""
     if isinstance(model, ModelRecipe):
         return str(next(iter(model.config().architectures or []), model.path))
     return type(model).__name__
 
 
 def positions_of(model: Loadable) -> int:
-    """Return how many tokens a sequence may have."""
     return model.positions() if isinstance(model, ModelRecipe) else longest(model)
 
 
 def vocabulary_of(model: Loadable) -> int:
-    """Return how many token ids the model reads."""
     return model.vocabulary() if isinstance(model, ModelRecipe) else vocabulary(model)
 
 
 def source_of(model: Loadable) -> Source[PreTrainedModel]:
-    """Return the model's recipe, or that it lies in memory of this process."""
     return model if isinstance(model, ModelRecipe) else SharedModel(model)
 
 

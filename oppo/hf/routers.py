@@ -267,11 +267,7 @@ def _tried(model: PreTrainedModel, experts: Tensor | None) -> list[Route]:
 
 
 class RouteRecords:
-    """The experts of the tokens that a model reads, by rows, until they are popped.
-
-    Args:
-        replay: of the model.
-    """
+    """The experts of the tokens that a model reads, by rows, until they are popped."""
 
     def __init__(self, replay: RouterReplay) -> None:
         self._layers = [*range(len(replay.layers))]
@@ -300,7 +296,6 @@ class RouteRecords:
             self._rows.setdefault(row, []).append(each[pad:])
 
     def pop(self, row: int) -> NDArray[Any]:
-        """Return the experts of the row's tokens read since they were last popped, [n, layers, k]."""
         return np.concatenate([self._none, *self._rows.pop(row, [])])
 
 

@@ -128,7 +128,6 @@ def _opened(
 
 
 def addresses(module: nn.Module) -> frozenset[int]:
-    """Return the addresses of the trainable tensors of ``module``."""
     return frozenset(each.data_ptr() for each in module.parameters() if each.requires_grad and each.numel())
 
 
@@ -141,7 +140,6 @@ def copies(weights: Mapping[str, object]) -> dict[str, object]:
 
 
 def share_storage(module: nn.Module, weights: Mapping[str, object]) -> bool:
-    """Return whether a trainable tensor of ``module`` is the tensor of that name in ``weights``."""
     for name, parameter in module.named_parameters():
         value = weights.get(name)
         if parameter.requires_grad and isinstance(value, Tensor) and value.data_ptr() == parameter.data_ptr():

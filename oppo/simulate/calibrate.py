@@ -115,14 +115,7 @@ DEVICE: Final = "machine"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """How much longer a kind of work takes beside another, as a share; measured, not fitted.
-
-    Attributes:
-        decode: beside scoring.
-        score: beside decoding.
-        train: of decoding and of training beside each other.
-        score_train: of scoring and of training beside each other.
-    """
+    """The slowdown of one kind of work beside another, as a share; measured, not fitted."""
 
     decode: float
     score: float
@@ -130,7 +123,6 @@ class Contention:
     score_train: float
 
     def __call__(self, kind: str, other: str) -> float:
-        """Return the share for a kind of work beside another."""
         if "train" in {kind, other}:
             return self.train if "decode" in {kind, other} else self.score_train
         return self.decode if kind == "decode" else self.score
@@ -174,14 +166,7 @@ class MeasuredStep:
 def calibrated(
     steps: Sequence[MeasuredStep], *, prompt: float, contention: Contention, recomputes: bool = True
 ) -> System:
-    """Return the system whose costs are those of measured steps.
-
-    Args:
-        steps: in order.
-        prompt: mean tokens of a prompt.
-        contention: of the layout in which they were measured, and for which the system is.
-        recomputes: whether the KV cache of deferred rollouts is recomputed after an update.
-    """
+    # `contention` is that of the layout in which the steps were measured, and for which the system is.
     known = [step for step in steps if step.seen.stretches and step.trained]
     if len(known) < LEAST:
         raise DataError(
@@ -296,14 +281,7 @@ NOTHING: Final = [0, 0.0]
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The records of a run directory.
-
-    Attributes:
-        steps: measured, in order.
-        prompt: mean tokens of a prompt.
-        lengths: of the responses, those of a group together.
-        cap: the longest response.
-    """
+    """The records of a run directory; ``lengths``: of the responses, by group."""
 
     steps: Sequence[MeasuredStep]
     prompt: float
@@ -312,12 +290,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
-        """Return the records of a finished run.
-
-        Raises:
-            ConfigError: the directory holds no run, or one that has not finished.
-            DataError: its records lack what a calibration needs, or hold something else.
-        """
+        """Raises ``ConfigError`` without a finished run, ``DataError`` where its records lack something."""
         if not (directory / METRICS).is_file():
             raise ConfigError(f"there is no run in {directory}: expected the file {directory / METRICS}")
         if ended(directory) is None:
@@ -356,7 +329,6 @@ class RunRecord:
 
 
 def measured_step(seen: Observation, metrics: Mapping[str, Any], work: Work) -> MeasuredStep:
-    """Return what was measured of a step: its observation, and its lines of ``metrics.jsonl`` and ``work.jsonl``."""
     models = {stage: work[track] for track, stage in TRACKS.items() if track in work}
     return MeasuredStep(
         seen,

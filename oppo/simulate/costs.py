@@ -86,16 +86,12 @@ class Decoder:
         require_declared(self)
 
     def seconds(self, rows: float, context: float) -> float:
-        """Return the seconds of a decode step of one replica."""
+        """Seconds of a decode step of one replica."""
         return max(self.floor, self.step + self.row * rows + self.context * context)
 
     def parts(self, seconds: float, steps: float, rows: float, pauses: float) -> Mapping[str, float]:
-        """Return what so many seconds of decoding went to, in seconds.
-
-        Args:
-            steps, rows: decode steps in these seconds, and the live rows in each, added up.
-            pauses: seconds of reading contexts, and of what follows the end of a rollout.
-        """
+        # `steps` and `rows`: decode steps in these seconds, and the live rows of each, added up.
+        # `pauses`: seconds of reading contexts, and of what follows the end of a rollout.
         known = {"decode steps": steps * self.step}
         if self.launching is not None:
             known = {"launching kernels": steps * self.launching, "weights": steps * (self.step - self.launching)}
@@ -145,7 +141,7 @@ class Updater:
     device: str = "actor"
 
     def seconds(self, rows: NDArray[np.float64]) -> float:
-        """Return the seconds of an update on whole rows, of which ``rows`` has the tokens, prompts included."""
+        """Seconds of an update on whole rows of so many tokens, prompts included."""
         return self.fixed + self.passes.whole(rows, padded=self.padded)
 
 
@@ -200,8 +196,6 @@ TRAINED_PASSES: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU by its data sheet."""
-
     flops: Positive = required("dense FLOP/s in bfloat16")
     bandwidth: Positive = required("of its memory, bytes/s")
     memory: Positive = required("bytes")
@@ -230,12 +224,7 @@ _OTHERS: Final = frozenset({"d", "laptop", "mig", "nvl", "pcie"})
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """Return the GPU that its driver calls so, as ``NVIDIA H100 80GB HBM3``; ``None`` for one that is not in the table.
-
-    Example:
-        >>> gpu_named("NVIDIA A100-SXM4-80GB") is GPUS["a100-80gb"], gpu_named("NVIDIA H100 PCIe")
-        (True, None)
-    """
+    """The GPU of a driver's name, such as ``NVIDIA H100 80GB HBM3``; ``None`` for one that is not in the table."""
     words = set(name.lower().replace("-", " ").split())
     found = (gpu for known, gpu in GPUS.items() if words >= set(known.split("-")))
     return None if words & _OTHERS else next(found, None)
@@ -243,8 +232,6 @@ def gpu_named(name: str) -> Gpu | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """The size of a dense decoder."""
-
     parameters: Positive = required("their number")
     layers: PositiveCount = required("their number")
     width: PositiveCount = required("of the hidden states")
@@ -259,7 +246,6 @@ class Transformer:
         return 4.0 * self.layers * self.cached
 
     def passes(self, speed: float, times: float = 1.0) -> Passes:
-        """Return the seconds of so many forward passes at ``speed`` FLOP/s."""
         return Passes(token=times * 2 * self.parameters / speed, pair=times * 4 * self.layers * self.width / speed)
 
 
@@ -299,7 +285,6 @@ class Reached:
         require_declared(self, error=ConfigError)
 
     def decoder(self, gpu: Gpu, model: Transformer, replicas: int) -> Decoder:
-        """Return the costs of decode steps of as many replicas, a GPU each."""
         launching = self.layer * model.layers
         return Decoder(
             step=2 * model.parameters / (gpu.bandwidth * self.reading) + launching,
@@ -330,7 +315,6 @@ class Lognormal:
         require_declared(self)
 
     def __call__(self, units: int, samples: int, seed: int) -> NDArray[np.int64]:
-        """Return the lengths of the responses to ``units`` prompts, int64 [units, samples], in tokens."""
         random, shape = np.random.default_rng(seed), (units, samples)
         first, last = self.median
         median = (first + (last - first) * np.linspace(0, 1, units))[:, None]
@@ -340,23 +324,16 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Lengths sampled anew from observed ones, those of a group together.
-
-    Attributes:
-        groups: lengths by group, in tokens; at least one group, and one length in each.
-    """
+    """Lengths sampled anew from observed ones, those of a group together."""
 
     groups: tuple[tuple[int, ...], ...]
 
     @classmethod
     def read(cls, path: Path, cap: int) -> Observed:
-        """Return the law of the lengths in a file, cut off at ``cap``.
+        """The law of the lengths in a file, cut off at ``cap``.
 
-        A line is a length in tokens, or a JSON object with a key ``tokens``; JSON objects without it, and empty lines,
-        are left out, so that a run's ``journal.jsonl`` can be read.
-
-        Raises:
-            ConfigError: the file cannot be read, or holds a line that is neither, or no length.
+        A line is a length in tokens, or a JSON object with a key ``tokens``; other JSON objects are left out, so that a
+        run's ``journal.jsonl`` can be read.
         """
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -369,11 +346,7 @@ class Observed:
         return cls(tuple((length,) for length in found))
 
     def __call__(self, units: int, samples: int, seed: int) -> NDArray[np.int64]:
-        """Return the lengths of the responses to ``units`` prompts, int64 [units, samples], in tokens.
-
-        Every group occurs about as often as any other: they are dealt like shuffled decks of cards, so that a short run
-        has the tail of the observed one.
-        """
+        # Groups are dealt like shuffled decks of cards, so that a short run has the tail of the observed one.
         random, found = np.random.default_rng(seed), list[NDArray[np.int64]]()
         while len(found) < units:
             for k in random.permutation(len(self.groups)):

@@ -156,7 +156,6 @@ class _IdleSelector(selectors.DefaultSelector):
         self._pass_time = pass_time
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Return what is ready now; pass virtual time if nothing is and the loop would wait."""
         self._refuse_threads()
         ready = super().select(0)
         if not ready and (timeout is None or timeout > 0):
@@ -229,12 +228,6 @@ class Device:
 
 
 class Job:
-    """A piece of work in progress.
-
-    Args:
-        kind: of the work.
-    """
-
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._slowdown = 1.0
@@ -262,7 +255,6 @@ class Job:
             self._wake.set()
 
     def interrupt(self) -> None:
-        """Let :meth:`reach` return now."""
         self._interrupted = True
         self._wake.set()
 
@@ -294,7 +286,6 @@ class Job:
 
 
 async def spend(device: Device | None, kind: str, seconds: float) -> None:
-    """Work for so long on a device, or sleep without one."""
     if device is None or not seconds:
         await anyio.sleep(seconds)
     else:
@@ -389,7 +380,6 @@ class Lane(Generic[RowT]):
 
     @property
     def busy(self) -> float:
-        """Seconds in which it made decode steps."""
         return self._worked + (0.0 if self._job is None else anyio.current_time() - self._begun)
 
     def made(self, row: RowT) -> int:
@@ -412,7 +402,6 @@ class Lane(Generic[RowT]):
         self._replan()
 
     def leave(self, row: RowT) -> None:
-        """Decode a row no longer."""
         self.settle()
         seat = self._seats.pop(row)
         row.paused = self._made(seat)
@@ -421,14 +410,12 @@ class Lane(Generic[RowT]):
         self._replan()
 
     def expect(self, row: RowT) -> None:
-        """Take note that the next event of a row may come sooner than it would have."""
         self.settle()
         step = self._note(row, self._seats[row])
         if step < self._planned and self._job is not None:
             self._job.interrupt()
 
     def pause(self, seconds: float) -> None:
-        """Let the next decode step begin so much later, for something else that the engine does first."""
         self.settle()
         self._paused += seconds
         self.pauses += seconds
@@ -447,7 +434,6 @@ class Lane(Generic[RowT]):
         self._places = len(self._seats)
 
     async def run(self) -> None:
-        """Make decode steps until no row is left, or they wait; return at once if another task does."""
         if self._job is not None:
             return
         with nullcontext(Job("decode")) if self._device is None else self._device.job("decode") as job:

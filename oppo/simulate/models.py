@@ -236,17 +236,11 @@ def noise(*key: int) -> float:
 
 
 def noises(key: Sequence[int], *columns: Sequence[int]) -> NDArray[np.float64]:
-    """Return ``noise(*key, *row)`` for each row of the columns, float64 [rows]."""
     prefix, row = zlib.crc32(struct.pack(f"<{len(key)}q", *key)), struct.Struct(f"<{len(columns)}q")
     return np.array([zlib.crc32(row.pack(*each), prefix) for each in zip(*columns, strict=True)], np.float64) / 2**32
 
 
 def require_seconds(name: str, seconds: object) -> None:
-    """Require a finite number of seconds that is 0 or more, or a function that returns one.
-
-    Raises:
-        ValueError: it is neither.
-    """
     if not callable(seconds):
         require_real(name, seconds, 0.0)
 
@@ -339,8 +333,6 @@ class FakePlace:
 
 
 class PlacedScorer(Generic[T]):
-    """A scorer that is called in a place."""
-
     def __init__(self, scorer: Scorer[T], place: FakePlace, track: str = "") -> None:
         self._scorer = scorer
         self._place = place
@@ -364,8 +356,6 @@ class PlacedScorer(Generic[T]):
 
 
 class PlacedCritic(PlacedScorer[T]):
-    """A scorer that is called in a place, and follows the trainer."""
-
     def __init__(self, scorer: SyncableScorer[T], place: FakePlace, track: str = "") -> None:
         super().__init__(scorer, place, track)
         self._follower = scorer
@@ -378,7 +368,6 @@ class PlacedCritic(PlacedScorer[T]):
 
 
 def placed(scorer: Scorer[T], place: FakePlace, track: str = "") -> PlacedScorer[T]:
-    """Return a scorer that is called in a place; it follows the trainer if the given one does."""
     if isinstance(scorer, SyncedModel):
         return PlacedCritic(cast("SyncableScorer[T]", scorer), place, track)
     return PlacedScorer(scorer, place, track)

@@ -374,36 +374,27 @@ class FakeDecode:
         return max(made + 1, min([self.length, *turns, *wanted]))
 
     def settle_in(self, lane: Lane[FakeDecode]) -> None:
-        """Be decoded by this lane from now on."""
         self.lane = lane
         lane.homes += 1
         self._at_home = True
 
     def move_out(self) -> None:
-        """Leave the place in its lane to others; idempotent."""
         if self.lane is not None and self._at_home:
             self.lane.homes -= 1
             self._at_home = False
 
     def join(self) -> None:
-        """Be decoded, with the policy's present weights."""
         self.follow(self.policy.version)
         if self.lane is not None:
             self.lane.join(self)
 
     def leave(self) -> None:
-        """Be decoded no longer; idempotent."""
         if self.lane is not None and self in self.lane:
             self.lane.leave(self)
             self.filled = max(self.filled, self.paused - 1)
 
     def unread(self, load: int, *, again: bool) -> tuple[int, int]:
-        """Return the positions to read before it is decoded on, and note them as read.
-
-        Args:
-            load: number of the weights that read them.
-            again: what other weights have read is read again.
-        """
+        """Return the positions to read before it is decoded on; note them as read by weights ``load``."""
         if self.loads < 0 or (again and self.loads != load):
             self.filled = -len(self.prompt.tokens)
         elif self.lane is not None and self in self.lane:
@@ -413,7 +404,6 @@ class FakeDecode:
         return start, stop
 
     def follow(self, version: int) -> None:
-        """Make the next tokens with weights of this version."""
         self._made_by(version, self.made)
 
     def _made_by(self, version: int, position: int) -> None:
@@ -428,7 +418,6 @@ class FakeDecode:
         return self.waiting
 
     async def turn(self) -> IntArray | None:
-        """Return the tokens of the turn once it has ended; see :class:`oppo.turns.TurnDecode`."""
         await anyio.lowlevel.checkpoint()
         while self.policy.is_decoding(self) and not self.waiting:
             self._turned = anyio.Event()
@@ -451,7 +440,6 @@ class FakeDecode:
         return True
 
     def finish(self) -> bool:
-        """End the response with its turn; see :class:`oppo.turns.TurnDecode`."""
         if not self.policy.is_decoding(self):
             return False
         self.length, self.waiting = self.made, False
@@ -471,11 +459,6 @@ class FakeDecode:
         )
 
     async def read(self, limit: int) -> Piece:
-        """Return the next tokens; see :class:`oppo.models.Decode`.
-
-        Raises:
-            ProtocolError: the decode is closed.
-        """
         if self.closed:
             raise ProtocolError(f"rollout {self.prompt.rollout} was closed, so it cannot be read")
         self._wanted = self.taken + limit
@@ -508,7 +491,6 @@ class FakeDecode:
         return "length" if self._full or self.length >= self.policy.cap else "eos"
 
     def tokens(self, start: int, stop: int) -> IntArray:
-        """Return the tokens at positions ``start .. stop``, int32 [stop - start]."""
         key = (self.policy.seed, self.prompt.admission, self.prompt.stream)
         tokens = (noises(key, range(start, stop)) * 50_000).astype(np.int32)
         for at, given in self.answers.items():
@@ -518,12 +500,10 @@ class FakeDecode:
         return tokens
 
     def logprobs(self, start: int, stop: int) -> FloatArray:
-        """Return the log-probs of the tokens at positions ``start .. stop``, float32 [stop - start]."""
         key = (self.policy.seed, self.prompt.rollout)
         return (-4 * noises(key, range(start, stop), self.versions(start, stop).tolist())).astype(np.float32)
 
     def versions(self, start: int, stop: int) -> IntArray:
-        """Return the versions of the tokens at positions ``start .. stop``, int32 [stop - start]."""
         found = np.empty(stop - start, np.int32)
         first = max(0, bisect_right(self._runs, start, key=lambda run: run[0]) - 1)
         for at, version in self._runs[first:]:

@@ -78,11 +78,6 @@ class LengthsSection:
             raise ConfigError("[lengths] needs either median, of a lognormal distribution, or file, and not both")
 
     def law(self, folder: Path) -> DrawLengths:
-        """Return the law of the lengths; a relative path of a file is one in ``folder``.
-
-        Raises:
-            ConfigError: the file cannot be read, or holds no lengths.
-        """
         if self.median is None:
             return Observed.read(folder / self.file, self.cap)
         median = (self.median, self.last_median or self.median)
@@ -144,7 +139,6 @@ class EngineSection(Reached):
     )
 
     def decoder(self, gpu: Gpu, model: Transformer, replicas: int) -> Decoder:
-        """Return the costs of decode steps."""
         found = super(EngineSection, self).decoder(gpu, model, replicas)
         return replace(
             found,
@@ -175,13 +169,6 @@ class ScheduleSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """All of a profile, checked together.
-
-    Attributes:
-        gpus, sizes: of devices and models besides those that are known by name.
-        folder: of the file, to which paths in it are relative.
-    """
-
     workload: WorkloadSection
     lengths: LengthsSection
     models: ModelsSection
@@ -194,27 +181,12 @@ class Profile:
 
     @property
     def gpu(self) -> Gpu:
-        """The device.
-
-        Raises:
-            ConfigError: its name is unknown.
-        """
         return _named(self.layout.gpu, self.gpus, "layout.gpu", "GPU")
 
     def size(self, key: str) -> Transformer:
-        """Return the size of the model under a key of ``[models]``.
-
-        Raises:
-            ConfigError: its name is unknown.
-        """
         return _named(getattr(self.models, key), self.sizes, f"models.{key}", "model")
 
     def work(self) -> Workload:
-        """Return what is trained.
-
-        Raises:
-            ConfigError: the file of lengths cannot be read, or holds none.
-        """
         given = self.workload
         return Workload(
             batch=given.batch,
@@ -225,11 +197,6 @@ class Profile:
         )
 
     def system(self) -> System:
-        """Return the costs.
-
-        Raises:
-            ConfigError: a name is unknown.
-        """
         layout, engine, actor = self.layout, self.engine, self.size("actor")
         training = (layout.train or layout.decode) * self.gpu.flops * engine.training
         times = TRAINED_PASSES * self.workload.epochs

@@ -34,13 +34,7 @@ LAST = 3
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """Lengths and staleness of a batch.
-
-    Attributes:
-        lengths: of its responses, in tokens.
-        staleness: versions between the first token of each and the weights that it trains.
-        token_staleness: the same of a token, mean over those that were sampled.
-    """
+    """Lengths (tokens) and staleness (versions) of a batch; ``token_staleness``: mean over its sampled tokens."""
 
     lengths: NDArray[np.int64]
     staleness: NDArray[np.int64]
@@ -48,7 +42,6 @@ class BatchFacts:
 
     @classmethod
     def of(cls, batch: Batch, version: int) -> BatchFacts:
-        """Return the facts of a batch that trains weights of this version."""
         first = np.array([int(response.versions[0]) for response in batch.responses], np.int64)
         staleness = float(np.mean(version - batch.versions[batch.sampled])) if batch.sampled.any() else 0.0
         return cls(np.diff(batch.offsets), version - first, staleness)
@@ -190,7 +183,6 @@ class Schedule:
         require_declared(self)
 
     def chunks(self, grain: int = 1) -> ChunkSize:
-        """Return the chunk size where one token stands for ``grain``."""
         return WholeRollout() if self.chunk is None else Fixed(max(1, self.chunk // grain))
 
 
@@ -203,16 +195,7 @@ def ladder(
     staleness_price: float = 1.0,
     kv_on_sync: str = "recompute",
 ) -> Mapping[str, Schedule]:
-    """Return the schedules by name, each with one overlap more than one before it.
-
-    Args:
-        batch: units in a batch.
-        overcommit: Delta of the schedules with a fixed one.
-        chunk: tokens that travel at once.
-        max_deferrals: of what is deferred.
-        staleness_price: of staleness, to the adaptive schedules.
-        kv_on_sync: what becomes of the KV cache of deferred rollouts, as of ``step.kv_on_sync``.
-    """
+    """The schedules by name, each with one overlap more than one before it."""
     foreseen = min(max_deferrals, FORESEEN)
     live = max(1, batch // 2)
     deferred = f"{overcommit} stragglers deferred to the next step"
@@ -272,8 +255,6 @@ GRAINS = 1024
 
 
 class Longest(Observer):
-    """Notes the longest response that finished in each step."""
-
     def __init__(self) -> None:
         self.tokens = 0
         self._step = -1
@@ -287,8 +268,6 @@ class Longest(Observer):
 
 @dataclass(eq=False)
 class CostTrainer(FakeTrainer):
-    """A trainer that keeps the facts of its batches instead of these."""
-
     facts: list[BatchFacts] = field(default_factory=list)
 
     async def update(self, batch: Batch) -> Trained:
@@ -337,7 +316,6 @@ class SimulatedRun:
         self.trainer = self._trainer()
 
     def graph(self) -> Graph[StepReport]:
-        """Return the graph of PPO; scorers that read whole responses wait for the cut."""
         critic = FakeCritic()
         critic.value = _zeros
         reward = self._scorer("reward", FakeScorer(lambda event, read, version: self._score()))
@@ -359,7 +337,6 @@ class SimulatedRun:
         return held(graph, waiting) if waiting else graph
 
     def run(self) -> ScheduleOutcome:
-        """Run it in virtual time."""
         return run_virtual(self._run)
 
     async def _run(self) -> ScheduleOutcome:

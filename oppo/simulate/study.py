@@ -47,19 +47,13 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Return the spread of at least one value."""
         sample = list(values)
         return cls(sum(sample) / len(sample), min(sample), max(sample))
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One schedule in a study.
-
-    Attributes:
-        outcomes: by seed.
-        speeds: against the baseline, by seed: trained tokens a second.
-    """
+    """One schedule in a study; ``speeds``: trained tokens a second over the baseline's, by seed."""
 
     schedule: Schedule
     outcomes: Sequence[ScheduleOutcome]
@@ -67,39 +61,32 @@ class Standing:
 
     @property
     def seconds(self) -> Spread:
-        """Seconds of a step."""
         return Spread.of(outcome.seconds for outcome in self.outcomes)
 
     @property
     def speed(self) -> Spread:
-        """Speed against the baseline; above 1 is faster."""
         return Spread.of(self.speeds)
 
     @property
     def staleness(self) -> float:
-        """Mean versions between a rollout's first token and its update."""
         return Spread.of(outcome.staleness for outcome in self.outcomes).mean
 
     @property
     def longest_staleness(self) -> int:
-        """The largest."""
         return max(outcome.longest_staleness for outcome in self.outcomes)
 
     @property
     def idle(self) -> float:
-        """Share of the time in which a replica of the actor decodes nothing."""
         return Spread.of(outcome.idle for outcome in self.outcomes).mean
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """What the busiest device does in a step, as shares of the step's time, the largest first."""
         names = dict.fromkeys(name for outcome in self.outcomes for name in outcome.parts)
         shares = {name: Spread.of(each.parts.get(name, 0.0) for each in self.outcomes).mean for name in names}
         return dict(sorted(shares.items(), key=lambda part: -part[1]))
 
     @property
     def peak_tokens(self) -> float:
-        """Most tokens that were decoded at once, prompts included."""
         return max(outcome.peak_tokens for outcome in self.outcomes)
 
 
@@ -134,7 +121,6 @@ class Study:
         return min(close, key=lambda name: (round(allowed[name].staleness, 3), -allowed[name].speed.mean))
 
     def left_out(self, limit: float) -> Mapping[str, str]:
-        """Return why each schedule that is faster than the recommended one is not recommended, by name."""
         chosen = self.recommended(limit)
         faster = [name for name, each in self.standings.items() if each.speed.mean > self.standings[chosen].speed.mean]
         alike = f"less than 3 % faster than {chosen!r}, and staler"
@@ -160,12 +146,7 @@ def study(
     steps: int,
     seeds: Sequence[int],
 ) -> Study:
-    """Simulate every schedule with every seed, in processes, one a core.
-
-    Args:
-        baseline: name of the schedule that the others are compared with.
-        steps: of each run; a quarter of them, and the last ones, do not count.
-    """
+    """Simulate every schedule with every seed, in processes; the first quarter of the steps does not count."""
     outcomes: dict[str, list[ScheduleOutcome]] = {}
     with _workers(len(schedules) * len(seeds)) as pool:
         made = {
@@ -238,7 +219,6 @@ NOT_SIMULATED: Final = "not simulated: streamed updates (step.stream_updates), s
 
 
 def table(study: Study) -> Table:
-    """Return the table of a study, a line for each schedule."""
     found = Table(show_edge=False, header_style="bold", pad_edge=False)
     found.add_column("schedule")
     in_flight = "GB in flight" if study.cache else "tokens in flight"
@@ -251,7 +231,6 @@ def table(study: Study) -> Table:
 
 
 def legend(study: Study) -> str:
-    """Return what each schedule does, and what the columns mean."""
     width = max(map(len, study.standings))
     lines = [f"  {name:<{width}}  {_described(each)}" for name, each in study.standings.items()]
     parts = ", ".join(_bounds(study.standings[study.baseline]))
@@ -272,7 +251,6 @@ def _percent(share: float) -> str:
 
 
 def cells(study: Study, each: Standing) -> Iterator[str]:
-    """Yield the figures of a schedule."""
     yield ranged(each.seconds)
     yield ranged(each.speed)
     yield f"{each.staleness:.2f}"
@@ -282,7 +260,6 @@ def cells(study: Study, each: Standing) -> Iterator[str]:
 
 
 def ranged(spread: Spread) -> str:
-    """Return a mean with its range; shorter where there is none."""
     digits = 3 if spread.mean < 1 else 2 if spread.mean < 100 else 0
     if spread.low == spread.high:
         return f"{spread.mean:.{digits}f}"
@@ -290,7 +267,6 @@ def ranged(spread: Spread) -> str:
 
 
 def advice(study: Study, limit: float) -> str:
-    """Return what to do, in words, why not what is faster, and the settings to paste."""
     if len(study.seeds) < FEWEST:
         return f"{len(study.seeds)} seeds are too few to recommend a schedule: give --seeds {FEWEST} or more"
     name = study.recommended(limit)
@@ -317,12 +293,10 @@ def advice(study: Study, limit: float) -> str:
 
 
 def snippet(schedule: Schedule) -> str:
-    """Return the settings with which ``oppo train`` runs a schedule, as TOML."""
     return tomli_w.dumps({"step": dict(schedule.step)}).rstrip()
 
 
 def as_json(study: Study, limit: float) -> str:
-    """Return a study as JSON: the recommendation, and the figures of each schedule."""
     schedules = {
         name: {
             "about": each.schedule.about,

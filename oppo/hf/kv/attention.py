@@ -74,11 +74,6 @@ MASKS: Mapping[str, str | None] = (
 
 
 def attends_eagerly(model: PreTrainedModel) -> bool:
-    """Return whether ``model`` attends with transformers' eager formulas instead of SDPA.
-
-    Raises:
-        ModelRefused: it attends with a third implementation: only these two take a mask for each row.
-    """
     implementation = _implementation(model)
     if implementation in {"eager", "sdpa", NAME, PADDED}:
         return implementation == "eager"
@@ -89,11 +84,7 @@ def attends_eagerly(model: PreTrainedModel) -> bool:
 
 
 def kinds_of(model: PreTrainedModel) -> tuple[AttentionKind, ...]:
-    """Return the kinds of attention to try for ``model`` as it was loaded, the fastest first.
-
-    Raises:
-        ModelRefused: its attention takes no mask for each row.
-    """
+    """The kinds of attention to try for ``model`` as it was loaded, the fastest first."""
     if attends_eagerly(model):
         return ("eager",)
     if INDEXED in layer_kinds(model.config):  # transformers attends to what was picked under its own names only
@@ -102,11 +93,7 @@ def kinds_of(model: PreTrainedModel) -> tuple[AttentionKind, ...]:
 
 
 def attend(model: PreTrainedModel, kind: AttentionKind) -> None:
-    """Let ``model`` attend by ``kind`` from now on; forward passes over other caches stay as they are.
-
-    Raises:
-        ModelRefused: the model cannot attend so, as it was loaded.
-    """
+    """Let ``model`` attend by ``kind`` from now on; forward passes over other caches stay as they are."""
     kinds = kinds_of(model)
     if kind not in kinds:
         raise ModelRefused(
@@ -130,7 +117,6 @@ def attending_as_loaded(model: PreTrainedModel) -> Iterator[None]:
 
 
 def attend_as_loaded(model: PreTrainedModel) -> None:
-    """Let ``model`` attend under the name by which it was loaded, from now on."""
     if _implementation(model) in {NAME, PADDED}:
         model.config.get_text_config()._attn_implementation = "sdpa"  # noqa: SLF001
 
@@ -149,7 +135,7 @@ def _implementation(model: PreTrainedModel) -> str | None:
 
 
 def window_of(config: PretrainedConfig) -> int | None:
-    """Return the sliding window, in tokens, of the layers that have one; ``None`` without such layers."""
+    """The sliding window in tokens; ``None`` without layers that have one."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
@@ -157,7 +143,6 @@ def window_of(config: PretrainedConfig) -> int | None:
 
 
 def layer_kinds(config: PretrainedConfig) -> tuple[str, ...]:
-    """Return the kinds of a model's layers, as transformers names them, each once."""
     text = config.get_text_config()
     if declared := getattr(text, "layer_types", None):
         return tuple(dict.fromkeys(declared))
@@ -167,11 +152,7 @@ def layer_kinds(config: PretrainedConfig) -> tuple[str, ...]:
 
 
 class Masks:
-    """Builds the attention masks of one model from each row's own positions, one for each kind of layer.
-
-    Raises:
-        ModelRefused: some layers are of a kind that is not known.
-    """
+    """The attention masks of one model from each row's own positions, one for each kind of layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         text = model.config.get_text_config()
@@ -272,13 +253,10 @@ def _expanded(
 
 
 def segmented(lengths: Sequence[int], overhead: int) -> list[list[int]]:
-    """Return indices of ``lengths`` in segments, the longest first; within a segment indices ascend.
+    """Return indices of ``lengths`` (tokens) in segments, the longest first; within a segment indices ascend.
 
-    The result depends on the arguments alone, and so do the shapes of a decode step.
-
-    Args:
-        lengths: of rows, in tokens.
-        overhead: fixed cost of a segment, in tokens read (:func:`overhead_of`).
+    The result depends on the arguments alone, and so do the shapes of a decode step. ``overhead``: the fixed cost of a
+    segment, in tokens read.
     """
     return [sorted(segment) for segment in cheapest_groups(lengths, range(len(lengths)), overhead=overhead)]
 
@@ -289,11 +267,7 @@ def overhead_of(bytes_per_token: float, device: torch.device) -> int:
 
 
 class Packed:
-    """Rows that lie end to end in a pass over one row [1, T].
-
-    Args:
-        lengths: of the rows, in tokens.
-    """
+    """Rows of these lengths that lie end to end in a pass over one row [1, T]."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
@@ -320,7 +294,6 @@ def rows_apart(packed: Packed | None) -> Iterator[None]:
 
 
 def packed_rows() -> Packed | None:
-    """Return the rows that are packed in the pass in progress."""
     return _packed.get()
 
 
@@ -347,7 +320,7 @@ def packed_mask(model: PreTrainedModel) -> Tensor | dict[str, Tensor]:
 
 @torch.no_grad()
 def reads_packed(model: PreTrainedModel) -> bool:
-    """Return whether a model reads packed rows as it reads each alone; it is tried on two short ones."""
+    # Tried on two short rows.
     if not (takes(backbone(model), "position_ids") and attend_in_segments(model) and packs(model, PACKED_TRIAL[-1])):
         return False
     if model.device.type == "meta":  # without weights there is nothing to compare

@@ -60,7 +60,6 @@ class KVRegion:
 
     @property
     def rows(self) -> int:
-        """Number of batch rows."""
         return self.slots.stop - self.slots.start if isinstance(self.slots, slice) else len(self.slots)
 
     def indices(self, heads: int, columns: int) -> Tensor:
@@ -73,7 +72,6 @@ class KVRegion:
         return self._indices[heads]
 
     def advance(self) -> None:
-        """Move to the next column of the same slots."""
         self.end += 1
         self.to_columns += 1
         for indices in self._indices.values():
@@ -97,11 +95,9 @@ class Slots(ABC):
 
     @property
     def capacity(self) -> int:
-        """Number of slots, with those that are free."""
         return self._capacity
 
     def slot(self, row: int) -> int:
-        """Return the slot that holds ``row``."""
         return self._slots[row]
 
     def add(self, rows: Iterable[int]) -> None:
@@ -137,7 +133,6 @@ class Slots(ABC):
         self._slots = {row: slot for slot, row in enumerate(target)}
 
     def bytes_allocated(self) -> int:
-        """Return the bytes of all tensors."""
         return sum(store.nbytes for store in self._tensors())
 
     def _copy(self, to: Sequence[int], of: Sequence[int]) -> None:
@@ -180,7 +175,6 @@ class Slab(Slots):
 
     @property
     def layers(self) -> int:
-        """Number of layers that have written keys and values."""
         return len({layer for layer, _ in self._layers})
 
     def store(self, layer: int, region: KVRegion, *news: Tensor, of: str = "attention") -> tuple[Tensor, ...]:
@@ -276,7 +270,6 @@ def _aligned(columns: int) -> int:
 
 
 def as_slice(slots: Sequence[int]) -> slice | None:
-    """Return ``slots`` as a slice if they are adjacent and ascending, else ``None``."""
     return None if len(found := list(runs(slots))) > 1 else found[0][0]
 
 
@@ -334,16 +327,13 @@ class DecodeBatch:
         return max(view.region.end for view in self.views)
 
     def continues(self, rows: Sequence[int], longest: int) -> bool:
-        """Return whether the batch consists of ``rows``, and none of them exceeds ``longest`` tokens in this step."""
         return self.rows == rows and self.end <= longest
 
     def make_room(self) -> None:
-        """Reserve a column for the next token of each row in its slab."""
         for slab, region in self.views:
             slab.reserve(0, region.end)
 
     def advance(self) -> None:
-        """Move each row on by one token."""
         self.positions += 1
         for _, region in self.views:
             region.advance()
@@ -397,16 +387,14 @@ class SlabLayer(CacheLayerMixin):
         return keys[:, 0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of key columns and the position of the first."""
         del query_length
         return max(region.end for _, region in self.views), 0
 
     def get_seq_length(self) -> int:
-        """Return 0: rows differ in length, so callers pass positions and masks explicitly."""
+        # Rows differ in length, so callers pass positions and masks explicitly.
         return 0
 
     def get_max_length(self) -> int:
-        """Return the longest sequence that the slabs can hold."""
         return max(slab.longest for slab, _ in self.views)
 
     get_max_cache_shape = get_max_length

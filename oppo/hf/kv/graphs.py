@@ -48,11 +48,7 @@ class Capture:
         return result
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Return what launches a pass, and its outputs, which have values once it is launched.
-
-        Raises:
-            RuntimeError: the pass cannot be captured, as where the host reads what the device computed.
-        """
+        """Return what launches a pass, and its outputs, which have values once it is launched."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._waiting()):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")  # other threads work in their streams
@@ -75,15 +71,7 @@ class Capture:
 
 
 class StepGraphs:
-    """The graphs of one reader's decode steps.
-
-    Args:
-        forward: a pass of the model.
-        capture: makes graphs.
-
-    Attributes:
-        replayed: steps that were launched as one.
-    """
+    """The graphs of one reader's decode steps; ``replayed``: steps that were launched as one."""
 
     def __init__(self, forward: Forward, capture: Capture) -> None:
         self.replayed = 0

@@ -63,12 +63,10 @@ class TokenSpan:
 
     @property
     def end(self) -> int:
-        """The position after the last token."""
         return self.start + len(self.tokens)
 
     @property
     def in_prompt(self) -> bool:
-        """Whether it holds no token of the response."""
         return self.end <= self.state.prompt
 
     @property
@@ -113,24 +111,12 @@ class IncrementalPrefill:
         )
 
     def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
-        """Receive the tokens of ``events`` and read them; with ``deterministic``, the whole blocks.
-
-        Raises:
-            ModelError: a token is outside the vocabulary, or a sequence is longer than the model reads.
-            ProtocolError: a rollout is opened twice, was never opened, or has a gap.
-        """
+        """Receive the tokens of ``events`` and read them; with ``deterministic``, the whole blocks."""
         grown = {event.rollout: self._received(event) for event in events}
         self._advance(list(grown.values()), final=False)
 
     def finish(self, lengths: Mapping[int, int]) -> list[ReadState]:
-        """Read the rest of finished rollouts and forget them; return their states, in order.
-
-        Args:
-            lengths: tokens of each response, by rollout.
-
-        Raises:
-            ProtocolError: the tokens received are not the whole response.
-        """
+        """Read the rest of finished rollouts and forget them; return their states, in order."""
         states = [self._states.whole(rollout, length) for rollout, length in lengths.items()]
         self._advance(states, final=True)
         self.forget([state.rollout for state in states])
@@ -157,13 +143,12 @@ class IncrementalPrefill:
         return state.received
 
     def forget(self, rollouts: Iterable[int]) -> None:
-        """Drop rollouts and their memory; unknown rollouts are fine."""
         rollouts = list(rollouts)
         self._states.forget(rollouts)
         self._reader.forget(rollouts)
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
+        """Bytes allocated for the KV cache, and bytes that the tokens read so far need."""
         return self._reader.memory()
 
     def _received(self, event: Prompt | Chunk | ToolTokens) -> ReadState:

@@ -130,16 +130,13 @@ class Incremental:
 
     @property
     def device(self) -> torch.device:
-        """The model's device."""
         return torch.device(self._model.device)
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers have a recurrent or convolution state."""
         return self._states is not None
 
     def length(self, row: int) -> int:
-        """Return the number of tokens of ``row`` read; 0 for an unknown row."""
         return self._lengths.get(row, 0)
 
     @torch.inference_mode()
@@ -220,14 +217,7 @@ class Incremental:
 
     @torch.inference_mode()
     def segment_by_length(self, rows: Sequence[int]) -> None:
-        """Let the next step over ``rows`` use one segment for each length, whatever it costs: for a probe.
-
-        A model that does not attend in segments is not affected.
-
-        Raises:
-            ModelError: a row has no room for another token.
-            ProtocolError: a row is named twice.
-        """
+        """Let the next step over ``rows`` use one segment for each length, whatever it costs: for a probe."""
         self._decode_batch = self._batched(rows, overhead=0)
 
     def rewind(self, row: int, length: int) -> int:
@@ -247,7 +237,6 @@ class Incremental:
 
     @torch.inference_mode()
     def forget(self, rows: Iterable[int]) -> None:
-        """Free the memory of ``rows``; unknown rows are fine."""
         freed: dict[Slab, list[int]] = {}
         for row in rows:
             self._lengths.pop(row, None)
@@ -264,11 +253,9 @@ class Incremental:
             self._states.dismiss(row for gone in freed.values() for row in gone)
 
     def clear(self) -> None:
-        """Forget every row."""
         self.forget(list(self._slab_of))
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
         allocated = sum(slab.bytes_allocated() for slab in (*self._class_slabs, *self._decode_slabs))
         needed = self._bytes_per_token() * sum(self._lengths.values())
         if self._states is None:
@@ -539,14 +526,12 @@ class WholeRows:
 
     @property
     def device(self) -> torch.device:
-        """The model's device."""
         return torch.device(self._model.device)
 
     @torch.inference_mode()
     def extend(
         self, rows: Sequence[int], tokens: Sequence[Tensor], *, last: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """Return the outputs of ``tokens``, whole sequences, see :meth:`Incremental.extend`."""
         del rows
         sizes = [len(piece) for piece in tokens]
         wanted = sizes if last is None else last
@@ -567,11 +552,9 @@ class WholeRows:
         ]
 
     def groups(self, rows: Sequence[int], lengths: Sequence[int], budget: float = math.inf) -> list[list[int]]:
-        """Return the indices of ``rows`` in groups for :meth:`extend`, see :meth:`Incremental.groups`."""
         return cheapest_groups(lengths, range(len(rows)), overhead=overhead_on(self.device), budget=budget)
 
     def rewind(self, row: int, length: int) -> int:
-        """Return 0: no token of a row is kept."""
         del row, length
         return 0
 
@@ -579,7 +562,6 @@ class WholeRows:
         """Do nothing: no row is kept."""
 
     def memory(self) -> tuple[int, int]:
-        """Return 0 and 0: there is no KV cache."""
         return 0, 0
 
 

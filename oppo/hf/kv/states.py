@@ -67,18 +67,15 @@ class StateSlots(Slots):
 
     @property
     def recurrent_layers(self) -> int:
-        """Number of layers with a recurrent state, among those that have been read."""
         return len({key.layer for key in self._states if key.kind == "recurrent"})
 
     def admit(self, rows: Iterable[int]) -> None:
-        """Give the rows that have no slot one."""
         new = [row for row in rows if row not in self._slots]
         if (needed := len(self.rows) + len(new)) > self._capacity:
             self._resize(needed + (needed // SLACK if self.rows else 0))
         self.add(new)
 
     def dismiss(self, rows: Iterable[int]) -> None:
-        """Free the slots of rows, and memory; rows without one are fine."""
         self.remove([row for row in rows if row in self._slots])
         if self._capacity > self._spare() * len(self.rows) + SLACK:
             self._resize(len(self.rows))
@@ -110,7 +107,6 @@ class StateSlots(Slots):
         return self._lent[key]
 
     def keep(self, key: StateKey, states: Tensor) -> None:
-        """Replace the states of the rows being read."""
         if key not in self._states:
             self._states[key] = states.new_zeros(self._capacity, *states.shape[1:])
         self._states[key][self._read] = states
@@ -161,7 +157,6 @@ class StateLayer(LinearAttentionCacheLayerMixin, SlabLayer):
         """Do nothing: slots are allocated at the first write."""
 
     def begin(self) -> None:
-        """Tell a forward pass which states its rows have."""
         for number in range(self.number_of_states):
             keys = (self._key("window", number), self._key("recurrent", number))
             self.has_previous_state[number] = any(map(self._slots.has, keys))
@@ -197,14 +192,7 @@ class StateLayer(LinearAttentionCacheLayerMixin, SlabLayer):
 
 
 class RowCache(Cache):
-    """A transformers cache that works on other rows in each forward pass: slabs of KV cache, and slots of states.
-
-    Attributes:
-        states: of the layers that have some; ``None`` without such layers.
-
-    Raises:
-        ModelRefused: some layers have states, and this transformers is too old for them.
-    """
+    """A transformers cache that works on other rows in each forward pass: slabs of KV cache, and slots of states."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         text = config.get_text_config(decoder=True)
@@ -226,11 +214,7 @@ class RowCache(Cache):
 
     @contextmanager
     def reading(self, views: Sequence[KVView], rows: Sequence[int], pads: Tensor | None) -> Iterator[None]:
-        """Let the layers work on ``views`` and on the states of ``rows``, the batch of a pass, in the body.
-
-        Args:
-            pads: see :attr:`StateSlots.pads`.
-        """
+        """Let the layers work on ``views`` and on the states of ``rows``, the batch of a pass, in the body."""
         for layer in self._slab_layers:
             layer.views = views
         if self.states is None:
@@ -286,13 +270,6 @@ class Gates:
 
 
 class _Pass(threading.local):
-    """The pass that this thread makes.
-
-    Attributes:
-        reads: whether a reader makes one.
-        real: see :meth:`Gates.neutral`.
-    """
-
     reads = False
     real: Tensor | None = None
 

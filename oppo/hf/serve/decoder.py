@@ -68,21 +68,17 @@ class DecodeRow:
 
     @property
     def waits(self) -> bool:
-        """Whether a turn has ended, so that the row is kept."""
         return self.turns and self.reason in ("eos", "stop")
 
     def proceed(self, given: Sequence[int]) -> None:
-        """Go on, after a turn with tokens to read."""
         self.tokens.extend(given)
         self.reason = None
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key of admission order: admission number and stream."""
         return self.prompt.admission, self.prompt.stream
 
     def sequence(self) -> Tensor:
-        """Return prompt and response so far, int64."""
         return torch.tensor([*self.prompt.tokens.tolist(), *self.tokens])
 
 
@@ -338,11 +334,7 @@ class PolicyCore:
             given: by the keys of the rows to decode, which the signals number in this order: the tokens that a row
                 reads before it goes on after a turn; none for a row that simply goes on.
             cut: called with the rollouts that ended in one decode step.
-            signals: looked at between two decode steps.
             deliver: called with each decode step, after ``cut``.
-
-        Raises:
-            ModelError: logits were not finite; the rows are then forgotten, as after any other error.
         """
         self.refresh()
         self._rows.update({row.key: row for row in new})
@@ -353,18 +345,13 @@ class PolicyCore:
         self._rows.update({row.key: row for row in rows if row.reason is None or row.waits})
 
     def forget(self, keys: Iterable[int]) -> None:
-        """Drop rows and free their memory; unknown keys are ignored."""
         keys = list(keys)
         for key in keys:
             self._rows.pop(key, None)
         self._decoder.reader.forget(keys)
 
     def load(self, weights: Weights) -> None:
-        """Serve ``weights.actor`` from now on, here and in every core over the same memory.
-
-        Raises:
-            ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
-        """
+        # Every core over the same memory serves them. Where a tensor does not fit, the old weights are still served.
         if weights.actor:
             adopt(self._decoder.model, weights.actor)
             synchronised(self._decoder.model.device)  # the trainer's tensors may change now
@@ -378,12 +365,10 @@ class PolicyCore:
         self._loads = self.counters.loads
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
         return self._decoder.reader.memory()
 
 
 def core_maker(model: Loadable, decoder: DecoderOver, *, recompute: bool) -> Callable[[], PolicyCore]:
-    """Return what makes the core of a policy over ``model``; the arguments are those of :class:`PolicyCore`."""
     return partial(_core, source_of(model), decoder, recompute)
 
 
@@ -429,24 +414,19 @@ class Signals:
 
     @classmethod
     def of(cls, rows: int) -> Signals:
-        """Return the signals to a decode loop of ``rows`` rows, none of them raised."""
         return cls(Notice.new(1 + rows))
 
     def stop(self) -> None:
-        """Stop the loop after the decode step in progress."""
         self._block.write_at(0, _RAISED)
 
     @property
     def stopped(self) -> bool:
-        """Whether the loop is to stop."""
         return self._block[:1] == _RAISED
 
     def close(self, row: int) -> None:
-        """Have the loop drop the row at this index."""
         self._block.write_at(1 + row, _RAISED)
 
     def closed(self) -> Iterator[int]:
-        """Return the indices of the rows to drop."""
         at = self._block.find(_RAISED, 1)
         while at > 0:
             yield at - 1

@@ -282,15 +282,7 @@ class HfPolicy:
 
 
 class DecodeLoop:
-    """Decodes until the cut returns true or :meth:`stop` is called; in deterministic mode, until each has ended.
-
-    Args:
-        policy: whose rollouts they are.
-        core: where the model lives.
-        decodes: of rollouts that have not ended; they are live from now on.
-        cut: called with the rollouts that ended together.
-        deterministic: wait with all rollouts while a turn is unanswered.
-    """
+    """Decodes until the cut returns true or :meth:`stop` is called; in deterministic mode, until each has ended."""
 
     def __init__(
         self, policy: HfPolicy, core: Hosted[PolicyCore], decodes: Sequence[HfDecode], cut: Cut, *, deterministic: bool
@@ -311,23 +303,17 @@ class DecodeLoop:
             decode.begin()
 
     def stop(self) -> None:
-        """Stop after the decode step in progress."""
         self._over = True
         self._interrupt()
         self._news.set()
 
     def note_answer(self) -> None:
-        """Have a rollout that was added, answered or closed join or leave at the next decode step."""
         if not self._deterministic:
             self._interrupt()
         self._news.set()
 
     async def add(self, decodes: Sequence[Decode]) -> None:
-        """Decode these as well, from the next decode step on; those that come after the cut stay deferred.
-
-        Raises:
-            ProtocolError: a decode is of another policy, was closed, has failed or is decoded already.
-        """
+        # Those that come after the cut stay deferred.
         joining = unfinished(decodes, self._policy)
         if live := [decode.prompt.rollout for decode in joining if decode.live]:
             raise ProtocolError(f"rollouts {live} are being decoded, so they cannot join")
@@ -338,12 +324,10 @@ class DecodeLoop:
             self.note_answer()
 
     def collect(self) -> None:
-        """Put what the call in progress has made into the buffers of its rollouts."""
         if self._steps is not None:
             self._steps.hand_out()
 
     def drop(self, decode: HfDecode) -> None:
-        """Have the call in progress drop the row of a rollout that was closed."""
         if self._signals is not None and decode in self._ready:
             self._signals.close(self._ready.index(decode))
         if decode.unanswered:
@@ -364,11 +348,6 @@ class DecodeLoop:
             yield
 
     async def run(self) -> None:
-        """Decode until the end.
-
-        Raises:
-            Exception: whatever ended a call.
-        """
         try:
             await self._run()
         finally:

@@ -183,13 +183,7 @@ class Noise:
     def __call__(
         self, rows: Sequence[tuple[int, int]], positions: Sequence[int], vocabulary: int, device: torch.device
     ) -> Tensor:
-        """Return standard Gumbel noise, float32 [n, vocabulary] on ``device``, not to be written to.
-
-        Args:
-            rows: admission number and sample of each row.
-            positions: of the token that each row is about to draw.
-            vocabulary: entries per row.
-        """
+        """The noise of the next token of each row (admission number, sample): float32, not to be written to."""
         columns = [self._columns.get(row, -1) for row in rows]
         offsets = {at - self._starts[column] for at, column in zip(positions, columns, strict=True) if column >= 0}
         if -1 in columns or len(offsets) > 1 or self._places.device != device:

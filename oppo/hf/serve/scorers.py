@@ -123,24 +123,20 @@ class ScorerWorker(ABC, Generic[T]):
         )
 
     def extend(self, inputs: ScorerInput) -> None:
-        """Read more of some rollouts."""
         self._prepare()
         self.reader.extend(inputs.events)
 
     def finish(self, lengths: Mapping[int, int]) -> list[T]:
-        """Return each rollout's result, and forget it; ``lengths`` are the tokens of the responses, by rollout."""
         return self._results(self.reader.finish(lengths))
 
     def forget(self, rollouts: Iterable[int]) -> None:
-        """Drop sessions; unknown rollouts are ignored."""
         self.reader.forget(rollouts)
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need."""
         return self.reader.memory()
 
     def load(self, weights: Mapping[str, object]) -> None:
-        """Compute with ``weights`` from now on, here and in every worker over the same memory."""
+        # Every worker over the same memory computes with them.
         adopt(self._model, weights)
         synchronised(self._model.device)
 
@@ -166,7 +162,6 @@ class LogprobWorker(ScorerWorker[T]):
         super().__init__(model, reader_of(backbone(model)), deterministic=deterministic, predictive=True)
 
     def load(self, weights: Mapping[str, object]) -> None:
-        """Compute with ``weights`` from now on; without any, go on with those there are."""
         if weights:
             super().load(weights)
 
@@ -213,8 +208,6 @@ class LogprobWorker(ScorerWorker[T]):
 
 
 class ReferenceWorker(LogprobWorker[FloatArray]):
-    """Log-probs of a response under a causal LM, float32 [n]; see :class:`oppo.hf.serve.scorers.ReferenceLogprobs`."""
-
     def _measured(self, logits: Tensor, targets: Tensor, support: Support) -> Tensor:
         index = SupportIndex.of(support, logits.device)
         return token_logprobs(logits, targets, self._sampling.temperature, index)
@@ -224,8 +217,6 @@ class ReferenceWorker(LogprobWorker[FloatArray]):
 
 
 class TeacherWorker(LogprobWorker[TopLogprobs]):
-    """Log-probs of a response and of the likeliest ids; see :class:`oppo.hf.serve.scorers.TeacherLogprobs`."""
-
     def __init__(self, model: PreTrainedModel, deterministic: bool, sampling: Sampling, top_k: int) -> None:
         known = sampling.vocabulary or vocabulary(model)
         if not 0 < top_k <= known:
@@ -254,8 +245,6 @@ class TeacherWorker(LogprobWorker[TopLogprobs]):
 
 
 class RewardWorker(ScorerWorker[float]):
-    """The score of a rollout; see :class:`oppo.hf.serve.scorers.RewardModel`."""
-
     def __init__(self, model: PreTrainedModel, deterministic: bool) -> None:
         self._padding = model.config.get_text_config().pad_token_id
         super().__init__(model, score_reader(model), deterministic=deterministic)
@@ -273,8 +262,6 @@ class RewardWorker(ScorerWorker[float]):
 
 
 class ValueWorker(ScorerWorker[FloatArray]):
-    """Values of the states around the tokens, float32 [n + 1]; see :class:`oppo.hf.serve.scorers.ValueModel`."""
-
     def __init__(self, model: PreTrainedModel, deterministic: bool) -> None:
         super().__init__(model, score_reader(model), deterministic=deterministic)
 
@@ -288,7 +275,6 @@ class ValueWorker(ScorerWorker[FloatArray]):
 
 
 def score_reader(model: PreTrainedModel) -> Reader:
-    """Return a reader that applies a sequence-classification model's score layer at every position."""
     head = score_head(model)
     model.train(mode=False)
     return reader_of(backbone(model), head=head)
@@ -318,12 +304,10 @@ class StreamedScorer(Generic[T]):
 
     @property
     def version(self) -> int:
-        """Version of the weights in use; 0 for a frozen model."""
         return self._version
 
     @property
     def capabilities(self) -> ScorerCapabilities:
-        """Its time slice is its place's."""
         return ScorerCapabilities(time_slice=self._worker.time_slice)
 
     async def _follow(self, weights: Mapping[str, object], version: int) -> None:
@@ -457,8 +441,6 @@ class ValueModel(StreamedScorer[FloatArray]):
 
 
 class ProcessRewardWorker(ScorerWorker[TokenRewards]):
-    """The rewards of a response's steps; see :class:`ProcessRewardModel`."""
-
     def __init__(
         self, model: PreTrainedModel, deterministic: bool, separators: Sequence[int], label: int, baseline: float
     ):

@@ -61,21 +61,13 @@ def value_model_on(actor: PreTrainedModel) -> PreTrainedModel:
 
 
 def shares_trunk(actor: PreTrainedModel, critic: PreTrainedModel) -> bool:
-    """Return whether actor and critic are heads on one trunk."""
     return actor.base_model is critic.base_model
 
 
 def recompute(model: PreTrainedModel, every: int = 1) -> None:
     """Make every ``every``-th layer keep only its input, and run again in the backward pass (Chen et al. 2016).
 
-    The layers' forward must be free of randomness: dropout is off in every model here.
-
-    Args:
-        model: changed in place, for good; its parameters and their names stay.
-        every: 1 recomputes all layers; n recomputes the first, and each n-th after it.
-
-    Raises:
-        ModelRefused: transformers can checkpoint none of the model's layers.
+    The layers' forward must be free of randomness: dropout is off in every model here. The model is changed in place.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -141,7 +133,6 @@ class ActorCritic(nn.Module):
         self._packs = self._own_head is not None and all(map(reads_packed, self._models()))
 
     def packs(self, longest: int) -> bool:
-        """Return whether the models can read packed rows of at most ``longest`` tokens each."""
         return self._packs and all(packs(model, longest) for model in self._models())
 
     def _models(self) -> list[PreTrainedModel]:
@@ -160,11 +151,7 @@ class ActorCritic(nn.Module):
         return [actor, _trained(self.critic, "critic", but=self.actor)]
 
     def copied(self, device: torch.device | None = None) -> ActorCritic:
-        """Return a copy with its own trained parameters; the others stay shared where the device stays.
-
-        Args:
-            device: of the copy; that of the models when ``None``.
-        """
+        """Return a copy with its own trained parameters; the others stay shared where the device stays."""
         held: dict[int, Tensor] = {}
         for tensor in (*self.parameters(), *self.buffers()):
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -258,11 +245,6 @@ class ActorCriticRecipe:
     shared_trunk: bool = False
 
     def load(self) -> ActorCritic:
-        """Return the models.
-
-        Raises:
-            ConfigError, ModelRefused: see :meth:`ModelRecipe.load`.
-        """
         actor = self.actor.load()
         if self.shared_trunk:
             return ActorCritic(actor, value_model_on(actor))

@@ -43,7 +43,6 @@ class StalenessMetrics:
 
     @torch.no_grad()
     def add(self, part: MicroBatch, logprobs: Tensor, evaluated: LossValue) -> None:
-        """Add the tokens of a micro-batch, with their current log-probs, float32 [T], and the loss's result."""
         staleness = (self._version - part.versions).clamp(0, len(STALENESS) - 1)
         classes = torch.arange(len(STALENESS), device=staleness.device)[:, None]
         by_class = (staleness == classes) & part.mask  # [3, T]
@@ -74,7 +73,6 @@ class StalenessMetrics:
         self._clips = bool(team.sum(torch.tensor(int(self._clips))))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics: ``policy/clipfrac_staleness_*`` of a loss that clips, and ``mismatch/*``."""
         if not self._by_class:
             return {}
         counts, clipped = torch.stack(self._by_class).sum(0).tolist()
@@ -143,7 +141,6 @@ class UpdateMetrics:
     loads: list[Tensor] = field(default_factory=list)
 
     def add(self, part: MicroBatch, logprobs: Tensor, evaluated: LossValue, loads: Tensor | None) -> None:
-        """Add a micro-batch that is trained on: its current log-probs, float32 [T], the loss's result, and loads."""
         self.loads += [] if loads is None else [loads]
         self.staleness.add(part, logprobs, evaluated)
         self.micro_batches += 1
@@ -159,7 +156,6 @@ class UpdateMetrics:
             self.loads = [team.sum(_sum(self.loads, torch.zeros(shape, dtype=torch.int64)))]
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the work done and, if an optimizer step was made, those of loss and gradients."""
         work = {
             "train/minibatches": float(len(self.measured)),
             "train/minibatches_skipped": float(self.minibatches_skipped),

@@ -45,12 +45,11 @@ class MasterWeights:
         }
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what the optimizer steps on in the place of ``parameter``."""
         return self._copies.get(parameter, parameter)
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Add the parameters' gradients to those of their copies, and clear them."""
+        # Gradients are added to those of the copies, and cleared.
         for parameter, master in self._copies.items():
             if parameter.grad is not None:
                 gradient = parameter.grad.float()
@@ -59,29 +58,17 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Set the parameters to the values of their copies, rounded."""
         for parameter, master in self._copies.items():
             parameter.copy_(master)
 
     def clear(self) -> None:
-        """Clear the gradients of the parameters; the optimizer clears those of the copies."""
+        # The optimizer clears the gradients of the copies.
         for parameter in self._copies:
             parameter.grad = None
 
 
 class Optimisation:
-    """AdamW through accelerate, on float32 copies of 16-bit weights; it clips each model's gradient apart.
-
-    Args:
-        models: what is trained.
-        settings: learning rates, weight decay and the largest gradient norm.
-
-    Attributes:
-        models: as accelerate has prepared them.
-        masters: the float32 copies.
-        optimizer: as accelerate has prepared it.
-        weights: on which it steps, for each model.
-    """
+    """AdamW through accelerate, on float32 copies of 16-bit weights; it clips each model's gradient apart."""
 
     def __init__(self, models: ActorCritic, settings: TrainerSettings) -> None:
         self._max_grad_norm = settings.max_grad_norm
@@ -99,16 +86,11 @@ class Optimisation:
         self.models, self.optimizer = self._accelerator.prepare(models, _adamw(settings, self.weights))
 
     def scale(self, factor: float) -> None:
-        """Set each learning rate to ``factor`` times its peak."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * factor
 
     def require_every_step(self) -> None:
-        """Accept accelerate's state, which is the process's, only if it neither divides losses nor skips steps.
-
-        Raises:
-            ConfigError: another ``Accelerator`` of the process accumulates gradients.
-        """
+        # accelerate's state is the process's: another Accelerator may divide losses or skip steps.
         steps, synchronised = self._accelerator.gradient_accumulation_steps, self._accelerator.sync_gradients
         if steps != 1 or not synchronised:
             raise ConfigError(
@@ -156,7 +138,6 @@ class Optimisation:
         self.masters.clear()
 
     def named_weights(self) -> dict[str, nn.Parameter]:
-        """Return the weights on which it steps, by the names of the models' parameters."""
         named = self.models.named_parameters()
         return {name: self.masters.of(parameter) for name, parameter in named if parameter.requires_grad}
 
@@ -204,24 +185,13 @@ def gather_training(optimisation: Optimisation, team: Team) -> dict[str, Tensor]
 
 
 def write_training(directory: Path, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> None:
-    """Write what :func:`gather_training` returned, and counts, of updates for example.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
     with writing(directory / _FILE):
         save_file(dict(tensors), directory / _FILE, metadata={name: str(count) for name, count in counts.items()})
 
 
 @torch.no_grad()
 def read_training(directory: Path, optimisation: Optimisation, team: Team) -> dict[str, int]:
-    """Restore parameters and optimizer in place; return the counts.
-
-    Only rank 0 reads the file, which other machines may lack.
-
-    Raises:
-        CheckpointError: the file cannot be read, or was written of other parameters; nothing is changed.
-    """
+    # Only rank 0 reads the file, which other machines may lack. Nothing is changed where it does not fit.
     stored, counts = dict[str, dict[str, Tensor]](), dict[str, int]()
     trained = optimisation.named_weights()
 

@@ -68,12 +68,10 @@ class MicroBatch:
 
     @property
     def padding(self) -> int:
-        """Number of ``ids`` that are padding."""
         return self.ids.numel() - sum(self.lengths)
 
     @property
     def packed(self) -> bool:
-        """Whether rows lie end to end."""
         return len(self.ids) < len(self.lengths)
 
     @property
@@ -101,13 +99,11 @@ def minibatches(units: Sequence[list[int]], count: int, key: Sequence[int]) -> I
 
 
 def tokens_read(batch: Batch, rows: Sequence[int], *, packed: bool = False) -> int:
-    """Return the tokens of a forward pass over rows, padding included."""
     read = [_read(batch, row) for row in rows]
     return sum(read) if packed else len(rows) * max(read)
 
 
 def longest_read(batch: Batch) -> int:
-    """Return the tokens of the longest row that a forward pass reads."""
     return max(_read(batch, row) for row in range(len(batch)))
 
 
@@ -141,7 +137,6 @@ def _read(batch: Batch, row: int) -> int:
 def pack(
     batch: Batch, rows: Sequence[int], device: torch.device, inputs: Collection[Input] = (), *, packed: bool = False
 ) -> MicroBatch:
-    """Return rows of the batch as one forward pass on ``device``, with those of the ``inputs`` that the batch holds."""
     prompts = [batch.responses[row].prompt.tokens for row in rows]
     tokens = batch.rows()
     spans = [tokens[row] for row in rows]

@@ -71,8 +71,6 @@ class Team(Protocol):
 
 
 class Alone:
-    """One process that makes its updates alone; implements :class:`Team`."""
-
     rank = 0
     size = 1
 
@@ -96,16 +94,9 @@ class Alone:
 
 
 class Ranked:
-    """Processes that have met by ``torch.distributed``; implements :class:`Team`.
+    """Processes that have met by ``torch.distributed``, gloo for tensors of a CPU and NCCL for those of GPUs.
 
-    Args:
-        rank: of this process.
-        size: number of processes.
-        meeting: where they meet, an ``init_method`` of ``torch.distributed.init_process_group``.
-        device: of the tensors that they exchange: gloo carries those of a CPU, NCCL those of GPUs.
-
-    Attributes:
-        mesh: all ranks, in one dimension.
+    ``meeting``: an ``init_method`` of ``torch.distributed.init_process_group``.
     """
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
@@ -126,7 +117,7 @@ class Ranked:
         return total
 
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
-        """Replace gradients by their sums; those of sharded weights are summed as they are made."""
+        # Gradients of sharded weights are summed as they are made.
         weights = [weight for weight in weights if not isinstance(weight, DTensor)]
         have = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.uint8, device=self.device)
         dist.all_reduce(have, dist.ReduceOp.MAX)
@@ -141,7 +132,7 @@ class Ranked:
         return given
 
     def first(self, value: T) -> T:
-        """Return the value of the first rank that gave a true one; JSON, which runs nothing, carries it."""
+        # JSON, which runs nothing, carries the value.
         said = json.dumps(value).encode() if value else b""
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         lengths[self.rank] = len(said)
@@ -157,7 +148,6 @@ class Ranked:
         return cast("T", json.loads(bytes(text.tolist())))
 
     def once(self, work: Callable[[], None]) -> None:
-        """Let rank 0 do ``work``; where it fails, all raise: rank 0 its error, the others one that quotes it."""
         error: Exception | None = None
         if not self.rank:
             try:
@@ -193,12 +183,7 @@ def deal(costs: Sequence[float], had: list[float], rank: int) -> list[int | None
     """Return the parts of a rank, one for each round; ``None`` for a round in which there is none left for it.
 
     A round has a part of similar cost for each rank, since sharded weights are gathered layer by layer in step. Within
-    a round the most expensive part goes to the rank that has had the least.
-
-    Args:
-        costs: of each part, in any unit.
-        had: what each rank has had so far; the costs of its parts are added.
-        rank: whose parts are returned.
+    a round the most expensive part goes to the rank that has had the least; ``had`` is added to.
 
     Example:
         >>> [deal([5, 9, 1], [0, 0], rank) for rank in (0, 1)]
@@ -219,10 +204,6 @@ def shard(models: ActorCritic, mesh: DeviceMesh) -> None:
     """Give each rank of ``mesh`` a shard of every parameter; a layer's are whole only while it computes.
 
     Gradients are summed over the ranks, not averaged: losses divide by the size of the whole minibatch.
-
-    Raises:
-        ModelRefused: the actor or the critic has no layers that transformers marks as such, or trained weights are of
-            several dtypes.
     """
     dtypes = {str(parameter.dtype) for parameter in models.parameters() if parameter.requires_grad}
     if len(dtypes) > 1:
@@ -287,21 +268,12 @@ class Replicas:
     loaded: bool = False
 
     def device(self, rank: int, size: int, models: ActorCritic) -> torch.device:
-        """Return where a rank computes.
-
-        Raises:
-            ConfigError: there are not as many devices as ranks.
-        """
         if self.devices and len(self.devices) != size:
             raise ConfigError(f"expected a device for each of {size} ranks, got {len(self.devices)}")
         return numbered(self.devices[rank]) if self.devices and not self.loaded else models.actor.device
 
     def of(self, whole: ActorCritic, team: Ranked) -> ActorCritic:
-        """Return what a rank trains: ``whole`` itself, or a copy of it on the rank's device; its own shard of it.
-
-        Raises:
-            ModelRefused: a model cannot be sharded.
-        """
+        """Return what a rank trains: ``whole`` itself, or a copy of it on the rank's device; its own shard of it."""
         models = whole
         if not self.loaded and (team.rank or self.shard or team.device != whole.actor.device):
             models = whole.copied(team.device)
@@ -313,11 +285,6 @@ class Replicas:
         return models
 
     def remote(self) -> tuple[ActorCriticRecipe, Replicas]:
-        """Return how a rank on another machine makes its models, and how it has them.
-
-        Raises:
-            ModelError: that is not known.
-        """
         if self.recipe is None:
             raise ModelError(
                 "a trainer with a rank on another machine needs to know how its models are loaded there: expected "

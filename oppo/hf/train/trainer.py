@@ -169,7 +169,7 @@ class HfTrainerCore:
 
     @cached_property
     def optimisation(self) -> Optimisation:
-        """The optimizer; created at its first use, so that its memory is allocated where updates are made."""
+        # Created at its first use, so that its memory is allocated where updates are made.
         if isinstance(self._team, Alone):  # else they were prepared before they were sharded
             self._whole.prepare()
         return Optimisation(self._models, self.settings)
@@ -408,7 +408,6 @@ class HfTrainerCore:
     def backward(
         self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole, balance: Tensor | None = None
     ) -> LossValue:
-        """Add the gradient of a micro-batch of a minibatch of this size, and of its ``balance``; return the losses."""
         evaluated = self._evaluated(part, outputs, size)
         if balance is not None:
             loss = evaluated.loss + self._balancing.weight * balance
@@ -421,8 +420,6 @@ class HfTrainerCore:
         return evaluated(self.loss, Inputs(part.mask, part.row, part.groups, size, {**part.given, **inputs}))
 
     def outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
-        """Return log-probs, values if there is a critic, and what else the loss has as input: float32 [T, ...]."""
-
         def measure(logits: Tensor, at: slice, again: bool) -> dict[Input, Tensor]:
             temperature, logits = self._sampling.temperature, logits[..., self._sampling.ids]
             support = SupportIndex.of(part.support.slice(at.start, at.stop), logits.device)
@@ -453,8 +450,6 @@ class HfTrainerCore:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MakesCore:
-    """Makes a core where it works; the arguments are those of :class:`HfTrainerCore`."""
-
     models: Source[ActorCritic]
     sampling: Sampling
     settings: TrainerSettings
@@ -467,11 +462,7 @@ class MakesCore:
         return HfTrainerCore(models, self.sampling, self.settings, self.loss, self.counts, replicas=self.replicas)
 
     def remote(self) -> Callable[[], HfTrainerCore]:
-        """Return what makes a copy on another machine, which gets the trained weights when it joins.
-
-        Raises:
-            ModelError: there is no recipe of the models.
-        """
+        # A copy on another machine gets the trained weights when it joins.
         recipe, replicas = self.replicas.remote()
         return partial(_remote, recipe, self.sampling, self.settings, self.loss, replicas)
 
