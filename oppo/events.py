@@ -34,14 +34,17 @@ LONGEST_REASON: Final = 4000
 """Characters of the reason of a ``Drop``."""
 
 
+_NO_IDS: Final = np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ragged:
     # What some tokens have, token after token; |counts| says how much of it belongs to each token.
-    ids: NDArray[Any] = field(default_factory=lambda: np.zeros(0, np.int32))
-    counts: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    ids: NDArray[Any] = field(default_factory=lambda: _NO_IDS)
+    counts: IntArray = field(default_factory=lambda: _NO_IDS)
 
     def __post_init__(self) -> None:
-        listed = int(np.abs(self.counts).sum())
+        listed = int(np.abs(self.counts).sum()) if len(self.counts) else 0
         if listed != len(self.ids):
             kind = type(self).__name__
             raise ValueError(f"{kind} of {len(self.counts)} tokens counts {listed} ids, but holds {len(self.ids)}")
@@ -145,6 +148,14 @@ class RoutedExperts(_Ragged):
         return np.arange(len(self.ids)) - np.repeat(after, self.counts)
 
 
+# Shared, since the garbage collector visits what every chunk holds, and most chunks have neither.
+UNTRUNCATED: Final = Support()
+"""The support of tokens that were sampled from the whole vocabulary."""
+
+UNROUTED: Final = RoutedExperts()
+"""The routed experts of tokens of which none are known."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """One sample to be generated for one prompt: opens a rollout.
@@ -213,8 +224,8 @@ class Chunk:
     tokens: IntArray
     logprobs: FloatArray
     versions: IntArray
-    support: Support = field(default_factory=Support)
-    routed_experts: RoutedExperts = field(default_factory=RoutedExperts)
+    support: Support = UNTRUNCATED
+    routed_experts: RoutedExperts = UNROUTED
 
     def merge(self, *later: Chunk) -> Chunk:
         """Return this chunk and contiguous later ones as one.
@@ -267,8 +278,8 @@ class Response:
     logprobs: FloatArray
     versions: IntArray
     sampled: BoolArray
-    support: Support = field(default_factory=Support)
-    routed_experts: RoutedExperts = field(default_factory=RoutedExperts)
+    support: Support = UNTRUNCATED
+    routed_experts: RoutedExperts = UNROUTED
 
     @classmethod
     def empty(cls, prompt: Prompt) -> Response:

@@ -30,6 +30,8 @@ from oppo.declared import (
 )
 from oppo.errors import ProtocolError
 from oppo.events import (
+    UNROUTED,
+    UNTRUNCATED,
     Batch,
     Chunk,
     Finish,
@@ -157,9 +159,9 @@ class Piece:
     logprobs: FloatArray
     versions: IntArray
     state: PieceState
-    support: Support = field(default_factory=Support)
+    support: Support = UNTRUNCATED
     from_tool: bool = False
-    routed_experts: RoutedExperts = field(default_factory=RoutedExperts)
+    routed_experts: RoutedExperts = UNROUTED
 
     def event(self, rollout: int, start: int) -> Chunk | ToolTokens:
         """Return its tokens as an event of ``rollout``, from position ``start`` on."""

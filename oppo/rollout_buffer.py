@@ -15,26 +15,30 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
 import numpy as np
 
 from oppo.errors import ModelError, ProtocolError, leaves
-from oppo.events import FinishReason, FloatArray, IntArray, Prompt, Response, RoutedExperts, Support
+from oppo.events import (
+    UNROUTED,
+    UNTRUNCATED,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Prompt,
+    Response,
+    RoutedExperts,
+    Support,
+)
 from oppo.models import Decode, Piece, PieceState
 from oppo.turns import turn_so_far
 
 R = TypeVar("R")
-
-WHOLE: Final = Support()
-"""The support of a token that was sampled from the whole vocabulary."""
-
-UNKNOWN: Final = RoutedExperts()
-"""The routed experts of a token of which none are known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +60,8 @@ class DecodeStep:
     logprobs: FloatArray
     version: int
     reasons: tuple[FinishReason | None, ...]
-    support: Support = field(default_factory=Support)
-    routed_experts: RoutedExperts = field(default_factory=RoutedExperts)
+    support: Support = UNTRUNCATED
+    routed_experts: RoutedExperts = UNROUTED
 
 
 class DecodeEngine(Protocol[R]):
@@ -79,8 +83,8 @@ class DecodedToken(NamedTuple):
     token: int
     logprob: float
     version: int
-    support: Support = WHOLE
-    routed_experts: RoutedExperts = UNKNOWN
+    support: Support = UNTRUNCATED
+    routed_experts: RoutedExperts = UNROUTED
     from_tool: bool = False
 
 

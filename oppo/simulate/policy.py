@@ -23,7 +23,7 @@ from anyio.abc import TaskGroup
 
 from oppo.declared import require_declared
 from oppo.errors import ProtocolError, as_itself
-from oppo.events import FloatArray, IntArray, Prompt, Response, Support, ToolTokens
+from oppo.events import UNTRUNCATED, FloatArray, IntArray, Prompt, Response, Support, ToolTokens
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Piece, PieceState, Weights
 from oppo.simulate.engine import Device, Lane
 from oppo.simulate.models import ReadSeconds, noises, require_seconds
@@ -224,22 +224,23 @@ class FakePolicy:
         mine = self.mine(decodes)
         if self._loops is None:
             raise ProtocolError(f"{len(decodes)} rollouts were added to a decoding that has ended")
-        for decode in mine if self._cut is not None else ():
-            if decode.waiting:
-                self._waiting[decode] = None
-            elif not decode.done:
-                self._go_on(decode)
+        going = [decode for decode in mine if not (decode.waiting or decode.done)] if self._cut is not None else []
+        self._waiting |= {decode: None for decode in mine if decode.waiting and self._cut is not None}
+        for decode in going:
+            self._go_on(decode)
+        self._start(going)
 
     def rejoin(self, decode: FakeDecode) -> None:
         """Decode on after a turn was answered."""
         self._waiting.pop(decode, None)
         self._go_on(decode)
+        self._start([decode])
         decode.wake()
 
     def end(self, decode: FakeDecode) -> None:
         self._end([decode])
         decode.wake()
-        self._start(decode)
+        self._start([decode])
 
     def _go_on(self, decode: FakeDecode) -> None:
         if decode.lane is None:
@@ -247,7 +248,6 @@ class FakePolicy:
         self._live[decode] = None
         self._read(decode, self._adopted)
         decode.join()
-        self._start(decode)
 
     def _read(self, decode: FakeDecode, load: int) -> None:
         start, stop = decode.unread(load, again=self.kv_on_sync == "recompute")
@@ -260,8 +260,8 @@ class FakePolicy:
     def _home(self) -> Lane[FakeDecode]:
         return min(self.lanes, key=lambda lane: lane.homes)
 
-    def _start(self, decode: FakeDecode) -> None:
-        for lane in self.lanes if self.holds and self.pace is None else [decode.lane]:
+    def _start(self, decodes: Iterable[FakeDecode]) -> None:
+        for lane in self.lanes if self.holds and self.pace is None else dict.fromkeys(each.lane for each in decodes):
             if self._loops is not None and lane is not None:
                 self._loops.start_soon(lane.run)
 
@@ -279,7 +279,7 @@ class FakePolicy:
     def support(self, tokens: IntArray) -> Support:
         """Return the support of tokens: each token and the ``kept - 1`` ids after it."""
         if not self.kept:
-            return Support()
+            return UNTRUNCATED
         ids = np.add.outer(tokens, np.arange(self.kept, dtype=np.int32)).ravel()
         return Support(ids, np.full(len(tokens), self.kept, np.int32))
 
@@ -353,8 +353,8 @@ class FakeDecode:
         self._at_home = False
         self._full = False
         self._wanted = 0
-        self._grown = anyio.Event()
-        self._turned = anyio.Event()
+        self._grown: anyio.Event | None = None
+        self._turned: anyio.Event | None = None
         for position, version in enumerate(versions):
             self._made_by(version, position)
 
@@ -448,34 +448,35 @@ class FakeDecode:
 
     def wake(self) -> None:
         """Wake the reader if it has all that it waits for, or if decoding stopped."""
-        if self.made >= self._wanted or not self.policy.is_decoding(self) or self._at_turn():
+        decoding = self.policy.is_decoding(self)
+        if self._grown is not None and (not decoding or self.made >= self._wanted or self._at_turn()):
             self._grown.set()
-        if self.waiting or not self.policy.is_decoding(self):
+        if self._turned is not None and (self.waiting or not decoding):
             self._turned.set()
 
     def _at_turn(self) -> bool:
-        return self.made > self.taken and (
-            self.waiting or any(at + len(given) > self.taken for at, given in self.answers.items())
+        return (self.waiting or any(at + len(given) > self.taken for at, given in self.answers.items())) and (
+            self.made > self.taken
         )
 
     async def read(self, limit: int) -> Piece:
         if self.closed:
             raise ProtocolError(f"rollout {self.prompt.rollout} was closed, so it cannot be read")
         self._wanted = self.taken + limit
-        while self.made < self._wanted and self.policy.is_decoding(self) and not self._at_turn():
+        while (made := self.made) < self._wanted and self.policy.is_decoding(self) and not self._at_turn():
             self._grown = anyio.Event()
             if self.lane is not None and self in self.lane:
                 self.lane.expect(self)
             await self._grown.wait()
         start, answers = self.taken, self._given()
         borders = [end for answer in answers for end in (answer.start, answer.stop) if end > start]
-        self.taken = stop = min(self.made, start + limit, *borders)  # no piece mixes given and sampled tokens
-        tokens = self.tokens(start, stop)
+        self.taken = stop = min(made, start + limit, *borders)  # no piece mixes given and sampled tokens
+        tokens, versions = self.tokens(start, stop), self.versions(start, stop)
         return Piece(
             tokens,
-            self.logprobs(start, stop),
-            self.versions(start, stop),
-            self._state(),
+            self.logprobs(start, versions),
+            versions,
+            self._state(made),
             self.policy.support(tokens),
             from_tool=any(start in answer for answer in answers),
         )
@@ -483,10 +484,11 @@ class FakeDecode:
     def _given(self) -> list[range]:
         return [self.policy.given(self.prompt), *(range(at, at + len(each)) for at, each in self.answers.items())]
 
-    def _state(self) -> PieceState:
-        if self.taken < self.made or (not self.done and self.policy.is_decoding(self)):
+    def _state(self, made: int) -> PieceState:
+        done = made >= self.length and not self.waiting
+        if self.taken < made or (not done and self.policy.is_decoding(self)):
             return "live"
-        if not self.done:
+        if not done:
             return "cut"
         return "length" if self._full or self.length >= self.policy.cap else "eos"
 
@@ -499,11 +501,14 @@ class FakeDecode:
                 tokens[here.start - start : here.stop - start] = given[here.start - at : here.stop - at]
         return tokens
 
-    def logprobs(self, start: int, stop: int) -> FloatArray:
+    def logprobs(self, start: int, versions: IntArray) -> FloatArray:
         key = (self.policy.seed, self.prompt.rollout)
-        return (-4 * noises(key, range(start, stop), self.versions(start, stop).tolist())).astype(np.float32)
+        positions = range(start, start + len(versions))
+        return (-4 * noises(key, positions, versions.tolist())).astype(np.float32)
 
     def versions(self, start: int, stop: int) -> IntArray:
+        if len(self._runs) == 1:
+            return np.full(stop - start, self._runs[0][1], np.int32)
         found = np.empty(stop - start, np.int32)
         first = max(0, bisect_right(self._runs, start, key=lambda run: run[0]) - 1)
         for at, version in self._runs[first:]:

@@ -555,6 +555,12 @@ def require_piece(piece: Piece, policy: Policy, rollout: int, limit: int, oldest
         raise ProtocolError(f"rollout {rollout}: read({limit}) of {type(policy).__name__} returned {fault}")
 
 
+_STATES: Final = get_args(PieceState)
+_COLUMNS: Final = (
+    ("tokens", np.dtype(np.int32)),
+    ("logprobs", np.dtype(np.float32)),
+    ("versions", np.dtype(np.int32)),
+)
 _ROUNDING: Final = 1e-3
 """By which a log-prob may exceed 0."""
 
@@ -562,13 +568,12 @@ _ROUNDING: Final = 1e-3
 def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) -> str:
     if not isinstance(piece, Piece):
         return f"{described(piece)}; expected a Piece"
-    if piece.state not in get_args(PieceState):
-        return f"a piece whose state is {piece.state!r}; expected one of {', '.join(get_args(PieceState))}"
-    columns = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
-    for name, kind in columns.items():
+    if piece.state not in _STATES:
+        return f"a piece whose state is {piece.state!r}; expected one of {', '.join(_STATES)}"
+    for name, kind in _COLUMNS:
         column: object = getattr(piece, name)
         if not isinstance(column, np.ndarray) or column.dtype != kind or column.ndim != 1:
-            return f"a piece whose {name} are {described(column)}; expected {kind.__name__} [n]"
+            return f"a piece whose {name} are {described(column)}; expected {kind} [n]"
     n, versions = len(piece.tokens), piece.versions
     if n > limit:
         return f"a piece of {n} tokens; expected at most {limit}"
@@ -593,7 +598,7 @@ def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) 
         )
     if (piece.logprobs > _ROUNDING).any():
         return f"a piece with a log-prob of {piece.logprobs.max()}; expected at most 0, the log of a probability"
-    if not oldest <= versions[0] <= versions[-1] <= newest or (versions[1:] < versions[:-1]).any():
+    if not oldest <= versions[0] <= versions[-1] <= newest or (n > 1 and (versions[1:] < versions[:-1]).any()):
         return (
             f"a piece whose tokens were made by versions {np.unique(versions).tolist()}, lastly {versions[-1]}, after "
             f"{oldest}; versions never decrease, and the policy's is {newest}"

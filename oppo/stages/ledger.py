@@ -30,7 +30,18 @@ import numpy as np
 from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView, Restarting
 from oppo.declared import require_whole
 from oppo.errors import AdmissionError, DataError, ProtocolError, blaming, noted, shown
-from oppo.events import Chunk, Drop, Finish, FinishReason, Prompt, Response, RoutedExperts, Support, ToolTokens
+from oppo.events import (
+    UNROUTED,
+    Chunk,
+    Drop,
+    Finish,
+    FinishReason,
+    Prompt,
+    Response,
+    RoutedExperts,
+    Support,
+    ToolTokens,
+)
 from oppo.log import logger
 from oppo.models import Decode
 
@@ -296,7 +307,7 @@ class InFlightRollout:
         reason: why the response ended; ``None`` while it is unfinished.
         dropped: why the rollout is not trained; empty if it is.
         ended: loop time at which its last piece was read, in seconds; NaN while it is unfinished.
-        grown: set when a piece is appended.
+        grown: set when a piece is appended; a reader of the pieces waits for it.
     """
 
     prompt: Prompt
@@ -308,14 +319,15 @@ class InFlightRollout:
     dropped: str = ""
     ended: float = math.nan
     tool_tokens: int = 0
-    grown: anyio.Event = field(default_factory=anyio.Event)
+    grown: anyio.Event | None = None
 
     def append(self, piece: Chunk | ToolTokens) -> None:
         """Append a piece that was read."""
         self.pieces.append(piece)
         self.length += len(piece.tokens)
         self.tool_tokens += len(piece.tokens) if isinstance(piece, ToolTokens) else 0
-        self.grown.set()
+        if self.grown is not None:
+            self.grown.set()
 
     @property
     def sampled(self) -> int:
@@ -406,7 +418,7 @@ class RolloutSnapshot:
             state["versions"],
             state["sampled"],
             support,
-            routed or RoutedExperts(),
+            routed or UNROUTED,
         )
         return cls(response, state["reason"], state.get("dropped", ""))
 

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import FinishReason, Prompt, Response, RoutedExperts, Support
+from oppo.events import UNROUTED, UNTRUNCATED, FinishReason, Prompt, Response, RoutedExperts, Support
 from oppo.models import PieceState, Sampling
-from oppo.rollout_buffer import UNKNOWN, WHOLE, DecodedToken, DecodeEngine, RolloutBuffer
+from oppo.rollout_buffer import DecodedToken, DecodeEngine, RolloutBuffer
 from oppo.turns import StopCriteria, turn_ended
 from oppo.vllm.surface import Collector, Completion, Logprob, Output
 
@@ -185,7 +185,7 @@ class Request:
         fresh = []
         for token, logprob, support in sampled(completion, self.sampling, self.written):
             position = len(self.prompt.tokens) + self.written
-            experts = UNKNOWN if self.routes is None else self.routes.before(position)
+            experts = UNROUTED if self.routes is None else self.routes.before(position)
             fresh.append(DecodedToken(token, logprob, version_at(self._made), support, experts))
             self._tokens.append(token)
             self._made += 1
@@ -277,4 +277,4 @@ def _support(found: Mapping[int, Logprob], token: int, sampling: Sampling, posit
         return Support(np.array(ids, np.int32), np.array([len(ids)], np.int32))
     if position < sampling.min_new_tokens and sampling.stop:
         return Support(np.array(sampling.stop, np.int32), np.array([-len(sampling.stop)], np.int32))
-    return WHOLE
+    return UNTRUNCATED

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oppo.events import Chunk, Prompt, Support, ToolTokens
+from oppo.events import UNTRUNCATED, Chunk, Prompt, Support, ToolTokens
 from oppo.hf.kv.reader import Reader, WholeRows
 from oppo.scorers import RolloutSession, RolloutSessions
 
@@ -46,7 +46,7 @@ class ReadState(RolloutSession):
 
     read: int = 0
     unread: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    support: Support = field(default_factory=Support)
+    support: Support = UNTRUNCATED
     kept: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
     tail: Tensor | None = None
@@ -152,7 +152,7 @@ class IncrementalPrefill:
         return self._reader.memory()
 
     def _received(self, event: Prompt | Chunk | ToolTokens) -> ReadState:
-        support = event.support if self._predictive and isinstance(event, Chunk) else Support()
+        support = event.support if self._predictive and isinstance(event, Chunk) else UNTRUNCATED
         state = self._states.receive(event, support)
         state.support = Support.concatenate([(state.support, len(state.unread)), (support, len(event.tokens))])
         state.unread = np.concatenate((state.unread, event.tokens.astype(np.int64)))

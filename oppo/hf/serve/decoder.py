@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError
-from oppo.events import FinishReason, Prompt, RoutedExperts
+from oppo.events import UNROUTED, FinishReason, Prompt, RoutedExperts
 from oppo.hf.devices import synchronised
 from oppo.hf.kv.cache import take
 from oppo.hf.kv.prefill import EXACT_BLOCK
@@ -208,7 +208,7 @@ class Decoder:
     def _routed(self, live: Sequence[DecodeRow]) -> RoutedExperts:
         # A position that is read again, under newer weights for example, keeps the experts of the first time.
         if self._routes is None:
-            return RoutedExperts()
+            return UNROUTED
         lengths = [len(row.prompt.tokens) + len(row.tokens) for row in live]
         counts = [length - row.routed for row, length in zip(live, lengths, strict=True)]
         found = [self._routes.pop(row.key)[-count:] for row, count in zip(live, counts, strict=True)]

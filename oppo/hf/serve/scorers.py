@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelLost
-from oppo.events import BoolArray, Chunk, Finish, FloatArray, Prompt, Response, Support, ToolTokens
+from oppo.events import UNTRUNCATED, BoolArray, Chunk, Finish, FloatArray, Prompt, Response, Support, ToolTokens
 from oppo.hf.devices import synchronised
 from oppo.hf.head import OwnHead, separable_head
 from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
@@ -70,7 +70,7 @@ def _packed(event: Growth, *, supports: bool, columns: Sequence[str]) -> _Packed
     start = 0 if isinstance(event, Prompt) else event.start
     given = event.columns if isinstance(event, Prompt) else {}
     held = {name: given[name] for name in columns if name in given}
-    support = event.support if supports and isinstance(event, Chunk) else Support()
+    support = event.support if supports and isinstance(event, Chunk) else UNTRUNCATED
     tokens, ids, counts = (
         array.astype(np.int32, copy=False).tobytes() for array in (event.tokens, support.ids, support.counts)
     )
