@@ -363,4 +363,5 @@ class Gather(BatchStage):
 
     def estimated(self, batch: Batch) -> Batch:
         """Return the batch with the mean of its scores."""
-        return replace(batch, metrics={"objective/scores": float(batch.scores.mean())} if len(batch) else {})
+        scores = batch.scores[batch.firsts]
+        return replace(batch, metrics={"objective/scores": float(scores.mean())} if len(batch) else {})

@@ -263,7 +263,7 @@ class Generate:
         rejected = judged = 0
         for number in count(1):
             placed = list(self._ledger.placed)
-            refused = [unit for unit in placed if await select.rejects(step.index, [p.rollout for p in unit.prompts])]
+            refused = [unit for unit in placed if await select.rejects(step.index, unit.prompts)]
             rejected, judged = rejected + len(refused), len(placed) + rejected
             filled = self._ledger.replace(refused)
             for unit in filled:
@@ -462,8 +462,9 @@ class Generate:
                 self._branching.ended(ending)
 
     async def _finish(self, unit: Unit, out: Sender[RolloutEvent]) -> None:
-        for number in [prompt.rollout for prompt in unit.prompts]:
-            rollout = self._in_flight[number]
+        # Branches first: whoever has the score of a first conversation then knows of the others.
+        for prompt in sorted(unit.prompts, key=lambda prompt: not prompt.branch):
+            rollout = self._in_flight[prompt.rollout]
             ending = rollout.ending()
             self._lengths.append(len(rollout.prompt.tokens) + rollout.length)
             await self._close(rollout)

@@ -41,6 +41,7 @@ class MicroBatch:
         tokens: int64 [T].
         mask: bool [T], true for the tokens that are trained.
         groups: int64 [n], the group of each row.
+        shares: float32 [n], of each row in its rollout, see :class:`oppo.losses.Inputs`.
         versions: int64 [T].
         behaviour: float32 [T], behaviour log-probs.
         given: inputs of the loss that the batch holds: float32 [T], [T, k + 1], or [n] for those of rows.
@@ -59,6 +60,7 @@ class MicroBatch:
     tokens: Tensor
     mask: Tensor
     groups: Tensor
+    shares: Tensor
     versions: Tensor
     behaviour: Tensor
     given: Mapping[Input, Tensor]
@@ -94,10 +96,21 @@ def units(batch: Batch, unit: Unit) -> list[list[int]]:
     return list(members.values())
 
 
-def minibatches(units: Sequence[list[int]], count: int, key: Sequence[int]) -> Iterator[list[list[int]]]:
-    """Yield one epoch of units, shuffled by ``key``, in ``count`` parts of nearly equal size; none is empty."""
-    shuffled = np.random.default_rng(key).permutation(len(units))
-    yield from ([units[each] for each in part] for part in np.array_split(shuffled, count) if len(part))
+def minibatches(
+    batch: Batch, units: Sequence[list[int]], count: int, key: Sequence[int]
+) -> Iterator[list[list[int]]]:
+    """Yield one epoch of units, shuffled by ``key``, in ``count`` parts of nearly equal size; none is empty.
+
+    The conversations of a rollout stay together.
+    """
+    rollouts = dict[int, list[list[int]]]()
+    for unit in units:
+        rollouts.setdefault(batch.responses[unit[0]].prompt.first, []).append(unit)
+    whole = list(rollouts.values())
+    shuffled = np.random.default_rng(key).permutation(len(whole))
+    for part in np.array_split(shuffled, count):
+        if len(part):
+            yield list(chain.from_iterable(whole[each] for each in part))
 
 
 def tokens_read(batch: Batch, rows: Sequence[int], *, packed: bool = False) -> int:
@@ -196,11 +209,12 @@ def pack(
         for name, column in held.items()
         if column is not None and (name in inputs or name == "behaviour")
     }
-    floats = _uploaded(given, np.float32, device)
+    floats = _uploaded({**given, "shares": batch.shares()[list(rows)]}, np.float32, device)
     return MicroBatch(
         lengths=read,
         mask=whole.pop("mask").bool(),
         behaviour=floats["behaviour"],
+        shares=floats["shares"],
         given={name: floats[name] for name in given if name in inputs},
         support=batch.support(rows),
         **whole,

@@ -78,10 +78,11 @@ class PartialGradient:
     version: int
     parts: list[tuple[MicroBatch, Mapping[Input, Tensor], Tensor | None]] = field(default_factory=list)
     finite: bool = True
-    _rows: dict[int, tuple[Batch, int]] = field(default_factory=dict)
+    _rows: dict[int, tuple[Batch, int, float]] = field(default_factory=dict)
 
     def note(self, part: Batch) -> None:
-        self._rows.update({rollout: (part, row) for row, rollout in enumerate(part.rollouts)})
+        shares = part.shares().tolist()
+        self._rows.update({rollout: (part, row, shares[row]) for row, rollout in enumerate(part.rollouts)})
 
     def holds(self, rollout: int) -> bool:
         return rollout in self._rows
@@ -89,11 +90,14 @@ class PartialGradient:
     def is_of(self, batch: Batch, version: int) -> bool:
         """Return whether it is finite, of these weights, and of rows that are all in ``batch``, as they are there."""
         at = {rollout: row for row, rollout in enumerate(batch.rollouts)}
-        known = self._rows.items()
+        known, shares = self._rows.items(), batch.shares()
         return (
             self.finite
             and self.version == version
-            and all(rollout in at and _alike(part, row, batch, at[rollout]) for rollout, (part, row) in known)
+            and all(
+                rollout in at and shares[at[rollout]] == share and _alike(part, row, batch, at[rollout])
+                for rollout, (part, row, share) in known
+            )
         )
 
 
@@ -221,7 +225,7 @@ class HfTrainerCore:
             rows = units(batch, self.loss.unit)
             for epoch in range(self.settings.epochs):
                 key = self.settings.seed, self.counts.version, epoch
-                for minibatch in minibatches(rows, self.settings.minibatches, key):
+                for minibatch in minibatches(batch, rows, self.settings.minibatches, key):
                     self._step(batch, minibatch, update)
 
         return self._learned(batch, learn)
@@ -418,7 +422,7 @@ class HfTrainerCore:
 
     def _evaluated(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> LossValue:
         inputs = {name: tensor if name in self.loss.reads else tensor.detach() for name, tensor in outputs.items()}
-        return evaluated(self.loss, Inputs(part.mask, part.row, part.groups, size, {**part.given, **inputs}))
+        return evaluated(self.loss, Inputs(part.mask, part.row, part.groups, size, {**part.given, **inputs}, part.shares))
 
     def outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
         """Return log-probs, values if there is a critic, and what else the loss has as input: float32 [T, ...]."""

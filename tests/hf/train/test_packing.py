@@ -106,7 +106,7 @@ def test_minibatches_are_a_shuffled_partition_that_its_key_decides(count: int) -
     whole = [[0], [1, 2], [3], [4, 5, 6], [7], [8], [9], [10]]
 
     def epoch(last: int) -> list[list[list[int]]]:
-        return list(minibatches(whole, count, (0, 1, last)))
+        return list(minibatches(batch(), whole, count, (0, 1, last)))
 
     assert sorted(chain.from_iterable(epoch(2))) == whole
     assert len(epoch(2)) == min(count, 8)
