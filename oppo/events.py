@@ -581,7 +581,7 @@ class Batch:
         return np.array([rows[0] for rows in self.conversations()], np.int64)
 
     def shares(self) -> FloatArray:
-        """Return the share that each row has of the sampled tokens of its rollout, float32 [N]: 1 if it is the only one."""
+        """Return the share of each row in the sampled tokens of its rollout, float32 [N]: 1 if it is the only one."""
         sampled = np.array([len(row) for row in self.sampled_rows()], np.float64)
         whole = np.ones(len(self))
         for rows in self.conversations():

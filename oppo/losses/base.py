@@ -158,7 +158,7 @@ class Inputs:
         return self.row_sums(x) / self.row_sums(torch.ones_like(x)).clamp(min=1)
 
     def row_mean(self, x: Tensor) -> Tensor:
-        """Return this part of the mean of ``x``, float [R], over rollouts, each the mean of its rows by their shares."""
+        """Return this part of the mean of ``x``, float [R], over rollouts: each is the mean of its rows by share."""
         return (x if self.shares is None else x * self.shares).sum() / self.whole.rows
 
 

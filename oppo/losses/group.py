@@ -24,7 +24,7 @@ class SequenceLoss(ClippedLoss):
     """GSPO's clipped surrogate (Zheng et al. 2025, arXiv 2507.18071, equations 5 and 7); otherwise a ``ClippedLoss``.
 
     The ratio of a response is the geometric mean of its tokens', ``exp(mean(log pi - log pi_old))``, and its advantage
-    the mean of theirs; each conversation of an agent has its own. The loss is a mean over responses, and so is a KL. The
+    the mean of theirs; an agent has one of each conversation. The loss is a mean over responses, and so is a KL. The
     ratio moves much less than a token's, hence the clip.
 
     Raises:

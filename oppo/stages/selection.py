@@ -131,7 +131,7 @@ class Selection:
         self._steps[step] = _Verdicts()
 
     async def rejects(self, step: int, prompts: Sequence[Prompt]) -> bool:
-        """Return whether the group of these prompts is rejected, once all of them are scored: an agent has one score."""
+        """Return whether the group of these prompts is rejected, once all are scored: an agent has one score."""
         verdicts = self._steps[step]
         scores = await verdicts.scores_of(prompts)
         with blaming(f"accept of {type(self).__name__}"):

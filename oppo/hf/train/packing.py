@@ -96,9 +96,7 @@ def units(batch: Batch, unit: Unit) -> list[list[int]]:
     return list(members.values())
 
 
-def minibatches(
-    batch: Batch, units: Sequence[list[int]], count: int, key: Sequence[int]
-) -> Iterator[list[list[int]]]:
+def minibatches(batch: Batch, units: Sequence[list[int]], count: int, key: Sequence[int]) -> Iterator[list[list[int]]]:
     """Yield one epoch of units, shuffled by ``key``, in ``count`` parts of nearly equal size; none is empty.
 
     The conversations of a rollout stay together.

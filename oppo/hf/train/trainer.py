@@ -422,7 +422,8 @@ class HfTrainerCore:
 
     def _evaluated(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> LossValue:
         inputs = {name: tensor if name in self.loss.reads else tensor.detach() for name, tensor in outputs.items()}
-        return evaluated(self.loss, Inputs(part.mask, part.row, part.groups, size, {**part.given, **inputs}, part.shares))
+        given = {**part.given, **inputs}
+        return evaluated(self.loss, Inputs(part.mask, part.row, part.groups, size, given, part.shares))
 
     def outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
         """Return log-probs, values if there is a critic, and what else the loss has as input: float32 [T, ...]."""
