@@ -240,7 +240,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
         Metric("deferral/dropped", CONVERSATIONS, "Conversations that were dropped before the update."),
         Metric("deferral/trained_late", SHARE, "Conversations of the batch that were deferred to this step."),
         Metric("deferral/length_bias", RATIO,
-               "Mean response length of trained over generated conversations of the last steps; below 1, long ones are due."),
+               "Mean length of trained over generated conversations in the last steps; below 1: long ones will come."),
         Metric("deferral/overcommit", "units", "Units in flight beyond the batch, as the admission decided.",
                earlier="deferral/extra"),
         Metric("deferral/predicted_seconds", SECONDS, "What the adaptive admission expects a step to take."),
