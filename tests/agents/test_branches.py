@@ -19,9 +19,9 @@ from oppo import Overcommit, grpo
 from oppo.admission import Admission, TailBatched
 from oppo.agents import Agents
 from oppo.evaluation import Evaluated, Evaluation
-from oppo.events import Batch, BatchPart, Chunk, Prompt, Response
+from oppo.events import Batch, BatchPart, Chunk, FloatArray, Prompt, Response, StepReport
 from oppo.models import Capabilities
-from oppo.stages import GroupRelative, InParts
+from oppo.stages import GroupRelative, InParts, Selection
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from tests.agents.test_agents import tokenizer
 from tests.pipelines import Tap
@@ -221,6 +221,28 @@ def test_a_group_comes_early_if_none_of_its_agents_has_a_further_conversation() 
     batches = [item for _, stage, item in tap.items if stage == "advantage" and isinstance(item, Batch)]
     check(batches)
     assert scores == [float(np.mean(batch.scores[batch.firsts])) for batch in batches]
+
+
+def test_a_group_is_selected_by_one_score_of_each_agent() -> None:
+    chief, seen = Chief(), list[FloatArray]()
+    select = Selection(lambda scores: seen.append(scores) is None)
+    graph = grpo(
+        policy=policy(),
+        reward=chief.agents.reward,
+        trainer=FakeTrainer(),
+        admission=Overcommit(batch=4),
+        samples=2,
+        select=select,
+        environment=chief.agents,
+    )
+
+    async def main() -> list[StepReport]:
+        async with graph.open(chief.agents.prompts(Rows())) as run:
+            return [report async for report in run.steps(2)]
+
+    reports = run_virtual(main)
+    assert [len(scores) for scores in seen] == [2] * 8
+    assert sum(len(report.trained) for report in reports) == 2 * sum(1 + at % 3 for at in range(8))
 
 
 def test_what_an_agent_of_an_engine_that_adds_nothing_begins_is_refused() -> None:

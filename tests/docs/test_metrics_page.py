@@ -48,8 +48,12 @@ def test_each_is_declared_once_and_says_something() -> None:
         assert all(each.unit and each.meaning.endswith(".") for each in section)
 
 
-STATISTIC = re.compile(r"\b(mean|standard deviation|variance|(small|larg|low|high|short|long|few)est|most)\b", re.I)
-OVER = re.compile(r"\b(token|conversation|rollout|group|minibatch|prompt|pair|turn|call|request|layer|step)", re.I)
+STATISTIC = re.compile(
+    r"\b(mean|standard deviation|variance|(small|larg|low|high|short|long|few)est|most)\b", re.IGNORECASE
+)
+OVER = re.compile(
+    r"\b(token|conversation|rollout|group|minibatch|prompt|pair|turn|call|request|layer|step)", re.IGNORECASE
+)
 
 
 def test_each_statistic_of_what_is_trained_says_what_it_is_over() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from oppo.events import Batch, Finish, Prompt, Response
+from oppo.events import Batch, Finish, FinishReason, Prompt, Response
 from oppo.hf.train.packing import pack
 from oppo.losses import ClippedLoss, Inputs, SequenceLoss, Whole
 from oppo.returns import AdaptiveKL, ScoreShaping
@@ -75,7 +75,7 @@ def scored(groups: Sequence[Sequence[Agent]], *, split: bool) -> list[ScoredRoll
                     for what in range(2)
                 )
                 response = Response(prompt, tokens, logprobs, np.zeros_like(tokens), sampled)
-                ended = "length" if agent.capped and len(agent.turns) - 1 in turns else "eos"
+                ended: FinishReason = "length" if agent.capped and len(agent.turns) - 1 in turns else "eos"
                 found.append(ScoredRollout(Finish(prompt.rollout, response, ended), reference, agent.score))
     return sorted(found, key=lambda each: each.rollout)
 
