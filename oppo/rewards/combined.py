@@ -233,12 +233,7 @@ class Rewards(Scorer["float | Drop"]):
 
 
 class _Part:
-    """One of the rewards.
-
-    Attributes:
-        is_function: whether it reads responses only when they have ended.
-        takes_turns: whether its calls must not overlap; calls of a function wait for one another by themselves.
-    """
+    """One of the rewards; calls that take turns must not overlap, and those of a function wait by themselves."""
 
     def __init__(self, name: str, weight: float, scorer: Scorer[float | Drop]) -> None:
         self.name = name

@@ -31,42 +31,24 @@ class MicroBatch:
 
     They are padded on the right to L tokens, or packed, end to end. The last token of each row is not read, since it
     predicts none. Padding needs no mask: no token before it attends to it, and it predicts none.
-
-    Attributes:
-        ids, positions: int64 [n, L]; packed, [1, L].
-        lengths: the ids of each row that are not padding.
-        keep: int64 [K], the columns that predict a response token of some row.
-        at: int64 [T], where each response token is predicted in an [n, K, ...] output, as an index of [n * K, ...].
-        row: int64 [T], the row of each response token.
-        tokens: int64 [T].
-        mask: bool [T], true for the tokens that are trained.
-        groups: int64 [n], the group of each row.
-        shares: float32 [n], of each row in its rollout, see :class:`oppo.losses.Inputs`.
-        versions: int64 [T].
-        behaviour: float32 [T], behaviour log-probs.
-        given: inputs of the loss that the batch holds: float32 [T], [T, k + 1], or [n] for those of rows.
-        support: the ids from which the T tokens were sampled.
-        top_ids: int64 [T, k], the likeliest ids of a teacher; ``None`` unless the loss reads their log-probs.
-        routed_experts: those that the routers of the actor take at each id, int64 [layers, ids, k], see
-            :func:`oppo.hf.routers.replaying`; ``None``: they choose freely.
     """
 
-    ids: Tensor
-    positions: Tensor
-    lengths: Sequence[int]
-    keep: Tensor
-    at: Tensor
-    row: Tensor
-    tokens: Tensor
-    mask: Tensor
-    groups: Tensor
-    shares: Tensor
-    versions: Tensor
-    behaviour: Tensor
-    given: Mapping[Input, Tensor]
-    support: Support
-    top_ids: Tensor | None = None
-    routed_experts: Tensor | None = None
+    ids: Tensor  # int64 [n, L]; packed, [1, L]
+    positions: Tensor  # int64, as ids
+    lengths: Sequence[int]  # the ids of each row that are not padding
+    keep: Tensor  # int64 [K], the columns that predict a response token of some row
+    at: Tensor  # int64 [T], of [n * K, ...], the place in an [n, K, ...] output that predicts each response token
+    row: Tensor  # int64 [T], the row of each response token
+    tokens: Tensor  # int64 [T]
+    mask: Tensor  # bool [T], the tokens that are trained
+    groups: Tensor  # int64 [n]
+    shares: Tensor  # float32 [n], see oppo.losses.Inputs
+    versions: Tensor  # int64 [T]
+    behaviour: Tensor  # float32 [T], log-probs
+    given: Mapping[Input, Tensor]  # inputs of the loss that the batch holds: float32 [T], [T, k + 1], or [n]
+    support: Support  # of the T tokens
+    top_ids: Tensor | None = None  # int64 [T, k], the likeliest ids of a teacher, if the loss reads them
+    routed_experts: Tensor | None = None  # int64 [layers, ids, k], see oppo.hf.routers.replaying; None: free
 
     @property
     def padding(self) -> int:

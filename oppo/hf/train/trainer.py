@@ -67,17 +67,11 @@ _COMPARED = (
 
 @dataclass(slots=True, eq=False)
 class PartialGradient:
-    """The accumulated part of a batch; the gradient itself is held by the optimisation.
+    """The accumulated part of a batch; the gradient itself is held by the optimisation."""
 
-    Attributes:
-        version: of the weights that it is of.
-        parts: the micro-batches, each with the models' outputs, without gradient, float32 [T], and loads of experts.
-        finite: whether all losses and gradients so far were finite.
-    """
-
-    version: int
+    version: int  # of the weights that it is of
     parts: list[tuple[MicroBatch, Mapping[Input, Tensor], Tensor | None]] = field(default_factory=list)
-    finite: bool = True
+    finite: bool = True  # whether all losses and gradients so far were
     _rows: dict[int, tuple[Batch, int, float]] = field(default_factory=dict)
 
     def note(self, part: Batch) -> None:
@@ -118,19 +112,10 @@ def _alike(one: Batch, row: int, other: Batch, at: int) -> bool:
 
 
 class HfTrainerCore:
-    """Trains an actor, and its critic if it has one; implements :class:`oppo.placement.trainer.TrainerCore`.
+    """Trains an actor, and its critic if it has one, as :class:`oppo.placement.trainer.TrainerCore` says.
 
     Several processes that :meth:`join` train together: the first keeps the weights and counts that the others have
     copies or shards of.
-
-    Args:
-        models: what is trained.
-        sampling, settings, loss: see :class:`oppo.hf.HfTrainer`.
-        counts: of updates and their work.
-        replicas: how several ranks have the models.
-
-    Raises:
-        ConfigError, ModelRefused: as :class:`oppo.hf.HfTrainer` does.
     """
 
     def __init__(
@@ -214,10 +199,6 @@ class HfTrainerCore:
 
         A minibatch whose loss or gradient is not finite makes no optimizer step: its rollouts are in ``skipped``, each
         once, and in ``nonfinite`` if no other minibatch trained them. What was accumulated is discarded.
-
-        Raises:
-            ConfigError: the loss reads log-probs that the batch lacks, or another ``Accelerator`` of the process
-                accumulates gradients.
         """
         self._discard()
 
