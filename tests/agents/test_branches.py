@@ -224,15 +224,19 @@ def test_a_group_comes_early_if_none_of_its_agents_has_a_further_conversation() 
 
 
 def test_a_group_is_selected_by_one_score_of_each_agent() -> None:
-    chief, seen = Chief(), list[FloatArray]()
-    select = Selection(lambda scores: seen.append(scores) is None)
+    chief, seen = Chief(), list[int]()
+
+    def accept(scores: FloatArray) -> bool:
+        seen.append(len(scores))
+        return True
+
     graph = grpo(
         policy=policy(),
         reward=chief.agents.reward,
         trainer=FakeTrainer(),
         admission=Overcommit(batch=4),
         samples=2,
-        select=select,
+        select=Selection(accept),
         environment=chief.agents,
     )
 
@@ -241,7 +245,7 @@ def test_a_group_is_selected_by_one_score_of_each_agent() -> None:
             return [report async for report in run.steps(2)]
 
     reports = run_virtual(main)
-    assert [len(scores) for scores in seen] == [2] * 8
+    assert seen == [2] * 8
     assert sum(len(report.trained) for report in reports) == 2 * sum(1 + at % 3 for at in range(8))
 
 
