@@ -25,6 +25,11 @@ Dashboards may know a metric by another name. `run.metric_names` chooses the nam
 | `trl` | `grpo`, `rloo`, `dr_grpo`, `dapo`, `gspo` | The second column, TRL's names of GRPO, else the first |
 | `verl` | any | The third column, else the first |
 
+A *conversation* is a prompt with its response, a row of the batch. A *rollout* is one sample of a prompt of the data:
+one conversation, or all those of its agent. A *unit* is trained as one: a rollout, or a group of them. Scores, KL and
+weights are of rollouts, so that an agent counts once, however many conversations it holds. Each metric says what it is
+over.
+
 A name is given only to a number that means the same; where it differs in detail, its meaning says how. The trackers of
 transformers put `train/` before TRL's names. verl's `perf/time_per_step` is `timing_s/step`, and its
 `training/global_step` the step of a tracker. TRL's `num_tokens` and verl's `perf/throughput`, tokens a second and GPU,

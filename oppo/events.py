@@ -579,6 +579,26 @@ class Batch:
         """Return the slice of the per-token arrays that belongs to each row, a tool's tokens included."""
         return [slice(int(a), int(b)) for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
 
+    def conversations(self) -> Sequence[NDArray[np.int64]]:
+        """Return the rows of each rollout of a group: one, or the conversations of its agent, the first one first."""
+        rows = dict[int, list[int]]()
+        for row, response in enumerate(self.responses):
+            rows.setdefault(response.prompt.first, []).append(row)
+        return [np.array(each, np.int64) for each in rows.values()]
+
+    @property
+    def firsts(self) -> NDArray[np.int64]:
+        """The first row of each rollout of a group: what rollouts have once, such as a score, is taken there."""
+        return np.array([rows[0] for rows in self.conversations()], np.int64)
+
+    def shares(self) -> FloatArray:
+        """Return the share of each row in the sampled tokens of its rollout, float32 [N]: 1 if it is the only one."""
+        sampled = np.array([len(row) for row in self.sampled_rows()], np.float64)
+        whole = np.ones(len(self))
+        for rows in self.conversations():
+            whole[rows] = max(1.0, sampled[rows].sum())
+        return (sampled / whole).astype(np.float32)
+
     def sampled_rows(self) -> Sequence[NDArray[np.int64]]:
         """Return the positions in the per-token arrays of each row's sampled tokens, int64 [n]: the policy's actions.
 

@@ -581,14 +581,15 @@ class Correction:
     ``mask``      1 if low <= m <= high    m if low <= m <= high
     ============= ======================== ========================
 
-    Ratio times weight is the same in both columns, except for ``none``. With the base ``mu`` the clip band lies around
-    the old weights, so a token that later updates moved out of the band teaches nothing; with ``pi'`` it lies around
-    the weights that are being updated (the decoupled objective).
+    Ratio times weight is the same in both columns where ``m`` is of what the ratio is of, but for ``none``. With the
+    base ``mu`` the clip band lies around the old weights, so a token that later updates moved out of the band teaches
+    nothing; with ``pi'`` it lies around the weights that are being updated (the decoupled objective).
 
-    With ``level = "sequence"``, ``m`` is the geometric mean of a rollout's mismatches, which does not drift with the
-    length as their product does; with ``level = "product"`` it is that product, which is unbiased for whole rollouts,
-    and has a variance that grows with the length. The ratio remains a token's: over ``mu`` the weight of the product is
-    ``min(m, c)`` over the mismatch of the token.
+    With ``level = "sequence"``, ``m`` is the geometric mean of a response's mismatches, which does not drift with the
+    length as their product does; with ``level = "product"`` it is that product, which is unbiased for whole responses,
+    and has a variance that grows with the length. The ratio remains the loss's: over ``mu`` the weight of the product
+    is ``min(m, c)`` over the mismatch of the token, or over the geometric mean where the ratio is one, as in GSPO. Each
+    conversation of an agent is a response here.
 
     With ``k3``, a rollout whose mismatches are further from 1 than this, by the mean of ``m - 1 - log m`` over its
     tokens, has weight 0, whatever the other weights are: this estimates KL(mu || pi').

@@ -58,7 +58,8 @@ class Whole(NamedTuple):
 
     Attributes:
         tokens: trained tokens.
-        rows: rows with such a token.
+        rows: rows with such a token, where the conversations of one rollout count once: the sum of the shares of all
+            rows, see :class:`Inputs`.
         groups: groups with such a row.
         cap: tokens of the longest response that sampling allows, ``Sampling.max_new_tokens``.
     """
@@ -73,8 +74,9 @@ class Whole(NamedTuple):
         """Return the size of these rows of ``batch``, of responses of at most ``cap`` tokens."""
         spans = batch.rows()
         tokens = sum(int(batch.sampled[spans[row]].sum()) for row in rows)
-        groups = {batch.responses[row].prompt.group for row in rows}
-        return cls(float(tokens), float(len(rows)), float(len(groups)), float(cap))
+        prompts = [batch.responses[row].prompt for row in rows]
+        rollouts, groups = {each.first for each in prompts}, {each.group for each in prompts}
+        return cls(float(tokens), float(len(rollouts)), float(len(groups)), float(cap))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +92,8 @@ class Inputs:
             group is the loss's unit.
         whole: the size of the minibatch.
         given: the inputs by name.
+        shares: float32 [R], the share that each row has of the trained tokens of its rollout, of which an agent may
+            have several rows; ``None``: 1.
 
     Example:
         >>> mask, rows, groups = torch.tensor([True, False, True]), torch.tensor([0, 0, 1]), torch.tensor([5, 5])
@@ -102,6 +106,7 @@ class Inputs:
     groups: Tensor
     whole: Whole
     given: Mapping[Input, Tensor] = field(default_factory=dict)
+    shares: Tensor | None = None
 
     def __getitem__(self, name: Input) -> Tensor:
         """Return an input, float32 [T], or [R] for rows.
@@ -127,12 +132,15 @@ class Inputs:
         equation 3), so that a token of a long response counts less. ``constant``: the sums of its responses, divided by
         the length cap and averaged (Dr. GRPO: Liu et al. 2025, arXiv 2503.20783, section 3.2), so that a token counts
         the same in every minibatch. ``response_sums``: the same without the cap.
+
+        A rollout counts once, with the tokens of all its conversations as those of one response: what an agent says in
+        one conversation or in several has the same weight.
         """
         match aggregation:
             case "tokens":
                 return masked_mean(x, self.mask, self.whole.tokens)
             case "responses":
-                return self.row_means(x).sum() / self.whole.rows
+                return self.row_mean(self.row_means(x))
             case "constant":
                 return masked_mean(x, self.mask, self.whole.rows * self.whole.cap)
             case "response_sums":
@@ -148,6 +156,10 @@ class Inputs:
     def row_means(self, x: Tensor) -> Tensor:
         """Return the mean of ``x``, float [T], over the trained tokens of each row: float [R]; 0 without any."""
         return self.row_sums(x) / self.row_sums(torch.ones_like(x)).clamp(min=1)
+
+    def row_mean(self, x: Tensor) -> Tensor:
+        """Return this part of the mean of ``x``, float [R], over rollouts: each is the mean of its rows by share."""
+        return (x if self.shares is None else x * self.shares).sum() / self.whole.rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

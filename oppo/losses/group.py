@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ class SequenceLoss(ClippedLoss):
     """GSPO's clipped surrogate (Zheng et al. 2025, arXiv 2507.18071, equations 5 and 7); otherwise a ``ClippedLoss``.
 
     The ratio of a response is the geometric mean of its tokens', ``exp(mean(log pi - log pi_old))``, and its advantage
-    the mean of theirs. The loss is a mean over responses, and so is a KL. The ratio moves much less than a token's,
-    hence the clip.
+    the mean of theirs; an agent has one of each conversation. The loss is a mean over responses, and so is a KL. The
+    ratio moves much less than a token's, hence the clip.
 
     Raises:
         ConfigError: a value is out of range, or stale tokens are corrected for one by one.
@@ -36,6 +36,7 @@ class SequenceLoss(ClippedLoss):
     clip_high: Positive | None = 4e-4
     aggregation: Aggregation = "responses"
     correction: Correction = field(default_factory=lambda: Correction(level="sequence"))
+    of_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +52,6 @@ class SequenceLoss(ClippedLoss):
 
     def policy_term(self, inputs: Inputs, weights: Tensor | None) -> tuple[PolicyTerm, Tensor]:
         """Return the surrogate of the responses, and the tokens of the responses that it clips, bool [T]."""
-        rows = inputs.whole.rows
         difference = inputs.row_means(inputs["logprobs"] - inputs[self.correction.ratio_base])
         weight = torch.ones_like(difference) if weights is None else inputs.row_means(weights)
         difference = torch.where(weight > 0, difference, torch.zeros_like(difference))
@@ -63,9 +63,9 @@ class SequenceLoss(ClippedLoss):
         with torch.no_grad():
             term = PolicyTerm(
                 loss,
-                approxkl=(0.5 * difference.square()).sum() / rows,
-                clipfrac=beyond.to(ratio.dtype).sum() / rows,
-                ratio=ratio.sum() / rows,
+                approxkl=inputs.row_mean(0.5 * difference.square()),
+                clipfrac=inputs.row_mean(beyond.to(ratio.dtype)),
+                ratio=inputs.row_mean(ratio),
             )
             return term, inputs.mask & beyond[inputs.rows]
 

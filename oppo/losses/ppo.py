@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -62,6 +63,8 @@ class ClippedLoss:
     nll_above: float = 0.0
     distill: NonNegative = 0.0
     distill_beta: Fraction = 1.0
+    of_rows: ClassVar[bool] = False
+    """Whether the ratio is that of a whole row, the geometric mean of its tokens'."""
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
@@ -102,7 +105,8 @@ class ClippedLoss:
 
     def __call__(self, inputs: Inputs) -> LossValue:
         """Return the policy loss, with TRL's metrics."""
-        weights = importance_weights(self.correction, inputs) if self.correction.weighs else None
+        weighs = self.correction.weighs
+        weights = importance_weights(self.correction, inputs, of_rows=self.of_rows) if weighs else None
         policy, clipped = self.policy_term(inputs, weights)
         entropy = inputs.mean(inputs["entropies"])
         measured = {
@@ -194,7 +198,7 @@ def default_loss(*, critic: bool) -> Loss:
 
 
 @torch.no_grad()
-def importance_weights(correction: Correction, inputs: Inputs) -> Tensor:
+def importance_weights(correction: Correction, inputs: Inputs, *, of_rows: bool = False) -> Tensor:
     """Return the importance weight of each token, see :class:`oppo.Correction`: float32 [T]; 0 for a masked token.
 
     Computed in float64; a token that was not sampled has mismatch 1.
@@ -202,6 +206,7 @@ def importance_weights(correction: Correction, inputs: Inputs) -> Tensor:
     Args:
         correction: of stale tokens.
         inputs: with ``behaviour`` and ``proximal``.
+        of_rows: whether the ratio that is weighed is that of a whole row, the geometric mean of its tokens'.
 
     Example:
         >>> tokens = Inputs(
@@ -220,8 +225,10 @@ def importance_weights(correction: Correction, inputs: Inputs) -> Tensor:
     log = torch.where(inputs.mask, difference, torch.zeros_like(difference))
     k3 = log.new_zeros(()) if correction.k3 is None else inputs.row_means(torch.expm1(log) - log)[inputs.rows]
     own = log  # of what the ratio over the behaviour policy holds already
+    if correction.level == "sequence" or of_rows:
+        own = inputs.row_means(log)[inputs.rows]
     if correction.level == "sequence":
-        own = log = inputs.row_means(log)[inputs.rows]
+        log = own
     elif correction.level == "product":
         log = inputs.row_sums(log)[inputs.rows]
     if correction.weight == "none":

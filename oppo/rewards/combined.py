@@ -171,7 +171,8 @@ class Rewards(Scorer["float | Drop"]):
             self._said_before[rollouts] = {part.name: said[part.name] for part in self._parts if part.is_function}
             raise lost[0]
         return [
-            self._sum(each.rollout, {name: said[name][at] for name in self.names}) for at, each in enumerate(finished)
+            self._sum(each.response.prompt, {name: said[name][at] for name in self.names})
+            for at, each in enumerate(finished)
         ]
 
     async def _have(self, work: Callable[[_Part], Coroutine[Any, Any, None]], parts: Sequence[_Part]) -> None:
@@ -191,7 +192,7 @@ class Rewards(Scorer["float | Drop"]):
                         for part in waiting:
                             turn.start_soon(work, part)
 
-    def _sum(self, rollout: int, scores: Mapping[str, float | Drop]) -> float | Drop:
+    def _sum(self, prompt: Prompt, scores: Mapping[str, float | Drop]) -> float | Drop:
         terms: dict[str, tuple[float, float]] = {}
         for part in self._parts:
             score = scores[part.name]
@@ -200,15 +201,18 @@ class Rewards(Scorer["float | Drop"]):
                 and score.reason != DOES_NOT_APPLY
                 and self._on_drop.get(part.name, "drop") == "drop"
             ):
-                return Drop(rollout, f"{part.name}: {score.reason}", score.nonfinite)
+                return Drop(prompt.rollout, f"{part.name}: {score.reason}", score.nonfinite)
         for part in self._parts:
             score = scores[part.name]
-            self._samples.setdefault(f"rewards/{part.name}/share", []).append(float(not isinstance(score, Drop)))
             if not isinstance(score, Drop):
-                self._samples.setdefault(f"rewards/{part.name}/mean", []).append(float(score))
                 terms[part.name] = part.weight, score
+            if prompt.branch:  # a rollout counts once
+                continue
+            self._samples.setdefault(f"rewards/{part.name}/share", []).append(float(part.name in terms))
+            if part.name in terms:
+                self._samples.setdefault(f"rewards/{part.name}/mean", []).append(terms[part.name][1])
         if not terms:
-            return Drop(rollout, NONE_APPLIES)
+            return Drop(prompt.rollout, NONE_APPLIES)
         at_tokens = any(isinstance(score, TokenRewards) for _, score in terms.values())
         return weighted_sum(terms.values()) if at_tokens else NamedScores(terms)
 
@@ -229,12 +233,7 @@ class Rewards(Scorer["float | Drop"]):
 
 
 class _Part:
-    """One of the rewards.
-
-    Attributes:
-        is_function: whether it reads responses only when they have ended.
-        takes_turns: whether its calls must not overlap; calls of a function wait for one another by themselves.
-    """
+    """One of the rewards; calls that take turns must not overlap, and those of a function wait by themselves."""
 
     def __init__(self, name: str, weight: float, scorer: Scorer[float | Drop]) -> None:
         self.name = name

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, SupportsFloat, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from oppo.declared import Fraction, NonNegative, Positive, require_declared, require_whole
 from oppo.errors import ConfigError, ProtocolError
@@ -81,26 +81,34 @@ class Objective:
         )
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """Return the means over a batch, under TRL's names; none of an empty one, none of a KL without a reference."""
+        """Return the means over the rollouts of a batch, by TRL's names; none of an empty one."""
         if not len(batch):
             return {}
-        mean_kl, shaped = self.mean_kl(batch), float(np.mean(self.shaped))
+        mean_kl, firsts = self.mean_kl(batch), batch.firsts
+        shaped, scores = float(np.mean(self.shaped[firsts])), batch.scores[firsts]
         metrics = {
             "objective/kl": mean_kl,
             "objective/kl_coef": self.coefficient,
-            "objective/entropy": float(np.mean([float(-batch.logprobs[row].sum()) for row in batch.sampled_rows()])),
+            "objective/entropy": _mean_sum(batch, -batch.logprobs),
             "objective/non_score_reward": -self.coefficient * mean_kl,
             "objective/rlhf_reward": shaped - self.coefficient * mean_kl,
-            "objective/scores": float(np.mean(batch.scores)),
-            "objective/scores_std": float(np.std(batch.scores)),
+            "objective/scores": float(np.mean(scores)),
+            "objective/scores_std": float(np.std(scores)),
             "objective/shaped_scores": shaped,
         }
         absent = OF_THE_REFERENCE if batch.reference is None else frozenset[str]()
         return {name: value for name, value in metrics.items() if name not in absent}
 
     def mean_kl(self, batch: Batch) -> float:
-        """Return the mean KL over the responses of a batch, nats per response."""
-        return float(np.mean([float(self.kl[row].sum()) for row in batch.sampled_rows()]))
+        """Return the mean KL of the rollouts of a batch, nats per rollout."""
+        return _mean_sum(batch, self.kl)
+
+
+def _mean_sum(batch: Batch, each: FloatArray, dtype: DTypeLike = np.float32) -> float:
+    # The mean over rollouts of the sums over the sampled tokens of all their conversations.
+    at = batch.sampled_rows()
+    sums = [each[np.concatenate([at[row] for row in rows])].sum(dtype=dtype) for rows in batch.conversations()]
+    return float(np.mean(sums, dtype=np.float64))
 
 
 class AdaptiveObjective(BatchStage):
@@ -151,7 +159,7 @@ class AdaptiveObjective(BatchStage):
         if not len(batch):
             return []
         with np.errstate(over="ignore", invalid="ignore"):
-            objective = self._objective(batch, self.shaping.after(batch.scores))
+            objective = self._objective(batch, self.shaping.after(batch.scores[batch.firsts]))
             tokens = np.abs(objective.coefficient * objective.kl.astype(np.float64))
             tokens += 0 if objective.earned is None else np.abs(objective.earned)
             tokens += np.abs(self._lesson(batch))
@@ -167,21 +175,25 @@ class AdaptiveObjective(BatchStage):
     def objective(self, batch: Batch) -> Objective:
         """Return the objective of a batch without advantages, and adapt to it.
 
-        The scores are shaped with the moments of this batch; the coefficient is that of the batches before it.
+        The scores are shaped with the moments of this batch; the coefficient is that of the batches before it. A
+        rollout counts once in both, whatever its conversations.
         """
-        self.shaping = self.shaping.after(batch.scores)
+        firsts = batch.firsts
+        self.shaping = self.shaping.after(batch.scores[firsts])
         objective = self._objective(batch, self.shaping)
         if len(batch):
-            self.control = self.control.after(objective.mean_kl(batch), len(batch))
+            self.control = self.control.after(objective.mean_kl(batch), len(firsts))
         return objective
 
     def _objective(self, batch: Batch, shaping: ScoreShaping) -> Objective:
         kl, at = np.zeros(len(batch.tokens), np.float32), batch.sampled
         if batch.reference is not None:
             kl[at] = kl_estimate(_current(batch)[at], batch.reference[at], self.kl_estimator)
-        lengths = np.array([len(row) for row in batch.sampled_rows()], np.int64)
+        lengths, stopped = np.array([len(row) for row in batch.sampled_rows()], np.int64), ~truncated(batch)
+        for rows in batch.conversations():  # which have one reward, with the penalties of the longest
+            lengths[rows], stopped[rows] = lengths[rows].max(), stopped[rows].all()
         return Objective(
-            shaping.shaped(batch.scores, ~truncated(batch), lengths),
+            shaping.shaped(batch.scores, stopped, lengths),
             kl,
             self.control.coefficient,
             None if batch.token_rewards is None else np.float32(shaping.slope) * batch.token_rewards,
@@ -196,13 +208,13 @@ class AdaptiveObjective(BatchStage):
     def _taught(self, batch: Batch) -> Batch:
         if not len(batch) or batch.teacher is None:
             return batch
-        current, rows = _current(batch), batch.sampled_rows()
-        kl = [float(kl_estimate(current[at], batch.teacher[at]).sum(dtype=np.float64)) for at in rows]
+        kl, at = np.zeros(len(batch.tokens), np.float32), batch.sampled
+        kl[at] = kl_estimate(_current(batch)[at], batch.teacher[at])
         task = 0.0 if batch.advantages is None else batch.advantages
         return replace(
             batch,
             advantages=(task + self._lesson(batch)).astype(np.float32),
-            metrics={**batch.metrics, "objective/teacher_kl": float(np.mean(kl))},
+            metrics={**batch.metrics, "objective/teacher_kl": _mean_sum(batch, kl, np.float64)},
         )
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -221,12 +233,7 @@ def _current(batch: Batch) -> FloatArray:
 
 
 def controlled(kl: SupportsFloat | KLControl) -> KLControl:
-    """Return the controller of a KL penalty: ``kl`` itself, or a fixed one for a number.
-
-    Raises:
-        ConfigError: ``kl`` is neither.
-        ValueError: the coefficient is negative or not finite.
-    """
+    """Return the controller of a KL penalty: ``kl`` itself, or a fixed one for a number."""
     if not isinstance(kl, SupportsFloat | FixedKL | AdaptiveKL):
         raise ConfigError(f"kl must be a number, or a controller such as oppo.AdaptiveKL, not {kl!r}")
     return kl if isinstance(kl, FixedKL | AdaptiveKL) else FixedKL(float(kl))
@@ -363,8 +370,8 @@ class GroupRelative(AdaptiveObjective):
     The return of a response is its shaped score minus ``kl`` times its KL to the reference. Its advantage, the same for
     each sampled token, follows from the returns of its group; rewards at tokens count by their sum. The batch has no
     critic's returns. A response that is dropped, or has a result or a return that is not finite, leaves its group; one
-    left alone is dropped too. A branch is not compared: it has the advantage of its sample's first response. It has the
-    named inputs of :class:`BatchStage`.
+    left alone is dropped too. An agent with several conversations is compared once, by the score of the first one and
+    the KL of all, and all have its advantage. It has the named inputs of :class:`BatchStage`.
 
     Attributes:
         advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO), ``centred`` (Dr. GRPO), ``batch_standardised`` or
@@ -423,20 +430,23 @@ class GroupRelative(AdaptiveObjective):
         """Return the batch with rewards and advantages, and update the KL controller from it."""
         objective = self.objective(batch)
         rewards = objective.rewards(batch)
-        returns = np.array([rewards[row].sum(dtype=np.float64) for row in batch.sampled_rows()], np.float32)
-        prompts = [response.prompt for response in batch.responses]
-        group_of = np.array([each.group for each in prompts], np.int64)
-        first = np.array([not each.branch for each in prompts], np.bool_)
-        groups = [np.flatnonzero(first & (group_of == group)) for group in np.unique(group_of)]
-        deviation = float(returns[first].std(ddof=1, dtype=np.float64)) if first.sum() > 1 else 0.0
+        at, penalties = batch.sampled_rows(), np.float32(-objective.coefficient) * objective.kl
+        returns, conversations = np.zeros(len(batch), np.float32), batch.conversations()
+        for first, *further in conversations:
+            earned = rewards[at[first]].sum(dtype=np.float64)
+            returns[first] = earned + sum(penalties[at[row]].sum(dtype=np.float64) for row in further)
+        firsts = batch.firsts
+        group_of = np.array([batch.responses[row].prompt.group for row in firsts], np.int64)
+        groups = [firsts[group_of == group] for group in np.unique(group_of)]
+        deviation = float(returns[firsts].std(ddof=1, dtype=np.float64)) if len(firsts) > 1 else 0.0
         relative = np.zeros(len(batch), np.float32)
         if self.advantage == "each_reward":
             relative = _by_reward(batch, groups)
         else:
             for members in groups:
                 relative[members] = group_advantages(returns[members], self.advantage, deviation)
-        row_of = {each.rollout: row for row, each in enumerate(prompts)}
-        relative = relative[np.array([row_of[each.first] for each in prompts], np.int64)]
+        for rows in conversations:
+            relative[rows] = relative[rows[0]]
         advantages = np.where(batch.sampled, np.repeat(relative, np.diff(batch.offsets)), np.float32(0))
         metrics = {**objective.metrics(batch), **_spread([objective.shaped[members] for members in groups])}
         return replace(batch, rewards=rewards, advantages=advantages, metrics=metrics)
@@ -548,11 +558,11 @@ class InParts:
         groups = defaultdict[int, list[ScoredRollout]](list)
 
         async def send_complete(each: ScoredRollout) -> None:
-            if each.finish.response.prompt.branch:
-                return
+            # A group with branches waits for the batch: whoever accumulated a part of a rollout begins anew.
             members = groups[each.group]
             members.append(each)
-            if len(members) == self.samples and (part := self._early(members)).sampled.any():
+            branched = any(member.finish.response.prompt.branch for member in members)
+            if len(members) == self.samples and not branched and (part := self._early(members)).sampled.any():
                 await out.send(BatchPart(part))
 
         scored = await ScoredRollouts.of(

@@ -213,11 +213,7 @@ def scored_rollout(
     *,
     teacher: Scored[FloatArray | TopLogprobs] | Drop | None = None,
 ) -> ScoredRollout | Drop:
-    """Return a rollout with its results, or its first ``Drop``: of generation, of a scorer, or of a number not finite.
-
-    Raises:
-        ProtocolError: the score is not one number, or another result is not one number for each response token.
-    """
+    """Return a rollout with its results, or its first ``Drop``: of generation, a scorer, or a number not finite."""
     drops = [each for each in (finish, reference, score, values, proximal, teacher) if isinstance(each, Drop)]
     if isinstance(finish, Drop) or isinstance(score, Drop) or drops:
         return drops[0]
@@ -246,11 +242,7 @@ def require_score(score: object, finish: Finish) -> None:
 
 
 def require_per_token(values: object, finish: Finish, what: str, *, last: bool = False) -> None:
-    """Raise ``ProtocolError`` unless ``values`` are numbers, finite or not, one for each response token.
-
-    Args:
-        last: whether there may be one more, for the state after the last token.
-    """
+    """Raise ``ProtocolError`` unless ``values`` are numbers, one for each response token; ``last``: maybe one more."""
     n = len(finish.response)
     shapes = {(n,), (n + last,)}
     if not isinstance(values, np.ndarray) or values.shape not in shapes or values.dtype.kind not in "fiu":
@@ -363,4 +355,5 @@ class Gather(BatchStage):
 
     def estimated(self, batch: Batch) -> Batch:
         """Return the batch with the mean of its scores."""
-        return replace(batch, metrics={"objective/scores": float(batch.scores.mean())} if len(batch) else {})
+        scores = batch.scores[batch.firsts]
+        return replace(batch, metrics={"objective/scores": float(scores.mean())} if len(batch) else {})

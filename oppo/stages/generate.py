@@ -263,7 +263,7 @@ class Generate:
         rejected = judged = 0
         for number in count(1):
             placed = list(self._ledger.placed)
-            refused = [unit for unit in placed if await select.rejects(step.index, [p.rollout for p in unit.prompts])]
+            refused = [unit for unit in placed if await select.rejects(step.index, unit.prompts)]
             rejected, judged = rejected + len(refused), len(placed) + rejected
             filled = self._ledger.replace(refused)
             for unit in filled:
@@ -462,8 +462,9 @@ class Generate:
                 self._branching.ended(ending)
 
     async def _finish(self, unit: Unit, out: Sender[RolloutEvent]) -> None:
-        for number in [prompt.rollout for prompt in unit.prompts]:
-            rollout = self._in_flight[number]
+        # Branches first: whoever has the score of a first conversation then knows of the others.
+        for prompt in sorted(unit.prompts, key=lambda prompt: not prompt.branch):
+            rollout = self._in_flight[prompt.rollout]
             ending = rollout.ending()
             self._lengths.append(len(rollout.prompt.tokens) + rollout.length)
             await self._close(rollout)
@@ -472,13 +473,7 @@ class Generate:
 
 @dataclass(eq=False)
 class DecodingRound:
-    """The rollouts of one decoding.
-
-    Attributes:
-        engine: decodes them.
-        meter: measures them.
-        read: starts to read a rollout, in a task of its own.
-    """
+    """The rollouts of one decoding, which ``engine`` decodes; ``read`` starts a task that reads one."""
 
     engine: Decoding
     meter: DecodeMeter
@@ -506,12 +501,6 @@ class DecodingRound:
 
         What was read of the prompts by the time of the cut is deferred, unwritten: reading them is not cancelled, since
         that would end an async generator.
-
-        Args:
-            ledger: decides how many join.
-            remaining: steps left to train in, this one included.
-            take: reads so many prompts, or those that are left; may wait for them.
-            open_: opens the rollouts of units.
         """
         while not ledger.is_cut():
             self._news = anyio.Event()
@@ -541,15 +530,9 @@ def require_turns(policy: Policy) -> MultiTurnPolicy:
 
 
 def require_piece(piece: Piece, policy: Policy, rollout: int, limit: int, oldest: int, *, turns: bool = False) -> None:
-    """Raise ``ProtocolError`` unless a piece can be the next of its rollout.
+    """Raise ``ProtocolError`` unless a piece of at most ``limit`` tokens can be the next of its rollout.
 
-    Args:
-        piece: as read.
-        policy: of which it was read.
-        rollout: named in the error.
-        limit: tokens that were asked for.
-        oldest: version that made the token before it.
-        turns: whether the end may come after the last token.
+    ``oldest``: the version that made the token before it; ``turns``: the end may come after the last token.
     """
     if fault := _fault_of(piece, limit, oldest, policy.version, turns):
         raise ProtocolError(f"rollout {rollout}: read({limit}) of {type(policy).__name__} returned {fault}")
@@ -608,11 +591,7 @@ def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) 
 
 @dataclass(slots=True, eq=False)
 class Ended:
-    """The rollouts that ended in a step, or were deferred; recorded by the stage that generates.
-
-    Attributes:
-        out: gets the events that it notes.
-    """
+    """The rollouts that ended in a step, or were deferred; recorded by the stage that generates."""
 
     out: Sender[RolloutEvent]
     ended: list[int] = field(default_factory=list)

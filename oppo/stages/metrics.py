@@ -26,20 +26,13 @@ MOST: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """The tokens of a rollout that were decoded in a phase.
+    """The tokens of a rollout that were decoded in a phase."""
 
-    Attributes:
-        prompt: tokens of its prompt, and tool tokens of its response at the beginning.
-        start, stop: sampled tokens of its response at the beginning and at the end.
-        ended: loop time of its last piece, in seconds; NaN if it did not end.
-        joined: decode steps of the phase before it was decoded.
-    """
-
-    prompt: int
-    start: int
-    stop: int
-    ended: float
-    joined: int = 0
+    prompt: int  # tokens of its prompt, and tool tokens of its response at the beginning
+    start: int  # sampled tokens of its response at the beginning
+    stop: int  # and at the end
+    ended: float  # loop time of its last piece, in seconds; NaN if it did not end
+    joined: int = 0  # decode steps of the phase before it was decoded
 
     @property
     def last(self) -> int:
@@ -120,28 +113,18 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class ScorerReading:
-    """A scorer's call that read; recorded by the stage that made it.
-
-    Attributes:
-        tokens: that it read.
-        pairs: of each of them and those before it in its rollout.
-    """
+    """A scorer's call that read; recorded by the stage that made it."""
 
     tokens: int
-    pairs: float = 0.0
+    pairs: float = 0.0  # of each token and those before it in its rollout
 
 
 @dataclass(frozen=True, slots=True)
 class ScorerAnswer:
-    """A scorer's call that returned values; recorded by the stage that made it.
+    """A scorer's call that returned values; recorded by the stage that made it."""
 
-    Attributes:
-        start, at: loop time at its beginning and at its end, in seconds.
-        rollouts: for which it did.
-    """
-
-    start: float
-    at: float
+    start: float  # loop time at its beginning, in seconds
+    at: float  # and at its end
     rollouts: int
 
 
@@ -181,12 +164,7 @@ def _together(name: str, values: Sequence[float]) -> float:
 
 
 class DecodeMeter:
-    """Measures what rollouts gain by decoding, from its start.
-
-    Args:
-        rollouts: every rollout in flight; complete ones count only as part of an incomplete unit.
-        chunk: tokens in a chunk; 0: unknown.
-    """
+    """Measures what rollouts in flight gain by decoding; complete ones count only as part of an incomplete unit."""
 
     def __init__(self, rollouts: Iterable[InFlightRollout], chunk: int = 0) -> None:
         self._chunk = chunk

@@ -18,7 +18,7 @@ import numpy as np
 
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, blaming
-from oppo.events import Drop, FloatArray, Scored, StepReport
+from oppo.events import Drop, FloatArray, Prompt, Scored, StepReport
 from oppo.graph import Receiver, Sender, Step
 
 Accept: TypeAlias = Callable[[FloatArray], bool]
@@ -130,14 +130,14 @@ class Selection:
         """Judge the groups of a step that begins."""
         self._steps[step] = _Verdicts()
 
-    async def rejects(self, step: int, rollouts: Sequence[int]) -> bool:
-        """Return whether the group of these rollouts is rejected, once all of them are scored."""
+    async def rejects(self, step: int, prompts: Sequence[Prompt]) -> bool:
+        """Return whether the group of these prompts is rejected, once all are scored: an agent has one score."""
         verdicts = self._steps[step]
-        scores = await verdicts.scores_of(rollouts)
+        scores = await verdicts.scores_of(prompts)
         with blaming(f"accept of {type(self).__name__}"):
             rejected = not len(scores) or not self.accept(scores)
         if rejected:
-            verdicts.rejected.update(rollouts)
+            verdicts.rejected.update(each.rollout for each in prompts)
         return rejected
 
 
@@ -153,10 +153,10 @@ class _Verdicts:
         self.scores[item.rollout] = math.nan if isinstance(item, Drop) else float(item.value)
         self.change.set()
 
-    async def scores_of(self, rollouts: Sequence[int]) -> FloatArray:
-        while any(rollout not in self.scores for rollout in rollouts):
+    async def scores_of(self, prompts: Sequence[Prompt]) -> FloatArray:
+        while any(each.rollout not in self.scores for each in prompts):
             self.change = anyio.Event()
             await self.change.wait()
-        scores = np.array([self.scores[rollout] for rollout in rollouts], np.float32)
+        scores = np.array([self.scores[each.rollout] for each in prompts if not each.branch], np.float32)
         finite: FloatArray = scores[np.isfinite(scores)]
         return finite

@@ -143,6 +143,7 @@ class Update:
             end = anyio.current_time()
             rollouts = batch.rollouts
             rows = [row for row, rollout in enumerate(rollouts) if rollout not in trained.nonfinite]
+            scored_rows = [row for row in batch.firsts if rollouts[row] not in trained.nonfinite]
             left_out = {rollouts[row] for row, tokens in enumerate(batch.sampled_rows()) if not len(tokens)}
             bias = self._lengths.after(batch)
             seconds = end - (max(step.started, self._ended) if step.ahead else step.started)
@@ -157,7 +158,7 @@ class Update:
                     *(Drop(rollout, LEFT_OUT) for rollout in rollouts if rollout in left_out),
                 ),
                 deferred=tuple(batch.deferred),
-                score=float(np.mean(batch.scores[rows])) if rows else float("nan"),
+                score=float(np.mean(batch.scores[scored_rows])) if scored_rows else float("nan"),
                 seconds=seconds,
                 metrics={
                     **batch.metrics,
@@ -270,13 +271,13 @@ def composition(batch: Batch, version: int) -> Mapping[str, float]:
     if not len(batch):
         return metrics
     lengths, prompts = np.diff(batch.offsets), np.array([len(each.prompt.tokens) for each in batch.responses])
-    capped = np.array([reason == "length" for reason in batch.reasons])
+    capped, scores = np.array([reason == "length" for reason in batch.reasons]), batch.scores[batch.firsts]
     staleness = version - batch.versions[batch.sampled]
     if not capped.all():
         metrics["response_length/mean_uncapped"] = _mean(lengths[~capped])
     return metrics | {
-        "objective/scores_min": float(batch.scores.min()),
-        "objective/scores_max": float(batch.scores.max()),
+        "objective/scores_min": float(scores.min()),
+        "objective/scores_max": float(scores.max()),
         **_estimates(batch),
         "prompt_length/mean": _mean(prompts),
         "prompt_length/min": float(prompts.min()),

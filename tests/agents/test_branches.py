@@ -19,10 +19,12 @@ from oppo import Overcommit, grpo
 from oppo.admission import Admission, TailBatched
 from oppo.agents import Agents
 from oppo.evaluation import Evaluated, Evaluation
-from oppo.events import Batch, Chunk, Prompt, Response
+from oppo.events import Batch, BatchPart, Chunk, FloatArray, Prompt, Response, StepReport
 from oppo.models import Capabilities
+from oppo.stages import GroupRelative, InParts, Selection
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from tests.agents.test_agents import tokenizer
+from tests.pipelines import Tap
 
 pytestmark = pytest.mark.usefixtures("numbers")
 
@@ -184,6 +186,11 @@ def test_a_helper_s_conversation_is_trained_in_the_unit_of_its_agent() -> None:
     helpers = [each for batch in batches for each in batch.responses if each.prompt.branch]
     assert len(helpers) == 2 * sum(at % 3 for at in range(16))
     assert chief.answered.keys() <= {"", "rollout_ended"}  # of rows that were begun ahead
+    scores = [
+        [float(score) for each, score in zip(one.responses, one.scores, strict=True) if not each.prompt.branch]
+        for one in batches
+    ]
+    assert [each["objective/scores"] for each in metrics] == pytest.approx([np.mean(each) for each in scores])
     assert all(each["agents/refused"] == 0 for each in metrics)
 
 
@@ -198,6 +205,48 @@ def test_deferred_conversations_are_trained_as_in_serial_steps(together: bool) -
     one, other = described(serial), described(streamed)
     assert len(one.keys() & other.keys()) > 20
     assert all(one[rollout] == other[rollout] for rollout in one.keys() & other.keys())
+
+
+def test_a_group_comes_early_if_none_of_its_agents_has_a_further_conversation() -> None:
+    chief, tap, trainer = Chief(), Tap(), FakeTrainer(accumulating=lambda _: 0.0)
+    graph = graph_of(chief, trainer, Overcommit(batch=4)).replace(advantage=InParts(GroupRelative(), 2))
+
+    async def main() -> list[float]:
+        async with graph.open(chief.agents.prompts(Rows()), observers=[tap]) as run:
+            return [report.score async for report in run.steps(3)]
+
+    scores = run_virtual(main)
+    sent = [item.batch for _, stage, item in tap.items if stage == "advantage" and isinstance(item, BatchPart)]
+    assert {each.prompt.admission for part in sent for each in part.responses} == {0, 3, 6, 9}
+    batches = [item for _, stage, item in tap.items if stage == "advantage" and isinstance(item, Batch)]
+    check(batches)
+    assert scores == [float(np.mean(batch.scores[batch.firsts])) for batch in batches]
+
+
+def test_a_group_is_selected_by_one_score_of_each_agent() -> None:
+    chief, seen = Chief(), list[int]()
+
+    def accept(scores: FloatArray) -> bool:
+        seen.append(len(scores))
+        return True
+
+    graph = grpo(
+        policy=policy(),
+        reward=chief.agents.reward,
+        trainer=FakeTrainer(),
+        admission=Overcommit(batch=4),
+        samples=2,
+        select=Selection(accept),
+        environment=chief.agents,
+    )
+
+    async def main() -> list[StepReport]:
+        async with graph.open(chief.agents.prompts(Rows())) as run:
+            return [report async for report in run.steps(2)]
+
+    reports = run_virtual(main)
+    assert seen == [2] * 8
+    assert sum(len(report.trained) for report in reports) == 2 * sum(1 + at % 3 for at in range(8))
 
 
 def test_what_an_agent_of_an_engine_that_adds_nothing_begins_is_refused() -> None:

@@ -14,7 +14,7 @@ from docs.make_metrics import PAGE, page
 from oppo.admission.bottleneck import LIMITS, NUMBERS, PARTS, PREFIX
 from oppo.cli import DONE
 from oppo.evaluation.evaluate import PREFIX as HELD_OUT
-from oppo.report.metrics import METRICS, MFU, in_own_names, metric, renamed
+from oppo.report.metrics import METRICS, MFU, SHARE, in_own_names, metric, renamed
 from oppo.testing import run_virtual
 from tests.pipelines import Pipeline, Setting
 from tests.workplace import furnish, oppo, records
@@ -46,6 +46,25 @@ def test_each_is_declared_once_and_says_something() -> None:
         assert len(names) == len(set(names))
     for section in METRICS.values():
         assert all(each.unit and each.meaning.endswith(".") for each in section)
+
+
+STATISTIC = re.compile(
+    r"\b(mean|standard deviation|variance|(small|larg|low|high|short|long|few)est|most)\b", re.IGNORECASE
+)
+OVER = re.compile(
+    r"\b(token|conversation|rollout|group|minibatch|prompt|pair|turn|call|request|layer|step)", re.IGNORECASE
+)
+
+
+def test_each_statistic_of_what_is_trained_says_what_it_is_over() -> None:
+    of_machines = {*METRICS["Time and overlap"], *METRICS["Devices"]}
+    statistics = [
+        each
+        for each in chain(*METRICS.values())
+        if each not in of_machines and (STATISTIC.search(each.meaning) or each.unit == SHARE)
+    ]
+    assert len(statistics) > 60
+    assert [each.name for each in statistics if not OVER.search(each.meaning)] == []
 
 
 def test_a_name_is_found_with_its_variable_parts_and_no_other_is() -> None:

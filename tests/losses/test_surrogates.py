@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, Final, TypeAlias
 
 import pytest
@@ -14,7 +15,9 @@ from oppo.algorithms.base import ClippedAlgorithm
 from oppo.algorithms.group import GSPO
 from oppo.errors import ConfigError
 from oppo.losses import ClippedLoss, Input, Inputs, SequenceLoss, Whole, policy_losses, surrogate_losses
+from oppo.returns import Correction
 from oppo.training import Surrogate
+from tests.test_correction import EVERY
 
 LOW, HIGH, DUAL, GATES = 0.2, 0.3, 2.5, (1.0, 1.05)
 
@@ -84,6 +87,86 @@ def test_a_surrogate_and_its_gradient_are_those_of_its_formula(kind: Any) -> Non
         torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-9, atol=1e-9)
     assert each.clipped.tolist() == [clipped for _, _, clipped in expected]
     assert each.clipped.any() == (kind != "sapo")
+
+
+ROWS: Final = ((1, 0.02), (2, 0.4), (5, 0.05), (9, 0.3), (4, 1.5), (3, 0.1))
+"""Tokens of some responses, and how far their proximal log-probs lie from the behaviour's."""
+
+
+def stale() -> tuple[Tensor, dict[Input, Tensor], Tensor]:
+    """Return the row of each token, the inputs of a loss, float64, and the mask, which leaves some tokens out."""
+    random, lengths = torch.Generator().manual_seed(3), torch.tensor([length for length, _ in ROWS])
+    rows, count = torch.arange(len(ROWS)).repeat_interleave(lengths), int(lengths.sum())
+    behaviour, moved, far, advantages = torch.randn(4, count, generator=random, dtype=torch.float64)
+    proximal = behaviour - 3 + far * torch.tensor([spread for _, spread in ROWS])[rows]
+    given = {"behaviour": behaviour - 3, "proximal": proximal, "logprobs": proximal + 0.3 * moved}
+    mask = torch.arange(count) % 7 != 6
+    return rows, {**given, "advantages": advantages, "entropies": advantages}, mask  # type: ignore[dict-item]
+
+
+def corrected(
+    plain: Plain, correction: Correction, tokens: Sequence[Sequence[float]], *, whole: bool
+) -> tuple[float, list[float]]:
+    """Return the loss of one response and its derivatives, by the formulas of :class:`Correction`.
+
+    Of each token there are behaviour, proximal and current log-prob and the advantage; ``whole``: the ratio is GSPO's.
+    """
+    count, logs = len(tokens), [proximal - behaviour for behaviour, proximal, _, _ in tokens]
+    mean = math.exp(sum(logs) / count)
+    k3 = sum(math.exp(log) - 1 - log for log in logs) / count
+    low, high = correction.band
+    terms = []
+    for (behaviour, proximal, current, advantage), log in zip(tokens, logs, strict=True):
+        m = {"token": math.exp(log), "sequence": mean, "product": math.exp(sum(logs))}[correction.level]
+        within = low <= m <= high
+        held = mean if whole or correction.level == "sequence" else math.exp(log)
+        weight = {"none": held, "truncated": min(m, correction.cap), "mask": m if within else 0.0}[correction.weight]
+        if correction.ratio_base == "behaviour":
+            weight /= held
+        elif correction.weight == "none":
+            weight = 1.0
+        if correction.k3 is not None and k3 > correction.k3:
+            weight = 0.0
+        base = behaviour if correction.ratio_base == "behaviour" else proximal
+        terms.append((weight, current, base, advantage))
+    if whole:
+        ratio = sum(current - base for _, current, base, _ in terms) / count
+        loss, derivative, _ = plain(ratio, 0.0, sum(advantage for *_, advantage in terms) / count)
+        return terms[0][0] * loss, [terms[0][0] * derivative / count] * count
+    found = [(weight, *plain(*values)) for weight, *values in terms]
+    return sum(weight * loss for weight, loss, *_ in found), [weight * slope for weight, _, slope, _ in found]
+
+
+REFUSED: Final = [("gspo", each) for each in EVERY if each.level == "token" and each.weight != "none"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "correction"), [each for each in product([*KINDS, "gspo"], EVERY) if each not in REFUSED], ids=str
+)
+def test_a_loss_of_stale_tokens_is_that_of_the_formulas_whatever_corrects_them(
+    kind: Any, correction: Correction
+) -> None:
+    plain, options = KINDS.get(kind, KINDS["clip"])
+    loss = (
+        SequenceLoss(**options, correction=correction)
+        if kind == "gspo"
+        else ClippedLoss(surrogate=kind, **options, correction=correction, aggregation="response_sums")
+    )
+    rows, given, mask = stale()
+    given["logprobs"].requires_grad_()
+    size = len(ROWS)
+    found = loss(Inputs(mask, rows, torch.arange(size), Whole(float(mask.sum()), size, size, 9), given))
+    found.loss.backward()
+    total, slopes = 0.0, torch.zeros(len(rows), dtype=torch.float64)
+    columns = torch.stack([given[name].detach() for name in ("behaviour", "proximal", "logprobs", "advantages")])
+    for row in range(size):
+        at = mask & (rows == row)
+        value, slope = corrected(plain, correction, columns[:, at].T.tolist(), whole=kind == "gspo")
+        total, slopes[at] = total + value / size, torch.tensor(slope, dtype=torch.float64) / size
+    assert given["logprobs"].grad is not None
+    torch.testing.assert_close(found.loss.detach(), torch.tensor(total, dtype=torch.float64), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(given["logprobs"].grad, slopes, rtol=1e-6, atol=1e-7)
+    assert slopes.any()
 
 
 OF_VERL: Final[dict[Any, tuple[float, float]]] = {

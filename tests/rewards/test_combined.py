@@ -68,6 +68,15 @@ def test_the_sum_is_weighted_and_what_does_not_apply_adds_nothing() -> None:
     assert rewards.capabilities.samples() == {}
 
 
+def test_the_parts_of_an_agent_are_measured_once_whatever_its_conversations() -> None:
+    rewards = Rewards({"long": (1.0, length)}, decode=str)
+    first, second, *_ = finished()
+    prompt = replace(second.response.prompt, rollout=first.rollout + 2**32, branch=1)
+    further = Finish(prompt.rollout, replace(second.response, prompt=prompt), "eos")
+    assert len(run_virtual(rewards.finish, [first, further])) == 2
+    assert rewards.capabilities.samples() == {"rewards/long/mean": lengths()[:1], "rewards/long/share": [1.0]}
+
+
 def test_a_rollout_to_which_nothing_applies_is_dropped() -> None:
     assert scored(Rewards({"never": (1, never)}, decode=str)) == [Drop(n, NONE_APPLIES) for n in range(6)]
 

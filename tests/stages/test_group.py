@@ -78,9 +78,9 @@ def test_every_sampled_token_has_the_advantage_of_its_response_and_given_ones_ha
 
 
 def test_a_batch_says_which_log_probs_it_has() -> None:
-    plain, known = row(0, 1.0), row(1, 2.0, reference=-1.0)
-    again = replace(known, proximal=np.full(4, -1, np.float32))
-    said = [GroupRelative().batch([one, one]) for one in (plain, known, again)]
+    plain, known = ([row(n, 1.0, reference=reference) for n in (0, 1)] for reference in (None, -1.0))
+    again = [replace(each, proximal=np.full(4, -1, np.float32)) for each in known]
+    said = [GroupRelative().batch(rows) for rows in (plain, known, again)]
     assert [batch.reference is not None for batch in said] == [False, True, True]
     assert [batch.proximal is not None for batch in said] == [False, False, True]
 

@@ -24,14 +24,7 @@ class StalenessMetrics:
     """How far the tokens of an update have drifted from the weights that sampled them.
 
     Before the first optimizer step, a token's current log-prob is its proximal one. So the mismatch is measured on the
-    first minibatch, a random part of the batch, from what the trainer computes anyway. Sums stay on the device until
-    :meth:`metrics` is called.
-
-    Args:
-        version: of the weights with which the update begins.
-
-    Attributes:
-        first_minibatch: whether :meth:`add` is given tokens of the first minibatch.
+    first minibatch, a random part of the batch, from what the trainer computes anyway. Sums stay on the device.
     """
 
     def __init__(self, version: int) -> None:
@@ -113,27 +106,14 @@ class Sums:
 
 @dataclass(slots=True)
 class UpdateMetrics:
-    """Sums over the minibatches of one update.
-
-    Attributes:
-        loss: which is minimised.
-        staleness: of the tokens.
-        measured: the loss's measurements of each minibatch that made an optimizer step.
-        norms: gradient norms of each such minibatch before clipping: the actor's, and the critic's if there is one.
-        stepped: the rollouts of those minibatches.
-        skipped: the rollouts of minibatches that made no step.
-        minibatches_skipped: number of minibatches that made no step.
-        micro_batches: number of forward passes.
-        padding, tokens: padding read, and tokens read, padding included.
-        loads: of the routers of a mixture of experts, see :func:`oppo.hf.routers.expert_loads`.
-    """
+    """Sums over the minibatches of one update."""
 
     loss: Loss
     staleness: StalenessMetrics
-    measured: list[Mapping[str, float]] = field(default_factory=list)
-    norms: list[tuple[float, ...]] = field(default_factory=list)
-    stepped: set[int] = field(default_factory=set)
-    skipped: set[int] = field(default_factory=set)
+    measured: list[Mapping[str, float]] = field(default_factory=list)  # by the loss, of each minibatch that made a step
+    norms: list[tuple[float, ...]] = field(default_factory=list)  # of actor and critic, before clipping
+    stepped: set[int] = field(default_factory=set)  # rollouts of minibatches that made a step
+    skipped: set[int] = field(default_factory=set)  # rollouts of the others
     minibatches_skipped: int = 0
     micro_batches: int = 0
     padding: int = 0

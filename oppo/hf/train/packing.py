@@ -31,40 +31,24 @@ class MicroBatch:
 
     They are padded on the right to L tokens, or packed, end to end. The last token of each row is not read, since it
     predicts none. Padding needs no mask: no token before it attends to it, and it predicts none.
-
-    Attributes:
-        ids, positions: int64 [n, L]; packed, [1, L].
-        lengths: the ids of each row that are not padding.
-        keep: int64 [K], the columns that predict a response token of some row.
-        at: int64 [T], where each response token is predicted in an [n, K, ...] output, as an index of [n * K, ...].
-        row: int64 [T], the row of each response token.
-        tokens: int64 [T].
-        mask: bool [T], true for the tokens that are trained.
-        groups: int64 [n], the group of each row.
-        versions: int64 [T].
-        behaviour: float32 [T], behaviour log-probs.
-        given: inputs of the loss that the batch holds: float32 [T], [T, k + 1], or [n] for those of rows.
-        support: the ids from which the T tokens were sampled.
-        top_ids: int64 [T, k], the likeliest ids of a teacher; ``None`` unless the loss reads their log-probs.
-        routed_experts: those that the routers of the actor take at each id, int64 [layers, ids, k], see
-            :func:`oppo.hf.routers.replaying`; ``None``: they choose freely.
     """
 
-    ids: Tensor
-    positions: Tensor
-    lengths: Sequence[int]
-    keep: Tensor
-    at: Tensor
-    row: Tensor
-    tokens: Tensor
-    mask: Tensor
-    groups: Tensor
-    versions: Tensor
-    behaviour: Tensor
-    given: Mapping[Input, Tensor]
-    support: Support
-    top_ids: Tensor | None = None
-    routed_experts: Tensor | None = None
+    ids: Tensor  # int64 [n, L]; packed, [1, L]
+    positions: Tensor  # int64, as ids
+    lengths: Sequence[int]  # the ids of each row that are not padding
+    keep: Tensor  # int64 [K], the columns that predict a response token of some row
+    at: Tensor  # int64 [T], of [n * K, ...], the place in an [n, K, ...] output that predicts each response token
+    row: Tensor  # int64 [T], the row of each response token
+    tokens: Tensor  # int64 [T]
+    mask: Tensor  # bool [T], the tokens that are trained
+    groups: Tensor  # int64 [n]
+    shares: Tensor  # float32 [n], see oppo.losses.Inputs
+    versions: Tensor  # int64 [T]
+    behaviour: Tensor  # float32 [T], log-probs
+    given: Mapping[Input, Tensor]  # inputs of the loss that the batch holds: float32 [T], [T, k + 1], or [n]
+    support: Support  # of the T tokens
+    top_ids: Tensor | None = None  # int64 [T, k], the likeliest ids of a teacher, if the loss reads them
+    routed_experts: Tensor | None = None  # int64 [layers, ids, k], see oppo.hf.routers.replaying; None: free
 
     @property
     def padding(self) -> int:
@@ -92,10 +76,19 @@ def units(batch: Batch, unit: Unit) -> list[list[int]]:
     return list(members.values())
 
 
-def minibatches(units: Sequence[list[int]], count: int, key: Sequence[int]) -> Iterator[list[list[int]]]:
-    """Yield one epoch of units, shuffled by ``key``, in ``count`` parts of nearly equal size; none is empty."""
-    shuffled = np.random.default_rng(key).permutation(len(units))
-    yield from ([units[each] for each in part] for part in np.array_split(shuffled, count) if len(part))
+def minibatches(batch: Batch, units: Sequence[list[int]], count: int, key: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Yield one epoch of units, shuffled by ``key``, in ``count`` parts of nearly equal size; none is empty.
+
+    The conversations of a rollout stay together.
+    """
+    rollouts = dict[int, list[list[int]]]()
+    for unit in units:
+        rollouts.setdefault(batch.responses[unit[0]].prompt.first, []).append(unit)
+    whole = list(rollouts.values())
+    shuffled = np.random.default_rng(key).permutation(len(whole))
+    for part in np.array_split(shuffled, count):
+        if len(part):
+            yield list(chain.from_iterable(whole[each] for each in part))
 
 
 def tokens_read(batch: Batch, rows: Sequence[int], *, packed: bool = False) -> int:
@@ -191,11 +184,12 @@ def pack(
         for name, column in held.items()
         if column is not None and (name in inputs or name == "behaviour")
     }
-    floats = _uploaded(given, np.float32, device)
+    floats = _uploaded({**given, "shares": batch.shares()[list(rows)]}, np.float32, device)
     return MicroBatch(
         lengths=read,
         mask=whole.pop("mask").bool(),
         behaviour=floats["behaviour"],
+        shares=floats["shares"],
         given={name: floats[name] for name in given if name in inputs},
         support=batch.support(rows),
         **whole,

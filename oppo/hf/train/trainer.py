@@ -67,21 +67,16 @@ _COMPARED = (
 
 @dataclass(slots=True, eq=False)
 class PartialGradient:
-    """The accumulated part of a batch; the gradient itself is held by the optimisation.
+    """The accumulated part of a batch; the gradient itself is held by the optimisation."""
 
-    Attributes:
-        version: of the weights that it is of.
-        parts: the micro-batches, each with the models' outputs, without gradient, float32 [T], and loads of experts.
-        finite: whether all losses and gradients so far were finite.
-    """
-
-    version: int
+    version: int  # of the weights that it is of
     parts: list[tuple[MicroBatch, Mapping[Input, Tensor], Tensor | None]] = field(default_factory=list)
-    finite: bool = True
-    _rows: dict[int, tuple[Batch, int]] = field(default_factory=dict)
+    finite: bool = True  # whether all losses and gradients so far were
+    _rows: dict[int, tuple[Batch, int, float]] = field(default_factory=dict)
 
     def note(self, part: Batch) -> None:
-        self._rows.update({rollout: (part, row) for row, rollout in enumerate(part.rollouts)})
+        shares = part.shares().tolist()
+        self._rows.update({rollout: (part, row, shares[row]) for row, rollout in enumerate(part.rollouts)})
 
     def holds(self, rollout: int) -> bool:
         return rollout in self._rows
@@ -89,11 +84,14 @@ class PartialGradient:
     def is_of(self, batch: Batch, version: int) -> bool:
         """Return whether it is finite, of these weights, and of rows that are all in ``batch``, as they are there."""
         at = {rollout: row for row, rollout in enumerate(batch.rollouts)}
-        known = self._rows.items()
+        known, shares = self._rows.items(), batch.shares()
         return (
             self.finite
             and self.version == version
-            and all(rollout in at and _alike(part, row, batch, at[rollout]) for rollout, (part, row) in known)
+            and all(
+                rollout in at and shares[at[rollout]] == share and _alike(part, row, batch, at[rollout])
+                for rollout, (part, row, share) in known
+            )
         )
 
 
@@ -114,19 +112,10 @@ def _alike(one: Batch, row: int, other: Batch, at: int) -> bool:
 
 
 class HfTrainerCore:
-    """Trains an actor, and its critic if it has one; implements :class:`oppo.placement.trainer.TrainerCore`.
+    """Trains an actor, and its critic if it has one, as :class:`oppo.placement.trainer.TrainerCore` says.
 
     Several processes that :meth:`join` train together: the first keeps the weights and counts that the others have
     copies or shards of.
-
-    Args:
-        models: what is trained.
-        sampling, settings, loss: see :class:`oppo.hf.HfTrainer`.
-        counts: of updates and their work.
-        replicas: how several ranks have the models.
-
-    Raises:
-        ConfigError, ModelRefused: as :class:`oppo.hf.HfTrainer` does.
     """
 
     def __init__(
@@ -210,10 +199,6 @@ class HfTrainerCore:
 
         A minibatch whose loss or gradient is not finite makes no optimizer step: its rollouts are in ``skipped``, each
         once, and in ``nonfinite`` if no other minibatch trained them. What was accumulated is discarded.
-
-        Raises:
-            ConfigError: the loss reads log-probs that the batch lacks, or another ``Accelerator`` of the process
-                accumulates gradients.
         """
         self._discard()
 
@@ -221,7 +206,7 @@ class HfTrainerCore:
             rows = units(batch, self.loss.unit)
             for epoch in range(self.settings.epochs):
                 key = self.settings.seed, self.counts.version, epoch
-                for minibatch in minibatches(rows, self.settings.minibatches, key):
+                for minibatch in minibatches(batch, rows, self.settings.minibatches, key):
                     self._step(batch, minibatch, update)
 
         return self._learned(batch, learn)
@@ -417,7 +402,8 @@ class HfTrainerCore:
 
     def _evaluated(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> LossValue:
         inputs = {name: tensor if name in self.loss.reads else tensor.detach() for name, tensor in outputs.items()}
-        return evaluated(self.loss, Inputs(part.mask, part.row, part.groups, size, {**part.given, **inputs}))
+        given = {**part.given, **inputs}
+        return evaluated(self.loss, Inputs(part.mask, part.row, part.groups, size, given, part.shares))
 
     def outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
         def measure(logits: Tensor, at: slice, again: bool) -> dict[Input, Tensor]:

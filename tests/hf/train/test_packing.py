@@ -103,15 +103,31 @@ def test_padding_is_on_the_right_and_counted() -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_minibatches_are_a_shuffled_partition_that_its_key_decides(count: int) -> None:
-    whole = [[0], [1, 2], [3], [4, 5, 6], [7], [8], [9], [10]]
+    whole, single = [[0], [1, 2], [3], [4, 5, 6], [7], [8], [9], [10]], batch().responses[0]
+    row_of = {at: replace(single, prompt=replace(single.prompt, rollout=at)) for at in range(11)}
+    for at, first in ((8, 0), (10, 3)):  # further conversations
+        row_of[at] = replace(single, prompt=replace(single.prompt, rollout=first + 2**32, branch=1))
+    lengths = np.cumsum([0] + [len(single)] * 11)
+    empty = np.zeros(lengths[-1], np.float32)
+    rows = Batch(
+        responses=tuple(row_of.values()),
+        reasons=("eos",) * 11,
+        scores=np.zeros(11, np.float32),
+        offsets=lengths,
+        tokens=empty.astype(np.int32),
+        versions=empty.astype(np.int32),
+        sampled=empty == 0,
+        logprobs=empty,
+    )
 
     def epoch(last: int) -> list[list[list[int]]]:
-        return list(minibatches(whole, count, (0, 1, last)))
+        return list(minibatches(rows, whole, count, (0, 1, last)))
 
     assert sorted(chain.from_iterable(epoch(2))) == whole
-    assert len(epoch(2)) == min(count, 8)
+    assert len(epoch(2)) == min(count, 6)
     assert epoch(2) == epoch(2)
     assert list(chain.from_iterable(epoch(2))) != list(chain.from_iterable(epoch(3)))
+    assert all(([0] in each) == ([8] in each) and ([3] in each) == ([10] in each) for each in epoch(2))
 
 
 def test_units_are_rows_or_the_rows_of_a_prompt_that_have_a_sampled_token() -> None:

@@ -104,6 +104,14 @@ def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
     )
 
 
+def joined(batch: Batch) -> Batch:
+    """Return the batch with its last row as a further conversation of the agent of the first one."""
+    *others, last = batch.responses
+    first = others[0].prompt
+    prompt = replace(last.prompt, rollout=first.rollout + 2**32, branch=1, group=first.group)
+    return replace(batch, responses=(*others, replace(last, prompt=prompt)))
+
+
 def groups_of(batch: Batch) -> list[Batch]:
     return [rows_of(batch, (first, first + 1)) for first in range(0, len(batch), 2)]
 
@@ -167,8 +175,9 @@ def test_neither_order_nor_number_of_the_parts_matters(data: st.DataObject, thre
         lambda batch: replace(batch, scores=batch.scores[::-1].copy()),
         lambda batch: replace(batch, reference=None),
         lambda batch: replace(batch, teacher_top=batch.teacher_top[::-1].copy()),
+        joined,
     ],
-    ids=["other advantages", "a row was dropped", "other scores", "no reference", "another teacher"],
+    ids=["other advantages", "a row dropped", "other scores", "no reference", "another teacher", "a further row"],
 )
 async def test_what_is_not_of_the_batch_is_discarded_and_the_update_is_whole(
     change: object, thread: Thread, batch: Batch
