@@ -41,24 +41,33 @@ class Detached(Generic[R_co]):
     """
 
     def __init__(self, name: str, work: Callable[[], R_co]) -> None:
-        loop, context = running_loop(), _context_without_loop()
-        self._outcome: Future[R_co] = Future()
-        self._over = asyncio.Event()
+        loop, self._over = running_loop(), asyncio.Event()
 
-        def run() -> None:
-            try:
-                self._outcome.set_result(context.run(work))
-            except BaseException as error:  # noqa: BLE001 - who waits for it raises it
-                self._outcome.set_exception(error)
+        def over(_: object) -> None:
             with suppress(RuntimeError):  # the loop is closed: nothing waits any more
                 loop.call_soon_threadsafe(self._over.set)
 
-        Thread(target=run, name=name, daemon=True).start()
+        self._outcome = in_thread(name, work)
+        self._outcome.add_done_callback(over)
 
     async def result(self) -> R_co:
         """Wait for what ``work`` returns, and return it, or raise what it raises."""
         await self._over.wait()
         return self._outcome.result()
+
+
+def in_thread(name: str, work: Callable[[], R]) -> Future[R]:
+    """Run ``work`` as :class:`Detached` does, for a caller that is on no event loop."""
+    context, outcome = _context_without_loop(), Future[R]()
+
+    def run() -> None:
+        try:
+            outcome.set_result(context.run(work))
+        except BaseException as error:  # noqa: BLE001 - who waits for it raises it
+            outcome.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return outcome
 
 
 async def run_detached(name: str, work: Callable[[], R]) -> R:
