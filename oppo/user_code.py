@@ -59,14 +59,10 @@ def load_function(spec: str, refuse: Callable[[str], Exception]) -> Callable[...
 
 
 def load_object(spec: str, refuse: Callable[[str], Exception]) -> object:
-    """Return what ``file.py:name`` names.
+    """Return what ``file.py:name`` names, or raise ``refuse(words)``.
 
     A file is run once in a process, as a module of its own, so that what several names refer to in it is shared. It is
     run again only after it has changed.
-
-    Args:
-        spec: file and name.
-        refuse: returns the error to raise if there is no such file or name, or the file cannot be run.
     """
     text, _, name = spec.rpartition(":")
     path = Path(text)
@@ -124,11 +120,7 @@ class LoadedFile:
 
     @classmethod
     def of(cls, path: str) -> LoadedFile:
-        """Run a file, unless it was run before.
-
-        Raises:
-            ConfigError: it cannot be run.
-        """
+        """Run a file, unless it was run before."""
         _module(Path(path), ConfigError)
         return cls(path)
 
@@ -305,12 +297,7 @@ class UserCalls(Generic[G, W, R]):
         return next(reversed([*self._working.values()]), "")  # calls of other threads may end meanwhile
 
     async def make(self, given: G, where: W) -> R:
-        """Return what the function returns; at most ``concurrency`` calls overlap.
-
-        Args:
-            given: to the function.
-            where: says what it is called for, in errors.
-        """
+        """Return what the function returns; at most ``concurrency`` calls overlap."""
         self._limiter = self._limiter or anyio.CapacityLimiter(self._concurrency)
         virtual = getattr(running_loop(), "virtual", False)
         async with self._limiter:

@@ -65,17 +65,10 @@ class CalledReward(CalledOwner[float]):
 
 @dataclass(slots=True, eq=False)
 class _Life:
-    """An instance, from the first turn of its rollout until nothing more is asked of that.
-
-    Attributes:
-        calls: that were made of it, in order.
-        owner: the instance; ``None`` before its first use, also in a resumed run, where the calls are made again.
-        left: whether its response is complete.
-    """
-
+    # An instance, from the first turn of its rollout until nothing more is asked of that.
     calls: list[Any] = field(default_factory=list)
-    owner: Any = None
-    left: bool = False
+    owner: Any = None  # before its first use; in a resumed run the calls are made again then
+    left: bool = False  # the response is complete
     making: anyio.Lock = field(default_factory=anyio.Lock)
 
 
@@ -110,10 +103,9 @@ class EnvironmentClass(Tools):
     reward of the response (:attr:`reward`).
 
     The responses to one prompt have instances of their own, to which ``reset`` must say the same of the same row. An
-    instance may hold anything. A checkpoint holds the calls that were made, and they are made again on a new instance
-    where the old one is gone, as in a resumed run: the same calls must lead to the same state. One that is a context
-    manager is left once its response is complete, maybe twice, before ``get_reward()``, or begins anew; it is another
-    than the one that its row was read with.
+    instance may hold anything, and lives as long as its rollout; a resumed run makes its calls again on a new one: the
+    same calls must lead to the same state. One that is a context manager is left once, when its response is complete,
+    before ``get_reward()``; it is another than the one that its row was read with.
 
     Args:
         factory: the class, or a function without arguments that returns an instance.

@@ -34,10 +34,6 @@ class Detached(Generic[R_co]):
 
     Whoever waits for it may give up: the thread goes on, and keeps neither the run nor the process from ending. Nothing
     bounds the number of threads but what bounds the callers.
-
-    Args:
-        name: shown in the thread list.
-        work: a call without arguments.
     """
 
     def __init__(self, name: str, work: Callable[[], R_co]) -> None:
@@ -90,13 +86,9 @@ class DisposableProcess(Generic[T]):
     starts another.
 
     Args:
-        name: shown in errors and the list of processes.
         instance: can be pickled, importable by name.
         timeout: of a call, in seconds, without the start. The call is then interrupted, and the child serves the next
             one; a child that does not heed it within :data:`GRACE` is killed.
-
-    Raises:
-        ModelError: it cannot go to another process.
     """
 
     def __init__(self, name: str, instance: T, *, timeout: float = math.inf) -> None:
@@ -107,23 +99,12 @@ class DisposableProcess(Generic[T]):
         self._turn = anyio.Lock()
 
     async def start(self) -> None:
-        """Start the child, unless it runs, and wait until it holds the object; a cancelled start kills it.
-
-        Raises:
-            ModelLost: the child died.
-            Exception: whatever importing or unpickling the object raised.
-        """
+        """Start the child, unless it runs, and wait until it holds the object; a cancelled start kills it."""
         async with self._turn:
             await self._started()
 
     async def call(self, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return ``work(instance, *args, **kwargs)``; a cancelled call kills the child.
-
-        Raises:
-            ModelLost: the child died.
-            TimeoutError: the call took too long.
-            Exception: whatever ``work`` raised.
-        """
+        """Return ``work(instance, *args, **kwargs)``, or raise ``TimeoutError``; a cancelled call kills the child."""
         packet = pack(Call(0, work, args, kwargs))
         async with self._turn:
             child = await self._started()

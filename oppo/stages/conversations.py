@@ -28,15 +28,11 @@ TurnOutcome: TypeAlias = Answer | Drop | None
 
 @dataclass(slots=True)
 class _Memory:
-    """Of one rollout: how many of its turns were answered, and the environment's state after them, as JSON.
-
-    Attributes:
-        calls, failures: of tools, in these turns.
-    """
+    """Of one rollout: how many of its turns were answered, and the environment's state after them, as JSON."""
 
     answered: int = 0
     state: str = "null"
-    calls: int = 0
+    calls: int = 0  # of tools, in these turns
     failures: int = 0
 
     def after(self, answer: Answer) -> _Memory:
@@ -56,11 +52,6 @@ class _Call:
     error: Exception | None = None
 
     def result(self) -> TurnOutcome:
-        """Return its outcome.
-
-        Raises:
-            Exception: whatever the environment raised, or what its answer lacks.
-        """
         if self.error is not None:
             raise self.error
         return self.outcome
@@ -74,9 +65,6 @@ class Conversations:
 
     Calls of several rollouts overlap. Between steps no rollout has a task, but a call goes on: its outcome waits here
     for the step that decodes the rollout on.
-
-    Args:
-        environment: answers turns.
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -115,12 +103,7 @@ class Conversations:
         self._over[step.index] = ended
 
     async def converse(self, rollout: InFlightRollout, step: Step) -> None:
-        """Answer the turns of a rollout until its response ends or the step is cut.
-
-        Raises:
-            ProtocolError: an answer is not one.
-            Exception: whatever the environment raised, with a note of the rollout and the turn.
-        """
+        """Answer the turns of a rollout until its response ends or the step is cut."""
         number, decode = rollout.prompt.rollout, cast("TurnDecode", rollout.decode)
         while (tokens := await self._turn(number, decode)) is not None:
             memory = self._memories.setdefault(number, _Memory())
@@ -204,7 +187,6 @@ class Conversations:
         return Averaged(found)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many turns of each rollout were answered, and the environment's state, as JSON."""
         return {str(rollout): asdict(memory) for rollout, memory in self._memories.items() if memory.answered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
