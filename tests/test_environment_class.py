@@ -551,7 +551,7 @@ def test_an_instance_lives_as_long_as_its_rollout_and_what_was_done_is_scored(
         scored.extend(environments)
         return [0.0] * len(environments)
 
-    both = {"won": (1.0, environment.reward), "none": (1.0, second)}
+    both: dict[str, Any] = {"won": (1.0, environment.reward), "none": (1.0, second)}
     reward = Rewards(both, str, instances=environment.instance)
     graph = playing(environment, policy, reward=reward, trainer=trainer, admission=deepcopy(admission))
 
@@ -582,7 +582,7 @@ def test_calls_are_made_once_however_many_responses_are_in_flight_and_rewards_as
         for start in starts:
             await environment.answer(Turn(start, 0, said))
         for start in starts:
-            pieces = [Chunk(0, 0, said, zero, zero.astype(np.int32)), ToolTokens(0, 1, said)]
+            pieces: list[Chunk | ToolTokens] = [Chunk(0, 0, said, zero, zero.astype(np.int32)), ToolTokens(0, 1, said)]
             finished.append(Finish(start.rollout, Response.of(start, pieces), "eos"))
         async with environment:
             return [*await environment.reward.finish(finished), *await environment.reward.finish(finished[:600])]

@@ -107,7 +107,12 @@ def by_trl(script: Sequence[str], room: int, max_turns: int | None, folder: Path
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    shapes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shapes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     inner = tokenizer()
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(inner), max_position_embeddings=4096, **shapes))
     chosen = GRPOConfig(
@@ -157,7 +162,7 @@ def by_us(script: Sequence[str], room: int, max_turns: int | None) -> Played:
     game = EnvironmentClass(Sums, ChatFormat(shows, ("tool",)), max_turns=max_turns)
 
     async def main() -> Played:
-        columns = game.begun(ROW)
+        columns: dict[str, Any] = game.begun(ROW)
         prompt = Prompt(0, 0, np.array(shows.encode_chat(columns["prompt"]), np.int32), columns=columns)
         pieces: list[Chunk | ToolTokens] = []
         state, length = None, 0
