@@ -76,12 +76,14 @@ $(VLLM)/.installed: pyproject.toml constraints.txt tests/vllm/requirements.txt
 test-ray: $(STAMP)
 	$(BIN)/pytest -m ray --durations=10 tests/placement/ray
 
-# Tasks of reasoning-gym, a taskset of verifiers and servers of OpenEnv, in environments of their own: the first need a
-# compiler, verifiers has no newer openai, and OpenEnv no newer mcp. Their modules warn of their own doings.
+# Tasks of reasoning-gym, a taskset of verifiers, TRL's tool loop and servers of OpenEnv, in environments of their own:
+# the first need a compiler, verifiers has no newer openai, and OpenEnv no newer mcp. Their modules warn of their own
+# doings.
 test-gym: $(GYM)/.installed
 	$(GYM)/bin/python -m pytest $(WORKERS) -W default -m gym --durations=5 $(GYM_TESTS)
 
-GYM_TESTS ?= tests/rewards/test_gym.py tests/examples/test_verifiers.py tests/test_openenv.py
+GYM_TESTS ?= tests/rewards/test_gym.py tests/examples/test_verifiers.py tests/test_openenv.py \
+	tests/test_trl_environments.py
 
 # pip would refuse the older openai, which the extra `test` excludes.
 $(GYM)/.installed: pyproject.toml constraints.txt tests/gym-requirements.txt

@@ -44,13 +44,14 @@ class WholeScorer(Generic[T]):
 
     Args:
         value: returns that; several are awaited at the same time.
+        at_work: as of :class:`ScorerCapabilities`.
     """
 
     version = 0
 
-    def __init__(self, value: Callable[[Finish], Awaitable[T]]) -> None:
+    def __init__(self, value: Callable[[Finish], Awaitable[T]], at_work: Callable[[], str] = str) -> None:
         self._value = value
-        self.capabilities = ScorerCapabilities(concurrent=True)
+        self.capabilities = ScorerCapabilities(concurrent=True, at_work=at_work)
 
     async def extend(self, events: Sequence[Growth]) -> None:
         """Read nothing."""

@@ -86,8 +86,9 @@ class Answered:
 class Environment(Protocol):
     """Answers turns; one that is an async context manager is open as long as the run.
 
-    One that has ``forget(prompt, state)`` is called with the prompt of each rollout that it has answered, and the state
-    of its last answer, when the response ends otherwise than by ``None`` or a ``Drop``, or begins anew.
+    One that has ``forget(prompt, state)`` is called with the prompt of each rollout whose response has ended, or begins
+    anew, and with the state of its last answer, ``None`` without one. One that has ``release(prompt)`` is called when
+    nothing more is asked of the rollout: it was trained, dropped or evaluated, begins anew, or the run ends.
     """
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:

@@ -13,7 +13,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -26,7 +26,8 @@ import anyio.lowlevel
 
 from oppo.declared import require_real, require_whole
 from oppo.errors import ConfigError, ModelError, OppoError, awaited, contained, running_loop, shown
-from oppo.placement.detached import DisposableProcess, run_detached
+from oppo.log import logger
+from oppo.placement.detached import DisposableProcess, in_thread, run_detached
 
 SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")
 """The form ``file.py:name``."""
@@ -40,6 +41,9 @@ UNBLOCK: Final = "let what blocks it await what takes long, or make it sync"
 
 START_SECONDS: Final = 600.0
 """In which a process of a function must start: it imports what the function's file does."""
+
+NOTICE_SECONDS: Final = 30.0
+"""Seconds of a call while rows are read after which it is logged."""
 
 G = TypeVar("G")
 W = TypeVar("W")
@@ -55,14 +59,10 @@ def load_function(spec: str, refuse: Callable[[str], Exception]) -> Callable[...
 
 
 def load_object(spec: str, refuse: Callable[[str], Exception]) -> object:
-    """Return what ``file.py:name`` names.
+    """Return what ``file.py:name`` names, or raise ``refuse(words)``.
 
     A file is run once in a process, as a module of its own, so that what several names refer to in it is shared. It is
     run again only after it has changed.
-
-    Args:
-        spec: file and name.
-        refuse: returns the error to raise if there is no such file or name, or the file cannot be run.
     """
     text, _, name = spec.rpartition(":")
     path = Path(text)
@@ -120,11 +120,7 @@ class LoadedFile:
 
     @classmethod
     def of(cls, path: str) -> LoadedFile:
-        """Run a file, unless it was run before.
-
-        Raises:
-            ConfigError: it cannot be run.
-        """
+        """Run a file, unless it was run before."""
         _module(Path(path), ConfigError)
         return cls(path)
 
@@ -254,9 +250,6 @@ class UserCalls(Generic[G, W, R]):
         process: call a sync function in processes, as many as calls overlap: it may then hold the interpreter lock or
             crash.
 
-    Attributes:
-        at_work: names the function during a call, for a watchdog; empty otherwise.
-
     Raises:
         ConfigError: ``concurrency`` or ``timeout`` is out of range.
         OppoError: calls cannot be made in a process: the function is async, or cannot be pickled; the type is the
@@ -275,7 +268,6 @@ class UserCalls(Generic[G, W, R]):
             require_real("timeout", timeout, 0, error=ConfigError)
         require_whole("concurrency", concurrency, 1, error=ConfigError)
         user = checked.user
-        self.at_work = ""
         self._title = f"{checked.kind} {user.name!r}"
         if process and user.is_async:
             raise user.refuse(f"{self._title} is async, and a process of its own is for sync ones: leave that out")
@@ -283,7 +275,7 @@ class UserCalls(Generic[G, W, R]):
         self._concurrency = concurrency
         self._timeout = math.inf if timeout is None else timeout
         self._limiter: anyio.CapacityLimiter | None = None
-        self._calls = 0
+        self._working: dict[object, str] = {}
         self._users = 0
         try:
             self._processes = [
@@ -299,13 +291,13 @@ class UserCalls(Generic[G, W, R]):
         """Whether calls may overlap."""
         return self._concurrency > 1
 
-    async def make(self, given: G, where: W) -> R:
-        """Return what the function returns; at most ``concurrency`` calls overlap.
+    @property
+    def at_work(self) -> str:
+        """Names the function during a call, for a watchdog; empty otherwise."""
+        return next(reversed([*self._working.values()]), "")  # calls of other threads may end meanwhile
 
-        Args:
-            given: to the function.
-            where: says what it is called for, in errors.
-        """
+    async def make(self, given: G, where: W) -> R:
+        """Return what the function returns; at most ``concurrency`` calls overlap."""
         self._limiter = self._limiter or anyio.CapacityLimiter(self._concurrency)
         virtual = getattr(running_loop(), "virtual", False)
         async with self._limiter:
@@ -318,6 +310,23 @@ class UserCalls(Generic[G, W, R]):
                         return result
             blocked = "" if limit.cancel_called else f", and the event loop was blocked: {UNBLOCK}"
             raise self._checked.failure(f"took longer than {self._timeout:g} s{blocked}", where)
+
+    def make_here(self, given: G, where: W) -> R:
+        """Return what a sync function returns, where calls are not awaited: while rows are read.
+
+        A call that lasts is logged, again whenever its seconds have doubled.
+        """
+        with self.working():
+            outcome = in_thread(f"oppo-{self._checked.user.name}", partial(self._checked.call, given, where))
+            waited, notice = 0.0, NOTICE_SECONDS
+            while waited < self._timeout:
+                until = min(notice, self._timeout)
+                with suppress(TimeoutError):
+                    return outcome.result(until - waited)
+                if (waited := until) == notice:
+                    notice *= 2
+                    logger.warning(f"{self._title} has not returned for {waited:g} s ({where}): a timeout would end it")
+        raise self._checked.failure(f"took longer than {self._timeout:g} s", where)
 
     async def _made(self, virtual: bool, given: G, where: W) -> R:
         checked = self._checked
@@ -346,13 +355,12 @@ class UserCalls(Generic[G, W, R]):
     @contextmanager
     def working(self, how: str = "") -> Iterator[None]:
         """Report the function as at work, for example while it waits for another attempt; calls may overlap."""
-        self._calls += 1
-        self.at_work = f"{self._title}{how}"
+        call = object()
+        self._working[call] = f"{self._title}{how}"
         try:
             yield
         finally:
-            self._calls -= 1
-            self.at_work = self.at_work if self._calls else ""
+            del self._working[call]
 
     async def __aenter__(self) -> Self:
         if not self._users and isinstance(self._checked.user.function, AbstractAsyncContextManager):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
+from copy import deepcopy
 from functools import cache
 from typing import Any, ClassVar, Self, cast
 
 import anyio
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
-from oppo import FunctionReward, Graph, Overcommit, Rewards, StepReport, grpo
+from oppo import FunctionReward, Graph, Overcommit, Rewards, StepReport, Synchronous, grpo
 from oppo.admission import Admission, TailBatched
-from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments, classes, tools_of
+from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments, tools_of
 from oppo.errors import ConfigError, DataError, RewardError
 from oppo.evaluation import Evaluation
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
@@ -483,25 +487,138 @@ def test_what_is_open_at_the_end_of_a_step_is_of_responses_that_go_on(
     assert sum(deferred) > 0
 
 
-def test_a_response_that_the_environment_has_ended_leaves_the_instance_of_no_other(
-    connections: list[Connected], monkeypatch: pytest.MonkeyPatch
+class Tallied:
+    """Tells what was done with each instance."""
+
+    instances: ClassVar[list[Tallied]] = []
+
+    def __init__(self) -> None:
+        self.resets, self.calls, self.left = 0, 0, 0
+        self.instances.append(self)
+
+    def reset(self, **row: object) -> None:
+        self.resets += 1
+
+    def guess(self, number: int) -> str:
+        self.calls += 1
+        if number == 6:
+            raise ValueError("no sixes")
+        return ""
+
+    def get_reward(self) -> float:
+        return float(self.calls)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.left += 1
+
+
+class Asked(EnvironmentClass):
+    """Counts the calls of the last beginning of each rollout, and of all."""
+
+    def __init__(self, kind: type, **options: Any) -> None:
+        super().__init__(kind, cast("ChatFormat", Stub()), **options)
+        self.of = Counter[int]()
+        self.made = 0
+
+    async def answer(self, turn: Turn) -> Answer | Drop | None:
+        self.of[turn.prompt.rollout] = turn.number + 1
+        self.made += 1
+        return await super().answer(turn)
+
+
+@pytest.mark.schedules
+@given(
+    st.lists(st.sampled_from([(), (3,), (6,), (3, 7), (2, 6, 9), (1, 2, 3, 20)]), min_size=1, max_size=5),
+    st.sampled_from([5, 9, 20, 1000]),
+    st.sampled_from([Overcommit(batch=4, overcommit=3), TailBatched(batch=4, launch=2), Synchronous(batch=2)]),
+    st.sampled_from([0, 1]),
+    st.booleans(),
+)
+def test_an_instance_lives_as_long_as_its_rollout_and_what_was_done_is_scored(
+    turns: list[tuple[int, ...]], cap: int, admission: Admission, lookahead: int, drops: bool
 ) -> None:
-    # Turns say the same if they are as long.
-    monkeypatch.setattr(classes, "_next", lambda key, turn: f"{key} {len(turn)}")
-    asked = set[int]()
+    Tallied.instances = []
+    environment = Asked(Tallied, on_failure="drop" if drops else "answer")
+    trainer, policy = FakeTrainer(), straggling(1, cap=cap)
+    policy.turns = lambda prompt: turns[prompt.rollout % len(turns)]
+    policy.length = lambda prompt: 24 + 40 * (prompt.rollout % 3 == 0)
+    scored: list[object] = []
 
-    class Watching(EnvironmentClass):
-        async def answer(self, turn: Turn) -> Answer | Drop | None:
-            asked.add(turn.prompt.rollout)
-            return await super().answer(turn)
+    def second(completions: object, environments: list[Tallied]) -> list[float]:
+        scored.extend(environments)
+        return [0.0] * len(environments)
 
-    graph = playing(Watching(Connected, cast("ChatFormat", Stub()), max_turns=2), straggling(3, 7, 8))
-    Connected.made = 0
+    both: dict[str, Any] = {"won": (1.0, environment.reward), "none": (1.0, second)}
+    reward = Rewards(both, str, instances=environment.instance)
+    graph = playing(environment, policy, reward=reward, trainer=trainer, admission=deepcopy(admission))
 
-    async def main() -> int:
-        async with graph.open(games(4)) as run:
-            return sum([len(report.deferred) async for report in run.steps(6)])
+    async def main() -> None:
+        async with graph.open(games(4, 5), lookahead=lookahead) as run:
+            async for report in run.steps(4):
+                in_flight = 0 if isinstance(admission, TailBatched) else len(report.deferred)
+                assert lookahead or sum(not each.left for each in Tallied.instances) <= in_flight
+                assert lookahead or len(environment._lives) <= in_flight + len(report.trained) + len(report.dropped)
 
-    assert run_virtual(main) > 0
-    assert Connected.made == len(asked)
-    assert connections == []
+    run_virtual(main)
+    scores = [(at, score) for batch in trainer.batches for at, score in zip(batch.rollouts, batch.scores, strict=True)]
+    assert scores or drops
+    assert all(score == environment.of[at] for at, score in scores)
+    assert all((each.resets, each.left) == (1, 1) for each in Tallied.instances)
+    assert sum(each.calls for each in Tallied.instances) == environment.made
+    assert len(set(map(id, scored))) == len(scored)
+    assert not environment._lives
+
+
+def test_calls_are_made_once_however_many_responses_are_in_flight_and_rewards_ask() -> None:
+    Tallied.instances = []
+    environment, said = Asked(Tallied), np.array([1], np.int32)
+    zero = np.zeros(1, np.float32)
+
+    async def main() -> list[float | Drop]:
+        starts, finished = [prompt(1, rollout) for rollout in range(4200)], list[Finish]()
+        for start in starts:
+            await environment.answer(Turn(start, 0, said))
+        for start in starts:
+            pieces: list[Chunk | ToolTokens] = [Chunk(0, 0, said, zero, zero.astype(np.int32)), ToolTokens(0, 1, said)]
+            finished.append(Finish(start.rollout, Response.of(start, pieces), "eos"))
+        async with environment:
+            return [*await environment.reward.finish(finished), *await environment.reward.finish(finished[:600])]
+
+    assert run_virtual(main) == [1.0] * 4800
+    assert {(each.resets, each.calls, each.left) for each in Tallied.instances} == {(1, 1, 1)}
+    assert len(Tallied.instances) == 4200
+
+
+def test_what_was_done_without_room_for_the_answer_is_scored_in_a_resumed_run_too() -> None:
+    game = Game(EnvironmentClass(Guessing, chat()), 7)
+    game.say(guess(7))
+    game.response = Response.of(game.prompt, [game.response.pieces()[0]])
+    resumed = EnvironmentClass(Guessing, chat())
+    resumed.forget(game.prompt, game.state)
+    assert game.reward(resumed) == game.reward() == pytest.approx(0.9)
+
+
+def test_a_reset_that_hangs_while_rows_are_read_is_logged_and_ends_at_its_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Hanging(Tallied):
+        def reset(self, **row: object) -> None:
+            at_work.append(environment.at_work)
+            while not said:
+                time.sleep(0.001)
+
+    at_work, said = list[str](), list[str]()
+    monkeypatch.setattr("oppo.user_code.logger.warning", said.append)
+    environment = EnvironmentClass(Hanging, cast("ChatFormat", Stub()), timeout=0.01)
+    with pytest.raises(
+        EnvironmentFailure, match=r"reset\(\) of the environment took longer than 0.01 s \(reading a row"
+    ):
+        environment.begun({})
+    monkeypatch.setattr("oppo.user_code.NOTICE_SECONDS", 0.01)
+    environment = EnvironmentClass(Hanging, cast("ChatFormat", Stub()))
+    environment.begun({})
+    assert at_work == ["method of an environment 'reset'"] * 2
+    assert "'reset' has not returned for 0.01 s (reading a row): a timeout would end it" in said[0]

@@ -99,8 +99,8 @@ class EnvironmentSection:
     concurrency: PositiveCount | None = setting(None, "function calls that may overlap; absent: 64, or 4 in processes")
     timeout: Positive | None = setting(
         None,
-        "seconds after which a call of the function has failed, not counting the start of its process; an async "
-        "function is then cancelled, a process interrupted, or killed if it goes on",
+        "seconds after which a call of the function, a tool, `reset` or `get_reward` has failed, not counting the "
+        "start of its process; an async function is then cancelled, a process interrupted, or killed if it goes on",
     )
     keep_special_tokens: bool = setting(
         default=False,

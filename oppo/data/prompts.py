@@ -26,10 +26,10 @@ OverLongPrompt: TypeAlias = Literal["filter", "truncate", "error"]
 Message: TypeAlias = Mapping[str, object]
 """A chat message: ``role``, and what the chat template reads besides: ``content``, ``tool_calls`` or others."""
 
-CHARACTERS: Final = 1 << 20
-"""The last characters of a prompt that are tokenized, or 256 for each of ``max_prompt_tokens`` if that is more.
+CHARACTERS: Final = 1 << 16
+"""The last characters of a prompt that are tokenized, or 128 for each of ``max_prompt_tokens`` if that is more.
 
-A longer prompt is over-long however it is tokenized.
+No token of a vocabulary has more: a longer prompt is over-long however it is tokenized.
 """
 
 
@@ -108,7 +108,7 @@ class Encoding:
                 f"{place}: column {media[0]!r} has {media[0].removesuffix('s')}s for the prompt, and policies read "
                 "text only: leave it out, or give it another name if only a reward function reads it"
             )
-        read = max(CHARACTERS, 256 * self.max_prompt_tokens)
+        read = max(CHARACTERS, 128 * (self.max_prompt_tokens + 1))
         return row, _encoded(row[self.column], tokenizer, read, f"{place}, column {self.column!r}")
 
     def fitted(self, tokens: IntArray) -> IntArray | None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final, Self
-
-import anyio.to_thread
 
 from oppo.data.prompts import Begin, Encoding, OverLongPrompt, Tokenizer
 from oppo.data.rows import located
 from oppo.errors import DataError, running_loop
 from oppo.events import IntArray, Prompt
 from oppo.log import logger
+from oppo.placement.detached import run_detached
 
 _END: Final = object()
 
@@ -121,7 +121,7 @@ class RowStream(AsyncIterator[Prompt]):
         if self._encoding.begin is None or getattr(running_loop(), "virtual", False):
             row, tokens = self._encoding.read(place, row)
         else:
-            row, tokens = await anyio.to_thread.run_sync(self._encoding.read, place, row)
+            row, tokens = await run_detached("oppo-row", partial(self._encoding.read, place, row))
         self._digest = hashlib.sha256(f"{self._digest} {json.dumps(tokens.tolist())}".encode()).hexdigest()
         return place, row, tokens
 
@@ -131,7 +131,7 @@ class RowStream(AsyncIterator[Prompt]):
             return await anext(rows, _END)
         if getattr(running_loop(), "virtual", False):
             return next(rows, _END)
-        return await anyio.to_thread.run_sync(next, rows, _END)
+        return await run_detached("oppo-rows", partial(next, rows, _END))
 
     def _note(self, place: str, length: int) -> None:
         message = f"{place}: a prompt of {length} tokens, longer than {self._encoding.max_prompt_tokens}"

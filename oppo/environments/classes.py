@@ -7,19 +7,18 @@ import hashlib
 import inspect
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsFloat, TypeVar, cast
 
-import numpy as np
+import anyio
 
 from oppo.environments.functions import CalledByName, EnvironmentFailure, ToolResult, Tools, leave
 from oppo.errors import ConfigError, DataError, contained, shortened, shown
-from oppo.events import Chunk, Drop, Finish, IntArray, Prompt, ToolTokens
+from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.models import Scorer
 from oppo.rewards.function import DOES_NOT_APPLY
 from oppo.scorers import WholeScorer
@@ -64,11 +63,14 @@ class CalledReward(CalledOwner[float]):
         return float(result)
 
 
-INSTANCES = 4096
-"""Instances of an environment that are kept, at most; one that is gone is made again of its calls."""
+@dataclass(slots=True, eq=False)
+class _Life:
+    # An instance, from the first turn of its rollout until nothing more is asked of that.
+    calls: list[Any] = field(default_factory=list)
+    owner: Any = None  # before its first use; in a resumed run the calls are made again then
+    left: bool = False  # the response is complete
+    making: anyio.Lock = field(default_factory=anyio.Lock)
 
-ENDED = 512
-"""Instances of complete responses that are kept for further rewards, at most; others are made again."""
 
 ROUTE = "environment"
 """The column that names the environment of a row, where there are several."""
@@ -101,10 +103,9 @@ class EnvironmentClass(Tools):
     reward of the response (:attr:`reward`).
 
     The responses to one prompt have instances of their own, to which ``reset`` must say the same of the same row. An
-    instance may hold anything. A checkpoint holds the calls that were made, and they are made again on a new instance
-    where the old one is gone, as in a resumed run: the same calls must lead to the same state. One that is a context
-    manager is left once its response is complete, maybe twice, before ``get_reward()``, or begins anew; it is another
-    than the one that its row was read with.
+    instance may hold anything, and lives as long as its rollout; a resumed run makes its calls again on a new one: the
+    same calls must lead to the same state. One that is a context manager is left once, when its response is complete,
+    before ``get_reward()``; it is another than the one that its row was read with.
 
     Args:
         factory: the class, or a function without arguments that returns an instance.
@@ -131,12 +132,11 @@ class EnvironmentClass(Tools):
         self.name = kind.__name__
         self._factory = factory
         self._reset = CalledReset(UserFunction.of(kind.reset, None, EnvironmentFailure))
-        self._instances = OrderedDict[str, list[Any]]()
-        self._kept = 0
+        self._lives: dict[int, _Life] = {}
+        self._begun: dict[str, list[Any]] = {}  # that rows were read with, for the first response to each
         self._users = 0
         self._column: str | None = None
         self.gives_reward = hasattr(kind, "get_reward") and kind.get_reward is not None
-        self._ended = OrderedDict[tuple[int, str], object]()
         self._is_left = issubclass(kind, AbstractContextManager)
         self.routed = False
         for name, called in (("reset", CalledReset), ("get_reward", CalledReward)):
@@ -150,19 +150,19 @@ class EnvironmentClass(Tools):
         Without a prompt the row has an empty message of a user.
 
         Raises:
-            EnvironmentFailure: ``reset()`` raised, or returned something else.
+            EnvironmentFailure: ``reset()`` raised, took too long, or returned something else.
             DataError: the prompt is no text and has no message.
         """
         self._column = column
         owner = self._factory()
         try:
-            said = self._reset.call({"self": owner, **self._row(row)}, "reading a row")
+            said = self._calls["reset"].make_here({"self": owner, **self._row(row)}, "reading a row")
         finally:
-            self._leave(owner)
+            self._exit(owner)
         prompt = row.get(column, [{"role": "user", "content": ""}])
         found = {**row, column: _with_observation(prompt, said) if said else prompt}
         if not self._is_left:
-            self._keep(_beginning(found), owner)
+            self._begun.setdefault(_content(found), []).append(owner)
         return found
 
     def rows(self, rows: Iterable[Mapping[str, object]], column: str = "prompt") -> Iterator[dict[str, object]]:
@@ -184,34 +184,36 @@ class EnvironmentClass(Tools):
         """
         if not self.gives_reward:
             raise ConfigError(f"{self.name} has no method get_reward(), so that it gives no reward")
-        return WholeScorer(self.earned)
+        return WholeScorer(self.earned, lambda: self._calls["get_reward"].at_work)
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
         """Return what the instance of a rollout answers; see :meth:`Tools.answer`."""
-        before: Any = turn.state or {"key": _beginning(turn.prompt.columns), "calls": []}
-        owner = await self._instance(before["key"], turn.prompt, before["calls"])
+        known: Any = turn.state or {"calls": []}
+        life = self._lives.get(turn.prompt.rollout)
+        if life is None or not turn.number or len(life.calls) != len(known["calls"]):  # it begins, or was resumed
+            self.release(turn.prompt)
+            life = self._lives[turn.prompt.rollout] = _Life([*known["calls"]])
         made: list[ToolCall] = []
         answer: Answer | Drop | None = None
         try:
-            answer = await self._answered(turn, owner, made)
+            answer = await self._answered(turn, await self._owner(life, turn.prompt), made)
         finally:
             if not isinstance(answer, Answer):
-                self._leave(owner)
-        if isinstance(answer, Drop):
-            return answer
-        if answer is None:
-            self._keep(_ended(turn.prompt.rollout, before["key"]), owner)
-            return None
-        key = _next(before["key"], turn.tokens)
-        self._keep(key, owner)
-        calls = [*before["calls"], *([call.name, call.arguments] for call in made)]
-        return replace(answer, state={"key": key, "calls": calls})
+                self._leave(life)
+        life.calls += ([call.name, call.arguments] for call in made)
+        return replace(answer, state={"calls": [*life.calls]}) if isinstance(answer, Answer) else answer
 
     def forget(self, prompt: Prompt, state: Any) -> None:
-        """Leave the instance of a rollout that goes on no more; its reward may still be asked for."""
-        if (owner := self._taken(state["key"])) is not None:
-            self._leave(owner)
-            self._keep(_ended(prompt.rollout, state["key"]), owner)
+        """Leave the instance of a rollout whose response has ended; its reward may still be asked for."""
+        if prompt.rollout not in self._lives and state is not None:
+            self._lives[prompt.rollout] = _Life(state["calls"])
+        if (life := self._lives.get(prompt.rollout)) is not None:
+            self._leave(life)
+
+    def release(self, prompt: Prompt) -> None:
+        """Let go of the instance of a rollout."""
+        if (life := self._lives.pop(prompt.rollout, None)) is not None:
+            self._leave(life)
 
     async def earned(self, finish: Finish) -> float | Drop:
         """Return the reward of a complete response."""
@@ -226,28 +228,30 @@ class EnvironmentClass(Tools):
 
     async def instance(self, finish: Finish) -> object:
         """Return the instance of a complete response, the same to all who ask."""
-        key, calls = _beginning(finish.response.prompt.columns), list[tuple[str, Mapping[str, object]]]()
-        for turn, answer in pairwise(finish.response.pieces()):
-            if isinstance(turn, Chunk) and isinstance(answer, ToolTokens):
-                key = _next(key, turn.tokens)
-                parsed = self.chat.parse(turn.tokens.tolist())
-                calls += [(call.name, call.arguments) for call in parsed.tool_calls]
-        if (known := self._ended.get((finish.rollout, key))) is not None:
-            return known
-        if (owner := self._taken(_ended(finish.rollout, key))) is None:
-            owner = await self._instance(key, finish.response.prompt, calls)
-        self._leave(owner)
-        self._ended[finish.rollout, key] = owner
-        if len(self._ended) > ENDED:
-            self._ended.popitem(last=False)
+        if (life := self._lives.get(finish.rollout)) is None:
+            life = self._lives[finish.rollout] = _Life()
+            for turn, answer in pairwise(finish.response.pieces()):
+                if isinstance(turn, Chunk) and isinstance(answer, ToolTokens):
+                    calls = self.chat.parse(turn.tokens.tolist()).tool_calls
+                    life.calls += ([call.name, call.arguments] for call in calls)
+        owner = await self._owner(life, finish.response.prompt)
+        self._leave(life)
         return owner
 
-    async def _instance(self, key: str, prompt: Prompt, calls: Sequence[tuple[str, Mapping[str, object]]]) -> object:
-        if (owner := self._taken(key)) is not None:
-            return owner
+    async def _owner(self, life: _Life, prompt: Prompt) -> object:
+        async with life.making:  # of a resumed run several rewards may ask
+            if life.owner is None:
+                life.owner = await self._made(prompt, life.calls)
+        return life.owner
+
+    async def _made(self, prompt: Prompt, calls: Sequence[tuple[str, Mapping[str, object]]]) -> object:
+        if self._begun and (begun := self._begun.get(key := _content(prompt.columns))):
+            owner = begun.pop(0)
+            if not begun:
+                del self._begun[key]
+        else:
+            owner, begun = self._factory(), None
         where = f"rollout {prompt.rollout}"
-        begun = self._taken(_beginning(prompt.columns))
-        owner = self._factory() if begun is None else begun
         try:
             if begun is None:
                 said = await self._calls["reset"].make({"self": owner, **self._row(prompt.columns)}, where)
@@ -257,13 +261,19 @@ class EnvironmentClass(Tools):
                 if self._understood(name, arguments, result, {"self": owner}):
                     await self._call(name, arguments, result, where, {"self": owner})
         except BaseException:
-            self._leave(owner)
+            self._exit(owner)
             raise
         return owner
 
-    def _leave(self, owner: Any) -> None:
+    def _leave(self, life: _Life) -> None:
+        if life.owner is not None and not life.left:
+            life.left = True
+            self._exit(life.owner)
+
+    def _exit(self, owner: Any) -> None:
         if self._is_left:
-            owner.__exit__(None, None, None)
+            with contained(lambda words: EnvironmentFailure(f"__exit__() of the environment raised {words}")):
+                owner.__exit__(None, None, None)
 
     def _check_said(self, said: str | None, prompt: Prompt, where: str) -> None:
         shown_to_it = None if self._column is None else prompt.columns.get(self._column)
@@ -276,26 +286,6 @@ class EnvironmentClass(Tools):
                 where,
             )
 
-    def _taken(self, key: str) -> object | None:
-        if not (found := self._instances.get(key)):
-            return None
-        self._kept -= 1
-        owner: object = found.pop(0)
-        if not found:
-            del self._instances[key]
-        return owner
-
-    def _keep(self, key: str, owner: object) -> None:
-        self._instances.setdefault(key, []).append(owner)
-        self._kept += 1
-        while self._kept > INSTANCES:
-            self._drop(self._instances.popitem(last=False)[1])
-
-    def _drop(self, owners: Sequence[object]) -> None:
-        self._kept -= len(owners)
-        for each in owners:
-            self._leave(each)
-
     async def __aenter__(self) -> Self:
         self._users += 1
         return await super().__aenter__()
@@ -303,21 +293,12 @@ class EnvironmentClass(Tools):
     async def __aexit__(self, *error: object) -> None:
         await super().__aexit__(*error)
         self._users -= 1
-        while self._is_left and self._instances and not self._users:
-            self._drop(self._instances.popitem()[1])
+        while self._lives and not self._users:
+            self._leave(self._lives.popitem()[1])
 
 
-def _beginning(columns: Mapping[str, object]) -> str:
+def _content(columns: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps({**columns}, sort_keys=True, default=repr).encode()).hexdigest()
-
-
-def _next(key: str, turn: IntArray) -> str:
-    return hashlib.sha256(key.encode() + turn.astype(np.int32).tobytes()).hexdigest()
-
-
-def _ended(rollout: int, key: str) -> str:
-    # Of an instance that was left, so that no other response goes on with it.
-    return f"{rollout} {key}"
 
 
 def _with_observation(prompt: object, said: str) -> object:
@@ -383,7 +364,7 @@ class Environments:
             raise ConfigError(
                 f"none of {', '.join(self.classes)} has a method get_reward(), so that there is no reward"
             )
-        return WholeScorer(self.earned)
+        return WholeScorer(self.earned, lambda: self.at_work)
 
     @property
     def at_work(self) -> str:
@@ -405,6 +386,10 @@ class Environments:
     def forget(self, prompt: Prompt, state: object) -> None:
         """Leave the instance of a rollout as :meth:`EnvironmentClass.forget`."""
         self.of(prompt.columns).forget(prompt, state)
+
+    def release(self, prompt: Prompt) -> None:
+        """Let go of the instance of a rollout."""
+        self.of(prompt.columns).release(prompt)
 
     async def earned(self, finish: Finish) -> float | Drop:
         """Return the reward of a complete response."""

@@ -34,31 +34,36 @@ class Detached(Generic[R_co]):
 
     Whoever waits for it may give up: the thread goes on, and keeps neither the run nor the process from ending. Nothing
     bounds the number of threads but what bounds the callers.
-
-    Args:
-        name: shown in the thread list.
-        work: a call without arguments.
     """
 
     def __init__(self, name: str, work: Callable[[], R_co]) -> None:
-        loop, context = running_loop(), _context_without_loop()
-        self._outcome: Future[R_co] = Future()
-        self._over = asyncio.Event()
+        loop, self._over = running_loop(), asyncio.Event()
 
-        def run() -> None:
-            try:
-                self._outcome.set_result(context.run(work))
-            except BaseException as error:  # noqa: BLE001 - who waits for it raises it
-                self._outcome.set_exception(error)
+        def over(_: object) -> None:
             with suppress(RuntimeError):  # the loop is closed: nothing waits any more
                 loop.call_soon_threadsafe(self._over.set)
 
-        Thread(target=run, name=name, daemon=True).start()
+        self._outcome = in_thread(name, work)
+        self._outcome.add_done_callback(over)
 
     async def result(self) -> R_co:
         """Wait for what ``work`` returns, and return it, or raise what it raises."""
         await self._over.wait()
         return self._outcome.result()
+
+
+def in_thread(name: str, work: Callable[[], R]) -> Future[R]:
+    """Run ``work`` as :class:`Detached` does, for a caller that is on no event loop."""
+    context, outcome = _context_without_loop(), Future[R]()
+
+    def run() -> None:
+        try:
+            outcome.set_result(context.run(work))
+        except BaseException as error:  # noqa: BLE001 - who waits for it raises it
+            outcome.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return outcome
 
 
 async def run_detached(name: str, work: Callable[[], R]) -> R:
@@ -81,13 +86,9 @@ class DisposableProcess(Generic[T]):
     starts another.
 
     Args:
-        name: shown in errors and the list of processes.
         instance: can be pickled, importable by name.
         timeout: of a call, in seconds, without the start. The call is then interrupted, and the child serves the next
             one; a child that does not heed it within :data:`GRACE` is killed.
-
-    Raises:
-        ModelError: it cannot go to another process.
     """
 
     def __init__(self, name: str, instance: T, *, timeout: float = math.inf) -> None:
@@ -98,23 +99,12 @@ class DisposableProcess(Generic[T]):
         self._turn = anyio.Lock()
 
     async def start(self) -> None:
-        """Start the child, unless it runs, and wait until it holds the object; a cancelled start kills it.
-
-        Raises:
-            ModelLost: the child died.
-            Exception: whatever importing or unpickling the object raised.
-        """
+        """Start the child, unless it runs, and wait until it holds the object; a cancelled start kills it."""
         async with self._turn:
             await self._started()
 
     async def call(self, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return ``work(instance, *args, **kwargs)``; a cancelled call kills the child.
-
-        Raises:
-            ModelLost: the child died.
-            TimeoutError: the call took too long.
-            Exception: whatever ``work`` raised.
-        """
+        """Return ``work(instance, *args, **kwargs)``, or raise ``TimeoutError``; a cancelled call kills the child."""
         packet = pack(Call(0, work, args, kwargs))
         async with self._turn:
             child = await self._started()

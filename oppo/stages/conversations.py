@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 from anyio.abc import TaskGroup
 
@@ -27,18 +28,12 @@ TurnOutcome: TypeAlias = Answer | Drop | None
 
 @dataclass(slots=True)
 class _Memory:
-    """Of one rollout: how many of its turns were answered, and the environment's state after them, as JSON.
-
-    Attributes:
-        calls, failures: of tools, in these turns.
-        ended: whether the environment ended the response, by ``None`` or a ``Drop``.
-    """
+    """Of one rollout: how many of its turns were answered, and the environment's state after them, as JSON."""
 
     answered: int = 0
     state: str = "null"
-    calls: int = 0
+    calls: int = 0  # of tools, in these turns
     failures: int = 0
-    ended: bool = False
 
     def after(self, answer: Answer) -> _Memory:
         calls, failures = self.calls + answer.calls, self.failures + answer.failures
@@ -57,11 +52,6 @@ class _Call:
     error: Exception | None = None
 
     def result(self) -> TurnOutcome:
-        """Return its outcome.
-
-        Raises:
-            Exception: whatever the environment raised, or what its answer lacks.
-        """
         if self.error is not None:
             raise self.error
         return self.outcome
@@ -75,15 +65,14 @@ class Conversations:
 
     Calls of several rollouts overlap. Between steps no rollout has a task, but a call goes on: its outcome waits here
     for the step that decodes the rollout on.
-
-    Args:
-        environment: answers turns.
     """
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._memories: dict[int, _Memory] = {}
         self._calls: dict[int, _Call] = {}
+        self._known: dict[int, Prompt] = {}  # rollouts that the environment may hold something of
+        self._over: dict[int, Sequence[int]] = {}  # those that ended, by step
         self._ended: list[_Memory] = []
         self._tools = False
         self._tasks: TaskGroup | None = None
@@ -104,14 +93,17 @@ class Conversations:
             if tasks is not None:
                 tasks.cancel_scope.cancel()
                 await tasks.__aexit__(None, None, None)
+            self.release([*self._known])
+            self._over.clear()
+
+    def begin(self, step: Step, ended: Sequence[int]) -> None:
+        """Begin a step, which adds to ``ended`` each rollout that ends; of those of complete steps nothing is asked."""
+        for index in [each for each in self._over if each < step.observed]:
+            self.release(self._over.pop(index))
+        self._over[step.index] = ended
 
     async def converse(self, rollout: InFlightRollout, step: Step) -> None:
-        """Answer the turns of a rollout until its response ends or the step is cut.
-
-        Raises:
-            ProtocolError: an answer is not one.
-            Exception: whatever the environment raised, with a note of the rollout and the turn.
-        """
+        """Answer the turns of a rollout until its response ends or the step is cut."""
         number, decode = rollout.prompt.rollout, cast("TurnDecode", rollout.decode)
         while (tokens := await self._turn(number, decode)) is not None:
             memory = self._memories.setdefault(number, _Memory())
@@ -133,8 +125,6 @@ class Conversations:
             if isinstance(outcome, Answer):
                 self._memories[number] = memory.after(outcome)
                 self._tools = self._tools or bool(outcome.calls)
-            else:
-                memory.ended = True
             step.record(Averaged({"turns/answer_seconds": [call.ended - call.started]}))
             for name, seconds in outcome.seconds if isinstance(outcome, Answer) else ():
                 step.record(Averaged({f"tools/{name}/seconds": [seconds]}))
@@ -147,6 +137,7 @@ class Conversations:
         if self._tasks is None:
             raise ProtocolError("an environment answers in a run only: open the graph first")
         number = rollout.prompt.rollout
+        self._known[number] = rollout.prompt
         call = self._calls[number] = _Call(anyio.current_time())
         said = partial(_turns_read, rollout, memory.answered, len(tokens))
         turn = Turn(rollout.prompt, memory.answered, tokens, json.loads(memory.state), said)
@@ -156,6 +147,7 @@ class Conversations:
     async def _answer(self, call: _Call, turn: Turn) -> None:
         try:
             with call.scope, blaming(f"{type(self._environment).__name__}.answer()"):
+                await anyio.lowlevel.checkpoint_if_cancelled()  # its rollout may have been closed
                 call.outcome = _require_outcome(await awaited(self._environment.answer(turn)))
         except Exception as error:  # noqa: BLE001 - the rollout's own task raises it
             call.error = error
@@ -163,14 +155,22 @@ class Conversations:
         call.done.set()
 
     def forget(self, prompt: Prompt) -> None:
-        """Forget a rollout that has ended, or begins again; cancel a call that nothing waits for any more."""
+        """Forget a rollout whose response has ended, or begins again; cancel a call that nothing waits for any more."""
         memory, call = self._memories.pop(prompt.rollout, _Memory()), self._calls.pop(prompt.rollout, None)
         self._ended.append(memory)
         if call is not None:
             call.scope.cancel()
-            memory = memory.after(call.outcome) if isinstance(call.outcome, Answer) else _Memory()
-        if memory.answered and not memory.ended and (forget := getattr(self._environment, "forget", None)) is not None:
+            memory = memory.after(call.outcome) if isinstance(call.outcome, Answer) else memory
+        self._known[prompt.rollout] = prompt
+        if (forget := getattr(self._environment, "forget", None)) is not None:
             forget(prompt, json.loads(memory.state))
+
+    def release(self, rollouts: Iterable[int]) -> None:
+        """Have the environment let go of rollouts of which nothing more is asked."""
+        release = getattr(self._environment, "release", None)
+        for prompt in filter(None, [self._known.pop(rollout, None) for rollout in rollouts]):
+            if release is not None:
+                release(prompt)
 
     def measured(self) -> Averaged:
         """Return the turns of rollouts that ended since this was asked last, their calls of tools if there are.
@@ -187,11 +187,11 @@ class Conversations:
         return Averaged(found)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many turns of each rollout were answered, and the environment's state, as JSON."""
         return {str(rollout): asdict(memory) for rollout, memory in self._memories.items() if memory.answered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._memories = {int(rollout): _Memory(**each) for rollout, each in state.items()}
+        known = [each.name for each in fields(_Memory)]
+        self._memories = {int(key): _Memory(**{name: each[name] for name in known}) for key, each in state.items()}
         self._tools = any(memory.calls for memory in self._memories.values())
 
 

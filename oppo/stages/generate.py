@@ -233,6 +233,8 @@ class Generate:
         out = ended = Ended(out)
         step.record(ended)
         self._observe(step.observed)
+        if self._conversations is not None:
+            self._conversations.begin(step, ended.ended)
         if self._branching is not None:
             self._branching.single = self._single
         await self._reopen()
@@ -358,6 +360,8 @@ class Generate:
         rollouts = [self._in_flight[prompt.rollout] for prompt in unit.prompts if prompt.rollout in self._in_flight]
         for rollout in rollouts:
             await self._close(rollout)
+        if self._conversations is not None:
+            self._conversations.release(rollout.prompt.rollout for rollout in rollouts)
         return sum(rollout.length for rollout in rollouts)
 
     async def _close(self, rollout: InFlightRollout) -> None:

@@ -149,3 +149,18 @@ def test_rows_begin_before_they_are_read_in_a_thread_unless_time_is_virtual() ->
     with pytest.raises(DataError, match="no such game") as caught:
         read_prompts([{"prompt": "a", "number": 3}], tokenizer_of(), begin=begin)
     assert caught.value.__notes__[0].startswith("while reading row 1")
+
+
+async def test_a_row_that_is_read_for_ever_can_be_given_up() -> None:
+    goes_on, was_waited_for = threading.Event(), list[bool]()
+
+    def begin(row: Mapping[str, object], column: str) -> tuple[Mapping[str, object], Tokenizer]:
+        was_waited_for.append(not goes_on.wait(20))
+        return row, tokenizer_of()
+
+    stream = RowStream(iter(rows(1)), tokenizer_of(), begin=begin)
+    with anyio.move_on_after(0.05) as scope:
+        await anext(stream)
+    goes_on.set()
+    assert scope.cancelled_caught
+    assert was_waited_for in ([], [False])
