@@ -16,7 +16,8 @@ from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments
 from oppo.errors import ConfigError, DataError, RewardError
 from oppo.evaluation import Evaluation
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
-from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall, chatting
+from oppo.hf.calls import ToolCall
+from oppo.hf.chat import ChatFormat, ParsedTurn, chatting
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from oppo.turns import Answer, Turn
 from tests.hf.spot_tokenizers import byte_tokenizer
@@ -375,7 +376,7 @@ class Stub:
     """A chat format of fakes: every turn guesses as many as it has tokens."""
 
     roles = frozenset({"tool"})
-    tools = ("guess", "surrender")
+    tools: ClassVar[dict[str, dict[str, object]]] = {"guess": {}, "surrender": {}}
 
     def parse(self, turn: list[int]) -> ParsedTurn:
         return ParsedTurn("", tool_calls=(ToolCall("guess", {"number": len(turn)}),))

@@ -31,6 +31,7 @@ class _Memory:
 
     Attributes:
         calls, failures: of tools, in these turns.
+        said: the messages of each answer.
         ended: whether the environment ended the response, by ``None`` or a ``Drop``.
     """
 
@@ -39,10 +40,12 @@ class _Memory:
     calls: int = 0
     failures: int = 0
     ended: bool = False
+    said: list[Sequence[Mapping[str, object]]] = field(default_factory=list)
 
     def after(self, answer: Answer) -> _Memory:
         calls, failures = self.calls + answer.calls, self.failures + answer.failures
-        return _Memory(self.answered + 1, _as_json(answer.state), calls, failures)
+        said = [*self.said, [dict(each) for each in answer.said]]
+        return _Memory(self.answered + 1, _as_json(answer.state), calls, failures, said=said)
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +165,10 @@ class Conversations:
         call.ended = anyio.current_time()
         call.done.set()
 
+    def said(self, rollout: int) -> Sequence[Sequence[Mapping[str, object]]]:
+        """Return the messages of each answer to a rollout."""
+        return self._memories.get(rollout, _Memory()).said
+
     def forget(self, prompt: Prompt) -> None:
         """Forget a rollout that has ended, or begins again; cancel a call that nothing waits for any more."""
         memory, call = self._memories.pop(prompt.rollout, _Memory()), self._calls.pop(prompt.rollout, None)
@@ -213,7 +220,7 @@ def _require_outcome(outcome: object) -> TurnOutcome:
     tokens: object = outcome.tokens
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1 or not len(tokens):
         raise ProtocolError(f"an answer has tokens, a NumPy array, int32 [1 or more]; got {described(tokens)}")
-    _as_json(outcome.state)
+    _as_json([outcome.state, *map(dict, outcome.said)])
     return outcome
 
 
@@ -222,5 +229,6 @@ def _as_json(state: object) -> str:
         return json.dumps(state)
     except (TypeError, ValueError) as error:
         raise ProtocolError(
-            f"the state of an environment is kept in checkpoints, so it must be JSON values; got {described(state)}"
+            "the state of an environment and what it said are kept in checkpoints, so they must be JSON values; got "
+            f"{described(state)}"
         ) from error

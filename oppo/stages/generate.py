@@ -464,7 +464,7 @@ class Generate:
     async def _finish(self, unit: Unit, out: Sender[RolloutEvent]) -> None:
         for number in [prompt.rollout for prompt in unit.prompts]:
             rollout = self._in_flight[number]
-            ending = rollout.ending()
+            ending = rollout.ending(() if self._conversations is None else self._conversations.said(number))
             self._lengths.append(len(rollout.prompt.tokens) + rollout.length)
             await self._close(rollout)
             await out.send(ending)

@@ -20,7 +20,8 @@ from oppo.agents import Agents
 from oppo.environments import EnvironmentFailure, Tools
 from oppo.errors import ConfigError, DataError
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
-from oppo.hf.chat import ChatFormat, chatting, tool_schema
+from oppo.hf.calls import tool_schema
+from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import SamplingSettings
 from oppo.testing import run_virtual

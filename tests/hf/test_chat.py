@@ -12,7 +12,8 @@ import pytest
 
 from oppo.errors import ConfigError
 from oppo.events import Chunk, Prompt, Response, ToolTokens
-from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall, chatting, tool_schema
+from oppo.hf.calls import ToolCall, tool_schema
+from oppo.hf.chat import ChatFormat, ParsedTurn, chatting
 from oppo.hf.tokenizer import HfTokenizer
 from tests.hf.spot_tokenizers import TEMPLATE, TRIMMING, byte_tokenizer, spot
 

@@ -12,7 +12,8 @@ import pytest
 from oppo.cli import DONE, UNUSABLE
 from oppo.config.load import resolve
 from oppo.errors import ConfigError
-from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
+from oppo.hf.calls import ToolCall
+from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.placement import Thread
 from oppo.run.checkpoint import settings_of
 from oppo.run.models import policy_tokenizer
