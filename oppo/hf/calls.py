@@ -65,7 +65,7 @@ def tool_schema(function: Callable[..., object]) -> ToolSchema:
             f"{words}: {one_line(error)}; expected a type hint for each argument, "
             "and a docstring that describes the tool and, under 'Args:', each argument"
         ) from error
-    if variadic := [str(each) for each in signature(function).parameters.values() if each.kind in _VARIADIC]:
+    if variadic := [each.name for each in signature(function).parameters.values() if each.kind in _VARIADIC]:
         raise ConfigError(f"{words}: {variadic[0]!r} takes any number of arguments; expected one with a name: a list")
     return schema
 

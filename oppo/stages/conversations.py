@@ -220,7 +220,8 @@ def _require_outcome(outcome: object) -> TurnOutcome:
     tokens: object = outcome.tokens
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1 or not len(tokens):
         raise ProtocolError(f"an answer has tokens, a NumPy array, int32 [1 or more]; got {described(tokens)}")
-    _as_json([outcome.state, *map(dict, outcome.said)])
+    for each in (outcome.state, [*map(dict, outcome.said)]):
+        _as_json(each)
     return outcome
 
 
