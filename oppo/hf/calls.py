@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any, Final, TypeAlias
@@ -37,6 +37,7 @@ _ID: Final = "call{:05}"
 """Of nine letters and digits, as Mistral's templates ask for."""
 
 _JSON: Final = json.JSONDecoder()
+_JSON_WORDS: Final[Mapping[str, object]] = {"null": None, "true": True, "false": False}
 _VARIADIC: Final = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
 
 
@@ -92,11 +93,7 @@ def call_id(given: object, at: int) -> str:
 
 
 def call_of(name: object, arguments: object, number: object = "") -> ToolCall:
-    """Return a call of parts that were read.
-
-    Raises:
-        ValueError: they are no name and no arguments.
-    """
+    """Return a call of parts that were read, or raise ``ValueError``."""
     if isinstance(arguments, str):
         arguments = json.loads(arguments or "{}")
     if not isinstance(name, str) or not name:
@@ -136,14 +133,10 @@ def _equals(value: object, other: object) -> bool:
 def allows(
     schema: object, value: object, whole: ToolSchema, *, exactly: bool = True, within: tuple[object, ...] = ()
 ) -> bool:
-    """Return whether a JSON schema allows a value, as far as the value's own type says.
+    """Return whether a JSON schema allows a value, of which nothing inside is looked at.
 
-    Args:
-        schema: anything but a schema allows everything.
-        value: of which nothing inside is looked at.
-        whole: the schema that this one is a part of, and refers to.
-        exactly: the value is one of ``enum``; otherwise it is of the type of one.
-        within: references that lead here; one of them leads nowhere else.
+    What is no schema allows everything. ``whole`` is what this one is a part of and refers to, ``within`` are the
+    references that lead here. Not ``exactly``: a value of the type of one of ``enum`` is allowed.
     """
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(schema, Mapping) or (reference and reference in within):
@@ -201,9 +194,6 @@ def _one_of(known: Sequence[str], others: str) -> str:
     return "|".join([*map(re.escape, sorted(known, key=len, reverse=True)), others])
 
 
-Reading: TypeAlias = tuple[ToolCall, int]
-"""A call, and where it ends in the text."""
-
 Schemas: TypeAlias = Mapping[str, ToolSchema]
 """The JSON schema of each tool's arguments."""
 
@@ -222,7 +212,7 @@ class _Object:
     name: str
     arguments: str
 
-    def read(self, text: str, at: int, schemas: Schemas) -> Reading:
+    def read(self, text: str, at: int, schemas: Schemas) -> tuple[ToolCall, int]:
         del schemas
         found, end = _JSON.raw_decode(text, at)
         if not isinstance(found, dict) or self.name not in found:
@@ -236,7 +226,7 @@ class _Named:
 
     between: str
 
-    def read(self, text: str, at: int, schemas: Schemas) -> Reading:
+    def read(self, text: str, at: int, schemas: Schemas) -> tuple[ToolCall, int]:
         name = _read_name(text, at, schemas)
         begins = _matching(self.between, text, at + len(name))
         if begins is None:
@@ -247,15 +237,10 @@ class _Named:
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """How a template writes values that are no texts, between marks.
+    """How a template writes values that are no texts, between marks."""
 
-    Attributes:
-        spelt: null, true and false, as it writes them and as JSON does.
-        python: whether it writes lists and objects as Python does.
-    """
-
-    spelt: Mapping[str, object] = field(default_factory=lambda: {"null": None, "true": True, "false": False})
-    python: bool = False
+    spelt: Mapping[str, object]  # null, true and false, as it writes them and as JSON does
+    python: bool  # it writes lists and objects as Python does
 
     def read(self, text: str, schema: object, whole: ToolSchema) -> object:
         """Return the value that was written so."""
@@ -272,10 +257,7 @@ class _Values:
             yield from [] if isinstance(value, float) and math.isinf(value) else [value]
         with suppress(ValueError, RecursionError, SyntaxError, MemoryError, TypeError):
             yield from [ast.literal_eval(text)] if self.python else []
-        yield from [value for name, value in _LOOSELY.items() if name == text.strip().lower()]
-
-
-_LOOSELY: Final = {"null": None, "none": None, "true": True, "false": False}
+        yield from [value for name, value in {**_JSON_WORDS, "none": None}.items() if name == text.strip().lower()]
 
 
 def _number(value: object) -> str:
@@ -288,22 +270,15 @@ def _refuse(constant: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _Marked:
-    """A call that is a name and its arguments one by one, between marks.
+    """A call that is a name and its arguments one by one, between marks."""
 
-    Attributes:
-        first: before the first key.
-        value: between a key and its value.
-        following: between a value and the next key.
-        last: after the last value.
-    """
+    first: str  # before the first key
+    value: str  # between a key and its value
+    following: str  # between a value and the next key
+    last: str  # after the last value
+    values: _Values = _Values(_JSON_WORDS, python=False)
 
-    first: str
-    value: str
-    following: str
-    last: str
-    values: _Values = field(default_factory=_Values)
-
-    def read(self, text: str, at: int, schemas: Schemas) -> Reading:
+    def read(self, text: str, at: int, schemas: Schemas) -> tuple[ToolCall, int]:
         name = _read_name(text, at, schemas)
         whole = schemas.get(name, {})
         known = dict[str, list[object]]()
@@ -332,29 +307,18 @@ class _Marked:
         return ToolCall(name, found), at
 
 
-Write: TypeAlias = Callable[[Sequence[ToolCall]], str]
-"""Returns what a template writes for calls, or raises ``ConfigError``."""
-
-
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a template writes calls.
+    """How a template writes calls."""
 
-    Attributes:
-        head: before the first call.
-        form: of a call.
-        between: between two calls; empty if a message has one at most.
-        tails: behind the last call; a call without arguments may have another.
-    """
-
-    head: str
+    head: str  # before the first call
     form: _Object | _Named | _Marked
-    between: str
-    tails: tuple[str, ...]
+    between: str  # between two calls; empty if a message has one at most
+    tails: tuple[str, ...]  # behind the last call; a call without arguments may have another
 
     @classmethod
-    def of(cls, write: Write) -> CallSyntax | None:
-        """Return the syntax in which calls are written; ``None`` for one that cannot be read."""
+    def of(cls, write: Callable[[Sequence[ToolCall]], str]) -> CallSyntax | None:
+        """Return the syntax in which calls are written, or a ``ConfigError`` raised; ``None`` if it cannot be read."""
         one = write(probes(1))
         try:
             two = write(probes(2))
@@ -371,7 +335,7 @@ class CallSyntax:
             between = two[first[0][1] : second[0][0]]
         if isinstance(form, _Marked):
             tails.append(write([ToolCall("PROBE0NAME0", {}, _ID.format(0))]).partition("PROBE0NAME0")[2])
-            form = _Marked(form.first, form.value, form.following, form.last, _values(write, form))
+            form = replace(form, values=_values(write, form))
         if not one[:start].strip() and not isinstance(form, _Object):
             return None  # a name that nothing stands before might be any word
         return cls(one[:start], form, between, tuple(tails))
@@ -412,7 +376,7 @@ def probes(count: int) -> list[ToolCall]:
     return [ToolCall(f"PROBE0NAME{at}", dict(_PROBE), _ID.format(at)) for at in range(count)]
 
 
-def _values(write: Write, form: _Marked) -> _Values:
+def _values(write: Callable[[Sequence[ToolCall]], str], form: _Marked) -> _Values:
     def written(value: object) -> str | None:
         with suppress(ConfigError):
             call = ToolCall("PROBE0NAME0", {**_PROBE, "SECOND0KEY": value}, _ID.format(0))
@@ -422,7 +386,7 @@ def _values(write: Write, form: _Marked) -> _Values:
         return None
 
     spelt = {text: value for value in (None, True, False) if (text := written(value)) is not None}
-    return _Values({**_Values().spelt, **spelt}, written(_NESTED) == repr(_NESTED))
+    return _Values({**_JSON_WORDS, **spelt}, python=written(_NESTED) == repr(_NESTED))
 
 
 def _unit(text: str, number: int) -> tuple[tuple[int, int], _Object | _Named | _Marked] | None:

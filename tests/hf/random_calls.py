@@ -29,7 +29,14 @@ SIMPLE: dict[str, tuple[object, ...]] = {
     "null": (None,),
 }
 TREE = {"type": "object", "properties": {"child": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "null"}]}}}
-TYPES = {"integer": int, "number": (int, float), "boolean": bool, "null": type(None), "array": list, "object": dict}
+TYPES: dict[str, Any] = {
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "null": type(None),
+    "array": list,
+    "object": dict,
+}
 
 
 def of_types(*names: str) -> Allows:

@@ -97,7 +97,7 @@ PYTHONIC = "{% if tools %}{{ tools | tojson }}{% endif %}" + (TEMPLATES / "qwen3
 
 
 def test_nested_values_that_a_template_writes_as_python_does_are_read() -> None:
-    arguments = {"p": [None, True, {"a": "it's"}], "q": {"k": [0.5]}, "r": "[None]"}
+    arguments: dict[str, object] = {"p": [None, True, {"a": "it's"}], "q": {"k": [0.5]}, "r": "[None]"}
     properties = {"p": {"type": "array"}, "q": {"type": "object"}, "r": {"type": "string"}}
     parameters = {"type": "object", "properties": properties}
     tool = {"type": "function", "function": {"name": "act", "parameters": parameters}}
@@ -151,7 +151,8 @@ RESPONSES: dict[str, Any] = json.loads((TEMPLATES / "responses.json").read_text(
 @settings(max_examples=2)
 def test_what_transformers_reads_otherwise_it_loses_by_its_own_rules(name: str, seed: int) -> None:
     cases = [each for each in drawn(seed) if "<" not in "".join([each.name, *each.arguments])]  # its marks have none
-    chat, inner = reading(name, cases), tokenizer(name).inner
+    chat = reading(name, cases)
+    inner: Any = tokenizer(name).inner
     for each in cases:
         tokens = turn(name, each.call)
         read: Any = inner.parse_response(tokens, RESPONSES[name], prefix=chat._opened, tools=[each.tool])
