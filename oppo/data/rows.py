@@ -17,11 +17,7 @@ Located: TypeAlias = tuple[str, Row]
 
 
 def rows_of_file(path: Path) -> Iterator[Located]:
-    """Yield the rows of a file; its suffix names its format.
-
-    Raises:
-        DataError: it cannot be read, or is of another format.
-    """
+    """Yield the rows of a file; its suffix names its format."""
     check_file(path)
     if path.suffix not in READERS:
         *most, last = READERS
@@ -41,21 +37,13 @@ def check_file(path: Path, *, or_directory: bool = False) -> None:
 
 
 def rows_of_program(rows: Iterable[object], first: int = 1) -> Iterator[Located]:
-    """Yield rows that a program gives, numbered from ``first``.
-
-    Raises:
-        DataError: one is no mapping of columns.
-    """
+    """Yield rows that a program gives, numbered from ``first``."""
     for number, row in enumerate(rows, first):
         yield located(row, number, of_columns=is_dataset(rows))
 
 
 def located(row: object, number: int, *, of_columns: bool = False) -> Located:
-    """Return a row that a program gives, maybe from a format of columns, with its location.
-
-    Raises:
-        DataError: it is no mapping of columns.
-    """
+    """Return a row that a program gives, maybe from a format of columns, with its location."""
     if not isinstance(row, Mapping):
         raise DataError(f"row {number}: expected a mapping of columns, got {shown(row)}")
     return f"row {number}", as_written(row) if of_columns else row
@@ -123,10 +111,8 @@ def _require_distinct(names: Sequence[str], path: Path) -> None:
 
 
 def as_written(row: Row) -> Row:
-    """Return a row of a format of columns without the nulls that its chat messages have for keys of other messages.
-
-    In such a format all values of a column have the keys of each. A message's own ``content`` may be null.
-    """
+    """Return a row of a format of columns without the nulls that its chat messages have for keys of other messages."""
+    # All values of a column have the keys of each there. A message's own ``content`` may be null.
     return {
         name: [_message_as_written(each) for each in value] if _is_chat(value) else value for name, value in row.items()
     }

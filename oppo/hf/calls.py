@@ -51,11 +51,7 @@ class ToolCall:
 
 
 def tool_schema(function: Callable[..., object]) -> ToolSchema:
-    """Return the schema of a tool, of its type hints and its docstring in Google's style, or its own as ``schema``.
-
-    Raises:
-        ConfigError: it lacks one of them, or takes arguments without a name of their own.
-    """
+    """Return the schema of a tool, of its type hints and its docstring in Google's style, or its own as ``schema``."""
     if isinstance(own := getattr(function, "schema", None), Mapping):
         return own
     words = f"tool {getattr(function, '__name__', repr(function))!r} cannot be shown to the policy"
@@ -72,11 +68,7 @@ def tool_schema(function: Callable[..., object]) -> ToolSchema:
 
 
 def parameters_by_tool(tools: Sequence[ToolSchema]) -> dict[str, ToolSchema]:
-    """Return the JSON schemas of the arguments of tools, by the tools' names.
-
-    Raises:
-        ConfigError: one is none.
-    """
+    """Return the JSON schemas of the arguments of tools, by the tools' names."""
     functions = [tool.get("function", tool) for tool in tools]
     found = {str(each.get("name")): each.get("parameters") or {} for each in functions}
     for name, schema in found.items():
