@@ -347,11 +347,16 @@ class Finish:
 
     It carries the whole response, so that a stage that lost its state (a session of an older version, a resumed run)
     can restore it from this event alone.
+
+    Attributes:
+        answers: of each run of tool tokens, in order, the messages of which an environment made it; empty if it did not
+            say them.
     """
 
     rollout: int
     response: Response
     reason: FinishReason
+    answers: Sequence[Sequence[Mapping[str, object]]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ the length limit, and are never trained (:class:`oppo.events.ToolTokens`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -55,6 +55,7 @@ class Answer:
         calls: of tools that the turn made.
         failures: how many of them failed.
         seconds: that each call took, by the name of its tool.
+        said: the messages that the tokens render, as chat templates read them: what a reward sees of them.
     """
 
     tokens: IntArray
@@ -62,6 +63,7 @@ class Answer:
     calls: int = 0
     failures: int = 0
     seconds: Sequence[tuple[str, float]] = ()
+    said: Sequence[Mapping[str, object]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from copy import deepcopy
-from functools import cache
+from functools import cache, wraps
 from typing import Any, ClassVar, Self, cast
 
 import anyio
@@ -20,7 +21,8 @@ from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments
 from oppo.errors import ConfigError, DataError, RewardError
 from oppo.evaluation import Evaluation
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
-from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall, chatting
+from oppo.hf.calls import ToolCall
+from oppo.hf.chat import ChatFormat, ParsedTurn, chatting
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from oppo.turns import Answer, Turn
 from tests.hf.spot_tokenizers import byte_tokenizer
@@ -358,6 +360,91 @@ def test_a_reward_that_is_none_ends_the_run_or_drops_the_rollout() -> None:
     assert dropped.rollout == 4
 
 
+def logged(method: Callable[..., str]) -> Callable[..., str]:
+    @wraps(method)
+    def wrapper(this: object, *args: Any, **kwargs: Any) -> str:
+        return f"logged: {method(this, *args, **kwargs)}"
+
+    return wrapper
+
+
+class Kinds(dict[str, int]):
+    """Methods of every kind; those of ``dict`` are shown to nobody."""
+
+    def reset(this, /, secret: int, **row: object) -> None:  # noqa: N805 - a name is free
+        this.secret = secret
+
+    def plain(this, x: int) -> str:  # noqa: N805 - a name is free
+        """Add.
+
+        Args:
+            x: a number.
+        """
+        return str(this.secret + x)
+
+    @logged
+    def wrapped(self, x: int) -> str:
+        """Add.
+
+        Args:
+            x: a number.
+        """
+        return str(self.secret + x)
+
+    @staticmethod
+    def static(x: int) -> str:
+        """Double.
+
+        Args:
+            x: a number.
+        """
+        return str(2 * x)
+
+    @classmethod
+    async def of_class(cls, x: int) -> str:
+        """Name.
+
+        Args:
+            x: a number.
+        """
+        return f"{cls.__name__} {x}"
+
+    def by_position(self, y: int = 1, x: int = 2, /) -> str:
+        """Subtract.
+
+        Args:
+            y: a number.
+            x: a number.
+        """
+        return str(x - y)
+
+    def close(self) -> str:
+        """Free what it holds."""
+        raise AssertionError
+
+    def get_reward(this) -> float:  # noqa: N805 - a name is free
+        return float(this.secret)
+
+
+def test_a_public_method_of_any_kind_is_called_but_no_method_of_life() -> None:
+    names = [tool.__name__ for tool in tools_of(Kinds)]
+    assert names == ["plain", "wrapped", "static", "of_class", "by_position"]
+    own = byte_tokenizer(special=("<|im_end|>", "<|im_start|>"))
+    chat = ChatFormat(chatting(own, template=TEMPLATE, tools=tools_of(Kinds)), ("tool",))
+    environment = EnvironmentClass(Kinds, chat)
+    made = ({"name": name, "arguments": {"x": 3}} for name in names)
+    text = "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>\n" for call in made)
+    turn = Turn(prompt(4), 0, np.array(own.encode_whole(text + "<|im_end|>"), np.int32))
+
+    async def main() -> tuple[Any, object]:
+        answer = await environment.answer(turn)
+        return answer, await environment.earned(Finish(0, Response.empty(turn.prompt), "eos"))
+
+    answer, earned = run_virtual(main)
+    assert [each["content"] for each in answer.said] == ["7", "logged: 7", "6", "Kinds 3", "2"]
+    assert earned == 4.0
+
+
 class NoReset:
     def guess(self, number: int) -> str:
         return ""
@@ -379,7 +466,7 @@ class Stub:
     """A chat format of fakes: every turn guesses as many as it has tokens."""
 
     roles = frozenset({"tool"})
-    tools = ("guess", "surrender")
+    tools: ClassVar[dict[str, dict[str, object]]] = {"guess": {}, "surrender": {}}
 
     def parse(self, turn: list[int]) -> ParsedTurn:
         return ParsedTurn("", tool_calls=(ToolCall("guess", {"number": len(turn)}),))

@@ -26,7 +26,8 @@ from oppo.cli import DONE, UNUSABLE
 from oppo.environments import EnvironmentClass, EnvironmentFailure, openenv, tools_of
 from oppo.errors import ConfigError
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
-from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall, chatting, tool_schema
+from oppo.hf.calls import ToolCall, tool_schema
+from oppo.hf.chat import ChatFormat, ParsedTurn, chatting
 from oppo.turns import Answer, Turn
 from oppo.vllm.sync import free_port
 from tests.hf import tiny

@@ -114,30 +114,34 @@ def test_a_turn_without_a_call_or_one_too_many_ends_the_response() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "words", "wrote_wrongly"),
     [
-        (call("broken"), "Error: OSError: no network"),
-        (call("odd"), "Error: TypeError: Object of type set is not JSON serializable"),
-        (call("multiply"), "Error: there is no tool 'multiply'; the tools are slow, add, broken, odd, pid"),
-        (call("add"), "Error: add(): missing a required argument: 'left'"),
-        (call("add", '{"left": 1, "up": 2}'), "Error: add(): got an unexpected keyword argument 'up'"),
+        (call("broken"), "Error: OSError: no network", False),
+        (call("odd"), "Error: TypeError: Object of type set is not JSON serializable", False),
+        (call("multiply"), "Error: there is no tool 'multiply'; the tools are slow, add, broken, odd, pid", True),
+        (call("add"), "Error: add(): missing a required argument: 'left'", True),
+        (call("add", '{"left": 1, "up": 2}'), "Error: add(): got an unexpected keyword argument 'up'", True),
         (
             "<tool_call>\n{not json}\n</tool_call>",
             "Error: the call cannot be read: JSONDecodeError: Expecting property",
+            True,
         ),
-        (call("slow", '{"seconds": 60}'), "Error: tool 'slow' took longer than 9 s (turn 0 of rollout 4)"),
+        (call("slow", '{"seconds": 60}'), "Error: tool 'slow' took longer than 9 s (turn 0 of rollout 4)", False),
     ],
 )
-def test_a_failure_is_told_to_the_policy_beside_what_did_not_fail_or_drops_the_rollout(text: str, words: str) -> None:
+def test_a_failure_is_told_beside_what_did_not_fail_and_one_of_a_tool_may_drop_the_rollout(
+    text: str, words: str, *, wrote_wrongly: bool
+) -> None:
     answer = answered(call("add", '{"left": 2}') + text, timeout=9)
     assert isinstance(answer, Answer)
     first, second = said(answer)
     assert first == "3"
     assert second.startswith(words)
     assert (answer.calls, answer.failures) == (2, 1)
+    assert [each["content"] for each in answer.said] == [first, second]
     dropped = answered(text, on_failure="drop", timeout=9)
-    assert isinstance(dropped, Drop)
-    assert dropped.rollout == 4
+    assert isinstance(dropped, Answer if wrote_wrongly else Drop)
+    assert wrote_wrongly or (isinstance(dropped, Drop) and dropped.rollout == 4)
 
 
 def test_a_failure_of_a_tool_ends_the_run_if_asked_but_not_what_the_policy_does_wrong() -> None:
@@ -176,6 +180,24 @@ def test_a_cancelled_turn_cancels_its_calls() -> None:
 def test_tools_that_the_policy_cannot_tell_are_refused(tools: list[Callable[..., object]], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Tools(tools, chat())
+
+
+def test_a_tool_that_cannot_be_called_as_it_is_shown_is_refused() -> None:
+    def many(*numbers: int) -> int:
+        """Add.
+
+        Args:
+            numbers: all.
+        """
+        return sum(numbers)
+
+    own = byte_tokenizer(special=("<|im_end|>", "<|im_start|>"))
+    with pytest.raises(ConfigError, match=r"tool 'many' cannot be shown .*: 'numbers' takes any number"):
+        chatting(own, template=TEMPLATE, tools=[many])
+    function = {"name": "add", "parameters": {"properties": {"left": {}, "up": {}}}}
+    shows = chatting(own, template=TEMPLATE, tools=[{"type": "function", "function": function}])
+    with pytest.raises(ConfigError, match=r"arguments that it is shown: add\(\): got an unexpected .* 'up'"):
+        Tools([add], ChatFormat(shows, ("tool",)))
 
 
 def test_a_chat_format_that_knows_no_tools_is_refused() -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from oppo.data.rows import READERS, Located
+from oppo.data.rows import READERS, Located, as_written
 from oppo.errors import DataError, one_line
 from oppo.libraries import require
 from oppo.log import logger
@@ -103,4 +103,4 @@ def _quiet(library: Any) -> Iterator[None]:
 
 def _rows(dataset: Any, source: str) -> Iterator[Located]:
     for number, row in enumerate(dataset, 1):
-        yield f"{source}, row {number}", row
+        yield f"{source}, row {number}", as_written(row)

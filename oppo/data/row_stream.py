@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from oppo.data.prompts import Begin, Encoding, OverLongPrompt, Tokenizer
-from oppo.data.rows import located
+from oppo.data.rows import is_dataset, located
 from oppo.errors import DataError, running_loop
 from oppo.events import IntArray, Prompt
 from oppo.log import logger
@@ -52,6 +52,7 @@ class RowStream(AsyncIterator[Prompt]):
         self._encoding = Encoding(
             tokenizer=tokenizer, column=column, max_prompt_tokens=max_prompt_tokens, over_long=over_long, begin=begin
         )
+        self._of_columns = is_dataset(rows)
         self._noted = False
         self._taken = 0  # rows
         self._served = 0  # prompts
@@ -117,7 +118,7 @@ class RowStream(AsyncIterator[Prompt]):
             self.ended = True
             raise StopAsyncIteration
         self._taken += 1
-        place, row = located(found, self._taken)
+        place, row = located(found, self._taken, of_columns=self._of_columns)
         if self._encoding.begin is None or getattr(running_loop(), "virtual", False):
             row, tokens = self._encoding.read(place, row)
         else:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeGuard, cast
 
 from oppo.errors import DataError, did_you_mean_path, shown
 
@@ -17,11 +17,7 @@ Located: TypeAlias = tuple[str, Row]
 
 
 def rows_of_file(path: Path) -> Iterator[Located]:
-    """Yield the rows of a file; its suffix names its format.
-
-    Raises:
-        DataError: it cannot be read, or is of another format.
-    """
+    """Yield the rows of a file; its suffix names its format."""
     check_file(path)
     if path.suffix not in READERS:
         *most, last = READERS
@@ -41,24 +37,21 @@ def check_file(path: Path, *, or_directory: bool = False) -> None:
 
 
 def rows_of_program(rows: Iterable[object], first: int = 1) -> Iterator[Located]:
-    """Yield rows that a program gives, numbered from ``first``.
-
-    Raises:
-        DataError: one is no mapping of columns.
-    """
+    """Yield rows that a program gives, numbered from ``first``."""
     for number, row in enumerate(rows, first):
-        yield located(row, number)
+        yield located(row, number, of_columns=is_dataset(rows))
 
 
-def located(row: object, number: int) -> Located:
-    """Return a row that a program gives, with its location.
-
-    Raises:
-        DataError: it is no mapping of columns.
-    """
+def located(row: object, number: int, *, of_columns: bool = False) -> Located:
+    """Return a row that a program gives, maybe from a format of columns, with its location."""
     if not isinstance(row, Mapping):
         raise DataError(f"row {number}: expected a mapping of columns, got {shown(row)}")
-    return f"row {number}", row
+    return f"row {number}", as_written(row) if of_columns else row
+
+
+def is_dataset(rows: object) -> bool:
+    """Return whether rows are a dataset of the library ``datasets``, whose format is one of columns."""
+    return hasattr(rows, "features")
 
 
 def _json_rows(path: Path) -> Iterator[Located]:
@@ -117,6 +110,31 @@ def _require_distinct(names: Sequence[str], path: Path) -> None:
         raise DataError(f"{path} names a column twice: {', '.join(names)}")
 
 
+def as_written(row: Row) -> Row:
+    """Return a row of a format of columns without the nulls that its chat messages have for keys of other messages."""
+    # All values of a column have the keys of each there. A message's own ``content`` may be null.
+    return {
+        name: [_message_as_written(each) for each in value] if _is_chat(value) else value for name, value in row.items()
+    }
+
+
+def _is_chat(value: object) -> TypeGuard[list[dict[str, object]]]:
+    return isinstance(value, list) and all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) for each in value
+    )
+
+
+def _message_as_written(message: dict[str, object]) -> object:
+    empty = {"content": None} if message.get("content", "") is None else {}
+    return {**cast("dict[str, object]", _present(message)), **empty}
+
+
+def _present(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _present(each) for key, each in value.items() if each is not None}
+    return [_present(each) for each in value] if isinstance(value, list) else value
+
+
 def _parquet_rows(path: Path) -> Iterator[Located]:
     from pyarrow import parquet  # noqa: PLC0415 - 0.1 s, and most files are JSON lines
 
@@ -125,7 +143,7 @@ def _parquet_rows(path: Path) -> Iterator[Located]:
         _require_distinct(file.schema_arrow.names, path)
         rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())
         for number, row in enumerate(rows, 1):
-            yield f"{path}, row {number}", row
+            yield f"{path}, row {number}", as_written(row)
     except DataError:
         raise
     except Exception as error:  # errors of pyarrow, of the system and of Python's decoders

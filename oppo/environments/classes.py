@@ -12,11 +12,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsFloat, TypeVar, cast
+from types import MethodType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, SupportsFloat, TypeVar, cast
 
 import anyio
 
-from oppo.environments.functions import CalledByName, EnvironmentFailure, ToolResult, Tools, leave
+from oppo.environments.functions import OWNER, CalledByName, EnvironmentFailure, ToolResult, Tools, leave
 from oppo.errors import ConfigError, DataError, contained, shortened, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.models import Scorer
@@ -26,7 +27,8 @@ from oppo.turns import Answer, Turn
 from oppo.user_code import CONCURRENCY, UserCalls, UserFunction
 
 if TYPE_CHECKING:
-    from oppo.hf.chat import ChatFormat, ToolCall
+    from oppo.hf.calls import ToolCall
+    from oppo.hf.chat import ChatFormat
 
 T = TypeVar("T")
 
@@ -76,11 +78,26 @@ ROUTE = "environment"
 """The column that names the environment of a row, where there are several."""
 
 
+LIFE: Final = frozenset(
+    {"aclose", "cleanup", "close", "dispose", "set_up", "setup", "shutdown", "tear_down", "teardown"}
+)
+"""Methods without arguments that begin or end an instance; the policy does not call them."""
+
+
 def tools_of(kind: type) -> list[Callable[..., object]]:
-    """Return the public methods of a class of environments that the policy may call."""
-    every = {name: method for base in reversed(kind.__mro__) for name, method in vars(base).items()}
+    """Return the public methods of a class of environments that the policy may call, without their instance."""
+    every = {name: None for base in reversed(kind.__mro__) for name in vars(base)}
     named = [name for name in every if not name.startswith("_") and name not in {"reset", "get_reward"}]
-    return [method for name in named if inspect.isfunction(method := getattr(kind, name))]
+    found = {name: method_of(kind, name) for name in named}
+    called = {name: each for name, each in found.items() if inspect.isfunction(each) or inspect.ismethod(each)}
+    return [each for name, each in called.items() if name not in LIFE or inspect.signature(each).parameters]
+
+
+def method_of(kind: type, name: str) -> Any:
+    """Return what a class has under a name; of a method that needs an instance, with a stand-in for that."""
+    found = getattr(kind, name)
+    is_static = isinstance(inspect.getattr_static(kind, name), staticmethod)
+    return MethodType(found, OWNER) if inspect.isfunction(found) and not is_static else found
 
 
 def kind_of(factory: Callable[[], Any]) -> type[Any]:
@@ -131,7 +148,7 @@ class EnvironmentClass(Tools):
         super().__init__(tools_of(kind), chat, **options)
         self.name = kind.__name__
         self._factory = factory
-        self._reset = CalledReset(UserFunction.of(kind.reset, None, EnvironmentFailure))
+        self._reset = CalledReset(UserFunction.of(method_of(kind, "reset"), "reset", EnvironmentFailure))
         self._lives: dict[int, _Life] = {}
         self._begun: dict[str, list[Any]] = {}  # that rows were read with, for the first response to each
         self._users = 0
@@ -140,8 +157,8 @@ class EnvironmentClass(Tools):
         self._is_left = issubclass(kind, AbstractContextManager)
         self.routed = False
         for name, called in (("reset", CalledReset), ("get_reward", CalledReward)):
-            if (method := getattr(kind, name, None)) is not None:
-                user = UserFunction.of(method, None, EnvironmentFailure)
+            if getattr(kind, name, None) is not None:
+                user = UserFunction.of(method_of(kind, name), name, EnvironmentFailure)
                 self._calls[name] = UserCalls(called(user), concurrency=CONCURRENCY, timeout=options.get("timeout"))
 
     def begun(self, row: Mapping[str, object], column: str = "prompt") -> dict[str, object]:
@@ -258,7 +275,7 @@ class EnvironmentClass(Tools):
                 self._check_said(said, prompt, where)
             for name, arguments in calls:
                 result = ToolResult(name)
-                if self._understood(name, arguments, result, {"self": owner}):
+                if self._understood(name, arguments, result):
                     await self._call(name, arguments, result, where, {"self": owner})
         except BaseException:
             self._exit(owner)

@@ -8,7 +8,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
+from types import MethodType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, TypeAlias, TypeVar
 
 import anyio
 import numpy as np
@@ -20,7 +21,8 @@ from oppo.turns import Answer, Environment, EnvironmentState, Turn
 from oppo.user_code import CONCURRENCY, CallsFunction, CheckedFunction, UserCalls, UserFunction
 
 if TYPE_CHECKING:
-    from oppo.hf.chat import ChatFormat, ToolCall
+    from oppo.hf.calls import ToolCall
+    from oppo.hf.chat import ChatFormat
 
 PROCESSES = 4
 """Processes of a sync function, unless another number of calls is given."""
@@ -196,15 +198,36 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
         return tokens
 
 
+OWNER: Final = object()
+"""Stands for the instance in a method of a class that has none yet."""
+
+
+def by_position(
+    signature: inspect.Signature, arguments: Mapping[str, object]
+) -> tuple[list[object], dict[str, object]]:
+    """Return the arguments of a call that have no names there, and the others by their names."""
+    first, others = list[object](), {**arguments}
+    for each in signature.parameters.values():
+        if each.kind is not each.POSITIONAL_ONLY or (each.name not in others and each.default is each.empty):
+            break
+        first.append(others.pop(each.name, each.default))
+    return first, others
+
+
 @dataclass(frozen=True)
 class CalledByName(CheckedFunction[Mapping[str, object], str, T]):
-    """A function that is called with arguments by their names."""
+    """A function that is called with arguments by their names; a method, with its instance as ``self``."""
 
     error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
     user: UserFunction
 
     def made(self, given: Mapping[str, object]) -> object:
-        return self.user.function(**given)
+        function, arguments = self.user.function, {**given}
+        owner = arguments.pop("self", None)
+        if isinstance(function, MethodType) and function.__self__ is OWNER:
+            function = MethodType(function.__func__, owner)
+        first, others = by_position(inspect.signature(function), arguments)
+        return function(*first, **others)
 
 
 @dataclass(frozen=True)
@@ -245,7 +268,7 @@ class ToolResult:
     @property
     def message(self) -> Mapping[str, object]:
         content = f"Error: {self.failure}" if self.failure else self.text
-        return {"role": "tool", "name": self.name, "content": content, "tool_call_id": self.call_id}
+        return {"role": "tool", "name": self.name, "content": content}
 
 
 async def leave(opened: Iterable[AbstractAsyncContextManager[object]]) -> None:
@@ -268,7 +291,7 @@ class Tools:
             ``tool``.
         on_failure: a call that raises, takes too long, or returns what is no JSON: ``answer`` tells the policy the
             error, ``drop`` drops the rollout, ``fail`` raises. A call that cannot be made as it stands is the policy's
-            fault, and never raises.
+            fault, and it is told so in any case.
         timeout: seconds after which a call has failed; ``None``: never.
         concurrency: calls of each tool that may overlap; by default 64, or 4 in processes.
         process: call sync tools in processes of their own.
@@ -302,6 +325,10 @@ class Tools:
         if len(set(self.names)) < len(self.names) or not self.names:
             raise ConfigError(f"tools need names of their own, and there must be one; got {self.names}")
         self._signatures = {user.name: inspect.signature(user.function) for user in users}
+        for name in self.names:
+            wrong, properties = ToolResult(name), chat.tools[name].get("properties")
+            if properties is not None and not self._understood(name, properties, wrong):
+                raise ConfigError(f"the policy cannot call a tool with all arguments that it is shown: {wrong.failure}")
         self._calls: dict[str, UserCalls[Mapping[str, object], str, Any]] = {
             user.name: UserCalls(
                 CalledTool(user),
@@ -349,12 +376,12 @@ class Tools:
         parsed = self.chat.parse(turn.tokens.tolist())
         results = [ToolResult(call.name, call.id) for call in parsed.tool_calls]
         if parsed.malformed:
-            results.append(ToolResult(self.names[0], failure=f"the call cannot be read: {parsed.malformed}"))
+            results.append(ToolResult("tool", failure=f"the call cannot be read: {parsed.malformed}"))
         if not results or turn.number == self._max_turns:
             return None
         todo: list[tuple[ToolCall, ToolResult]] = []
         for call, result in zip(parsed.tool_calls, results, strict=False):
-            if self._understood(call.name, call.arguments, result, {} if owner is None else {"self": owner}):
+            if self._understood(call.name, call.arguments, result):
                 todo.append((call, result))
         if owner is not None and made is not None:
             for call, result in todo:
@@ -363,26 +390,28 @@ class Tools:
         async with anyio.create_task_group() as group:
             for call, result in todo if owner is None else ():
                 group.start_soon(self._call, call.name, call.arguments, result, where, {})
-        for error in (result.error for result in results if result.error and self._on_failure == "fail"):
-            raise error
-        failures = [result.failure for result in results if result.failure]
-        if failures and self._on_failure == "drop":
-            return Drop(turn.prompt.rollout, failures[0])
+        for result in results:  # a call that the policy wrote wrongly has a failure and no error
+            if result.error is not None and self._on_failure == "fail":
+                raise result.error
+            if result.error is not None and self._on_failure == "drop":
+                return Drop(turn.prompt.rollout, result.failure)
+        said = [result.message for result in results]
+        answers = [{**each, "tool_call_id": result.call_id} for each, result in zip(said, results, strict=True)]
         try:
-            tokens = self.chat.answer(turn.tokens.tolist(), [result.message for result in results])
+            tokens = self.chat.answer(turn.tokens.tolist(), answers)
         except ConfigError as error:
             raise EnvironmentFailure(f"the answer of tools cannot be rendered ({where}): {error}") from error
         seconds = [(result.name, result.seconds) for result in results if result.seconds is not None]
-        return Answer(np.array(tokens, np.int32), calls=len(results), failures=len(failures), seconds=seconds)
+        failures = sum(bool(result.failure) for result in results)
+        return Answer(np.array(tokens, np.int32), calls=len(results), failures=failures, seconds=seconds, said=said)
 
-    def _understood(
-        self, name: str, arguments: Mapping[str, object], result: ToolResult, own: Mapping[str, object]
-    ) -> bool:
+    def _understood(self, name: str, arguments: Mapping[str, object], result: ToolResult) -> bool:
         if (signature := self._signatures.get(name)) is None:
             result.failure = f"there is no tool {shortened(repr(name), 80)}; the tools are {', '.join(self.names)}"
             return False
         try:
-            signature.bind(**{**arguments, **own})
+            first, others = by_position(signature, arguments)
+            signature.bind(*first, **others)
         except TypeError as error:
             result.failure = f"{name}(): {error}"
         return not result.failure

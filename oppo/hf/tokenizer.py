@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -123,6 +124,23 @@ def _bits(node: nodes.Node, known: dict[str, float]) -> float:
     return bits
 
 
+_PROBE: Final = {"key": "value"}
+
+
+def _with_arguments(message: Any, written: Callable[[Mapping[str, object]], object]) -> Any:
+    # The arguments of a message's calls as ``written`` makes them of an object.
+    if isinstance(message, list | tuple):
+        return [_with_arguments(each, written) for each in message]
+    if not isinstance(message, Mapping):
+        return message
+    inner = {key: _with_arguments(message[key], written) for key in ("tool_calls", "function") if key in message}
+    found: object = message.get("arguments")
+    if isinstance(found, str):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(found or "{}")
+    return {**message, **inner, **({"arguments": written(found)} if isinstance(found, Mapping) else {})}
+
+
 class HfTokenizer:
     """A transformers tokenizer with types; also an :class:`oppo.data.Tokenizer`.
 
@@ -174,9 +192,9 @@ class HfTokenizer:
         except TemplateSyntaxError as error:
             raise ConfigError(f"the chat template cannot be read: {error.message} (line {error.lineno})") from error
 
-    @property
+    @cached_property
     def _shown_tools(self) -> Any:
-        return list(self.tools) or None  # templates ask whether there are tools, and an empty list is some to many
+        return self._marked(self.tools) or None  # templates ask whether there are tools: an empty list is some to many
 
     def encode(self, text: str, *, last: int | None = None) -> list[int]:
         """Return the token ids of a prompt: those that the text spells, behind what the tokenizer begins texts with.
@@ -218,9 +236,37 @@ class HfTokenizer:
         """Return a conversation as the chat template renders it.
 
         Args:
-            messages: with all of their fields; a field that is ``None`` counts as absent.
+            messages: with all of their fields. Arguments of calls may be JSON text, or an object.
             answered: the last message is the response, and complete; otherwise the text ends where the response begins.
         """
+        text = self._rendered([_with_arguments(message, self._writes) for message in messages], answered=answered)
+        parts, data, length, end = [], [], 0, 0
+        for found in _MARKED.finditer(text):
+            spelt = found[1] or ""
+            parts += [text[end : found.start()], spelt]
+            start = length + found.start() - end
+            length, end = start + len(spelt), found.end()
+            data.append((start, length))
+        return Rendered("".join([*parts, text[end:]]), special=False, data=data)
+
+    def _writes(self, arguments: Mapping[str, object]) -> object:
+        return json.dumps(arguments, ensure_ascii=False) if self._takes_text else arguments
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        # Whether the chat template writes arguments that are JSON text, and cannot write an object.
+        def written(content: object, arguments: object) -> str:
+            call = {"id": "call00000", "type": "function", "function": {"name": "act", "arguments": arguments}}
+            said = {"role": "assistant", "content": content, "tool_calls": [call]}
+            with suppress(Exception):  # any kind: a template is a program
+                text = self._rendered([{"role": "user", "content": "hello"}, said], answered=True)
+                return "" if str(_PROBE) in text else text
+            return ""
+
+        styles = [(content, each) for content in ("", None) for each in (_PROBE, json.dumps(_PROBE))]
+        return next((isinstance(each, str) for content, each in styles if written(content, each)), False)
+
+    def _rendered(self, messages: Sequence[Mapping[str, object]], *, answered: bool) -> str:
         marked = [self._marked(message) for message in messages]
         continued = not answered and bool(messages) and messages[-1].get("role") == "assistant"
         with nullcontext() if self._has_rendered else _bounded():
@@ -235,16 +281,7 @@ class HfTokenizer:
                 **self.variables,
             )
         self._has_rendered = True
-        if marked == list(messages):
-            return Rendered(text, special=False)
-        parts, data, length, end = [], [], 0, 0
-        for found in _MARKED.finditer(text):
-            spelt = found[1] or ""
-            parts += [text[end : found.start()], spelt]
-            start = length + found.start() - end
-            length, end = start + len(spelt), found.end()
-            data.append((start, length))
-        return Rendered("".join([*parts, text[end:]]), special=False, data=data)
+        return str(text)
 
     def encode_rendered(self, rendered: Rendered) -> list[int]:
         """Return the token ids of a text, without those that the tokenizer adds; special tokens in data are text."""
@@ -293,7 +330,7 @@ class HfTokenizer:
         if isinstance(value, str):
             return self._control_tokens.sub(lambda found: f"{_OPEN}{found[0]}{_CLOSE}", value)
         if isinstance(value, Mapping):
-            return {key: self._marked(each) for key, each in value.items()}
+            return {self._marked(key): self._marked(each) for key, each in value.items()}
         return [self._marked(each) for each in value] if isinstance(value, list | tuple) else value
 
     def decode(self, tokens: Sequence[int]) -> str:

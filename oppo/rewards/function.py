@@ -412,7 +412,7 @@ class FunctionReward(
         optional: ``None`` as a score means that the reward does not apply: the rollout is dropped, or, as a part of
             :class:`Rewards`, scored by the other parts. Otherwise it is a failure.
         max_steps: of the run, for ``trainer_state``.
-        conversation: returns a response as chat messages, where tools answer in it:
+        conversation: returns a complete response as chat messages, where tools answer in it:
             :meth:`oppo.hf.ChatFormat.conversation`; by default it is one message.
         instances: returns the instance of a rollout for ``environments``:
             :meth:`oppo.environments.EnvironmentClass.instance`.
@@ -444,7 +444,7 @@ class FunctionReward(
         each: bool = False,
         optional: bool = False,
         max_steps: int = 0,
-        conversation: Callable[[Response], Sequence[Message]] | None = None,
+        conversation: Callable[[Finish], Sequence[Message]] | None = None,
         instances: Callable[[Finish], Awaitable[object]] | None = None,
     ) -> None:
         user = UserFunction.of(function, name, RewardError)
@@ -604,7 +604,7 @@ class FunctionReward(
                 copy.deepcopy(each.prompt.columns.get(self._prompt_column)) or self._decode(each.prompt.tokens.tolist())
                 for each in responses
             ],
-            "completions": lambda: [self._completion(each) for each in responses],
+            "completions": lambda: [self._completion(each) for each in finished],
             "completion_ids": lambda: [each.tokens.tolist() for each in responses],
             "trainer_state": lambda: TrainerState(
                 max((int(each.versions[-1]) for each in responses if len(each)), default=0), self._max_steps
@@ -615,10 +615,11 @@ class FunctionReward(
             **{name: [copy.deepcopy(row.get(name)) for row in rows] for name in wanted},
         }
 
-    def _completion(self, response: Response) -> str | list[Message]:
+    def _completion(self, finish: Finish) -> str | list[Message]:
+        response = finish.response
         chat = isinstance(response.prompt.columns.get(self._prompt_column), list)
         if chat and self._conversation is not None:
-            return [*self._conversation(response)]
+            return [*self._conversation(finish)]
         text = self._decode(response.tokens.tolist())
         return [{"role": "assistant", "content": text}] if chat else text
 

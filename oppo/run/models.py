@@ -28,7 +28,8 @@ from oppo.graph.stage import Gauge
 from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.streamed import Bridge
 from oppo.hf.as_text.teacher import BridgedTeacher
-from oppo.hf.chat import ToolSchema, chatting
+from oppo.hf.calls import ToolSchema
+from oppo.hf.chat import chatting
 from oppo.hf.devices import DeviceLayout, Devices, ModelPlace, available_cores, memory_gauges
 from oppo.hf.introspection import end_ids, passes_at, vocabulary
 from oppo.hf.loading import load_tokenizer

@@ -31,7 +31,7 @@ from oppo.environments import (
 )
 from oppo.environments.classes import kind_of as made_by
 from oppo.errors import ConfigError
-from oppo.events import Drop, Response
+from oppo.events import Drop, Finish
 from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
@@ -302,9 +302,9 @@ def _class_of(key: str, spec: str, tokenizer: HfTokenizer, options: Mapping[str,
         return EnvironmentClass(_factory(spec), ChatFormat(tokenizer, ("tool",)), **options)
 
 
-def _conversation(environment: AnyEnvironment | None) -> Callable[[Response], Sequence[ChatMessage]] | None:
+def _conversation(environment: AnyEnvironment | None) -> Callable[[Finish], Sequence[ChatMessage]] | None:
     if isinstance(environment, Environments):
-        return lambda response: environment.of(response.prompt.columns).chat.conversation(response)
+        return lambda finish: environment.of(finish.response.prompt.columns).chat.conversation(finish)
     return environment.chat.conversation if isinstance(environment, Tools) else None
 
 

@@ -34,10 +34,12 @@ class _Memory:
     state: str = "null"
     calls: int = 0  # of tools, in these turns
     failures: int = 0
+    said: list[Sequence[Mapping[str, object]]] = field(default_factory=list)  # the messages of each answer
 
     def after(self, answer: Answer) -> _Memory:
         calls, failures = self.calls + answer.calls, self.failures + answer.failures
-        return _Memory(self.answered + 1, _as_json(answer.state), calls, failures)
+        said = [*self.said, [dict(each) for each in answer.said]]
+        return _Memory(self.answered + 1, _as_json(answer.state), calls, failures, said=said)
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +156,10 @@ class Conversations:
         call.ended = anyio.current_time()
         call.done.set()
 
+    def said(self, rollout: int) -> Sequence[Sequence[Mapping[str, object]]]:
+        """Return the messages of each answer to a rollout."""
+        return self._memories.get(rollout, _Memory()).said
+
     def forget(self, prompt: Prompt) -> None:
         """Forget a rollout whose response has ended, or begins again; cancel a call that nothing waits for any more."""
         memory, call = self._memories.pop(prompt.rollout, _Memory()), self._calls.pop(prompt.rollout, None)
@@ -213,7 +219,8 @@ def _require_outcome(outcome: object) -> TurnOutcome:
     tokens: object = outcome.tokens
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1 or not len(tokens):
         raise ProtocolError(f"an answer has tokens, a NumPy array, int32 [1 or more]; got {described(tokens)}")
-    _as_json(outcome.state)
+    for each in (outcome.state, [*map(dict, outcome.said)]):
+        _as_json(each)
     return outcome
 
 
@@ -222,5 +229,6 @@ def _as_json(state: object) -> str:
         return json.dumps(state)
     except (TypeError, ValueError) as error:
         raise ProtocolError(
-            f"the state of an environment is kept in checkpoints, so it must be JSON values; got {described(state)}"
+            "the state of an environment and what it said are kept in checkpoints, so they must be JSON values; got "
+            f"{described(state)}"
         ) from error

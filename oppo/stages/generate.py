@@ -467,9 +467,9 @@ class Generate:
 
     async def _finish(self, unit: Unit, out: Sender[RolloutEvent]) -> None:
         # Branches first: whoever has the score of a first conversation then knows of the others.
-        for prompt in sorted(unit.prompts, key=lambda prompt: not prompt.branch):
-            rollout = self._in_flight[prompt.rollout]
-            ending = rollout.ending()
+        for number in [prompt.rollout for prompt in sorted(unit.prompts, key=lambda prompt: not prompt.branch)]:
+            rollout = self._in_flight[number]
+            ending = rollout.ending(() if self._conversations is None else self._conversations.said(number))
             self._lengths.append(len(rollout.prompt.tokens) + rollout.length)
             await self._close(rollout)
             await out.send(ending)

@@ -343,8 +343,11 @@ class InFlightRollout:
         """Return the pieces so far as one response."""
         return Response.of(self.prompt, self.pieces)
 
-    def ending(self) -> Finish | Drop:
+    def ending(self, answers: Sequence[Sequence[Mapping[str, object]]] = ()) -> Finish | Drop:
         """Return the event that ends a complete rollout.
+
+        Args:
+            answers: the messages of its tool tokens.
 
         Raises:
             ProtocolError: it is being read.
@@ -352,7 +355,7 @@ class InFlightRollout:
         number = self.prompt.rollout
         if self.reason is None:
             raise ProtocolError(f"rollout {number} has a place in the batch but is still being read")
-        return Drop(number, self.dropped) if self.dropped else Finish(number, self.response(), self.reason)
+        return Drop(number, self.dropped) if self.dropped else Finish(number, self.response(), self.reason, answers)
 
     async def aclose(self) -> None:
         """Give up its decode; an error names the rollout."""

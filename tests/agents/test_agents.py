@@ -20,7 +20,8 @@ from oppo.agents import Agents
 from oppo.environments import EnvironmentFailure, Tools
 from oppo.errors import ConfigError, DataError
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
-from oppo.hf.chat import ChatFormat, chatting, tool_schema
+from oppo.hf.calls import tool_schema
+from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import SamplingSettings
 from oppo.testing import run_virtual
@@ -392,7 +393,7 @@ def test_a_drop_of_an_agent_drops_its_rollout() -> None:
         ({"tools": [{"name": "add"}]}, "expected tools as"),
         (
             {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"left": 1}}}}]},
-            "the tools cannot be read: AttributeError",
+            "tool 'add': expected a JSON schema of 'left', got 1",
         ),
         ({"messages": []}, "expected a JSON object with a list of messages"),
         ({"messages": [{"role": "critic", "content": "no"}]}, "message 0: expected one of role system, developer"),

@@ -17,7 +17,8 @@ from oppo import Overcommit
 from oppo.agents import Agents
 from oppo.agents.conversation import ChatRequests
 from oppo.events import Chunk, Drop
-from oppo.hf.chat import ParsedTurn, ToolCall
+from oppo.hf.calls import ToolCall
+from oppo.hf.chat import ParsedTurn
 from oppo.turns import Answer
 from tests.agents.conftest import Numbers
 from tests.agents.test_agents import Rollout, call, client, tokenizer, tried

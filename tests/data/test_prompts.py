@@ -223,6 +223,38 @@ def test_chats_of_a_dataset_go_through_the_template(tmp_path: Path) -> None:
     assert words(prompt.tokens.tolist()) == "user : a assistant : b user : c assistant :"
 
 
+CALLS = "{% for m in messages %}{{ m | tojson(sort_keys=true) }} {% endfor %}"
+
+
+def test_nulls_that_a_format_of_columns_adds_to_messages_are_in_no_prompt(tmp_path: Path) -> None:
+    import datasets
+
+    def chat(content: str | None, **arguments: object) -> list[dict[str, object]]:
+        call = {"type": "function", "function": {"name": "act", "arguments": arguments}}
+        return [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            {"role": "tool", "name": "act", "content": "ok"},
+        ]
+
+    rows: list[dict[str, object]] = [
+        {"prompt": chat(None, left=1, deep={"a": [{"x": 1}, {"y": "b"}]}), "gold": {"a": 1}},
+        {"prompt": chat("so", query="null", deep={"b": True}), "gold": {"b": None}},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
+    own = byte_tokenizer(CALLS)
+    by_lines = read_prompts(tmp_path / "rows.jsonl", own, max_prompt_tokens=1000)
+    for source in (tmp_path / "rows.parquet", tmp_path / "rows", datasets.Dataset.from_list(rows)):
+        found = read_prompts(source, own, max_prompt_tokens=1000)
+        assert [each.columns["prompt"] for each in found] == [each.columns["prompt"] for each in by_lines]
+        assert [own.decode_whole(each.tokens.tolist()) for each in found] == [
+            own.decode_whole(each.tokens.tolist()) for each in by_lines
+        ]
+        assert [each.columns["gold"] for each in found] == [{"a": 1, "b": None}, {"a": None, "b": None}]
+
+
 @pytest.mark.parametrize("name", ["someone/prompts", "some-one/prompts.v2"])
 def test_a_dataset_of_a_hub_that_cannot_be_asked_is_one_message(name: str, messages: list[str]) -> None:
     with pytest.raises(DataError) as caught:

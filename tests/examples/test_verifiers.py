@@ -69,7 +69,8 @@ if __name__ == "__main__":
     Tools.run()
 """
 CALLS = """
-from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
+from oppo.hf.calls import ToolCall
+from oppo.hf.chat import ChatFormat, ParsedTurn
 
 
 def parse(chat, tokens):  # a random policy calls nothing

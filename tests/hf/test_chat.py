@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from oppo.errors import ConfigError
-from oppo.events import Chunk, Prompt, Response, ToolTokens
-from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall, chatting, tool_schema
+from oppo.events import Chunk, Finish, Prompt, Response, ToolTokens
+from oppo.hf.calls import ToolCall, tool_schema
+from oppo.hf.chat import ChatFormat, ParsedTurn, chatting
 from oppo.hf.tokenizer import HfTokenizer
 from tests.hf.spot_tokenizers import TEMPLATE, TRIMMING, byte_tokenizer, spot
 
@@ -255,9 +256,9 @@ def test_special_tokens_and_stand_ins_in_an_answer_are_ordinary_text() -> None:
     assert [each for each in given if each in own.control_ids] == [each for each in plain if each in own.control_ids]
 
 
-@pytest.mark.parametrize("name", sorted({*OWN_TOOLS} - {"llama3_1"}))
-@pytest.mark.parametrize("text", ["5", "a\nb <|x|> [/INST]", ""])
-def test_a_response_with_turns_is_messages(name: str, text: str) -> None:
+@pytest.mark.parametrize("name", OWN_TOOLS)
+@pytest.mark.parametrize("text", ["5", "a\n</tool_response>\n<tool_response>\nb", ""])
+def test_a_response_with_turns_is_messages_with_what_tools_said(name: str, text: str) -> None:
     chat, own = tools(name), tokenizer(name)
     count = 2 if name in SEVERAL else 1
     arguments = [{"left": each} for each in range(count)]
@@ -271,13 +272,13 @@ def test_a_response_with_turns_is_messages(name: str, text: str) -> None:
         ids, start = np.array(tokens, np.int32), len(response)
         chunk = Chunk(0, start, ids, np.zeros(len(ids), n), np.zeros(len(ids), np.int32))
         response = response.then(chunk if sampled else ToolTokens(0, start, ids))
-    first, *answers, last = chat.conversation(response)
+    first, *answers, last = chat.conversation(Finish(0, response, "eos", [results]))
     calls = [{"type": "function", "function": {"name": "add", "arguments": each}} for each in arguments]
     assert first == {"role": "assistant", "content": "", "tool_calls": calls}
-    assert [each["name"] for each in answers] == ["add"] * count
-    if text == "5" or name.startswith("qwen"):  # others write JSON
-        assert [each["content"] for each in answers] == [each["content"] for each in results]
+    assert answers == results
     assert last == {"role": "assistant", "content": "Five."}
+    _, unsaid, _ = chat.conversation(Finish(0, response, "eos"))
+    assert unsaid == {"role": "tool", "name": "tool", "content": own.decode_whole(chat.answer(turn, results))}
 
 
 def test_variables_and_tools_are_in_what_is_rendered() -> None:

@@ -12,7 +12,8 @@ import pytest
 from oppo.cli import DONE, UNUSABLE
 from oppo.config.load import resolve
 from oppo.errors import ConfigError
-from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
+from oppo.hf.calls import ToolCall
+from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.placement import Thread
 from oppo.run.checkpoint import settings_of
 from oppo.run.models import policy_tokenizer
@@ -164,6 +165,8 @@ def test_tools_of_the_settings_are_shown_called_answered_and_counted(
 
     monkeypatch.setattr(ChatFormat, "parse", calls)  # a random policy calls nothing
     assert oppo(trained, "") == DONE
+    fails = ParsedTurn("", tool_calls=(ToolCall("add", {"left": None}),))
+    monkeypatch.setattr(ChatFormat, "parse", lambda chat, tokens: fails)
     assert oppo(trained, "", "run.name=dropping", "environment.on_failure=drop", "run.max_empty=1") != DONE
     lines = records(trained, "run", "metrics.jsonl")
     assert {line["tools/failure_frequency"] for line in lines} == {0.5}

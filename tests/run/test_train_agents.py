@@ -16,7 +16,8 @@ import pytest
 from oppo.cli import DONE, FAILED, UNUSABLE
 from oppo.environments import Tools
 from oppo.events import Batch
-from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
+from oppo.hf.calls import ToolCall
+from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.observe import Observer
 from oppo.run.train import train
 from oppo.signals import Stopped
@@ -38,7 +39,7 @@ from pydantic_ai import Agent, ModelHTTPError, ToolCallPart, capture_run_message
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from oppo.hf.chat import tool_schema
+from oppo.hf.calls import tool_schema
 
 
 def add(left: int, right: int = 1) -> int:

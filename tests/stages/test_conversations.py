@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 
 from oppo import GAE, Graph, Observation, Overcommit, StepReport, Synchronous, TailBatched, grpo, ppo, wrap
 from oppo.errors import ConfigError, ProtocolError
-from oppo.events import Drop, Prompt
+from oppo.events import Drop, Finish, Prompt
 from oppo.models import Capabilities
 from oppo.stages import Generate
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts, run_virtual
@@ -111,6 +111,24 @@ def test_calls_of_tools_are_counted_for_each_response_also_of_one_that_was_defer
     assert [each["tools/call_frequency"] for each in late] == [pytest.approx(4 / 4)]
     assert [each["tools/failure_frequency"] for each in late] == [pytest.approx(1 / 4)]
     assert all("tools/failure_frequency" not in each for each in measured if each not in late)
+
+
+def test_a_finished_response_has_what_its_answers_said_also_one_that_was_restored(tmp_path: Path) -> None:
+    def outcome(turn: Turn) -> Answer:
+        said = [{"role": "tool", "name": name, "content": f"{turn.number}</tool_response>"} for name in "ab"]
+        return Answer(np.array([90_000], np.int32), said=said)
+
+    tool = Tool(lambda turn: 0.3 if turn.number == 1 else 0.0, outcome=outcome)
+    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
+    finished: list[Finish] = []
+    for begin, end in ((0, 1), (1, 4)):
+        made = pipeline(setting, tool, first_has_turns)
+        run_virtual(partial(made.run_part, begin, end, tmp_path))
+        finished += [item for _, _, item in made.tap.items if isinstance(item, Finish)]
+    for each in finished:
+        said = [[message["content"] for message in answer] for answer in each.answers]
+        assert said == [[f"{number}</tool_response>"] * 2 for number in range(turns_answered(each.response))]
+    assert max(len(each.answers) for each in finished) == 2
 
 
 def test_what_is_told_of_a_step_counts_sampled_tokens_alone(tmp_path: Path) -> None:
