@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from oppo.data.prompts import Begin, Encoding, OverLongPrompt, Tokenizer
 from oppo.data.rows import located
+from oppo.declared import require_whole
 from oppo.errors import DataError, running_loop
 from oppo.events import IntArray, Prompt
 from oppo.log import logger
@@ -93,8 +94,10 @@ class RowStream(AsyncIterator[Prompt]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another stream over the same rows was."""
-        self._served = int(state["prompts"])
-        self._resumed = (int(state["rows"]), str(state["digest"]))
+        for name in ("prompts", "rows"):
+            require_whole(name, state[name], 0)
+        self._served = state["prompts"]
+        self._resumed = (state["rows"], str(state["digest"]))
 
     async def _skip(self, rows: int, digest: str) -> None:
         try:
