@@ -441,9 +441,11 @@ class Faults:
             table, _, name = place[0].partition(".")
             quoted = f', and of a name with a dot [{table}."{name}.{place[-1]}"] is the table'
             return self._unknown(place) + quoted * (table in self.named and isinstance(detail["input"], Mapping))
-        lengths = [each["loc"][-1] for each in details if each["type"] == "missing"]
-        if items := [each + 1 for each in lengths if isinstance(each, int)] or detail.get("ctx", {}).get("max_length"):
-            length = max(items) if isinstance(items, list) else items
+        lengths = [
+            part + 1 for each in details if each["type"] == "missing" and isinstance(part := each["loc"][-1], int)
+        ]
+        if lengths or detail["type"] == "too_long":
+            length = max(lengths) if lengths else detail["ctx"]["max_length"]
             return f"{where}: expected a list of {length}, got {shortened(repr(detail['input']), SHOWN)}"
         if detail["type"] == "missing":
             return f"{where} is missing: {self._wanted(place)}"

@@ -170,7 +170,7 @@ def _tasks(loop: asyncio.AbstractEventLoop | None) -> object:
     return [{"name": task.get_name(), "stack": list(islice(await_chain(task.get_coro()), DEEPEST))} for task in tasks]
 
 
-def _threads() -> object:
+def _threads() -> list[dict[str, object]]:
     frames = sorted(thread_frames(), key=itemgetter(0))
     return [{"name": name, "stack": traceback.format_stack(frame)} for name, frame in frames]
 
@@ -436,18 +436,19 @@ class Watchdog(Observer):
         self._run = run
 
     def look(self) -> Stall | None:
-        at = self._clock()
+        call, at = self._parts.call, self._clock()
         seen = (self._moves, self._progress())
         if not self._guarding or seen != self._seen:
             self._seen, self._since, self._due = seen, at, self._limits.notice
             return None
-        still, calls = at - self._since, self._parts.call("the calls in progress", self._vitals.calls, ())
+        still, no_calls, none = at - self._since, tuple[str, ...](), tuple[Snapshot, ...]()
+        calls = call("the calls in progress", self._vitals.calls, no_calls)
         _, limit = self._limits.end(calling=bool(calls))
         final = still >= limit
         if not final and still < self._due:
             return None
         self._due *= 2
-        snapshots = () if self._run is None else self._parts.call("the steps", self._run.snapshots, ())
+        snapshots = none if self._run is None else call("the steps", self._run.snapshots, none)
         return Stall(still, snapshots, final=final, calls=calls)
 
     def _progress(self) -> object:
@@ -523,8 +524,9 @@ class Watchdog(Observer):
             "tasks": partial(_tasks, self._loop),
             "threads": _threads,
         }
-        report = {name: self._parts.call(f"the report's {name}", each, []) for name, each in sections.items()}
-        report = {"still_for_seconds": round(stall.seconds, 3), **report, "failed": self._parts.faults}
+        call = self._parts.call
+        told = {name: call(f"the report's {name}", each, None) for name, each in sections.items()}
+        report = {"still_for_seconds": round(stall.seconds, 3), **told, "failed": self._parts.faults}
 
         def write() -> str:
             text = json.dumps(redacted_values(report), indent=1, default=str)
@@ -536,7 +538,7 @@ class Watchdog(Observer):
             name, limit = self._limits.end(calling=bool(stall.calls))
             return f"see {self._report}; {name} = {limit:g} is the limit, 0 sets none"
 
-        return self._parts.call("the report", write, f"{self._report} could not be written")
+        return call("the report", write, f"{self._report} could not be written")
 
     def _rollouts_by_state(self) -> Mapping[str, list[int]]:
         rollouts: dict[str, list[int]] = {"in flight": [], "deferred": [], "finished": []}

@@ -28,10 +28,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Final, TypeAlias, cast
 
-from oppo.admission import Observation
+from oppo.admission import Observation, Scoring, Stretch
 from oppo.admission.protocol import Json
 from oppo.declared import MOST, WHOLE, require_declared
 from oppo.durable import opened, put, read_text
@@ -158,7 +159,8 @@ def _record(line: bytes, name: str) -> Record | None:
         return None
     if not isinstance(record, dict) or type(step := record.get("step")) is not int or not -1 <= step < MOST:
         return None
-    return record if _FITS.get(name, lambda record: True)(record) else None
+    fits = _FITS.get(name)
+    return record if fits is None or fits(record) else None
 
 
 def _number(text: str) -> float:
@@ -411,8 +413,9 @@ def _observation(seen: object) -> Observation | None:
     # ``None`` for a damaged one.
     try:
         found = Observation.from_json(cast("dict[str, Json]", seen))
-        for each in (found, *found.scoring, *found.stretches):
-            require_declared(each)
+        require_declared(found)
+        for part in chain[Scoring | Stretch](found.scoring, found.stretches):
+            require_declared(part)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     return found

@@ -382,7 +382,7 @@ async def test_whatever_part_of_the_watchdog_fails_is_named_and_the_run_is_ended
         how()
 
     monkeypatch.setattr("oppo.liveness.watchdog.os._exit", leave)
-    monkeypatch.setattr("oppo.liveness.watchdog.PART_SECONDS", 0.05)
+    monkeypatch.setattr("oppo.liveness.watchdog.PART_SECONDS", 0.3)
     monkeypatch.setattr("oppo.liveness.watchdog._tasks", any_part)
     watchdog = Watchdog(
         StallLimits(0.1, grace=0.05),
@@ -405,12 +405,9 @@ async def test_whatever_part_of_the_watchdog_fails_is_named_and_the_run_is_ended
     written = json.loads((tmp_path / "r.json").read_text())
     parts = ["the calls in progress", "the progress of models", "the report's tasks", "the steps"]
     parts.append(f"the listener {any_part.__qualname__}")
-    assert sorted(written["failed"]) == sorted(parts)
-    assert all(message in fault for fault in written["failed"].values())
+    assert all(message in written["failed"][part] for part in parts)
     assert written["threads"]
-    assert [note.partition(": ")[0].removeprefix("the watchdog could not have ") for note in caught.value.__notes__][
-        : len(parts)
-    ] == [*written["failed"]]
+    assert all(any(part in note for note in caught.value.__notes__) for part in parts)
 
 
 def test_threads_of_one_name_are_reported(tmp_path: Path) -> None:
@@ -420,7 +417,7 @@ def test_threads_of_one_name_are_reported(tmp_path: Path) -> None:
         each.start()
     found = _threads()
     over.set()
-    assert [each["name"] for each in found].count("twin") == 3  # type: ignore[index]
+    assert [each["name"] for each in found].count("twin") == 3
 
 
 USER = """
@@ -522,7 +519,7 @@ async def test_a_function_of_the_user_that_hangs_anywhere_ends_the_run_and_is_na
 
     policy = FakePolicy(length=lambda prompt: 9, turns=lambda prompt: [3, 5])
     graph = oppo.grpo(policy=policy, trainer=FakeTrainer(), admission=Overcommit(batch=4), samples=2, **models)
-    calls = [partial(getattr, each, "at_work", "") for each in models.values()]
+    calls: list[Callable[[], str]] = [partial(getattr, each, "at_work", "") for each in models.values()]
     calls.append(capabilities_of(models["reward"]).at_work)
     watchdog = Watchdog(
         StallLimits(0.1, call_timeout=0.1, grace=0.01),
