@@ -441,14 +441,16 @@ class Watchdog(Observer):
         if not self._guarding or seen != self._seen:
             self._seen, self._since, self._due = seen, at, self._limits.notice
             return None
-        still, no_calls, none = at - self._since, tuple[str, ...](), tuple[Snapshot, ...]()
+        still, no_calls = at - self._since, tuple[str, ...]()
         calls = call("the calls in progress", self._vitals.calls, no_calls)
         _, limit = self._limits.end(calling=bool(calls))
         final = still >= limit
         if not final and still < self._due:
             return None
         self._due *= 2
-        snapshots = none if self._run is None else call("the steps", self._run.snapshots, none)
+        snapshots: Sequence[Snapshot] = ()
+        if self._run is not None:
+            snapshots = call("the steps", self._run.snapshots, snapshots)
         return Stall(still, snapshots, final=final, calls=calls)
 
     def _progress(self) -> object:
