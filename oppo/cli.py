@@ -414,10 +414,12 @@ def note(message: str) -> None:
 
 def leave(error: HangError) -> NoReturn:
     """End the process at once: a thread that hangs is never waited for, as an orderly exit would."""
-    complain(paragraph(error), FAILED)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(FAILED)
+    try:
+        complain(paragraph(error), FAILED)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(FAILED)
 
 
 def paragraph(error: BaseException) -> str:

@@ -11,8 +11,10 @@ import re
 import types
 from collections import abc
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
+from ipaddress import IPv6Address
 from numbers import Integral, Real
 from types import NoneType
 from typing import (
@@ -30,12 +32,14 @@ from typing import (
     get_origin,
     get_type_hints,
 )
+from urllib.parse import SplitResult, urlsplit
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AllowInfNan, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
-from oppo.errors import OppoError, did_you_mean, shown
+from oppo.errors import ConfigError, OppoError, did_you_mean, shown
+from oppo.redact import redacted
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -196,6 +200,25 @@ def require_metrics(name: str, metrics: object, *, error: type[Exception] = Valu
         number = isinstance(value, SupportsFloat) and not isinstance(value, str | bytes)
         if not (isinstance(metric, str) and number) or len(getattr(value, "shape", "")):
             raise error(f"{name} must map names to numbers; got {shown(metric)}: {shown(value)}")
+
+
+_PLACE: Final = re.compile(r"([^@]*@)?([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+def split_url(url: str, whose: str) -> SplitResult:
+    """Return the parts of an address that begins with ``http``; it leads to ``whose``, for the error.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    with suppress(ValueError):  # of brackets, or a port that is too high
+        parts = urlsplit(url)
+        if "[" in parts.netloc:
+            IPv6Address(parts.hostname or "")
+        known = parts.scheme in {"http", "https"} and _PLACE.fullmatch(parts.netloc) and parts.port != 0
+        if known and url.isprintable() and " " not in url:
+            return parts
+    raise ConfigError(f"expected the URL of {whose}, such as http://localhost:8000; got {redacted(repr(url))}")
 
 
 def _require(name: str, given: object, validator: TypeAdapter[Any], error: type[Exception], *, owner: str = "") -> None:

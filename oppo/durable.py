@@ -34,12 +34,64 @@ def opened(path: Path, mode: Literal["r", "a", "a+", "w", "x"]) -> TextIO:
     return open(path, mode, encoding="utf-8", opener=_no_follow)
 
 
+def content(path: Path, *, linked: bool = False, most: int = 2**28) -> bytes:
+    """Return the content of a plain file of at most ``most`` bytes: a pipe or a device may have no end.
+
+    Args:
+        linked: what a link leads to is read too.
+
+    Raises:
+        OSError: it is no plain file, is larger, or cannot be read.
+    """
+    with open(path, "rb", opener=_plain if linked else _no_follow) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise OSError(errno.EFBIG, f"{path.name} has {size} bytes, and at most {most} are read", str(path))
+        return file.read(most)
+
+
+def read_text(path: Path, *, linked: bool = False) -> str:
+    """Return the text in a file; see :func:`content`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not UTF-8.
+    """
+    return content(path, linked=linked).decode("utf-8")
+
+
+def is_plain(path: Path) -> bool:
+    """Return whether a plain file is at a path, and no link to one."""
+    return not path.is_symlink() and path.is_file()
+
+
+def remove(path: Path) -> None:
+    """Delete what is at a path, if anything: a directory with all that it holds, but nothing behind a link.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _no_follow(path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if Path(path).is_symlink():
+        raise _no_plain_file(path)
+    return _plain(path, flags | os.O_NOFOLLOW)
+
+
+def _plain(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{Path(path).name} is no plain file", path)
+        raise _no_plain_file(path)
     return descriptor
+
+
+def _no_plain_file(path: str) -> OSError:
+    return OSError(errno.EINVAL, f"{Path(path).name} is no plain file", path)
 
 
 def sync(path: Path) -> None:
@@ -63,7 +115,7 @@ def put(path: Path, parts: Iterable[str]) -> None:
     """
     aside = path.with_name(f".{path.name}.partial")
     try:
-        aside.unlink(missing_ok=True)  # of a process that was killed
+        remove(aside)  # of a process that was killed
         with opened(aside, "x") as file:
             file.writelines(parts)
         sync(aside)
@@ -141,7 +193,8 @@ def sweep(directory: Path) -> None:
         else:
             before.rename(path)
     for leftover in directory.glob(".*.partial"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        with suppress(OSError):
+            remove(leftover)
 
 
 def _rename(aside: Path, path: Path) -> None:

@@ -6,14 +6,18 @@ import inspect
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 import oppo
-from oppo.declared import require_declared, require_real, require_whole
+from oppo.declared import require_declared, require_real, require_whole, split_url
+from oppo.errors import ConfigError
 from oppo.liveness import StallLimits
 from oppo.losses import PPOLoss
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts
@@ -108,6 +112,29 @@ def test_an_error_names_the_number_and_what_was_expected(make: Callable[[], obje
     with pytest.raises((ValueError, oppo.OppoError)) as caught:
         make()
     assert expected in str(caught.value)
+
+
+GOOD = ("http://localhost", "https://a.example:8000/v1", "http://[::1]:8000", "http://127.0.0.1:1")
+
+
+@given(
+    text=st.sampled_from(GOOD),
+    at=st.integers(0, 30),
+    put=st.sampled_from([*"\n\t \0[]:@/#%", ":99999", ":0", "\u2028"]),
+)
+def test_an_address_is_one_that_a_client_takes_or_is_refused_as_none(text: str, at: int, put: str) -> None:
+    changed = text[:at] + put + text[at:]
+    assert split_url(text, "a server").geturl() == text
+    with suppress(ConfigError):
+        assert split_url(changed, "a server").hostname == httpx.URL(changed).host.lower()
+
+
+@pytest.mark.parametrize(
+    "url", ["http://localhost:99999", "http://[::1", "http://local\nhost", "http://", "ftp://a", "a:1"]
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="expected the URL of a server"):
+        split_url(url, "a server")
 
 
 def test_what_stands_for_a_number_is_one() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
+
+from pydantic import AllowInfNan
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 """A JSON value."""
@@ -109,7 +111,7 @@ class Observation:
     scoring: tuple[Scoring, ...] = ()
     rest_seconds: float = 0.0
     accumulate_seconds: float = 0.0
-    score: float = float("nan")
+    score: Annotated[float, AllowInfNan(True)] = float("nan")
     mismatch_kl: float | None = None
     effective_samples: float | None = None
     lookahead: int = 0

@@ -25,6 +25,7 @@ from oppo.config.scorers import ScorerSection
 from oppo.config.sections import StepSection, resolved, within
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import SEEDS, Declared, declared, expectation
+from oppo.durable import read_text
 from oppo.errors import ConfigError, did_you_mean, shortened
 from oppo.libraries import is_installed
 from oppo.log import logger
@@ -53,7 +54,7 @@ def parsed(path: Path) -> dict[str, object]:
         ConfigError: the file cannot be read or is no TOML.
     """
     try:
-        return tomllib.loads(_text(path))
+        return tomllib.loads(read_text(path, linked=True))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # TOML, UTF-8, a number too long, a NUL in the path
@@ -101,13 +102,6 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     )
     require_public(found.tables())
     return found
-
-
-def _text(path: Path) -> str:
-    # what is no regular file may never end, and is not opened
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError("it is no regular file")
-    return path.read_text(encoding="utf-8")
 
 
 def _spec(text: str, folder: Path) -> str:
@@ -447,6 +441,12 @@ class Faults:
             table, _, name = place[0].partition(".")
             quoted = f', and of a name with a dot [{table}."{name}.{place[-1]}"] is the table'
             return self._unknown(place) + quoted * (table in self.named and isinstance(detail["input"], Mapping))
+        lengths = [
+            part + 1 for each in details if each["type"] == "missing" and isinstance(part := each["loc"][-1], int)
+        ]
+        if lengths or detail["type"] == "too_long":
+            length = max(lengths) if lengths else detail["ctx"]["max_length"]
+            return f"{where}: expected a list of {length}, got {shortened(repr(detail['input']), SHOWN)}"
         if detail["type"] == "missing":
             return f"{where} is missing: {self._wanted(place)}"
         if detail["type"] == "value_error":

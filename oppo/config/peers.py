@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import yaml
 
+from oppo.durable import read_text
 from oppo.errors import ConfigError, one_line, shortened
 
 Kind: TypeAlias = Literal["ppo", "grpo", "verl"]
@@ -72,7 +73,7 @@ def read(path: Path, kind: Kind | None = None) -> Found:
         ConfigError: it cannot be read, or configures nothing of these.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, linked=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if path.suffix == ".py":

@@ -459,7 +459,7 @@ class ModelsSection:
     trust_remote_code: bool = setting(default=False, description="run code that comes with a model")
     allow_pickle: bool = setting(
         default=False,
-        description="read weights that come as pickles only: tensors and nothing else of them (`weights_only`)",
+        description="read weights that come as pickles only, not of `adapter`: nothing but tensors (`weights_only`)",
     )
     ignore_unused_weights: bool = setting(
         default=False,

@@ -10,6 +10,7 @@ from typing import Any, Final, Self
 
 from oppo.data.prompts import Begin, Encoding, OverLongPrompt, Tokenizer
 from oppo.data.rows import is_dataset, located
+from oppo.declared import require_whole
 from oppo.errors import DataError, running_loop
 from oppo.events import IntArray, Prompt
 from oppo.log import logger
@@ -94,8 +95,10 @@ class RowStream(AsyncIterator[Prompt]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another stream over the same rows was."""
-        self._served = int(state["prompts"])
-        self._resumed = (int(state["rows"]), str(state["digest"]))
+        for name in ("prompts", "rows"):
+            require_whole(name, state[name], 0)
+        self._served = state["prompts"]
+        self._resumed = (state["rows"], str(state["digest"]))
 
     async def _skip(self, rows: int, digest: str) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Final, TypeAlias, TypeGuard, cast
@@ -147,7 +148,20 @@ def _parquet_rows(path: Path) -> Iterator[Located]:
     except DataError:
         raise
     except Exception as error:  # errors of pyarrow, of the system and of Python's decoders
-        raise DataError(f"{path} is not a readable parquet file: {error}") from error
+        raise DataError(f"{path} is not a readable parquet file{_unreadable(path)}: {error}") from error
+
+
+def _unreadable(path: Path) -> str:
+    # The first column of a file that cannot be read.
+    from pyarrow import parquet  # noqa: PLC0415 - as above
+
+    name = ""
+    with suppress(Exception):
+        for name in parquet.read_schema(path).names:
+            for batch in parquet.ParquetFile(path).iter_batches(columns=[name]):
+                batch.to_pylist()
+        return ""
+    return name and f" in its column {name!r}"
 
 
 READERS: Final[Mapping[str, Callable[[Path], Iterator[Located]]]] = {

@@ -118,6 +118,7 @@ class PromptStream(Iterator[Prompt]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the position of another stream over the same prompts."""
+        require_whole("position", state["position"], 0)
         self.position = state["position"]
 
 

@@ -10,6 +10,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 from urllib.parse import urlsplit
 
+from oppo.declared import split_url
 from oppo.errors import ConfigError, one_line, shortened
 from oppo.libraries import require
 
@@ -183,8 +184,7 @@ def openenv(url: str) -> type[OpenEnvSession]:
     """
     require("openenv", "an environment of OpenEnv", module="websockets")
     url = url.rstrip("/")
-    if urlsplit(url).scheme not in {"http", "https"}:
-        raise ConfigError(f"expected the URL of an OpenEnv server, such as http://localhost:8000, got {url!r}")
+    split_url(url, "an OpenEnv server")
     action = _schema(url)
     base = type("OpenEnv", (OpenEnvSession,), {"url": url})
     if action.get("title") not in _GENERIC:

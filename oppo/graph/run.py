@@ -349,9 +349,11 @@ class Run(Generic[O]):
                 f"the state belongs to a graph whose stages {sorted(states)} keep state between steps; in "
                 f"{self._topology.name!r} these are {sorted(stages)}"
             )
+        if type(steps := state["steps"]) is not int or steps < 0:
+            raise GraphError(f"the state of a graph's run is one after some number of steps, not after {steps!r}")
         for name, stage in stages.items():
             stage.load_state_dict(states[name])
-        self._index = int(state["steps"])
+        self._index = steps
 
     def _stateful(self) -> list[tuple[str, Stateful]]:
         return [(node.name, node.stage) for node in self._topology.nodes if isinstance(node.stage, Stateful)]

@@ -29,12 +29,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from oppo.durable import read_text
 from oppo.errors import ConfigError, ModelRefused, OppoError, one_line
 from oppo.hf.as_text.whole import Encoder, Pooling, reach, reads_beside
 from oppo.hf.devices import CPU, ran_out
 from oppo.hf.introspection import only_whole
 from oppo.hf.kv.attention import CHOICES, COSTS, Choice
-from oppo.hf.lora import Quantization, allow_threads, quantise_base, require_peft
+from oppo.hf.lora import Quantization, allow_threads, check_patterns, quantise_base, require_peft
 from oppo.hf.model_files import (
     CAUSAL,
     CLASSIFIER,
@@ -50,6 +51,7 @@ from oppo.hf.model_files import (
     entries_of,
     located,
     quiet,
+    read_adapter,
     read_object,
     require_adapter,
     require_data,
@@ -270,7 +272,8 @@ def _adapted(
     kind: Kind, model: PreTrainedModel, directory: Path, path: str | Path, *, ignore_unused: bool
 ) -> list[str]:
     # The adapter is frozen. The weights that the model does not use are returned.
-    with reading(directory, f"the adapter in {directory} cannot be used"):
+    check_patterns(what := f"the adapter in {directory}", read_adapter(directory), model)
+    with reading(directory, f"{what} cannot be used"):
         info = model.load_adapter(
             str(directory),
             use_safetensors=(directory / "adapter_model.safetensors").is_file(),
@@ -534,7 +537,7 @@ def _parts(directory: Path) -> tuple[Path, Pooling | None]:
     if not file.is_file():
         return directory, None
     try:
-        parts = json.loads(file.read_text(encoding="utf-8"))
+        parts = json.loads(read_text(file, linked=True))
         modules = [(PurePath(str(part["path"])), str(part["type"]).rpartition(".")[2]) for part in parts]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file} is no list of modules with path and type: {error}") from error

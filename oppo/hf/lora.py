@@ -6,7 +6,10 @@ The reference is a second module over the same base parameters: both are served 
 from __future__ import annotations
 
 import copy
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -24,9 +27,9 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.peft_utils import check_peft_version
 
-from oppo.errors import ConfigError, ModelRefused, one_line
+from oppo.errors import ConfigError, ModelRefused, one_line, shown
 from oppo.hf.introspection import has_experts
-from oppo.hf.model_files import ADAPTER
+from oppo.hf.model_files import ADAPTER, read_adapter
 from oppo.libraries import require
 
 if TYPE_CHECKING:
@@ -217,9 +220,10 @@ def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, 
             does not fit the model, or changes more than products added to layers that :func:`add_lora` would choose.
         ModelRefused: PEFT cannot add it to the model.
     """
-    require_peft(f"the adapter in {directory}")
+    require_peft(what := f"the adapter in {directory}")
     from peft import PeftConfig  # noqa: PLC0415 - an extra, for adapters only
 
+    read_adapter(directory)
     try:
         config = PeftConfig.from_pretrained(str(directory))
         tensors = load_file(directory / ADAPTER_WEIGHTS) if weights else {}
@@ -231,7 +235,7 @@ def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, 
     if config.peft_type != "LORA":
         raise ConfigError(f"the adapter in {directory} is {config.peft_type}: expected LoRA")
     config.inference_mode, config.lora_dropout = False, 0.0
-    _check_base(what := f"the adapter in {directory}", config)
+    _check_base(what, config)
     config.init_lora_weights = True
     _add(model, config, 0, what=what, remedy="leave models.adapter out", anywhere=not trained)
     added = {name: each for name, each in model.named_parameters() if each.requires_grad}
@@ -256,6 +260,47 @@ def _check_base(what: str, adapter: LoraConfig) -> None:
         raise ConfigError(
             f"{what} is LoRA begun with {begun}, whose base was changed: expected LoRA over the base as it is"
         )
+
+
+def check_patterns(what: str, adapter: Mapping[str, Any], model: nn.Module) -> None:
+    """Check that PEFT finds the modules of an adapter in time: its keys may hold regular expressions, which backtrack.
+
+    Raises:
+        ConfigError: it does not, or one is no regular expression.
+    """
+    given = [adapter.get(key) or () for key in ("target_modules", "exclude_modules", "layers_pattern")]
+    texts = [each for each in given if isinstance(each, str)]
+    texts += [text for key in ("rank_pattern", "alpha_pattern") for text in adapter.get(key) or ()]
+    if not (patterns := [text for text in texts if re.search(r"[*+?{(\[\\]", text)]):
+        return
+    names = [name for name, _ in model.named_modules()]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own code; in this process nothing could end it
+            [sys.executable, "-I", "-c", _MATCHES],
+            input=json.dumps([patterns, names]),
+            capture_output=True,
+            text=True,
+            timeout=PATTERN_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        fault = f"takes longer than {PATTERN_SECONDS:g} s"
+    else:
+        fault = done.stderr.strip().rpartition("\n")[2]
+    if fault:
+        raise ConfigError(
+            f"{what} names modules by {shown(patterns[0] if len(patterns) == 1 else patterns)}, which on the names of "
+            f"those of {type(model).__name__} {fault}: expected a simpler regular expression, or a list of names"
+        )
+
+
+PATTERN_SECONDS = 10.0
+"""Seconds for the regular expressions of an adapter."""
+
+_MATCHES: Final = (
+    "import json, re, sys; patterns, names = json.load(sys.stdin); "
+    "[re.match(f'(.*\\\\.)?({each})$', name) or re.fullmatch(each, name) for each in patterns for name in names]"
+)
 
 
 def _fit(model: PreTrainedModel) -> set[str]:
@@ -287,6 +332,7 @@ def _add(
     model: PreTrainedModel, adapter: LoraConfig, seed: int, *, what: str, remedy: str, anywhere: bool = False
 ) -> None:
     fit = _fit(model)
+    check_patterns(what, vars(adapter), model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

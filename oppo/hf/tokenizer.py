@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -39,7 +41,8 @@ TEMPLATE_BYTES = 1 << 30
 TEMPLATE_PRODUCT: Final = 1 << 24
 """Characters that a product of constants, or of variables set to such, makes at most; and the bits of a power.
 
-What filters, methods, macros and loops repeat within a line is bounded by nothing.
+What filters, methods, macros and loops repeat within a line is bounded by the memory that it takes, where no other
+thread works.
 """
 
 _GENERATION: Final = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # tags of transformers, without output
@@ -68,8 +71,12 @@ class Rendered:
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    # A template fails where it would go on without end; this makes it several times slower.
-    lines, size, tracing = 0, psutil.Process().memory_info().rss, sys.gettrace()
+    # A template fails where it would go on without end; this makes it several times slower. What one line does can only
+    # be bounded for the whole process, so while no other thread works.
+    lines, before, tracing = 0, psutil.Process().memory_info(), sys.gettrace()
+    size, alone, (soft, hard) = before.rss, threading.active_count() == 1, resource.getrlimit(resource.RLIMIT_AS)
+    room = before.vms + 2 * TEMPLATE_BYTES
+    narrowed = alone and (soft == resource.RLIM_INFINITY or room < soft)
 
     def watch(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
         nonlocal lines
@@ -86,9 +93,15 @@ def _bounded() -> Iterator[None]:
 
     sys.settrace(watch)
     try:
+        if narrowed:
+            resource.setrlimit(resource.RLIMIT_AS, (room, hard))
         yield
+    except MemoryError:
+        raise ConfigError("a line of it takes too much memory: expected a template that ends") from None
     finally:
         sys.settrace(tracing)
+        if narrowed:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _check_products(template: str) -> None:

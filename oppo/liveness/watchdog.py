@@ -25,9 +25,11 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import partial
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
@@ -36,7 +38,7 @@ import anyio
 
 from oppo.declared import require_real
 from oppo.durable import opened
-from oppo.errors import HangError, as_itself, note_others, place_among, running_loop
+from oppo.errors import HangError, as_itself, note_others, one_line, place_among, running_loop
 from oppo.events import Chunk, Defer, Drop, Finish, Prompt, StepReport, ToolTokens
 from oppo.graph import Run, Snapshot
 from oppo.log import logger, with_route
@@ -58,6 +60,11 @@ GRACE_SECONDS = 30.0
 
 ANSWER_SECONDS = 1.0
 """Seconds in which an event loop that is not blocked runs what it is given."""
+
+PART_SECONDS = 10.0
+"""Seconds in which a part of the watchdog returns, such as a listener."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,36 +110,73 @@ class StallLimits:
         return self.call_timeout or math.inf
 
 
-def hang_report(
-    seconds: float,
-    snapshots: Sequence[Snapshot],
-    rollouts: Mapping[str, list[int]],
-    loop: asyncio.AbstractEventLoop | None,
-) -> dict[str, object]:
-    """Return the report as JSON values, after ``seconds`` without a move; safe to call from any thread.
+Part: TypeAlias = Callable[[], object]
 
-    ``snapshots`` are of the steps that are alive, none between steps; ``rollouts`` are ids by state, such as deferred.
+
+class Parts:
+    """Calls the parts of a watchdog, none of which may keep it from ending the run.
+
+    Each is called in a thread, and has failed if it raises or does not return; one that hangs is left out from then on.
+
+    Attributes:
+        faults: what failed, and how.
     """
-    return {
-        "still_for_seconds": round(seconds, 3),
-        "steps": [
-            {
-                "step": snapshot.step,
-                "summary": snapshot.message(),
-                "at_work": list(snapshot.working),
-                "waits": [asdict(wait) for wait in snapshot.waits],
-                "channels": snapshot.channels,
-                "table": snapshot.table.splitlines(),
-            }
-            for snapshot in snapshots
-        ],
-        "rollouts": rollouts,
-        "tasks": [
-            {"name": task.get_name(), "stack": list(await_chain(task.get_coro()))}
-            for task in (asyncio.all_tasks(loop) if loop is not None else ())
-        ],
-        "threads": [{"name": name, "stack": traceback.format_stack(frame)} for name, frame in sorted(thread_frames())],
-    }
+
+    def __init__(self) -> None:
+        self.faults: dict[str, str] = {}
+        self._hanging: set[str] = set()
+
+    def call(self, name: str, part: Callable[[], T], default: T) -> T:
+        """Return what a part returns, or ``default`` if it has failed."""
+        found = [default]
+
+        def answer() -> None:
+            try:
+                found.append(part())
+            except BaseException as error:  # noqa: BLE001 - the run is ended all the same
+                self.faults[name] = one_line(error)
+
+        if name in self._hanging:
+            return default
+        thread = threading.Thread(target=answer, name=f"oppo-watchdog: {name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many threads
+            answer()
+            return found[-1]
+        thread.join(PART_SECONDS)
+        if thread.is_alive():
+            self._hanging.add(name)
+            self.faults[name] = f"it has not returned within {PART_SECONDS:g} s"
+        return found[-1]
+
+
+def _steps(snapshots: Sequence[Snapshot]) -> object:
+    return [
+        {
+            "step": snapshot.step,
+            "summary": snapshot.message(),
+            "at_work": list(snapshot.working),
+            "waits": [asdict(wait) for wait in snapshot.waits],
+            "channels": snapshot.channels,
+            "table": snapshot.table.splitlines(),
+        }
+        for snapshot in snapshots
+    ]
+
+
+def _tasks(loop: asyncio.AbstractEventLoop | None) -> object:
+    tasks = asyncio.all_tasks(loop) if loop is not None else ()
+    return [{"name": task.get_name(), "stack": list(islice(await_chain(task.get_coro()), DEEPEST))} for task in tasks]
+
+
+def _threads() -> list[dict[str, object]]:
+    frames = sorted(thread_frames(), key=itemgetter(0))
+    return [{"name": name, "stack": traceback.format_stack(frame)} for name, frame in frames]
+
+
+DEEPEST = 200
+"""Calls of a task that are reported: an object may answer for ever that it awaits another."""
 
 
 def await_chain(awaited: object) -> Iterator[str]:
@@ -289,7 +333,8 @@ class Watchdog(Observer):
     """An observer that ends a run in which nothing moves; a context manager around everything it may have to end.
 
     A cancelled run that has neither moved nor saved for ``grace`` seconds is ended by force: first by ``vitals.free``,
-    then by the last resort.
+    then by the last resort. A part of the watchdog that raises or hangs, such as a listener, is named in the report and
+    in the notes of the error, and the run is ended all the same.
 
     Args:
         limits: of a stall.
@@ -297,7 +342,7 @@ class Watchdog(Observer):
         vitals: of the run's models.
         listeners: called with each stall, in the watchdog's thread.
         last_resort: called in that thread when nothing else has ended the run, ``call_timeout`` after its cancellation
-            at the latest: only the end of the process ends a thread that never returns.
+            at the latest: only the end of the process ends a thread that never returns. If it fails, the process ends.
         clock: seconds.
     """
 
@@ -329,6 +374,7 @@ class Watchdog(Observer):
         self._scope: anyio.CancelScope | None = None
         self._hang: HangError | None = None
         self._over = threading.Event()
+        self._parts = Parts()
         self._last_word = LastWord(limits.seconds) if limits.seconds and last_resort is not None else None
         self._thread = threading.Thread(target=self._watch, name="oppo-watchdog", daemon=True)
 
@@ -390,18 +436,25 @@ class Watchdog(Observer):
         self._run = run
 
     def look(self) -> Stall | None:
-        at = self._clock()
-        seen = (self._moves, self._vitals.progress())
+        call, at = self._parts.call, self._clock()
+        seen = (self._moves, self._progress())
         if not self._guarding or seen != self._seen:
             self._seen, self._since, self._due = seen, at, self._limits.notice
             return None
-        still, calls = at - self._since, self._vitals.calls()
+        still, no_calls = at - self._since, tuple[str, ...]()
+        calls = call("the calls in progress", self._vitals.calls, no_calls)
         _, limit = self._limits.end(calling=bool(calls))
         final = still >= limit
         if not final and still < self._due:
             return None
         self._due *= 2
-        return Stall(still, () if self._run is None else self._run.snapshots(), final=final, calls=calls)
+        snapshots: Sequence[Snapshot] = ()
+        if self._run is not None:
+            snapshots = call("the steps", self._run.snapshots, snapshots)
+        return Stall(still, snapshots, final=final, calls=calls)
+
+    def _progress(self) -> object:
+        return self._parts.call("the progress of models", self._vitals.progress, None)
 
     def __enter__(self) -> Self:
         if self._last_word is not None:
@@ -423,10 +476,10 @@ class Watchdog(Observer):
             stall = self.look()
             if stall is None:
                 continue
-            stall = replace(stall, blocked=self._blocked())
+            stall = replace(stall, blocked=self._parts.call("the event loop", self._blocked, ""))
             for listener in self._listeners:
-                with suppress(Exception):  # the log's disk may be full: the run is ended all the same
-                    listener(stall)
+                name = f"the listener {getattr(listener, '__qualname__', type(listener).__name__)}"
+                self._parts.call(name, partial(listener, stall), None)
             if stall.final:
                 self._end(stall)
                 return
@@ -446,35 +499,57 @@ class Watchdog(Observer):
             self._last_word.wind_up()
 
     def _end(self, stall: Stall) -> None:
-        self._hang = hang = HangError(f"{stall.message()} ({self._write_report(stall)})")
+        call, faults = self._parts.call, self._parts.faults
+        said = call("the message", stall.message, f"nothing has moved for {stall.seconds:.0f} s")
+        self._hang = hang = HangError(f"{said} ({self._write_report(stall)})")
+        for name, fault in faults.items():
+            hang.add_note(f"the watchdog could not have {name}: {fault}")
         if self._loop is not None and self._scope is not None:
-            self._loop.call_soon_threadsafe(self._scope.cancel)
+            call("the cancellation", partial(self._loop.call_soon_threadsafe, self._scope.cancel), None)
         until = self._clock() + self._limits.longest_cancellation
-        remedies: list[Callable[[], object]] = [self._vitals.free]
+        remedies: list[tuple[str, Part]] = [("what frees the run", self._vitals.free)]
         if self._last_resort is not None:
-            remedies.append(partial(self._last_resort, hang))
+            remedies.append((LAST_RESORT, partial(self._last_resort, hang)))
         while remedies and not self._over.wait(self._limits.grace):
             self._wind_up()
-            before, self._seen = self._seen, (self._moves, self._vitals.progress())
-            still = self._seen == before and not self._vitals.saving()
+            before, self._seen = self._seen, (self._moves, self._progress())
+            still = self._seen == before and not call("whether models are being saved", self._vitals.saving, False)
             if still or self._clock() >= until:
-                remedies.pop(0)()
+                call(*remedies.pop(0), None)
+        if LAST_RESORT in faults:
+            os._exit(1)
 
     def _write_report(self, stall: Stall) -> str:
+        sections: dict[str, Part] = {
+            "steps": partial(_steps, stall.snapshots),
+            "rollouts": self._rollouts_by_state,
+            "tasks": partial(_tasks, self._loop),
+            "threads": _threads,
+        }
+        call = self._parts.call
+        told = {name: call(f"the report's {name}", each, None) for name, each in sections.items()}
+        report = {"still_for_seconds": round(stall.seconds, 3), **told, "failed": self._parts.faults}
+
+        def write() -> str:
+            text = json.dumps(redacted_values(report), indent=1, default=str)
+            try:
+                with opened(self._report, "w") as file:
+                    file.write(text + "\n")
+            except OSError as error:
+                return f"{self._report} could not be written: {error.strerror or error}"
+            name, limit = self._limits.end(calling=bool(stall.calls))
+            return f"see {self._report}; {name} = {limit:g} is the limit, 0 sets none"
+
+        return call("the report", write, f"{self._report} could not be written")
+
+    def _rollouts_by_state(self) -> Mapping[str, list[int]]:
         rollouts: dict[str, list[int]] = {"in flight": [], "deferred": [], "finished": []}
         for rollout, state in sorted(self._rollouts.copy().items()):
             rollouts[state].append(rollout)
-        report = hang_report(stall.seconds, stall.snapshots, rollouts, self._loop)
-        try:
-            with opened(self._report, "w") as file:
-                file.write(json.dumps(redacted_values(report), indent=1) + "\n")
-        except OSError as error:
-            return f"{self._report} could not be written: {error.strerror or error}"
-        name, limit = self._limits.end(calling=bool(stall.calls))
-        return f"see {self._report}; {name} = {limit:g} is the limit, 0 sets none"
+        return rollouts
 
 
-T = TypeVar("T")
+LAST_RESORT = "the last resort"
 
 SECONDS = 600.0
 """Seconds without a move after which a run is ended."""

@@ -4,8 +4,8 @@ In a file step n is the one after which n steps are made: 1 is the first, and an
 Records in memory have the index of a step, from 0 on. So have files of earlier versions: they are known by their first
 line, and rewritten when their run is resumed.
 
-A kill may tear the last line, which is dropped. Any other line that is no record was damaged later: it is left out,
-kept in a file of its own and reported. The lines after it stay.
+A line that is no record, such as the last one that a kill may tear, is left out, kept in a file of its own and
+reported. The lines after it stay.
 
 The journal: the events of every rollout and the controllers' observation of every step, one JSON object a line.
 
@@ -21,17 +21,21 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import NoReturn, TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
-from oppo.admission import Observation
+from oppo.admission import Observation, Scoring, Stretch
 from oppo.admission.protocol import Json
-from oppo.durable import opened, put
+from oppo.declared import MOST, WHOLE, require_declared
+from oppo.durable import opened, put, read_text
 from oppo.errors import ConfigError
 from oppo.events import Chunk, Defer, Finish, Prompt, StepReport
 from oppo.observe import Span
@@ -119,22 +123,26 @@ DRAINED = "drained"
 """The event of a record of the last step that was in flight when a signal ended the run: the next began after it."""
 
 _SHOWN = 5  # numbers in a message
+_LONGEST = 2**26  # bytes of a line
 
 
 def read(path: Path, damaged: Damaged = lambda number, line: None) -> Iterator[Record]:
     """Yield the records of a file, each with the index of its step; none without the file."""
-    if not path.exists():
-        return
     first = 0 if path.name == EVALUATIONS else 1
     before: int | None = None
-    with path.open("rb") as lines:  # a torn line may end within a character
+    try:
+        file = opened(path, "r")
+    except FileNotFoundError:
+        return
+    with file:  # a torn line may end within a character
+        lines = iter(partial(file.buffer.readline, _LONGEST), b"")
         for number, line in enumerate(lines, 1):
-            record = _record(line)
+            record = _record(line, path.name)
             if record is not None:
                 step = cast("int", record["step"])
                 before = (1 if step >= first else 0) if before is None else before
                 yield {**record, "step": step - before}
-            elif line.endswith(b"\n"):
+            else:
                 damaged(number, line)
 
 
@@ -144,16 +152,48 @@ def line_of(record: Mapping[str, object]) -> str:
     return json.dumps(counted, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _record(line: bytes) -> Record | None:
+def _record(line: bytes, name: str) -> Record | None:
     try:
-        record: object = json.loads(line, parse_constant=_refused)
+        record: object = json.loads(line, parse_constant=_number, parse_float=_number, parse_int=_whole)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+    if not isinstance(record, dict) or type(step := record.get("step")) is not int or not -1 <= step < MOST:
+        return None
+    fits = _FITS.get(name)
+    return record if fits is None or fits(record) else None
 
 
-def _refused(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+def _number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number")
+    return number
+
+
+def _whole(text: str) -> int:
+    if (number := int(text)) not in WHOLE:
+        raise ValueError(f"{text} is out of range")
+    return number
+
+
+def _is_entry(record: Record) -> bool:
+    numbers = [record[key] for key in ("rollout", "group", "prompt_tokens", "tokens") if key in record]
+    seen = record.get("event") != OBSERVED or _observation(record.get("seen")) is not None
+    return isinstance(record.get("event"), str) and all(type(each) is int for each in numbers) and seen
+
+
+def _is_sample(record: Record) -> bool:
+    parts = record.get("parts") or []
+    return (
+        isinstance(record.get("score"), int | float | None)
+        and isinstance(record.get("prompt"), str)
+        and isinstance(record.get("completion"), str)
+        and isinstance(parts, list)
+        and all(isinstance(each, dict) and {"by", "text"} <= each.keys() for each in parts)
+    )
+
+
+def _is_evaluation(record: Record) -> bool:
+    return all(isinstance(value, int | float | None) for key, value in record.items() if key.startswith("eval/"))
 
 
 def rewind(path: Path, steps: int) -> list[str]:
@@ -174,7 +214,7 @@ def rewind(path: Path, steps: int) -> list[str]:
     def keep_aside(number: int, line: bytes) -> None:
         numbers.append(number)
         with opened(aside, "a") as file:
-            file.buffer.write(line)
+            file.buffer.write(line.removesuffix(b"\n") + b"\n")
 
     kept = _kept(read(path, keep_aside), steps)
     put(path, map(line_of, kept))
@@ -235,7 +275,7 @@ STEPLESS = frozenset(
 def ended(path: Path) -> int | None:
     """Return the steps of a complete run, whose trained models are saved; ``None`` for any other."""
     try:
-        facts: dict[str, object] = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+        facts: dict[str, object] = json.loads(read_text(path / SUMMARY))
         steps = facts["steps"] if facts["complete"] is True else None
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
@@ -372,9 +412,21 @@ def observations(path: Path, first: int = 0) -> Mapping[int, Observation]:
 def _observation(seen: object) -> Observation | None:
     # ``None`` for a damaged one.
     try:
-        return Observation.from_json(cast("dict[str, Json]", seen))
+        found = Observation.from_json(cast("dict[str, Json]", seen))
+        require_declared(found)
+        for part in chain[Scoring | Stretch](found.scoring, found.stretches):
+            require_declared(part)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
+    return found
+
+
+_FITS: Final[Mapping[str, Callable[[Record], bool]]] = {
+    SAMPLES: _is_sample,
+    JOURNAL: _is_entry,
+    EVALUATIONS: _is_evaluation,
+}
+"""Whether what is read back is a record of the file of that name."""
 
 
 def _line(step: int, at: float, event: str, rollout: int, **facts: object) -> Record:

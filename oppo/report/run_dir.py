@@ -160,7 +160,7 @@ class RunDirectory(Observer):
         lock: of the directory, if it is already held; released when the directory is complete.
 
     Attributes:
-        trained: rollouts that the run has trained so far.
+        trained: rollouts that the run has trained so far; at least one if records of steps are lost.
         made: steps that it has made.
         evaluated: whether the evaluation before the first step is recorded.
         faults: messages about records that were damaged when the run was resumed.
@@ -321,9 +321,9 @@ class RunDirectory(Observer):
         (self.path / SUMMARY).unlink(missing_ok=True)
         for name in (*RECORDS, *filter(self._exists, [EVALUATIONS])):
             self.faults += rewind(self.path / name, steps)
-        for name in (METRICS, JOURNAL):
-            self.faults += gaps(self.path / name, steps)
-        self.trained = int(summary(metrics_of(self.path))["trained"] or 0)
+        lost = gaps(self.path / METRICS, steps)
+        self.faults += [*lost, *gaps(self.path / JOURNAL, steps)]
+        self.trained = int(summary(metrics_of(self.path))["trained"] or bool(lost))
         self.evaluated = any(record["step"] == BEFORE for record in read(self.path / EVALUATIONS))
 
     def _exists(self, name: str) -> bool:

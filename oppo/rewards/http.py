@@ -20,7 +20,7 @@ import anyio
 import httpx
 import stamina
 
-from oppo.declared import require_real, require_whole
+from oppo.declared import require_real, require_whole, split_url
 from oppo.errors import ConfigError, RewardError, one_line, shortened
 from oppo.log import logger
 from oppo.rewards.function import ARGUMENTS
@@ -200,9 +200,7 @@ class HttpReward:
     _users: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ConfigError(f"expected the URL of a service, such as http://localhost:8000/score; got {self.url!r}")
+        split_url(self.url, "a service")
         for name, least in (("attempts", 1), ("concurrency", 1), ("most_bytes", 1), ("open_after", 0)):
             require_whole(name, getattr(self, name), least, error=ConfigError)
         for name in ("timeout", "pause", "longest_pause", "rest"):

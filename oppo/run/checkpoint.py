@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from oppo.config.rewards import RewardSection
 from oppo.config.sections import EvalSection, RunSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
-from oppo.durable import whole, writing
+from oppo.durable import is_plain, read_text, remove, whole, writing
 from oppo.errors import CheckpointError, ConfigError, DataError, OppoError, RunComplete, one_line
 from oppo.log import logger
 from oppo.report.log import installed
@@ -72,8 +73,16 @@ class Checkpoint:
     measure: str = "score"
 
     def state(self) -> State:
-        """Return the run's state."""
-        return read_state(self.path)
+        """Return the run's state.
+
+        Raises:
+            CheckpointError: it cannot be read, or is one after another step.
+        """
+        state = read_state(self.path)
+        run = state.get("run")
+        if isinstance(run, Mapping) and (made := run.get("steps", self.step)) != self.step:
+            raise CheckpointError(f"{self.path} holds the state after {made!r} steps: it was edited")
+        return state
 
 
 class Checkpoints:
@@ -109,9 +118,9 @@ class Checkpoints:
         Older checkpoints than are kept are deleted then, and so are those of later steps, which a resumed run gave up.
         """
         path = self._directory / _named(step)
-        if path.exists():
-            self._discard_damaged(path)
         try:
+            if os.path.lexists(path):
+                self._discard_damaged(path)
             with whole(path) as aside:
                 yield aside
                 _seal(aside, step, score, measure)
@@ -128,8 +137,7 @@ class Checkpoints:
         """Return the newest checkpoint that is whole and can be read; log each newer one."""
         for path in reversed(self._paths()):
             try:
-                found = verified(path)
-                found.state()
+                found = _usable(path)
             except CheckpointError as error:
                 self._unusable.add(path)
                 logger.warning(f"{error}; the one before it is tried")
@@ -149,9 +157,9 @@ class Checkpoints:
 
     def _discard_damaged(self, path: Path) -> None:
         try:
-            verified(path)
+            _usable(path)
         except CheckpointError:
-            shutil.rmtree(path)
+            remove(path)
         else:
             raise CheckpointError(f"there is a checkpoint {path} already: each step has one at most")
 
@@ -190,7 +198,7 @@ def write_state(directory: Path, state: State) -> None:
 def read_state(directory: Path) -> State:
     """Return what :func:`write_state` wrote; sequences come back as lists."""
     try:
-        plain: object = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+        plain: object = json.loads(read_text(directory / "state.json"))
         state = _joined(plain, load_file(directory / "state.safetensors"))
     except Exception as error:  # safetensors raises errors of its own, and an array may be missing
         raise CheckpointError(f"the state in {directory} cannot be read: {one_line(error)}") from error
@@ -206,18 +214,26 @@ def verified(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path} is no complete checkpoint: its file {COMPLETE} is missing, unreadable or of another step"
         )
-    expected = _digests(json.loads((path / COMPLETE).read_text(encoding="utf-8")))
-    found = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()} - {COMPLETE}
-    wrong = sorted(expected.keys() ^ found)
-    wrong += [name for name in sorted(expected.keys() & found) if _digest(path / name) != expected[name]]
+    expected = _digests(json.loads(read_text(path / COMPLETE)))
+    found = {each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_symlink() or not each.is_dir()}
+    wrong = sorted(expected.keys() ^ (found - {COMPLETE}))
+    wrong += [name for name in sorted(expected.keys() & found) if digest(path / name, linked=False) != expected[name]]
     if wrong:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)} missing, unexpected or changed since written")
     return sealed
 
 
+def _usable(path: Path) -> Checkpoint:
+    found = verified(path)
+    found.state()
+    return found
+
+
 def _sealed(path: Path) -> Checkpoint | None:
     try:
-        seal = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
+        if path.is_symlink():
+            return None
+        seal = json.loads(read_text(path / COMPLETE))
         _digests(seal)
         score = math.nan if seal["score"] is None else float(seal["score"])
         step = int(seal["step"])
@@ -241,14 +257,9 @@ def _seal(directory: Path, step: int, score: float, measure: str = "score") -> N
         "step": step,
         "score": score if math.isfinite(score) else None,
         "measure": measure,
-        "sha256": {file.relative_to(directory).as_posix(): _digest(file) for file in files},
+        "sha256": {file.relative_to(directory).as_posix(): digest(file) for file in files},
     }
     (directory / COMPLETE).write_text(json.dumps(seal, indent=1) + "\n", encoding="utf-8")
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _split(value: object, path: str, arrays: dict[str, Array]) -> object:
@@ -407,16 +418,16 @@ def fingerprint(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
-def digest(path: Path) -> str:
+def digest(path: Path, *, linked: bool = True) -> str:
     """Return the SHA-256 of a file, or why it cannot be read; a pipe, which may never end, is not opened.
 
-    That of a directory is the SHA-256 of its files' names and digests.
+    That of a directory is the SHA-256 of its files' names and digests. What a link leads to is read if ``linked``.
     """
     try:
         if path.is_dir():
             found = {file.relative_to(path).as_posix(): digest(file) for file in path.rglob("*") if file.is_file()}
             return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
-        if not path.is_file():
+        if not (path.is_file() if linked else is_plain(path)):
             return "no regular file"
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -497,7 +508,7 @@ ENGINE_ARGUMENTS = "vllm."
 def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
     """Return the settings of the run in ``directory``, with ``section.key=value`` overrides."""
     file = directory / "config.toml"
-    if not file.is_file():
+    if not is_plain(file):
         raise ConfigError(f"there is no run to resume in {directory}: expected the file {file}")
     settings = load(file, overrides)
     require_same(fingerprints(load(file)), settings)

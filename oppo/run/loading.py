@@ -49,7 +49,7 @@ def adapter_of(models: ModelsSection) -> Path:
         base = str(read_object(directory / ADAPTER).get("base_model_name_or_path"))
         same = _same_model(base, models.policy)
         if same:
-            require_adapter(directory, allow_pickle=False)
+            require_adapter(directory, allow_pickle=None)
     except ConfigError as error:
         raise ConfigError(f"models.adapter: {error}") from error
     if not same:

@@ -20,7 +20,7 @@ from oppo.config.rewards import ModelRewardSection, VllmRewardSection
 from oppo.config.sections import ModelsSection, SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
-from oppo.durable import whole, writing
+from oppo.durable import read_text, whole, writing
 from oppo.environments import EnvironmentFailure, Environments, FunctionEnvironment, Tools
 from oppo.errors import ConfigError, ModelError, one_line, shown
 from oppo.events import Drop, FloatArray
@@ -192,7 +192,7 @@ def policy_tokenizer(settings: Settings) -> HfTokenizer:
 
 def _read(key: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_text(Path(path), linked=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}: {path} cannot be read: {one_line(error)}") from error
 

@@ -127,9 +127,11 @@ def watchdog_of(
     """Return the watchdog with the limits of the settings."""
 
     def leave(error: HangError) -> None:
-        directory.abandon()
-        if last_resort is not None:
-            last_resort(error)
+        try:
+            directory.abandon()
+        finally:
+            if last_resort is not None:
+                last_resort(error)
 
     return Watchdog(
         StallLimits(chosen.watchdog_seconds, call_timeout=chosen.call_timeout),

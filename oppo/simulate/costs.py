@@ -40,6 +40,7 @@ from annotated_types import Gt, Le
 from numpy.typing import NDArray
 
 from oppo.declared import NonNegative, Positive, PositiveCount, require_declared, required, setting
+from oppo.durable import read_text
 from oppo.errors import ConfigError
 from oppo.models import Passes
 from oppo.simulate.engine import Interference, time_shared
@@ -336,7 +337,7 @@ class Observed:
         run's ``journal.jsonl`` can be read.
         """
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = read_text(path, linked=True).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the lengths in {path}: {error}") from error
         lengths = [_length(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]

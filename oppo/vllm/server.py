@@ -24,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 from pydantic import TypeAdapter, ValidationError
 
-from oppo.declared import expectation
+from oppo.declared import expectation, split_url
 from oppo.errors import ConfigError, ModelRefused, did_you_mean, one_line, shortened
 from oppo.libraries import require
 from oppo.log import logger
@@ -108,6 +108,11 @@ class ServerSettings:
         except ValidationError as error:
             faults += [f"vllm.{each['loc'][0]}: expected {expectation(each)}" for each in error.errors()]
         else:
+            for url in found.urls:
+                try:
+                    address_of(url)
+                except ConfigError as error:
+                    faults.append(f"vllm.urls: {error}")
             if len(set(found.urls)) < len(found.urls):
                 faults.append("vllm.urls names a server twice: name each once")
         if faults:
@@ -454,9 +459,7 @@ def address_of(url: str) -> str:
     Raises:
         ConfigError: it is none, or holds more than an address.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ConfigError(f"expected the URL of a vLLM server, such as http://localhost:8000; got {url!r}")
+    parts = split_url(url, "a vLLM server")
     if parts.username or parts.password or parts.query:
         raise ConfigError(
             f"the URL of the vLLM server at {parts.hostname} holds more than its address, and URLs are shown: give its "

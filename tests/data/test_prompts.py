@@ -311,7 +311,10 @@ def test_rows_of_a_program_are_read_like_a_file() -> None:
     ("table", "words"),
     [
         (pa.table([["a"], ["b"]], names=["prompt", "prompt"]), "names a column twice: prompt, prompt"),
-        (pa.table({"prompt": pa.array([b"\xff"]).view(pa.string())}), "is not a readable parquet file"),
+        (
+            pa.table({"x": ["a"], "prompt": pa.array([b"\xff"]).view(pa.string())}),
+            "is not a readable parquet file in its column 'prompt': ",
+        ),
         (
             pa.table({"x": pa.StructArray.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["y", "y"])}),
             "is not a readable parquet file",

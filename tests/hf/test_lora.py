@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -450,6 +452,55 @@ def test_an_adapter_of_another_shape_or_kind_is_refused_by_what_differs(tmp_path
     (tmp_path / "adapter_model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="cannot be used"):
         load_lora(tiny.causal("llama", seed=1), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("r", "8"),
+        ("r", -1),
+        ("lora_alpha", "16"),
+        ("target_modules", 5),
+        ("target_modules", [5]),
+        ("rank_pattern", ["q_proj"]),
+        ("rank_pattern", {"q_proj": "2"}),
+        ("bias", None),
+        ("peft_type", 3),
+        ("init_lora_weights", 2.5),
+    ],
+)
+def test_a_key_of_an_adapter_that_holds_another_type_is_refused_by_name(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    described = json.loads((saved(tmp_path) / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described | {key: value}))
+    with pytest.raises(ConfigError, match=f"adapter_config.json: {key}: expected "):
+        load_lora(tiny.causal("llama", seed=1), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"target_modules": r"(([a-z_.0-9]+)+)+!"}, "takes longer than 1 s"),
+        ({"exclude_modules": r"(.*)*(.*)*(.*)*!"}, "takes longer than 1 s"),
+        ({"rank_pattern": {r"(([a-z_.0-9]+)+)+!": 2}}, "takes longer than 1 s"),
+        ({"target_modules": "(q_proj"}, "re.error: missing ), unterminated subpattern"),
+    ],
+)
+def test_a_regular_expression_of_an_adapter_that_backtracks_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], fault: str
+) -> None:
+    monkeypatch.setattr("oppo.hf.lora.PATTERN_SECONDS", 1.0)
+    described = json.loads((saved(tmp_path) / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described | changes))
+    with pytest.raises(ConfigError, match=f"of those of LlamaForCausalLM {re.escape(fault)}"):
+        load_lora(tiny.causal("llama", seed=1), tmp_path)
+
+
+def test_modules_of_an_adapter_may_be_named_by_a_regular_expression(tmp_path: Path) -> None:
+    saved(tmp_path, target_modules=r".*\.self_attn\.[qv]_proj")
+    load_lora(model := tiny.causal("llama", seed=1), tmp_path)
+    assert {name.split(".")[4] for name in trained(model)} == {"q_proj", "v_proj"}
 
 
 class Receiver:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import resource
+
 import pytest
 from tokenizers import AddedToken, Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -113,6 +115,26 @@ def test_a_template_without_end_is_refused_by_bounds(
     monkeypatch.setattr("oppo.hf.tokenizer.TEMPLATE_BYTES", 64 << 20)
     with pytest.raises(ConfigError, match=f"it has .* {words} and goes on"):
         byte_tokenizer(template).encode_chat([USER])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set n = '300000000' | int %}{{ messages[0].content * n }}",
+        "{{ messages[0].content.center(300000000) }}",
+        "{{ messages[0].content | center(300000000) }}",
+        "{{ '{:>300000000}'.format(messages[0].content) }}",
+    ],
+)
+def test_a_line_of_a_template_that_takes_too_much_memory_is_refused_at_once(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oppo.hf.tokenizer.TEMPLATE_BYTES", 64 << 20)
+    monkeypatch.setattr("oppo.hf.tokenizer.threading.active_count", lambda: 1)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(ConfigError, match="a line of it takes too much memory"):
+        byte_tokenizer(template).encode_chat([USER])
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 @pytest.mark.parametrize(

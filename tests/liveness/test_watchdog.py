@@ -8,24 +8,31 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import anyio
 import anyio.to_thread
+import numpy as np
 import pytest
 
 import oppo
 from oppo.admission import Overcommit
+from oppo.agents import Agents
 from oppo.algorithms.ppo import ppo
+from oppo.environments import EnvironmentClass, FunctionEnvironment
 from oppo.errors import HangError
-from oppo.events import Finish, StepReport
+from oppo.events import Finish, Prompt, StepReport
 from oppo.graph import Graph, Snapshot, Wait
+from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
 from oppo.liveness import Heartbeat, Stall, StallLimits, Vitals, Watchdog, watched
-from oppo.liveness.watchdog import GAP
+from oppo.liveness.watchdog import GAP, _threads
 from oppo.observe import Span
 from oppo.rewards import FunctionReward
+from oppo.scorers import capabilities_of
 from oppo.stages import Score
 from oppo.testing import (
     FakeCritic,
@@ -37,6 +44,8 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
+from oppo.user_code import load_object
+from tests.agents.test_agents import tokenizer as agents_tokenizer
 from tests.report.synthetic import play
 
 STUCK = Snapshot(3, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
@@ -343,6 +352,205 @@ async def test_a_report_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     watchdog = Watchdog(StallLimits(0.1), report=tmp_path / "nowhere" / "r.json", clock=trap.clock)
     error = await hang(hanging(trap), watchdog, trap)
     assert "could not be written: No such file or directory" in str(error)
+
+
+def fails() -> Any:
+    raise SystemExit("of somebody else")
+
+
+def hangs() -> None:
+    threading.Event().wait(120)
+
+
+@pytest.mark.parametrize(("how", "message"), [(fails, "of somebody else"), (hangs, "has not returned within")])
+async def test_whatever_part_of_the_watchdog_fails_is_named_and_the_run_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Callable[[], Any], message: str
+) -> None:
+    """No part works, up to the last resort: then the process ends."""
+    trap, exits = Trap(), list[int]()
+
+    def leave(code: int) -> None:
+        exits.append(code)
+        trap.opened.set()
+
+    class Silent(StuckRun):
+        def snapshots(self) -> list[Snapshot]:
+            how()
+            return super().snapshots()
+
+    def any_part(*given: object) -> Any:
+        how()
+
+    monkeypatch.setattr("oppo.liveness.watchdog.os._exit", leave)
+    monkeypatch.setattr("oppo.liveness.watchdog.PART_SECONDS", 0.3)
+    monkeypatch.setattr("oppo.liveness.watchdog._tasks", any_part)
+    watchdog = Watchdog(
+        StallLimits(0.1, grace=0.05),
+        report=tmp_path / "r.json",
+        vitals=Vitals(progress=how, calls=how, saving=how, free=how),
+        listeners=[any_part],
+        last_resort=any_part,
+        clock=trap.clock,
+    )
+    graph = hanging(trap).replace(reward=Score(Unbearable(trap)))
+
+    async def run() -> None:
+        async with graph.open(prompts(10), observers=[watchdog]) as opened, watchdog.guarding(Silent()):
+            async for _ in opened.steps(3):
+                pass
+
+    with watchdog, pytest.raises(HangError) as caught:
+        await run()
+    assert exits == [1]
+    written = json.loads((tmp_path / "r.json").read_text())
+    parts = ["the calls in progress", "the progress of models", "the report's tasks", "the steps"]
+    parts.append(f"the listener {any_part.__qualname__}")
+    assert all(message in written["failed"][part] for part in parts)
+    assert written["threads"]
+    assert all(any(part in note for note in caught.value.__notes__) for part in parts)
+
+
+def test_threads_of_one_name_are_reported(tmp_path: Path) -> None:
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait, name="twin") for _ in range(3)]
+    for each in threads:
+        each.start()
+    found = _threads()
+    over.set()
+    assert [each["name"] for each in found].count("twin") == 3
+
+
+USER = """
+import asyncio, time
+from pathlib import Path
+
+ENTERED, OPENED = (Path(__file__).with_suffix(suffix) for suffix in (".entered", ".opened"))
+
+def in_a_thread(*given, **named):
+    ENTERED.touch()
+    while not OPENED.exists():
+        time.sleep(0.01)
+
+async def blocking(*given, **named):
+    in_a_thread()
+
+async def waiting(*given, **named):
+    ENTERED.touch()
+    await asyncio.sleep(3600)
+
+in_a_process = in_a_thread
+
+class Environment:
+    def reset(self, **row):
+        return None
+
+    def tool(self):
+        "Say nothing."
+        return ""
+
+    def get_reward(self):
+        return 0.0
+
+def with_hang(method, place):
+    hang = globals()[place]
+    hang.__name__ = method
+    return type("Environment", (Environment,), {method: hang})
+"""
+
+
+class Calling:
+    """A chat format of fakes: every turn calls the tool."""
+
+    roles = frozenset({"tool"})
+    tools = ("tool",)
+
+    def parse(self, turn: list[int]) -> ParsedTurn:
+        return ParsedTurn("", tool_calls=(ToolCall("tool", {}),))
+
+    def answer(self, turn: list[int], messages: object) -> list[int]:
+        return [90_000]
+
+
+def user_hang(what: str, place: str, user: str) -> tuple[dict[str, Any], Callable[[Sequence[Prompt]], Any]]:
+    """Return the environment and the reward of a run in which this function hangs, and what makes its prompts."""
+    spec, process = f"{user}:{place}", place == "in_a_process"
+    same = list[Prompt]
+    if what == "agent":
+        agents = Agents(spec, agents_tokenizer())
+        return {"environment": agents, "reward": agents.reward}, agents.prompts
+    if what == "reward":
+        return {"reward": FunctionReward(spec, str, process=process, each=not process, concurrency=4)}, same
+    if what == "function":
+        made = FunctionEnvironment(spec, str, lambda text: [1], process=process)
+        return {"environment": made, "reward": FakeScorer(fake_scalar)}, same
+    kind = cast("Callable[[str, str], type]", load_object(f"{user}:with_hang", ValueError))(what, place)
+    environment = EnvironmentClass(kind, cast("ChatFormat", Calling()), max_turns=2)
+    return {"environment": environment, "reward": environment.reward}, same
+
+
+@pytest.mark.parametrize(
+    ("what", "place"),
+    [
+        *(
+            (what, place)
+            for what in ("reward", "function")
+            for place in ("waiting", "blocking", "in_a_thread", "in_a_process")
+        ),
+        *(
+            (what, place)
+            for what in ("tool", "get_reward", "agent")
+            for place in ("waiting", "blocking", "in_a_thread")
+        ),
+        ("reset", "in_a_thread"),
+    ],
+)
+async def test_a_function_of_the_user_that_hangs_anywhere_ends_the_run_and_is_named(
+    tmp_path: Path, what: str, place: str
+) -> None:
+    user = tmp_path / "user.py"
+    user.write_text(USER)
+    models, prompts_of = user_hang(what, place, str(user))
+    at = 0.0
+
+    def clock() -> float:
+        nonlocal at
+        at += 0.005 if user.with_suffix(".entered").exists() else 1e-5
+        return at
+
+    policy = FakePolicy(length=lambda prompt: 9, turns=lambda prompt: [3, 5])
+    graph = oppo.grpo(policy=policy, trainer=FakeTrainer(), admission=Overcommit(batch=4), samples=2, **models)
+    calls: list[Callable[[], str]] = [partial(getattr, each, "at_work", "") for each in models.values()]
+    calls.append(capabilities_of(models["reward"]).at_work)
+    watchdog = Watchdog(
+        StallLimits(0.1, call_timeout=0.1, grace=0.01),
+        report=tmp_path / "r.json",
+        vitals=Vitals(calls=lambda: tuple(filter(None, (call() for call in calls)))),
+        last_resort=lambda error: user.with_suffix(".opened").touch(),
+        clock=clock,
+    )
+
+    async def run() -> None:
+        opened = graph.open(prompts_of(rows(8)), observers=[watchdog])
+        async with opened as running, watchdog.guarding(running):
+            async for _ in running.steps(2):
+                pass
+
+    try:
+        with watchdog, pytest.raises(HangError) as caught:
+            await run()
+    finally:
+        user.with_suffix(".opened").touch()
+    report = (tmp_path / "r.json").read_text()
+    assert json.loads(report)["failed"] == {}
+    assert user.with_suffix(".entered").exists()
+    if place == "in_a_process":
+        assert place in str(caught.value)
+    else:
+        assert f"in {place}" in report
+
+
+def rows(count: int) -> list[Prompt]:
+    return [Prompt(at, at, np.array([1, 2], np.int32), group=at, columns={"row": at}) for at in range(count)]
 
 
 async def test_a_run_that_moves_is_left_alone(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from oppo.admission import Observation
 from oppo.durable import put
 from oppo.errors import ConfigError
 from oppo.report import RunDirectory, RunLog
@@ -24,7 +25,9 @@ from tests.report.synthetic import play
 
 
 def records(count: int, text: str = "") -> list[dict[str, object]]:
-    return [{"step": step, "text": text} for step in range(count)]
+    """Return records that any file might hold."""
+    held = {"event": "admitted", "score": None, "prompt": "", "completion": text}
+    return [{"step": step, **held} for step in range(count)]
 
 
 def spelled(records: list[dict[str, object]], first: int = 1) -> str:
@@ -43,12 +46,12 @@ def test_the_first_steps_stay_whatever_their_text_holds(tmp_path: Path, text: st
 
 
 @pytest.mark.parametrize("kept", range(1, 7))
-def test_a_line_that_was_torn_is_dropped_wherever_it_was_torn(tmp_path: Path, kept: int) -> None:
+def test_a_line_that_was_torn_is_dropped_and_told_wherever_it_was_torn(tmp_path: Path, kept: int) -> None:
     file = tmp_path / "samples.jsonl"
     file.write_bytes(spelled(records(2)).encode() + '{"\N{GRINNING FACE}'.encode()[:kept])
-    rewind(file, 9)
+    assert rewind(file, 9) == [f"{file}: left out as damaged: line 3; see samples.jsonl.damaged"]
     assert list(read(file)) == records(2)
-    assert list(tmp_path.iterdir()) == [file]
+    assert rewind(file, 9) == []
 
 
 def test_a_file_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
@@ -58,7 +61,8 @@ def test_a_file_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
 
 def test_observations_of_later_steps_stay_behind_the_first_steps(tmp_path: Path) -> None:
     file = tmp_path / "journal.jsonl"
-    told = [{**each, "event": event} for each in records(4) for event in ("admitted", "observed")]
+    seen = Observation(0).as_json()
+    told = [{**each, "event": event, "seen": seen} for each in records(4) for event in ("admitted", "observed")]
     file.write_text(spelled(told), encoding="utf-8")
     rewind(file, 2)
     assert list(read(file)) == [*told[:4], told[5], told[7]]
@@ -72,6 +76,10 @@ DAMAGED = (
     b"[" * 9000 + b"\n",
     b"\n",
     b'{"step": 1, "a": NaN}\n',
+    b'{"step": 1, "a": 1e999}\n',
+    b'{"step": 1, "a": 1%s}\n' % (b"0" * 400),
+    b'{"step": -2}\n',
+    b'{"step": 99999999999}\n',
 )
 
 
@@ -84,6 +92,29 @@ def test_a_damaged_line_is_kept_aside_and_what_follows_it_stays(tmp_path: Path, 
     assert file.read_bytes() == before + after
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == line
     assert gaps(file, 4) == [f"{file}: no record of step 3, nor of what was trained then"]
+
+
+FOREIGN: list[tuple[str, dict[str, object]]] = [
+    ("samples.jsonl", {"text": "of another program"}),
+    ("samples.jsonl", {"score": "high", "prompt": "", "completion": ""}),
+    ("samples.jsonl", {"score": 1.0, "prompt": "", "completion": "", "parts": ["said"]}),
+    ("journal.jsonl", {"rollout": 3}),
+    ("journal.jsonl", {"event": "admitted", "rollout": "3"}),
+    ("journal.jsonl", {"event": "observed", "seen": {}}),
+    ("journal.jsonl", {"event": "observed", "seen": {**Observation(0).as_json(), "finished": ["a"]}}),
+    ("journal.jsonl", {"event": "observed", "seen": {**Observation(0).as_json(), "seconds": None}}),
+    ("eval.jsonl", {"eval/score": "high"}),
+]
+
+
+@pytest.mark.parametrize(("name", "foreign"), FOREIGN)
+def test_a_line_that_is_no_record_of_its_file_is_left_out_and_told(
+    tmp_path: Path, name: str, foreign: dict[str, object]
+) -> None:
+    file = tmp_path / name
+    file.write_text(spelled([*records(2), {"step": 2, **foreign}]), encoding="utf-8")
+    assert list(read(file)) == records(2)
+    assert rewind(file, 9) == [f"{file}: left out as damaged: line 3; see {name}.damaged"]
 
 
 def test_a_tail_that_is_lost_is_told(tmp_path: Path) -> None:
@@ -108,7 +139,7 @@ def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
 def test_files_that_count_from_the_index_are_read_and_rewritten(name: str, tmp_path: Path) -> None:
     """Those of earlier versions, in which the first step is 0 and an evaluation before it -1."""
     file = tmp_path / name
-    told = [{"step": step, "text": ""} for step in range(-1 if name == "eval.jsonl" else 0, 5)]
+    told: list[dict[str, object]] = [{"step": step, "text": ""} for step in range(-1 if name == "eval.jsonl" else 0, 5)]
     file.write_text(spelled(told, first=0), encoding="utf-8")
     assert list(read(file)) == told
     rewind(file, 3)

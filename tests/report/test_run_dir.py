@@ -277,7 +277,8 @@ def test_drains_outlive_the_steps_that_are_taken_back_and_end_the_course_of_what
 
 def test_text_with_other_line_ends_and_a_line_torn_within_a_character_are_read_as_written(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
-    records: list[Record] = [{"step": 1, "completion": "one\u2028two\x85three"}, {"step": 2, "completion": "naïve"}]
+    said = enumerate(["one\u2028two\x85three", "naïve"], 1)
+    records: list[Record] = [{"step": at, "score": 1.0, "prompt": "", "completion": each} for at, each in said]
     whole = [json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records]
     for torn in range(len(whole[1]) - 1):
         path.write_bytes(whole[0] + whole[1][:torn])

@@ -537,7 +537,7 @@ async def test_the_failure_of_a_service_names_no_line_of_a_library_and_no_privat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "localhost:8000"}, "expected the URL of a service, such as http://localhost:8000/score; got 'localho"),
+        ({"url": "localhost:8000"}, "expected the URL of a service, such as http://localhost:8000; got 'localho"),
         ({"attempts": 0}, "attempts must be at least 1, not 0"),
         ({"timeout": -1}, "timeout must be at least 0"),
     ],

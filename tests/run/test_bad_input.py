@@ -41,6 +41,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer().save_pretrained(folder / "narrow")
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    described = {"base_model_name_or_path": str(folder / "actor"), "peft_type": "LORA"}
+    for name, of_it in (("pickled-adapter", {}), ("odd-adapter", {"r": "8"})):
+        (folder / name).mkdir()
+        (folder / name / "adapter_config.json").write_text(json.dumps(described | of_it))
+        (folder / name / "adapter_model.bin").write_bytes(b"")
     shutil.copytree(folder / "actor", folder / "int8")
     weights = load_file(folder / "actor" / "model.safetensors")
     weights = {name: (each * 100).to(torch.int8) for name, each in weights.items()}
@@ -70,6 +75,16 @@ def _one_thread_here() -> None:
 @pytest.mark.parametrize(
     ("override", "messages"),
     [
+        ("trainer.betas=[0.9]", ["trainer.betas: expected a list of 2, got "]),
+        ("trainer.betas=[0.9,0.99,0.999]", ["trainer.betas: expected a list of 2, got "]),
+        ("data.tools=/dev/zero", ["data.tools: /dev/zero cannot be read: ", "zero is no plain file"]),
+        ("data.chat_template=/dev/zero", ["data.chat_template: "]),
+        *(
+            (f'models.engine=vllm vllm.urls=["{url}"]', ["vllm.urls: expected the URL of a vLLM server, such as "])
+            for url in ("http://localhost:99999", "http://[::1", "http://local\\nhost")
+        ),
+        ("models.adapter=pickled-adapter", ["models.adapter: ", "models.allow_pickle is not for an adapter"]),
+        ("models.adapter=odd-adapter", ["models.adapter: ", "adapter_config.json: r: expected a whole number, got "]),
         ("data.column=question", ["line 1: no column 'question'; the columns there are prompt, goal"]),
         ("data.prompts=empty.jsonl", ["empty.jsonl, line 2, column 'prompt': the prompt is empty"]),
         ("data.prompts=nothing.jsonl", ["nothing.jsonl holds no prompt"]),

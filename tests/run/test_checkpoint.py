@@ -187,7 +187,7 @@ def test_whether_there_is_a_checkpoint_is_known_without_reading_it_all(
     checkpoints = Checkpoints(tmp_path)
     assert not checkpoints.sealed
     written(checkpoints, 1)
-    monkeypatch.setattr("oppo.run.checkpoint._digest", None)
+    monkeypatch.setattr("oppo.run.checkpoint.digest", None)
     assert checkpoints.sealed
     (tmp_path / "step-000001" / COMPLETE).unlink()
     assert not checkpoints.sealed

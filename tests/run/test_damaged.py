@@ -169,6 +169,14 @@ MODELS: dict[str, tuple[Damage, str]] = {
     "heads, none": (sets(num_attention_heads=0), NO_CONFIG),
     "an unknown activation": (sets(hidden_act="nonsense"), NO_MODEL + "KeyError: 'nonsense')"),
     "an unknown rope": (sets(rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4}), "KeyError: 'nonsense')"),
+    "a rope of a negative factor": (
+        sets(rope_parameters={"rope_type": "linear", "factor": -1, "rope_theta": 1e4}),
+        "{model}/config.json: factor of the rotary embedding: expected more than 0, got -1 (int)",
+    ),
+    "a rope of one layer type without a base": (
+        sets(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 0}}),
+        "{model}/config.json: rope_theta of the rotary embedding: expected more than 0, got 0 (int)",
+    ),
     "an unknown architecture": (sets(model_type="nonsense"), NO_MODEL),
     "an architecture by number": (sets(model_type=3), NO_MODEL),
     "an unknown dtype": (sets(dtype="nonsense"), NO_CONFIG),
@@ -298,9 +306,12 @@ def test_a_row_that_cannot_be_read_is_named_with_its_line(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (os.mkfifo, "cannot read the configuration {file}: it is no regular file"),
+        (os.mkfifo, "cannot read the configuration {file}: config.toml is no plain file"),
         (Path.mkdir, "cannot read the configuration {file}: "),
-        (lambda file: file.symlink_to("/dev/zero"), "cannot read the configuration {file}: it is no regular file"),
+        (
+            lambda file: file.symlink_to("/dev/zero"),
+            "cannot read the configuration {file}: config.toml is no plain file",
+        ),
         (lambda file: file.symlink_to(file), "cannot read the configuration {file}: "),
         (lambda file: file.write_bytes(b"a = '\xff'"), "{file} is not valid TOML: 'utf-8' codec can't decode"),
         (lambda file: file.write_text(f"a = {DEEP}"), "{file} is not valid TOML: "),

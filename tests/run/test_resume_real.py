@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
+from typing import Final
 
 import pytest
 from safetensors.numpy import load_file
@@ -19,7 +22,7 @@ from oppo.cli import DONE, FAILED, UNUSABLE, main
 from oppo.config.load import load
 from oppo.errors import CheckpointError, ConfigError, ModelError, RunComplete
 from oppo.report import observations
-from oppo.report.records import JOURNAL, OBSERVED, SUMMARY, is_locked, rewind
+from oppo.report.records import JOURNAL, OBSERVED, SUMMARY, ended, is_locked, rewind
 from oppo.run.checkpoint import COMPLETE, _seal as seal, fingerprints, settings_of, verified
 from oppo.run.train import FINAL, prepare
 from tests.forked import Program
@@ -252,6 +255,99 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(
     assert resume(folder, name) == DONE
     assert "step-000006 is damaged: trainer.safetensors" in capsys.readouterr().err
     same_as_whole(folder, name, whole)
+
+
+def is_random(file: Path) -> None:
+    file.write_bytes(random.Random(str(file)).randbytes(300))
+
+
+def is_cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def is_a_link(file: Path) -> None:
+    """Let a file be a link to what it was, which lies elsewhere."""
+    elsewhere = next(each for each in file.parents if each.name == "runs").parent / "elsewhere"
+    shutil.move(file, elsewhere)
+    file.symlink_to(elsewhere)
+
+
+def is_a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def is_a_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGES: Final = (is_random, is_cut, is_a_link, is_a_pipe, is_a_directory, Path.unlink)
+
+
+def resumed_with(folder: Path, damage: Callable[[Path], object], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that a run of which one file is damaged goes on as if it were not, or ends with one error."""
+    shutil.rmtree(folder / "runs" / "faulty", ignore_errors=True)
+    run = copied(folder, "whole", "faulty")
+    (run / SUMMARY).unlink()
+    shutil.rmtree(run / FINAL)
+    damage(run / name)
+    code = main(["resume", str(run)])
+    said = capsys.readouterr().err
+    case = f"{name}, {damage.__name__}: {code}\n{said}"
+    assert "Traceback" not in said, case
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == (code != DONE), case
+    if code == DONE:
+        assert weights(folder, "faulty") == weights(folder, "whole"), case
+        assert ended(run) == STEPS, case
+
+
+def files_of(run: Path) -> list[str]:
+    """Return the files of a run that was killed."""
+    gone = {SUMMARY, "running.lock"}
+    names = [file.relative_to(run).as_posix() for file in run.rglob("*") if file.is_file()]
+    return sorted(each for each in names if each not in gone and not each.startswith(str(FINAL)))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 12))])
+def test_a_run_of_which_any_file_is_damaged_goes_on_right_or_ends_with_one_error(
+    folder: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = files_of(folder / "runs" / "whole")
+    cases = [(name, damage) for name in names for damage in DAMAGES]
+    for name, damage in random.Random(seed).sample(cases, 6):
+        resumed_with(folder, damage, name, capsys)
+
+
+def test_a_checkpoint_whose_state_cannot_be_read_is_replaced_when_its_step_comes_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copied(folder, "whole", "unreadable")
+    (run / SUMMARY).unlink()
+    checkpoint = run / "checkpoints" / "step-000006"
+    reseal(checkpoint, [])
+    assert resume(folder, "unreadable") == DONE
+    assert "should be a JSON object, but is list; the one before it is tried" in capsys.readouterr().err
+    same_as_whole(folder, "unreadable")
+    assert verified(checkpoint).state()
+
+
+@pytest.mark.parametrize("steps", [-1, 4, "6"])
+def test_a_state_of_another_step_than_its_checkpoint_s_is_not_gone_on_with(
+    folder: Path, steps: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(folder / "runs" / "shifted", ignore_errors=True)
+    run = copied(folder, "whole", "shifted")
+    (run / SUMMARY).unlink()
+    checkpoint = run / "checkpoints" / "step-000006"
+    state = json.loads((checkpoint / "state.json").read_text())
+    reseal(checkpoint, {**state, "run": {**state["run"], "steps": steps}})
+    assert resume(folder, "shifted") == DONE
+    assert (
+        f"holds the state after {steps!r} steps: it was edited; the one before it is tried" in capsys.readouterr().err
+    )
+    same_as_whole(folder, "shifted")
 
 
 def test_a_run_killed_after_its_last_step_is_brought_to_its_end(folder: Path) -> None:
