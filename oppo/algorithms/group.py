@@ -236,7 +236,9 @@ class DAPO(GRPO):
     clip_high: Positive | None = 0.28
     aggregation: Aggregation = "tokens"
     dynamic_sampling: bool = setting(
-        default=True, description="replace a group whose scores are all equal by another within the step"
+        default=True,
+        description="replace a group whose scores are all equal by another within the step; with a teacher, which "
+        "teaches it all the same (`distill`), none is replaced",
     )
     max_rounds: PositiveCount = setting(
         10, "rounds in which a step replaces groups; after them the run ends with an error"
@@ -250,9 +252,14 @@ class DAPO(GRPO):
         1.0, "subtracted from the reward of a response with `sampling.max_new_tokens` sampled tokens"
     )
 
+    @property
+    def selects(self) -> bool:
+        """Whether groups are replaced: where scores tie, only a teacher teaches."""
+        return self.dynamic_sampling and not self.distills
+
     def selection(self) -> Selection | None:
         """Return a new stage that rejects groups whose scores are all equal (section 3.2)."""
-        return Selection(max_rounds=self.max_rounds) if self.dynamic_sampling else None
+        return Selection(max_rounds=self.max_rounds) if self.selects else None
 
     def shaping_of(self, roles: Roles) -> ScoreShaping:
         """Return the shaping of scores with the penalty on long responses (section 3.4).

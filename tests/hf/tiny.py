@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -398,6 +399,15 @@ def scalar_of(config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config)
     return model
+
+
+def lengthened(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the same model with more ids in its table, which are the likeliest everywhere."""
+    wide, known = copy.deepcopy(model), model.config.vocab_size
+    wide.resize_token_embeddings(known + 28, mean_resizing=False)
+    with torch.no_grad():
+        wide.get_output_embeddings().weight[known:] = 30 * wide.get_output_embeddings().weight[:28]
+    return wide
 
 
 def steps(name: str = "llama", *, seed: int = 0, labels: int = 2) -> PreTrainedModel:

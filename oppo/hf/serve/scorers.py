@@ -227,7 +227,7 @@ class TeacherWorker(LogprobWorker[TopLogprobs]):
     """Log-probs of a response and of the likeliest ids; see :class:`oppo.hf.serve.scorers.TeacherLogprobs`."""
 
     def __init__(self, model: PreTrainedModel, deterministic: bool, sampling: Sampling, top_k: int) -> None:
-        known = sampling.vocabulary or vocabulary(model)
+        known = min(sampling.vocabulary or vocabulary(model), vocabulary(model))
         if not 0 < top_k <= known:
             raise ConfigError(
                 f"a teacher gives the log-probs of its top_k likeliest ids: expected 1 to {known}, the ids that may be "
