@@ -40,6 +40,7 @@ from transformers.utils import logging
 
 from oppo.errors import ConfigError, ModelRefused, OppoError, did_you_mean_path, one_line
 from oppo.hf.introspection import score_head, token_head
+from oppo.hf.value_head import scored
 from oppo.log import logger
 
 MAKING: Final = threading.RLock()
@@ -150,6 +151,7 @@ AutoClass: TypeAlias = type[
     | AutoModelForImageTextToText
     | AutoModelForSequenceClassification
     | AutoModelForTokenClassification
+    | PreTrainedModel  # a class of ours
 ]
 
 
@@ -165,6 +167,7 @@ class Kind:
         require: refuses a model without the layers that serving it needs.
         streamed: whether it is served row by row, as sequences grow, and is probed for that.
         optional: prefixes of weights that serving does without, which may be missing.
+        on_any_trunk: whether a causal model of a config of which transformers has none is given a score layer.
     """
 
     autos: Mapping[AutoClass, Container[type[PreTrainedConfig]]]
@@ -173,6 +176,7 @@ class Kind:
     require: Callable[[PreTrainedModel], object]
     streamed: bool = True
     optional: tuple[str, ...] = ()
+    on_any_trunk: bool = False
 
     def auto(self, config: PreTrainedConfig) -> AutoClass:
         """Return the class that loads a model of this config.
@@ -185,6 +189,8 @@ class Kind:
                 return auto
         if auto.__name__ in getattr(config, "auto_map", ()):
             return auto
+        if self.on_any_trunk and (causal := _causal_class(config)) is not None:
+            return scored(causal)
         raise ModelRefused(
             f"the model at {config.name_or_path!r} is of type {config.model_type!r}, of which transformers has no "
             f"{self.name}: take one of another architecture"
@@ -196,6 +202,14 @@ class Kind:
         with MAKING:
             model: PreTrainedModel = auto.from_config(config, **options)
         return model
+
+
+def _causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    for classes in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in classes:
+            found: type[PreTrainedModel] = classes[type(config)]
+            return found
+    return None
 
 
 def _anything(model: PreTrainedModel) -> None:
@@ -217,6 +231,7 @@ SCALAR: Final = Kind(
     "sequence classification model with one label",
     {"num_labels": 1},
     score_head,
+    on_any_trunk=True,
 )
 
 PROCESS: Final = Kind(
@@ -498,8 +513,8 @@ def reward_kind(directory: Path, *, trusted: bool = False) -> RewardKind:
 def _scores_the_last_token(directory: Path, *, trusted: bool) -> bool:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted, num_labels=1)
-        with MAKING, torch.device("meta"):
-            score_head(AutoModelForSequenceClassification.from_config(config, trust_remote_code=trusted))
+        with torch.device("meta"):
+            score_head(SCALAR.made(config, trust_remote_code=trusted))
     except ModelRefused:
         return False
     except Exception as error:  # any kind: a damaged config reaches deep into transformers
