@@ -364,6 +364,13 @@ def shown(value: object) -> str:
     return f"{shortened(_printed(value, repr), 200)} ({type(value).__name__})"
 
 
+def in_toml(value: object) -> str:
+    """Return a setting's value as a file has it: ``true`` for True; else its ``repr``."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(in_toml, value))}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
 def _printed(value: object, how: Callable[[object], str]) -> str:
     try:
         return how(value)

@@ -22,7 +22,7 @@ from oppo.declared import (
     require_whole,
     setting,
 )
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, in_toml
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
@@ -180,7 +180,7 @@ class GRPO(GroupAlgorithm):
         if self.scale_scores == "each_reward" and shaped:
             raise ConfigError(
                 "scale_scores = 'each_reward' compares rewards one by one, and "
-                f"{', '.join(f'{key} = {value}' for key, value in shaped.items())} changes their sum: leave "
+                f"{', '.join(f'{key} = {in_toml(value)}' for key, value in shaped.items())} changes their sum: leave "
                 "that out (a long_buffer of 0 is none), or make it a reward of its own"
             )
         if self.kl_in == "reward" and self.kl > 0:

@@ -26,7 +26,7 @@ from oppo.config.scorers import ScorerSection
 from oppo.config.sections import StepSection, resolved, within
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import SEEDS, Declared, declared, expectation
-from oppo.errors import ConfigError, did_you_mean, shortened
+from oppo.errors import ConfigError, did_you_mean, in_toml, shortened
 from oppo.libraries import is_installed
 from oppo.log import logger
 from oppo.redact import HIDDEN, holds_secret, names_secret, redacted
@@ -315,7 +315,9 @@ def _put(document: dict[str, object], place: Sequence[str], value: object, overr
             table = table.setdefault(name, item)
         else:
             what = "section" if depth == 1 else "table"
-            raise ConfigError(f"--set {override}: {where!r} is not a {what} of this file but the value {table!r}")
+            raise ConfigError(
+                f"--set {override}: {where!r} is not a {what} of this file but the value {in_toml(table)}"
+            )
 
 
 def seeded(document: Mapping[str, object]) -> dict[str, object]:
@@ -441,15 +443,15 @@ class Faults:
         if detail["type"] == "value_error":
             return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
         if detail["type"] in {"model_type", "dataclass_type"} or (detail["type"] == "tuple_type" and len(place) == 1):
-            return f"{where}: expected {self._wanted(place)}, got {shortened(repr(detail['input']), SHOWN)}"
+            return f"{where}: expected {self._wanted(place)}, got {shortened(in_toml(detail['input']), SHOWN)}"
         if detail["loc"][-1:] == ("[key]",):
             home = ".".join(place[:2])
-            return f"{home}: expected names of {expectation(detail)}, got {shortened(repr(detail['input']), SHOWN)}"
+            return f"{home}: expected names of {expectation(detail)}, got {shortened(in_toml(detail['input']), SHOWN)}"
         item = next((f"item {part} to be " for part in detail["loc"][2:] if isinstance(part, int)), "")
         expected = " or ".join(dict.fromkeys(expectation(each) for each in details))
         choices = detail.get("ctx", {}).get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
         guess = did_you_mean(str(detail["input"]), choices) if detail["type"] == "literal_error" else ""
-        return f"{where}: expected {item}{expected}, got {shortened(repr(detail['input']), SHOWN)}{guess}"
+        return f"{where}: expected {item}{expected}, got {shortened(in_toml(detail['input']), SHOWN)}{guess}"
 
     def _wanted(self, place: tuple[str, ...]) -> str:
         keys = self._declared(place[0])

@@ -51,6 +51,7 @@ from oppo.declared import (
     changed,
     declared,
 )
+from oppo.errors import in_toml
 from oppo.training import OF_THE_CRITIC, TrainerSettings
 from oppo.user_code import is_of_a_file
 
@@ -684,5 +685,5 @@ def _require_no_critic(settings: Settings) -> None:
     if given:
         raise ValueError(
             f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use "
-            f"{', '.join(f'{name} = {value!r}' for name, value in given.items())}: leave that out"
+            f"{', '.join(f'{name} = {in_toml(value)}' for name, value in given.items())}: leave that out"
         )

@@ -355,7 +355,7 @@ def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_pa
             "models.critic=./other",
             "'grpo' has no critic and cannot use models.critic = './other': leave that out",
         ),
-        ("models.shared_trunk=true", "and cannot use models.shared_trunk = True: leave that out"),
+        ("models.shared_trunk=true", "and cannot use models.shared_trunk = true: leave that out"),
         ("trainer.critic_warmup=1", "and cannot use trainer.critic_warmup = 1: leave that out"),
         (
             "models.critic=./other trainer.critic_warmup=1",
@@ -438,6 +438,11 @@ def test_a_seed_that_a_section_alone_names_is_its_own_whatever_the_runs_becomes(
             "sampling.response_length=64",
             ["(response_length of TRL is sampling.max_new_tokens here)"],
         ),
+        ("trainer.betas=[true,0.9] step.overcommit=[true]", ["step.overcommit: expected a whole number, got [true]"]),
+        (
+            "step.algorithm=grpo algorithm.scale_scores=each_reward algorithm.score_norm=true",
+            ["score_norm = true chan"],
+        ),
         ("algorithm.num_generations=4", ["(num_generations of TRL is algorithm.samples here)"]),
         ("data.max_prompt_length=64", ["(data.max_prompt_length of verl is data.max_prompt_tokens here)"]),
         ("rollout.n=8", ["unknown section 'rollout' (actor_rollout_ref.rollout.n of verl is algorithm.samples here)"]),
@@ -510,7 +515,7 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[run]\nsteps = 0\n", "run.steps: expected more than 0, got 0"),
-        ("[run]\nsteps = true\n", "run.steps: expected a whole number, got True"),
+        ("[run]\nsteps = true\n", "run.steps: expected a whole number, got true"),
         ('[run]\ndeterministic = "yes"\n', "run.deterministic: expected true or false, got 'yes'"),
         ('[run]\nname = "a/b"\n', "run.name: expected letters, digits"),
         ('[step]\nchunk = "half"\n', "step.chunk: expected a whole number or 'whole' or 'tuned', got 'half'"),
