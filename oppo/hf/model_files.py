@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePath
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
 from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download, try_to_load_from_cache
@@ -39,8 +39,8 @@ from transformers import (
 from transformers.utils import logging
 
 from oppo.errors import ConfigError, ModelRefused, OppoError, did_you_mean_path, one_line
+from oppo.hf.head import scored
 from oppo.hf.introspection import score_head, token_head
-from oppo.hf.value_head import scored
 from oppo.log import logger
 
 MAKING: Final = threading.RLock()
@@ -207,8 +207,7 @@ class Kind:
 def _causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     for classes in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in classes:
-            found: type[PreTrainedModel] = classes[type(config)]
-            return found
+            return cast("type[PreTrainedModel]", classes[type(config)])
     return None
 
 

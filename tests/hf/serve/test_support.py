@@ -188,8 +188,8 @@ async def test_ids_that_the_policy_lacks_make_no_difference_to_what_a_model_says
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def _arrays(said: object) -> Sequence[object]:
-    return (said.tokens, said.ids, said.top) if isinstance(said, TopLogprobs) else (said,)
+def _arrays(said: object) -> Sequence[np.ndarray[Any, Any]]:
+    return (said.tokens, said.ids, said.top) if isinstance(said, TopLogprobs) else (np.asarray(said),)
 
 
 async def test_a_support_outside_of_the_references_vocabulary_is_refused(thread: Thread) -> None:
