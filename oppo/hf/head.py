@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, Final, TypeAlias, cast
 
 import torch
@@ -225,15 +225,20 @@ class _Identity(nn.Module):
 _ENDINGS: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForImageTextToText")
 
 
-@cache
-def scored(causal: Any) -> type[PreTrainedModel]:
+_scored: Final[dict[Any, type[PreTrainedModel]]] = {}
+
+
+def scored(causal: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of models with the trunk of ``causal`` and a ``score`` layer on its last hidden states."""
-    base = next(each for each in causal.__mro__[1:] if each.__name__.endswith("PreTrainedModel"))
-    name = causal.__name__
-    for ending in _ENDINGS:
-        name = name.removesuffix(ending)
-    attributes = {"_causal": causal, "config_class": causal.config_class, "__module__": __name__}
-    return cast("type[PreTrainedModel]", type(f"{name}ForSequenceClassification", (_Scored, base), attributes))
+    if causal not in _scored:
+        base = next(each for each in causal.__mro__[1:] if each.__name__.endswith("PreTrainedModel"))
+        name = causal.__name__
+        for ending in _ENDINGS:
+            name = name.removesuffix(ending)
+        attributes = {"_causal": causal, "config_class": causal.config_class, "__module__": __name__}
+        made = type(f"{name}ForSequenceClassification", (_Scored, base), attributes)
+        _scored[causal] = cast("type[PreTrainedModel]", made)
+    return _scored[causal]
 
 
 def _unfilled(causal: type[PreTrainedModel]) -> PreTrainedModel:
@@ -262,7 +267,7 @@ class _Scored(GenericForSequenceClassification, PreTrainedModel):
         self.num_labels = int(config.num_labels or 0)
         setattr(self, self.base_model_prefix, trunk)
         self.score = nn.Linear(whole.get_output_embeddings().weight.shape[1], self.num_labels, bias=False)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call] # transformers'
 
     def __reduce__(self) -> tuple[object, ...]:  # another process makes the class, which no module has
         return _unfilled, (self._causal,), self.__dict__
@@ -275,9 +280,10 @@ class _Scored(GenericForSequenceClassification, PreTrainedModel):
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> Any:
         del trust_remote_code
-        return cls._from_config(config, **options)
+        return cls._from_config(config, **options)  # type: ignore[no-untyped-call] # transformers'
 
     @classmethod
-    def from_pretrained(cls, path: Any, *, num_labels: int = 1, trust_remote_code: bool = False, **options: Any) -> Any:
-        config = AutoConfig.from_pretrained(path, num_labels=num_labels, trust_remote_code=trust_remote_code)
-        return super().from_pretrained(path, config=config, **options)
+    def from_pretrained(cls, path: Any, *given: Any, config: Any = None, **options: Any) -> Any:  # type: ignore[override] # as Auto classes take it
+        chosen = {name: options.pop(name) for name in ("num_labels", "trust_remote_code") if name in options}
+        config = config or AutoConfig.from_pretrained(path, **chosen)
+        return super().from_pretrained(path, *given, config=config, **options)
