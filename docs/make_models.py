@@ -11,6 +11,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,6 @@ import torch
 import transformers
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -32,8 +31,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from oppo.errors import ConfigError, ModelRefused, one_line
-from oppo.hf.introspection import FAILURES, only_whole, score_head
+from oppo.hf.introspection import FAILURES, only_whole
 from oppo.hf.kv.reader import WholeRows
+from oppo.hf.loading import load_scalar
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import Load, longest_batch
 from oppo.hf.model_files import CAUSAL
@@ -228,7 +228,7 @@ class Verdict:
     Attributes:
         reads: a kind of attention, ``whole``, ``refused`` or ``not tried``.
         why: it does not read in pieces; empty if it does.
-        scores: whether there is a sequence classification model with a score for each token.
+        scores: whether there is a model of it with a score for each token.
         trains: whether actor and critic can be of it.
         adapters: whether they can have adapters.
     """
@@ -266,19 +266,16 @@ def tried(model_type: str) -> Verdict:
         model_type,
         reads,
         _brief(only_whole(model) or ""),
-        scores=_succeeds(lambda: _scalar(model.config)),
+        scores=_succeeds(lambda: _scalar(model)),
         trains=_succeeds(lambda: _trained(model)),
         adapters=_succeeds(lambda: _adapted(model)),
     )
 
 
-def _scalar(config: PreTrainedConfig) -> None:
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise ModelRefused("transformers has none")
-    config = copy.deepcopy(config)
-    config.num_labels = 1
-    with torch.device("meta"):
-        score_head(AutoModelForSequenceClassification.from_config(config))
+def _scalar(model: PreTrainedModel) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        load_scalar(directory, new_head=True)
 
 
 def _trained(model: PreTrainedModel) -> None:
@@ -354,7 +351,8 @@ that generate text, from text or from images and text, are here, each tried as a
 
 - **decodes**: it can be the policy on the engine transformers. `no`: take `models.engine = "vllm"`, if vLLM has it.
 - **reference**: it can be the reference, and log-probs can be recomputed with it.
-- **reward, critic**: transformers has a model of it that gives each token a score.
+- **reward, critic**: it can be a critic, and a reward model if it has been trained as one. Where transformers has no
+  sequence classification model of a type, oppo puts a layer, `score`, on its trunk, and saves both as one model.
 - **trains**, **LoRA**: it can be trained, all of it or by adapters.
 - **reads**: empty: in pieces, while a response grows. `padded`, `eager`: likewise, slower beside rows of other lengths.
   `whole`: each response when it has ended. [Why not](#why-not) has the reason, also where a type is not taken.

@@ -34,6 +34,7 @@ import traceback
 import types
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -363,6 +364,13 @@ def shown(value: object) -> str:
     return f"{shortened(_printed(value, repr), 200)} ({type(value).__name__})"
 
 
+def in_toml(value: object) -> str:
+    """Return a setting's value as a file has it: ``true`` for True; else its ``repr``."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(in_toml, value))}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
 def _printed(value: object, how: Callable[[object], str]) -> str:
     try:
         return how(value)
@@ -395,17 +403,27 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` with the known name that is most like ``name``; empty if none is.
 
     Example:
-        >>> did_you_mean("gprpo", ["ppo", "grpo"])
+        >>> did_you_mean("gpro", ["ppo", "gspo", "grpo"])
         " (did you mean 'grpo'?)"
     """
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    near = difflib.get_close_matches(name.lower(), known, n=5, cutoff=0.5)
+    return f" (did you mean {min(near, key=partial(_edits, name.lower()))!r}?)" if near else ""
+
+
+def _edits(one: str, other: str) -> int:
+    """Return the letters that are added, left out or changed, and the pairs of neighbours that are swapped."""
+    before, last, row = list[int](), list[int](), list(range(len(other) + 1))
+    for at, letter in enumerate(one):
+        before, last, row = last, row, [at + 1]
+        for to, wanted in enumerate(other):
+            row.append(min(last[to] + (letter != wanted), last[to + 1] + 1, row[to] + 1))
+            if at and to and letter == other[to - 1] and wanted == one[at - 1]:
+                row[-1] = min(row[-1], before[to - 1] + 1)
+    return row[-1]
 
 
 def did_you_mean_path(path: Path) -> str:
-    """Return the same with what lies beside the first part of a path that is not there."""
-    while not path.parent.is_dir() and path != path.parent:
-        path = path.parent
+    """Return the same with what lies beside a path that is not there; nothing where its folder is not there either."""
     with suppress(OSError):
         return did_you_mean(path.name, [each.name for each in path.parent.iterdir()])
     return ""

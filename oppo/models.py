@@ -120,7 +120,8 @@ class Sampling(SamplingSettings):
         stop: token ids that end a response (reason ``eos`` for the first, ``stop`` for the others); each is part of
             the response.
         vocabulary: the ids below it are sampled, and log-probs, entropies and KL are over these alone: a model's table
-            may be padded with ids that the tokenizer does not have. 0: the whole table.
+            may be padded with ids that the tokenizer does not have, and a reference's or a teacher's further than the
+            policy's. 0: each model's whole table.
 
     Raises:
         ValueError: a value is out of range.

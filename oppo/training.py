@@ -25,7 +25,7 @@ from oppo.declared import (
     require_declared,
     setting,
 )
-from oppo.errors import ConfigError, ModelError
+from oppo.errors import ConfigError, ModelError, in_toml
 from oppo.events import Batch
 from oppo.models import Trained, Weights
 from oppo.placement import Thread
@@ -165,7 +165,8 @@ class TrainerSettings:
         """
         for name, value in changed(self, OF_THE_CRITIC).items():
             raise ConfigError(
-                f"{name} = {value} is about a critic, and there is none: leave it out, or give the trainer a critic"
+                f"{name} = {in_toml(value)} is about a critic, and there is none: leave it out, or give the trainer a "
+                "critic"
             )
 
     def _require_schedule(self) -> None:

@@ -11,6 +11,7 @@ import inspect
 import math
 import re
 import sys
+import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
@@ -62,7 +63,8 @@ def load_object(spec: str, refuse: Callable[[str], Exception]) -> object:
     """Return what ``file.py:name`` names, or raise ``refuse(words)``.
 
     A file is run once in a process, as a module of its own, so that what several names refer to in it is shared. It is
-    run again only after it has changed.
+    run again only after it has changed. It may import its neighbours, when it is run and later; what is installed has
+    precedence. A neighbour of which another folder has a namesake is imported at the top of the file.
     """
     text, _, name = spec.rpartition(":")
     path = Path(text)
@@ -157,6 +159,7 @@ def _module(path: Path, refuse: Callable[[str], Exception]) -> ModuleType:
         source = path.read_bytes()
     except OSError as error:
         raise refuse(f"{path} cannot be read: {error.strerror or error}") from error
+    _importable(str(path.parent))
     loader = _Loader(name, str(path), source)
     known = sys.modules.get(name)
     if known is not None and isinstance(known.__loader__, _Loader) and known.__loader__.source == source:
@@ -171,6 +174,24 @@ def _module(path: Path, refuse: Callable[[str], Exception]) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+_folders: Final[set[str]] = set()
+"""Those of files that were run."""
+
+
+def _importable(folder: str) -> None:
+    # behind the libraries, where a process that this one starts has it too, and before those of other files
+    libraries = sysconfig.get_path("purelib")
+    behind = sys.path.index(libraries) + 1 if libraries in sys.path else len(sys.path)
+    if folder in sys.path[:behind]:
+        return
+    sys.path[behind:] = [folder, *(each for each in sys.path[behind:] if each != folder)]
+    for entry in Path(folder).iterdir():  # a namesake of another file's is not this file's neighbour
+        home = str(Path(getattr(sys.modules.get(entry.stem), "__file__", None) or "/").parent)
+        if home in _folders - {folder}:
+            del sys.modules[entry.stem]
+    _folders.add(folder)
 
 
 class _Loader(SourceFileLoader):

@@ -49,6 +49,14 @@ def _forwards_off_the_loop() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _own_search_path() -> Iterator[None]:
+    """Leave no folder of a test's user code where later tests import from."""
+    found = list(sys.path)
+    yield
+    sys.path[:] = found
+
+
 @pytest.fixture
 def messages() -> Iterator[list[str]]:
     """What the test's code logs, each as it comes."""

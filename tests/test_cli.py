@@ -133,6 +133,16 @@ def test_a_dry_run_does_not_mind_a_used_run_directory(workplace: Path) -> None:
     assert oppo(workplace, "--dry-run", "run.name=tried") == 0
 
 
+@pytest.mark.parametrize(
+    ("epochs", "then"), [(0, "a step trains a prompt several"), (1, "the one step of an epoch is")]
+)
+def test_fewer_prompts_than_a_batch_are_counted_and_said(
+    workplace: Path, capsys: pytest.CaptureFixture[str], epochs: int, then: str
+) -> None:
+    assert oppo(workplace, "--dry-run", "run.name=few", "step.batch=32", f"data.epochs={epochs}") == 0
+    assert f"data.prompts has 20 prompts, fewer than step.batch = 32, so {then}" in capsys.readouterr().err
+
+
 def test_a_run_whose_data_ends_before_its_steps_says_so_before_and_after(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +150,7 @@ def test_a_run_whose_data_ends_before_its_steps_says_so_before_and_after(
     assert oppo(workplace, "--dry-run", *short) == 0
     said = capsys.readouterr().err
     assert "the data lasts for 3 of 9 steps" in said
+    assert "fewer than step.batch" not in said
     assert "learning-rate schedule end after these" in said
     assert "set run.steps = 3, or raise data.epochs from 1" in said
     assert oppo(workplace, "", *short) == 0

@@ -165,6 +165,7 @@ def by_us(script: Sequence[str], room: int, max_turns: int | None) -> Played:
         columns: dict[str, Any] = game.begun(ROW)
         prompt = Prompt(0, 0, np.array(shows.encode_chat(columns["prompt"]), np.int32), columns=columns)
         pieces: list[Chunk | ToolTokens] = []
+        answers: list[Sequence[Mapping[str, object]]] = []
         state, length = None, 0
         for number, turn in enumerate(turns_of(script)):
             said = np.array(turn[: room - length], np.int32)
@@ -179,10 +180,12 @@ def by_us(script: Sequence[str], room: int, max_turns: int | None) -> Played:
                 game.forget(prompt, state)
                 break
             pieces.append(ToolTokens(0, length, answer.tokens))
+            answers.append(answer.said)
             length += len(answer.tokens)
         response = Response.of(prompt, pieces)
-        (reward,) = await game.reward.finish([Finish(0, response, "stop")])
-        messages = [plain(each) for each in game.chat.conversation(response)]
+        finish = Finish(0, response, "stop", answers)
+        (reward,) = await game.reward.finish([finish])
+        messages = [plain(each) for each in game.chat.conversation(finish)]
         assert isinstance(reward, float)
         return Played(
             prompt.tokens.tolist(), response.tokens.tolist(), response.sampled.astype(int).tolist(), messages, reward

@@ -214,6 +214,26 @@ def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> Non
     assert pickle.loads(pickle.dumps(second())) == second()
 
 
+async def test_a_file_imports_its_neighbours_when_it_is_run_and_when_it_is_called_in_any_process(
+    tmp_path: Path,
+) -> None:
+    text = "from neighbour import N\ndef f(prompts, completions):\n    from {0} import late\n    return late(N)\n"
+    for number, name in enumerate(("alpha", "beta")):
+        source(tmp_path / name, text.format(f"late_{name}"))
+        source(tmp_path / name, f"N = {number}\n", "neighbour.py")
+        source(tmp_path / name, "def late(number): return [number, number]\n", f"late_{name}.py")
+    with contextlib.ExitStack() as stack:
+        rewards = {
+            (name, process): stack.enter_context(
+                FunctionReward(f"{tmp_path / name / 'mine.py'}:f", decode, process=process)
+            )
+            for process in (False, True)
+            for name in ("alpha", "beta")
+        }
+        for (name, _), reward in rewards.items():
+            assert await reward.finish(TWO) == [float(name == "beta")] * 2
+
+
 def test_a_file_is_run_once_however_many_of_its_names_are_loaded(tmp_path: Path) -> None:
     file = source(tmp_path, "seen = []\ndef note(what): seen.append(what)\ndef notes(): return list(seen)\n")
     (tmp_path / "link.py").symlink_to(file)

@@ -22,7 +22,7 @@ from oppo.declared import (
     require_whole,
     setting,
 )
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, in_toml
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
@@ -180,7 +180,7 @@ class GRPO(GroupAlgorithm):
         if self.scale_scores == "each_reward" and shaped:
             raise ConfigError(
                 "scale_scores = 'each_reward' compares rewards one by one, and "
-                f"{', '.join(f'{key} = {value}' for key, value in shaped.items())} changes their sum: leave "
+                f"{', '.join(f'{key} = {in_toml(value)}' for key, value in shaped.items())} changes their sum: leave "
                 "that out (a long_buffer of 0 is none), or make it a reward of its own"
             )
         if self.kl_in == "reward" and self.kl > 0:
@@ -236,7 +236,9 @@ class DAPO(GRPO):
     clip_high: Positive | None = 0.28
     aggregation: Aggregation = "tokens"
     dynamic_sampling: bool = setting(
-        default=True, description="replace a group whose scores are all equal by another within the step"
+        default=True,
+        description="replace a group whose scores are all equal by another within the step; with a teacher, which "
+        "teaches it all the same (`distill`), none is replaced",
     )
     max_rounds: PositiveCount = setting(
         10, "rounds in which a step replaces groups; after them the run ends with an error"
@@ -250,9 +252,14 @@ class DAPO(GRPO):
         1.0, "subtracted from the reward of a response with `sampling.max_new_tokens` sampled tokens"
     )
 
+    @property
+    def selects(self) -> bool:
+        """Whether groups are replaced: where scores tie, only a teacher teaches."""
+        return self.dynamic_sampling and not self.distills
+
     def selection(self) -> Selection | None:
         """Return a new stage that rejects groups whose scores are all equal (section 3.2)."""
-        return Selection(max_rounds=self.max_rounds) if self.dynamic_sampling else None
+        return Selection(max_rounds=self.max_rounds) if self.selects else None
 
     def shaping_of(self, roles: Roles) -> ScoreShaping:
         """Return the shaping of scores with the penalty on long responses (section 3.4).

@@ -10,7 +10,7 @@ import copy
 import os
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -20,13 +20,14 @@ from pydantic import ValidationError
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.ppo import PPO
 from oppo.config.own import NAMED, Kinds, find
+from oppo.config.peers import flattened, ours
 from oppo.config.rewards import REWARD_KINDS, SOURCE, ModelRewardSection, is_code, is_name, reward_kind_of
 from oppo.config.scorers import ScorerSection
 from oppo.config.sections import StepSection, resolved, within
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import SEEDS, Declared, declared, expectation
 from oppo.durable import read_text
-from oppo.errors import ConfigError, did_you_mean, shortened
+from oppo.errors import ConfigError, did_you_mean, in_toml, shortened
 from oppo.libraries import is_installed
 from oppo.log import logger
 from oppo.redact import HIDDEN, holds_secret, names_secret, redacted
@@ -308,7 +309,9 @@ def _put(document: dict[str, object], place: Sequence[str], value: object, overr
             table = table.setdefault(name, item)
         else:
             what = "section" if depth == 1 else "table"
-            raise ConfigError(f"--set {override}: {where!r} is not a {what} of this file but the value {table!r}")
+            raise ConfigError(
+                f"--set {override}: {where!r} is not a {what} of this file but the value {in_toml(table)}"
+            )
 
 
 def seeded(document: Mapping[str, object]) -> dict[str, object]:
@@ -381,20 +384,6 @@ def _value(text: str) -> object:
     return document["value"] if len(document) == 1 else text
 
 
-OTHER_NAMES: Final = {
-    "response_length": "max_new_tokens",
-    "max_completion_length": "max_new_tokens",
-    "max_tokens": "max_new_tokens",
-    "max_prompt_length": "max_prompt_tokens",
-    "batch_size": "batch",
-    "lr": "learning_rate",
-    "num_generations": "samples",
-    "kl_coef": "kl",
-    "beta": "kl",
-    "num_mini_batches": "minibatches",
-}
-"""Keys by the names that other libraries have for them."""
-
 SHOWN = 200
 """Characters of a wrong value in its message."""
 
@@ -440,41 +429,44 @@ class Faults:
         if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
             table, _, name = place[0].partition(".")
             quoted = f', and of a name with a dot [{table}."{name}.{place[-1]}"] is the table'
-            return self._unknown(place) + quoted * (table in self.named and isinstance(detail["input"], Mapping))
+            return self._unknown(place, detail["input"]) + quoted * (
+                table in self.named and isinstance(detail["input"], Mapping)
+            )
         lengths = [
             part + 1 for each in details if each["type"] == "missing" and isinstance(part := each["loc"][-1], int)
         ]
         if lengths or detail["type"] == "too_long":
             length = max(lengths) if lengths else detail["ctx"]["max_length"]
-            return f"{where}: expected a list of {length}, got {shortened(repr(detail['input']), SHOWN)}"
+            return f"{where}: expected a list of {length}, got {shortened(in_toml(detail['input']), SHOWN)}"
         if detail["type"] == "missing":
             return f"{where} is missing: {self._wanted(place)}"
         if detail["type"] == "value_error":
             return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
         if detail["type"] in {"model_type", "dataclass_type"} or (detail["type"] == "tuple_type" and len(place) == 1):
-            return f"{where}: expected {self._wanted(place)}, got {shortened(repr(detail['input']), SHOWN)}"
+            return f"{where}: expected {self._wanted(place)}, got {shortened(in_toml(detail['input']), SHOWN)}"
         if detail["loc"][-1:] == ("[key]",):
             home = ".".join(place[:2])
-            return f"{home}: expected names of {expectation(detail)}, got {shortened(repr(detail['input']), SHOWN)}"
+            return f"{home}: expected names of {expectation(detail)}, got {shortened(in_toml(detail['input']), SHOWN)}"
         item = next((f"item {part} to be " for part in detail["loc"][2:] if isinstance(part, int)), "")
         expected = " or ".join(dict.fromkeys(expectation(each) for each in details))
         choices = detail.get("ctx", {}).get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
         guess = did_you_mean(str(detail["input"]), choices) if detail["type"] == "literal_error" else ""
-        return f"{where}: expected {item}{expected}, got {shortened(repr(detail['input']), SHOWN)}{guess}"
+        return f"{where}: expected {item}{expected}, got {shortened(in_toml(detail['input']), SHOWN)}{guess}"
 
     def _wanted(self, place: tuple[str, ...]) -> str:
         keys = self._declared(place[0])
         return f"a section with the keys {', '.join(keys)}" if len(place) == 1 else keys[place[1]].description
 
-    def _unknown(self, place: tuple[str, ...]) -> str:
+    def _unknown(self, place: tuple[str, ...], given: object) -> str:
+        kind, home, known = "key", f"[{place[0]}]", list(self._declared(place[0]))
         if len(place) == 1:
-            return self._unknown_name("section", "a configuration", self.sections, place)
-        return self._unknown_name("key", f"[{place[0]}]", self._declared(place[0]), place)
-
-    def _unknown_name(self, kind: str, home: str, known: Iterable[str], place: tuple[str, ...]) -> str:
-        known = list(known)
-        guess = self._home_of(place) or did_you_mean(OTHER_NAMES.get(place[-1], place[-1]), known)
+            kind, home, known = "section", "a configuration", list(self.sections)
+        guess = self._home_of(place) or self._of_a_peer(place, given) or did_you_mean(place[-1], known)
         return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {', '.join(known)}"
+
+    def _of_a_peer(self, place: tuple[str, ...], given: object) -> str:
+        del place, given
+        return ""
 
     def _home_of(self, place: tuple[str, ...]) -> str:
         homes = [f"[{name}]" for name, keys in self.keys.items() if len(place) == 2 and place[1] in keys]
@@ -513,6 +505,11 @@ class SettingsFaults(Faults):
         if place == ("rewards",):
             return f"tables [[rewards]], each with a source: {SOURCE}"
         return super(SettingsFaults, self)._wanted(place)
+
+    def _of_a_peer(self, place: tuple[str, ...], given: object) -> str:
+        name = ".".join(place)
+        inside = dict(flattened(f"{name}.", given)) if isinstance(given, Mapping) else {}
+        return "".join(dict.fromkeys(map(ours, inside or [name])))
 
     def _home_of(self, place: tuple[str, ...]) -> str:
         if now := OLD.get(".".join(place)):

@@ -33,6 +33,19 @@ def peers() -> Mapping[str, Rows]:
     return tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
 
 
+def ours(name: str) -> str:
+    """Return what a field of TRL or verl is here, in words, by its name or the end of a longer one; or nothing."""
+    last = name.rpartition(".")[2]
+    verl = {key: row for key, row in peers()["verl"].items() if f".{key}".endswith(f".{last}")}
+    exact = {key: row for key, row in verl.items() if "." in name and f".{key}".endswith(f".{name}")}
+    alike = verl if len({row[0] for row in verl.values()}) == 1 else {}
+    trl = [("TRL", last, table[last]) for kind, table in peers().items() if kind != "verl" and last in table]
+    of_verl = [("verl", key, row) for key, row in (exact or alike).items()]
+    for peer, key, (settings, remark, *_) in of_verl if exact else [*trl, *of_verl]:
+        return f" ({key} of {peer} is {settings} here)" if settings else f" ({key} of {peer}: {remark})"
+    return ""
+
+
 class Computed(str):
     """The text of an expression that only running the program would evaluate."""
 
@@ -115,14 +128,15 @@ def _of_yaml(path: Path, text: str) -> dict[str, object]:
     given = {str(name): value for name, value in document.items()}
     if not roots & {name.partition(".")[0] for name in given}:
         return {name: _value(each) if isinstance(each, str) else each for name, each in given.items()}
-    flat = dict(_flat("", given))
+    flat = dict(flattened("", given))
     return {name: _interpolated(value, flat) for name, value in flat.items() if not name.endswith("_target_")}
 
 
-def _flat(prefix: str, table: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
+def flattened(prefix: str, table: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
+    """Yield the fields of nested tables by their dotted names, which begin with ``prefix``."""
     for name, value in table.items():
         if isinstance(value, dict) and value:
-            yield from _flat(f"{prefix}{name}.", value)
+            yield from flattened(f"{prefix}{name}.", value)
         else:
             yield f"{prefix}{name}", _value(value) if isinstance(value, str) else value
 

@@ -33,7 +33,7 @@ from oppo.declared import (
     required,
     setting,
 )
-from oppo.errors import ConfigError, DataError, did_you_mean, shortened
+from oppo.errors import ConfigError, DataError, did_you_mean, in_toml, shortened
 from oppo.models import SamplingSettings
 from oppo.user_code import SPEC
 
@@ -145,7 +145,7 @@ class EnvironmentSection:
             does = {"source": "answers every turn", "tools": "answer calls", "factory": "answers calls of its methods"}
             first, second = given[:2]
             raise ValueError(
-                f"environment.{first} = {getattr(self, first)!r} {does[first]}, and environment.{second} "
+                f"environment.{first} = {in_toml(getattr(self, first))} {does[first]}, and environment.{second} "
                 f"{does[second]}: leave one of them out"
             )
         served = (OPENENV + "http://", OPENENV + "https://")
@@ -170,7 +170,7 @@ class EnvironmentSection:
             idle = {"keep_special_tokens": self.keep_special_tokens}
         for key in (key for key, given in idle.items() if given):
             of = "text of a function; tools answer by the chat template" if calls else "tools"
-            raise ValueError(f"environment.{key} = {getattr(self, key)!r} is for {of}: leave it out")
+            raise ValueError(f"environment.{key} = {in_toml(getattr(self, key))} is for {of}: leave it out")
 
 
 ROWS: Final = "<rows of a program>"

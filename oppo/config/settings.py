@@ -51,6 +51,7 @@ from oppo.declared import (
     changed,
     declared,
 )
+from oppo.errors import in_toml
 from oppo.training import OF_THE_CRITIC, TrainerSettings
 from oppo.user_code import is_of_a_file
 
@@ -446,7 +447,7 @@ def require_consistent(settings: Settings) -> None:
             f"trainer.minibatches = {settings.trainer.minibatches} does not divide the {units} {unit} of step.batch = "
             f"{settings.step.batch}: optimizer steps would be of several sizes; expected a divisor"
         )
-    if getattr(settings.algorithm, "dynamic_sampling", False) and settings.step.admission == "tail-batched":
+    if getattr(settings.algorithm, "selects", False) and settings.step.admission == "tail-batched":
         raise ValueError(
             "step.admission = 'tail-batched' begins late responses anew in a later step, and "
             "algorithm.dynamic_sampling = true needs whole groups in this one: choose another admission, or set "
@@ -483,7 +484,7 @@ def _require_a_sum(settings: Settings) -> None:
         f"algorithm.scale_scores = {scale!r}": scale in {"batch", "each_reward"},
         "algorithm.score_norm = true": getattr(algorithm, "score_norm", False),
         "algorithm.kl_target": getattr(algorithm, "kl_target", None) is not None,
-        "algorithm.dynamic_sampling = true": getattr(algorithm, "dynamic_sampling", False),
+        "algorithm.dynamic_sampling = true": getattr(algorithm, "selects", False),
     }
     found = [words for words, is_so in faults.items() if is_so]
     loss = settings.trained_loss()
@@ -684,5 +685,5 @@ def _require_no_critic(settings: Settings) -> None:
     if given:
         raise ValueError(
             f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use "
-            f"{', '.join(f'{name} = {value!r}' for name, value in given.items())}: leave that out"
+            f"{', '.join(f'{name} = {in_toml(value)}' for name, value in given.items())}: leave that out"
         )

@@ -208,7 +208,7 @@ def _encoded(value: object, tokenizer: Tokenizer, read: int, place: str) -> IntA
         if messages and not tokenizer.has_chat_template:
             raise DataError(
                 f"{place}: chat messages need a tokenizer with a chat template, and the policy's has none; "
-                "give the prompt as plain text, or set the tokenizer's chat_template"
+                "give the prompt as plain text, or set data.chat_template"
             )
         if messages:
             encode = partial(tokenizer.encode_chat, last=read)

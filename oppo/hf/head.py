@@ -1,8 +1,12 @@
-"""The head of a causal language model: float32 logits of hidden states, a chunk of tokens at a time.
+"""The head of a causal language model, float32 logits a chunk of tokens at a time; and a value head on its trunk.
 
 In 16 bits a logit of 20 is off by up to 0.06, and the log-probs of one token would differ by as much between decoder,
 reference and trainer, whose matrix products round differently. So hidden states and weights of 16 bits have logits in
 float32 on a GPU, in which a product is summed up anyway.
+
+Where transformers has no sequence classifier of a causal model, a class of ours (:func:`scored`) has its trunk, under
+the same name, so that it takes the weights of the same checkpoint. It is called and saved as transformers would call
+it, ``Lfm2ForSequenceClassification`` for example.
 """
 
 from __future__ import annotations
@@ -10,12 +14,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from oppo.errors import ModelRefused
@@ -215,3 +220,70 @@ class _Identity(nn.Module):
     def forward(self, *ids: object, inputs_embeds: Tensor, **options: object) -> _HiddenStates:
         del ids, options
         return _HiddenStates(last_hidden_state=inputs_embeds)
+
+
+_ENDINGS: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForImageTextToText")
+
+
+_scored: Final[dict[Any, type[PreTrainedModel]]] = {}
+
+
+def scored(causal: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the class of models with the trunk of ``causal`` and a ``score`` layer on its last hidden states."""
+    if causal not in _scored:
+        base = next(each for each in causal.__mro__[1:] if each.__name__.endswith("PreTrainedModel"))
+        name = causal.__name__
+        for ending in _ENDINGS:
+            name = name.removesuffix(ending)
+        attributes = {"_causal": causal, "config_class": causal.config_class, "__module__": __name__}
+        made = type(f"{name}ForSequenceClassification", (_Scored, base), attributes)
+        _scored[causal] = cast("type[PreTrainedModel]", made)
+    return _scored[causal]
+
+
+def _unfilled(causal: type[PreTrainedModel]) -> PreTrainedModel:
+    kind = scored(causal)
+    return kind.__new__(kind)
+
+
+class _Scored(GenericForSequenceClassification, PreTrainedModel):
+    """A model with a score layer.
+
+    Attributes:
+        left_out: prefixes of the weights of the causal model that are not the trunk's.
+    """
+
+    _causal: type[PreTrainedModel]
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super(GenericForSequenceClassification, self).__init__(config)
+        whole = self._causal(config)
+        trunk = backbone(whole)
+        parts = {name: child is trunk for name, child in whole.named_children()}
+        if not any(parts.values()):
+            raise ModelRefused(f"{type(whole).__name__} holds its trunk inside of another part: expected it as a part")
+        self.base_model_prefix = next(name for name, is_trunk in parts.items() if is_trunk)
+        self.left_out = tuple(f"{name}." for name, is_trunk in parts.items() if not is_trunk)
+        self.num_labels = int(config.num_labels or 0)
+        setattr(self, self.base_model_prefix, trunk)
+        self.score = nn.Linear(whole.get_output_embeddings().weight.shape[1], self.num_labels, bias=False)
+        self.post_init()  # type: ignore[no-untyped-call] # transformers'
+
+    def __reduce__(self) -> tuple[object, ...]:  # another process makes the class, which no module has
+        return _unfilled, (self._causal,), self.__dict__
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """As the causal model: transformers sets the buffers of its own models, and converts their old checkpoints."""
+        return bool(cls._causal.is_custom_code())
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> Any:
+        del trust_remote_code
+        return cls._from_config(config, **options)  # type: ignore[no-untyped-call] # transformers'
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *given: Any, config: Any = None, **options: Any) -> Any:  # type: ignore[override] # as Auto classes take it
+        chosen = {name: options.pop(name) for name in ("num_labels", "trust_remote_code") if name in options}
+        config = config or AutoConfig.from_pretrained(path, **chosen)
+        return super().from_pretrained(path, *given, config=config, **options)

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Final, Literal, TypedDict, Unpack, cast
+from typing import Any, Final, Literal, TypedDict, Unpack, cast
 
 import torch
 from transformers import (
@@ -256,7 +256,7 @@ def load(
     return model
 
 
-def _options(kind: Kind, dtype: str, attention: Choice, *, trusted: bool, allow_pickle: bool) -> dict[str, object]:
+def _options(kind: Kind, dtype: str, attention: Choice, *, trusted: bool, allow_pickle: bool) -> dict[str, Any]:
     return {
         "dtype": DTYPES[dtype],
         "trust_remote_code": trusted,
@@ -374,14 +374,19 @@ def require_fit(
         raise ConfigError(f"{checkpoint} has no {first_of(missing)}: expected a {kind.name}{why}")
     buffers = {name for name, _ in model.named_buffers()}
     unused = sorted(name for name in info["unexpected_keys"] if name not in buffers and not name.endswith(OBSOLETE))
-    droppable = () if has_logits else HEADS
-    if not ignore_unused and (unknown := [name for name in unused if not name.startswith(droppable)]):
+    droppable = () if has_logits else getattr(model, "left_out", HEADS)
+    # a part of what is read beside text may come before the head's name, as older checkpoints have it
+    if not ignore_unused and (unknown := [name for name in unused if not _has_part(name, droppable)]):
         raise ConfigError(
             f"{checkpoint} has {first_of(unknown)}, which {type(model).__name__} does not use: expected the weights of "
             "the model that config.json describes, and of this kind; if it may do without, set "
             "models.ignore_unused_weights = true"
         )
     return missing, unused
+
+
+def _has_part(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(f".{prefix}" in f".{name}" for prefix in prefixes)
 
 
 def _named(names: Collection[str], prefixes: tuple[str, ...]) -> list[str]:

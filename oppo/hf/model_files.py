@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePath
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
 from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download, try_to_load_from_cache
@@ -43,6 +43,7 @@ from transformers.utils import logging
 from oppo.declared import PositiveCount, expectation
 from oppo.durable import content, read_text
 from oppo.errors import ConfigError, ModelRefused, OppoError, did_you_mean_path, one_line, shown
+from oppo.hf.head import scored
 from oppo.hf.introspection import score_head, token_head
 from oppo.log import logger
 
@@ -154,6 +155,7 @@ AutoClass: TypeAlias = type[
     | AutoModelForImageTextToText
     | AutoModelForSequenceClassification
     | AutoModelForTokenClassification
+    | PreTrainedModel  # a class of ours
 ]
 
 
@@ -169,6 +171,7 @@ class Kind:
         require: refuses a model without the layers that serving it needs.
         streamed: whether it is served row by row, as sequences grow, and is probed for that.
         optional: prefixes of weights that serving does without, which may be missing.
+        on_any_trunk: whether a causal model of a config of which transformers has none is given a score layer.
     """
 
     autos: Mapping[AutoClass, Container[type[PreTrainedConfig]]]
@@ -177,6 +180,7 @@ class Kind:
     require: Callable[[PreTrainedModel], object]
     streamed: bool = True
     optional: tuple[str, ...] = ()
+    on_any_trunk: bool = False
 
     def auto(self, config: PreTrainedConfig) -> AutoClass:
         """Return the class that loads a model of this config.
@@ -189,6 +193,8 @@ class Kind:
                 return auto
         if auto.__name__ in getattr(config, "auto_map", ()):
             return auto
+        if self.on_any_trunk and (causal := _causal_class(config)) is not None:
+            return scored(causal)
         raise ModelRefused(
             f"the model at {config.name_or_path!r} is of type {config.model_type!r}, of which transformers has no "
             f"{self.name}: take one of another architecture"
@@ -200,6 +206,13 @@ class Kind:
         with MAKING:
             model: PreTrainedModel = auto.from_config(config, **options)
         return model
+
+
+def _causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    for classes in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in classes:
+            return cast("type[PreTrainedModel]", classes[type(config)])
+    return None
 
 
 def _anything(model: PreTrainedModel) -> None:
@@ -221,6 +234,7 @@ SCALAR: Final = Kind(
     "sequence classification model with one label",
     {"num_labels": 1},
     score_head,
+    on_any_trunk=True,
 )
 
 PROCESS: Final = Kind(
@@ -579,8 +593,8 @@ def reward_kind(directory: Path, *, trusted: bool = False) -> RewardKind:
 def _scores_the_last_token(directory: Path, *, trusted: bool) -> bool:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted, num_labels=1)
-        with MAKING, torch.device("meta"):
-            score_head(AutoModelForSequenceClassification.from_config(config, trust_remote_code=trusted))
+        with torch.device("meta"):
+            score_head(SCALAR.made(config, trust_remote_code=trusted))
     except ModelRefused:
         return False
     except Exception as error:  # any kind: a damaged config reaches deep into transformers

@@ -225,11 +225,11 @@ class HfTokenizer:
 
     def encode_whole(self, text: str) -> list[int]:
         """Return the token ids of a text; special tokens that it spells, and no others, are special tokens."""
-        return list(self.inner.encode(text, add_special_tokens=False))
+        return list(self.inner.encode(text, add_special_tokens=False, verbose=False))
 
     def encode_exactly(self, text: str) -> list[int]:
         """Return the token ids of data, such as a tool's answer: whatever it spells, none is a special token."""
-        return list(self.inner.encode(text, add_special_tokens=False, split_special_tokens=True))
+        return list(self.inner.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False))
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], *, last: int | None = None) -> list[int]:
         """Return the token ids of a conversation, up to the start of the assistant's turn.

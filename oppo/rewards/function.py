@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import index
-from typing import ClassVar, Final, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Final, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
 
 import anyio
 import numpy as np
@@ -324,6 +324,8 @@ def _items(result: object, count: int) -> tuple[Sequence[object], str]:
     ordered = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping | AbstractSet)
     if not ordered:
         return (), shown(result)
+    if tuple(getattr(result, "shape", ())) == (count, 1):  # what a head of one label gives: a score each
+        result = cast("Any", result).reshape(count)
     items = list(islice(cast("Iterable[object]", result), count + 1))
     return items, "" if len(items) == count else f"{len(items)}" if len(items) < count else f"more than {count}"
 

@@ -577,8 +577,8 @@ def _sampling(section: SamplingSection, tokenizer: HfTokenizer, actor: PreTraine
     settings = {name: getattr(section, name) for name in declared(SamplingSettings)}
     settings["stop_strings"] = tokenizer.stop_strings(section.stop_strings)
     stop = tokenizer.stop(section.stop, end_ids(actor), eos=section.eos)
-    padded = tokenizer.size < vocabulary(actor)
-    return Sampling(**settings, stop=stop, vocabulary=tokenizer.size if padded else 0)
+    # given even where the policy's table is not padded: a reference's or a teacher's may be
+    return Sampling(**settings, stop=stop, vocabulary=min(tokenizer.size, vocabulary(actor)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -110,6 +110,8 @@ def supplied(
     wanted = settings.run.steps
     if (steps := steps_of(wanted, data, settings.step.batch, stream)) < wanted:
         logger.info(short_of(wanted, steps, data))
+    if isinstance(stream, PromptStream) and stream.size < settings.step.batch:
+        logger.warning(few(stream.size, settings))
     return Supplied(
         stream=stream,
         held_out=every[: settings.eval.count or len(every)],
@@ -198,6 +200,16 @@ def short_of(steps: int, lasts: int, data: DataSection) -> str:
     return (
         f"the data lasts for {lasts} of {steps} steps: run and learning-rate schedule end after these; set run.steps = "
         f"{lasts}, or raise data.epochs from {data.epochs} (0: as many as the steps need)"
+    )
+
+
+def few(count: int, settings: Settings) -> str:
+    """Return the notice that there are fewer prompts than a step trains."""
+    epochs = settings.data.epochs
+    then = "so a step trains a prompt several times" if epochs != 1 else "so the one step of an epoch is smaller"
+    return (
+        f"data.prompts has {count} prompts, fewer than step.batch = {settings.step.batch}, {then}: add prompts, or "
+        "lower step.batch"
     )
 
 

@@ -474,7 +474,7 @@ class FakeDecode:
         tokens, versions = self.tokens(start, stop), self.versions(start, stop)
         return Piece(
             tokens,
-            self.logprobs(start, versions),
+            self._logprobs(start, versions),
             versions,
             self._state(made),
             self.policy.support(tokens),
@@ -501,7 +501,10 @@ class FakeDecode:
                 tokens[here.start - start : here.stop - start] = given[here.start - at : here.stop - at]
         return tokens
 
-    def logprobs(self, start: int, versions: IntArray) -> FloatArray:
+    def logprobs(self, start: int, stop: int) -> FloatArray:
+        return self._logprobs(start, self.versions(start, stop))
+
+    def _logprobs(self, start: int, versions: IntArray) -> FloatArray:
         key = (self.policy.seed, self.prompt.rollout)
         positions = range(start, start + len(versions))
         return (-4 * noises(key, positions, versions.tolist())).astype(np.float32)

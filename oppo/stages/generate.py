@@ -287,7 +287,8 @@ class Generate:
                 raise NothingTrained(
                     f"{rejected} of {judged} groups ({rejected / judged:.0%}) were rejected in the {number} rounds of "
                     f"step {step.number}, and {self.admission.batch} must be accepted: look at the scores of these "
-                    "prompts, make more samples of each, or raise max_rounds"
+                    "prompts, make more samples of each, raise algorithm.max_rounds, or train such groups all the "
+                    "same: algorithm.dynamic_sampling = false"
                 )
             await self._open(groups)
             await self._decode(prompts, out, step)

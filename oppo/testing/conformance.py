@@ -16,7 +16,7 @@ import numpy as np
 from oppo.admission import Admission, Observation
 from oppo.algorithms.ppo import ppo
 from oppo.data import PromptStream
-from oppo.errors import ProtocolError, as_itself
+from oppo.errors import ProtocolError, as_itself, shown
 from oppo.events import Batch, Finish, IntArray, Prompt, Response, StepReport
 from oppo.graph import Stateful
 from oppo.models import Capabilities, Decode, Piece, Policy, Scorer, SyncedModel, Trainer, Weights
@@ -38,6 +38,16 @@ from oppo.weight_sync import name_of
 T = TypeVar("T")
 Make: TypeAlias = Callable[[], Awaitable[T]]
 """Returns a fresh model, equal to the one before."""
+
+
+async def _made(make: Make[T]) -> T:
+    found = make()
+    if not isinstance(found, Awaitable):  # a lambda that returns the model itself
+        raise ProtocolError(
+            "the check makes what it checks anew: expected an async function, `async def make(): return "
+            f"{type(found).__name__}(...)`, and it returned {shown(found)} without awaiting"
+        )
+    return await found
 
 
 def require(holds: bool, message: str) -> None:
@@ -249,7 +259,7 @@ async def check_turns(make: Make[Policy], prompts: Sequence[Prompt], plain: Tria
 
 
 async def _dialogue(make: Make[Policy], prompts: Sequence[Prompt]) -> Dialogue:
-    policy = await make()
+    policy = await _made(make)
     decodes = await require_turns(policy).open_turns(prompts)
     require(len(decodes) == len(prompts), f"open_turns() of {len(prompts)} prompts returned {len(decodes)} decodes")
     return Dialogue(policy, prompts, decodes, answer=prompts[0].tokens[:2])
@@ -329,7 +339,7 @@ async def _check_reopening(make: Make[Policy], whole: Dialogue) -> None:
     for piece in whole.transcripts[k].pieces:
         if not piece.from_tool and len(half) < len(first):
             half = half.then(piece.event(prompt.rollout, len(half)))
-    policy = await make()
+    policy = await _made(make)
     (decode,) = await require_turns(policy).open_turns([half])
     async with policy.decoding([decode], lambda finished: False):
         turn = await decode.turn()
@@ -340,7 +350,7 @@ async def _check_reopening(make: Make[Policy], whole: Dialogue) -> None:
 
 
 async def _trial(make: Make[Policy], prompts: Sequence[Prompt]) -> Trial:
-    policy = await make()
+    policy = await _made(make)
     decodes = await policy.open(prompts)
     require(len(decodes) == len(prompts), f"open() of {len(prompts)} prompts returned {len(decodes)} decodes")
     return Trial(policy, prompts, decodes)
@@ -426,7 +436,7 @@ async def _check_giving_up(
 
 async def _check_resuming(make: Make[Policy], whole: Trial) -> None:
     halves = [t.first_half(prompt) for prompt, t in zip(whole.prompts, whole.transcripts, strict=True)]
-    policy = await make()
+    policy = await _made(make)
     trial = Trial(policy, whole.prompts, await policy.open(halves))
     await trial.decode(limit=4)
     resumed = [
@@ -553,7 +563,7 @@ async def check_admission(make: Make[Admission]) -> None:
         ProtocolError: what was expected and what came.
     """
     for lengths in _LENGTHS:
-        admission = await make()
+        admission = await _made(make)
         seen: dict[int, Observation] = {}
         reports, _ = await _decided(admission, lengths, seen)
         batch, most = admission.batch, admission.max_deferrals
@@ -565,11 +575,11 @@ async def check_admission(make: Make[Admission]) -> None:
             ages = [event.age for event in report.deferred if not event.restart]
             require(max(ages, default=0) <= most, f"step {report.index + 1}: max_deferrals is {most}, ages are {ages}")
         require(len(reports) == _STEPS, f"{len(reports)} of {_STEPS} steps trained something")
-        again, _ = await _decided(await make(), lengths, dict(seen))
+        again, _ = await _decided(await _made(make), lengths, dict(seen))
         require(_decisions(again) == _decisions(reports), "the same observations lead to other decisions")
         if isinstance(admission, Stateful):
-            first, state = await _decided(await make(), lengths, dict(seen), last=_STEPS // 2)
-            rest, _ = await _decided(await make(), lengths, dict(seen), first=_STEPS // 2, state=state)
+            first, state = await _decided(await _made(make), lengths, dict(seen), last=_STEPS // 2)
+            rest, _ = await _decided(await _made(make), lengths, dict(seen), first=_STEPS // 2, state=state)
             resumed = _decisions([*first, *rest])
             require(resumed == _decisions(reports), "decisions differ after load_state_dict(state_dict())")
 
@@ -635,13 +645,13 @@ async def check_scorer(make: Make[Scorer[T]], finished: Sequence[Finish], close:
     Raises:
         ProtocolError: what was expected and what came.
     """
-    whole = await make()
+    whole = await _made(make)
     for event in finished:
         await whole.extend([event.response.prompt, event.response.chunk(0, 1), event.response.chunk(1)])
     expected = await whole.finish(finished)
     require(len(expected) == len(finished), f"finish() of {len(finished)} rollouts returned {len(expected)} values")
     for size in (1, 2, 3):
-        streamed = await make()
+        streamed = await _made(make)
         await streamed.forget([event.rollout for event in finished])
         for event in finished:
             await streamed.extend([event.response.prompt])
@@ -655,7 +665,7 @@ async def check_scorer(make: Make[Scorer[T]], finished: Sequence[Finish], close:
 
 
 async def _check_gap(make: Make[Scorer[T]], event: Finish) -> None:
-    scorer = await make()
+    scorer = await _made(make)
     await scorer.extend([event.response.prompt])
     try:
         await scorer.extend([event.response.chunk(1, 2)])
@@ -671,7 +681,7 @@ async def check_trainer(make: Make[Trainer], batch: Batch, synced: Sequence[Sync
     Raises:
         ProtocolError: what was expected and what came.
     """
-    trainer = await make()
+    trainer = await _made(make)
     before = trainer.version
     trained = await trainer.update(batch)
     require(trainer.version == before + 1, f"after one update the version is {trainer.version}, not {before + 1}")

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, in_toml
 from oppo.hf.devices import require_sharable_memory
 from oppo.libraries import require
 
@@ -182,7 +182,7 @@ def require_routed_experts(arguments: Mapping[str, object], *, on_cpu: bool) -> 
             "'transformers'"
         )
     faults = [
-        f"vllm.{name} = {value!r}"
+        f"vllm.{name} = {in_toml(value)}"
         for name in NOT_ROUTED
         if isinstance(value := arguments.get(name), int) and (value > 1 if name.endswith("_size") else not value)
     ]
@@ -215,7 +215,7 @@ def _fault(name: str, value: object, owned: Mapping[str, str], known: frozenset[
     if name in VALUES and value not in VALUES[name][0]:
         expected, reason = VALUES[name]
         listed = " or ".join(repr(each) for each in expected if each is not None)
-        return f"vllm.{name} = {value!r} is refused, since {reason}: expected {listed}, or leave it out"
+        return f"vllm.{name} = {in_toml(value)} is refused, since {reason}: expected {listed}, or leave it out"
     if known is None or name in known:
         return None
     near = difflib.get_close_matches(name, sorted(known - owned.keys()), n=1, cutoff=0.5)

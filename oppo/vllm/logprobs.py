@@ -201,6 +201,7 @@ class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
         server = isinstance(engine, LogprobServer)
         check_log_probs(sampling, server=server)
         self._top_k = top_k
+        self._sampled = sampling.vocabulary
         if isinstance(engine, LogprobServer):
             super().__init__(engine, engine.model, engine.rows, key=key, track="log-probs")
             return
@@ -208,8 +209,9 @@ class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
         if config.model_config.runner_type != "generate":
             raise ModelRefused(f"{engine.name} does not generate, and a log-prob is of a token: choose a causal model")
         size, cache = config.model_config.get_vocab_size(), config.cache_config
-        if top_k > size:
-            raise ConfigError(f"{engine.name} knows {size} ids, and top_k = {top_k} of them are asked for: give fewer")
+        known = min(sampling.vocabulary or size, size)
+        if top_k > known:
+            raise ConfigError(f"{engine.name} knows {known} ids, and top_k = {top_k} of them are asked for: give fewer")
         block = cache.block_size if cache.enable_prefix_caching else 0
         model = ScoringModel(engine.name, size, config.model_config.max_model_len - 1, block)
         super().__init__(engine, model, self._rows, key=key, track="log-probs")
@@ -224,7 +226,7 @@ class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
             detokenize=False,
         )
         self._requests = EngineRequests(engine, params)
-        self._tempers = (sampling.temperature or 1.0, sampling.vocabulary or size)
+        self._tempers = (sampling.temperature or 1.0, known)
         self._tempered = self._tempers == (1.0, size)
 
     async def _rows(self, asked: Sequence[Asked]) -> list[tuple[Rows, int | None]]:
@@ -263,6 +265,12 @@ class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
         ids, logprobs = (np.concatenate(each) for each in zip(*session.answers, strict=True))
         if not self._top_k:
             return logprobs[:, 0]
+        if self._sampled and (unknown := ids[ids >= self._sampled]).size:  # an engine leaves them out
+            raise RewardError(
+                f"{self.engine} lists the id {unknown[0]} among the top_k = {self._top_k} likeliest, and the policy "
+                f"knows the {self._sampled} below {self._sampled}: ask for fewer, or leave url out, so that the run "
+                "starts an engine, which leaves such ids out"
+            )
         limits = np.finfo(np.float32)
         top = np.maximum(logprobs[:, 1:], limits.min)
         rest = 1 - np.exp(top, dtype=np.float64).sum(1, keepdims=True)

@@ -19,7 +19,7 @@ from oppo.algorithms.distill import Distill
 from oppo.algorithms.group import GRPO, GSPO
 from oppo.algorithms.ppo import PPO
 from oppo.config.load import with_correction
-from oppo.errors import ConfigError, ProtocolError
+from oppo.errors import ConfigError, ModelError, ProtocolError
 from oppo.events import Batch, Finish, Prompt, Response, Scored
 from oppo.hf.head import OwnHead
 from oppo.hf.serve.scorers import ReferenceLogprobs, TeacherLogprobs
@@ -201,11 +201,14 @@ def test_an_update_is_the_same_in_micro_batches_and_in_chunks_of_logits(
         assert (other - after).norm() < 1e-2 * (after - before).norm()
 
 
-def test_a_loss_without_its_teacher_is_refused_before_training(thread: Thread) -> None:
+def test_a_loss_without_its_teacher_or_with_ids_of_its_own_is_refused_before_training(thread: Thread) -> None:
     batch = tiny.apart(rollouts)(tiny.causal(seed=1), tiny.scalar(seed=2))
     with pytest.raises(ConfigError, match=r"reads the likeliest ids of a teacher, .* teacher=, for example"):
         require_inputs(ClippedLoss(distill=1.0), batch)
     require_inputs(ClippedLoss(distill=1.0), taught(batch))
+    longer = replace(taught(batch), teacher_ids=known(taught(batch).teacher_ids) + tiny.VOCABULARY)
+    with pytest.raises(ModelError, match=r"lists the id \d+, and the table of LlamaForCausalLM has 96 ids: give"):
+        learned(thread, longer, ClippedLoss(distill=1.0))
     with pytest.raises(ProtocolError, match=r"Batch\.teacher_top must be a NumPy array with a row for each token"):
         replace(batch, teacher_top=batch.logprobs)
 

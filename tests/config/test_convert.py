@@ -12,7 +12,7 @@ import pytest
 from oppo.cli import UNUSABLE, main
 from oppo.config.convert import Converted, convert
 from oppo.config.load import resolve
-from oppo.config.peers import Kind, peers
+from oppo.config.peers import Kind, ours, peers
 from oppo.errors import ConfigError
 from tests.workplace import furnish
 
@@ -310,3 +310,11 @@ def test_whatever_a_field_holds_is_converted_lost_or_refused(kind: Kind, tables:
             file.write_text(f"{began}\n{name}: {value}\n")
             with suppress(ConfigError):
                 assert tomllib.loads(convert(file, kind=kind).text)
+
+
+@pytest.mark.parametrize("kind", peers())
+def test_every_field_that_is_converted_is_known_by_its_name_where_it_is_given_here(kind: str) -> None:
+    tables = [table for name, table in peers().items() if (name == "verl") == (kind == "verl")]
+    for field in peers()[kind]:
+        found = ours(field)
+        assert any(field in table and (table[field][0] or table[field][1]) in found for table in tables), field

@@ -93,10 +93,9 @@ class Models:
 
 
 def models_of(name: str) -> Models:
-    """Return tiny models of one architecture, as far as transformers has it."""
-    scalar = "llama" if name in tiny.WITHOUT_SCALAR else name
+    """Return tiny models of one architecture."""
     return Models(
-        tiny.causal(name, seed=0), tiny.causal(name, seed=1), tiny.scalar(scalar, seed=2), tiny.scalar(scalar, seed=3)
+        tiny.causal(name, seed=0), tiny.causal(name, seed=1), tiny.scalar(name, seed=2), tiny.scalar(name, seed=3)
     )
 
 

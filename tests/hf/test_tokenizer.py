@@ -24,6 +24,15 @@ def test_text_goes_to_tokens_and_back_without_special_tokens() -> None:
     assert tokenizer().decode([3, 2, 4]) == "a b"
 
 
+def test_a_long_text_is_no_matter_of_the_tokenizer_s_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[object]()
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", lambda *words: said.append(words))
+    tokenizer = byte_tokenizer()
+    tokenizer.inner.model_max_length = 4
+    assert min(len(encode("more than four")) for encode in (tokenizer.encode, tokenizer.encode_exactly)) > 4
+    assert not said
+
+
 def test_a_response_ends_at_the_tokenizers_and_the_models_end_of_sequence() -> None:
     assert tokenizer().stop((), (4, 2)) == (2, 4)
     assert tokenizer(end=None).stop((), (4,)) == (4,)

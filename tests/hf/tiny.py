@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,7 +13,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     CohereConfig,
     DeepseekV2Config,
@@ -50,6 +50,7 @@ from transformers import (
 )
 
 from oppo.hf.introspection import only_whole
+from oppo.hf.model_files import SCALAR
 from oppo.hf.probe import probe
 from oppo.log import with_route
 from tests.known import known
@@ -331,9 +332,6 @@ PLAIN = ("llama", "qwen2", "qwen3", "gpt2", "neox")
 WINDOWED = ("qwen2-sliding", "mistral", "gemma2", "gemma3", "phi3", "starcoder2")
 """Those with one, of :data:`WINDOW` tokens."""
 
-WITHOUT_SCALAR = ("cohere", "granite")
-"""Those of which transformers has no sequence-classification model, so that critic and reward are of another kind."""
-
 
 def apart(work: Callable[P, R]) -> Callable[P, R]:
     """Return ``work``, done in a thread of its own: a forward pass belongs on no event loop's, in tests neither."""
@@ -396,8 +394,16 @@ def scalar_of(config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     """Return the sequence-classification model of ``config`` in training mode with weights drawn from ``seed``."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config)
-    return model
+        return SCALAR.made(config)
+
+
+def lengthened(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the same model with more ids in its table, which are the likeliest everywhere."""
+    wide, known = copy.deepcopy(model), model.config.vocab_size
+    wide.resize_token_embeddings(known + 28, mean_resizing=False)
+    with torch.no_grad():
+        wide.get_output_embeddings().weight[known:] = 30 * wide.get_output_embeddings().weight[:28]
+    return wide
 
 
 def steps(name: str = "llama", *, seed: int = 0, labels: int = 2) -> PreTrainedModel:

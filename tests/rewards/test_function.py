@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import anyio
 import anyio.to_thread
 import numpy as np
 import pytest
+import torch
 
 from oppo.admission import Overcommit
 from oppo.algorithms.ppo import ppo
@@ -116,6 +117,14 @@ async def test_what_is_no_score_stops_the_run(returned: object, message: str) ->
         await FunctionReward(reward, decode).finish(TWO)
     assert "'reward'" in str(caught.value)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("scores", [np.array, torch.tensor])
+async def test_a_column_of_scores_is_a_score_for_each_completion(scores: Callable[..., object]) -> None:
+    def reward(prompts: list[str], completions: list[str]) -> object:
+        return scores([[0.25], [2.0]])
+
+    assert await FunctionReward(reward, decode).finish(TWO) == [0.25, 2.0]
 
 
 async def test_a_function_that_raises_is_named_with_its_rollouts() -> None:

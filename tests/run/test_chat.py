@@ -274,7 +274,7 @@ def test_several_classes_are_chosen_by_a_column_beside_other_rewards(played: Pat
         (["environment.factory="], r"\[rewards\] is missing"),
         (["environment.factory=", "environment.tools=['tools.py:add']", "rewards=['environment']"], "names none: give"),
         (["rewards=[{source='environment', timeout=1}]"], "unknown key 'rewards.0.timeout'"),
-        (["environment.keep_special_tokens=true"], "environment.keep_special_tokens = True is for text of a function"),
+        (["environment.keep_special_tokens=true"], "environment.keep_special_tokens = true is for text of a function"),
         (["environment.factory={one='games.py:Game'}"], "expected one of one in the column 'environment'.* got 'two'"),
     ],
 )  # fmt: skip
@@ -291,7 +291,7 @@ def test_classes_that_cannot_be_played_are_refused(
     ("settings", "words"),
     [
         (["environment.source=tools.py:tool"], "answers every turn, and environment.tools answer calls"),
-        (["environment.keep_special_tokens=true"], "environment.keep_special_tokens = True is for text of a function"),
+        (["environment.keep_special_tokens=true"], "environment.keep_special_tokens = true is for text of a function"),
         (["environment.tools=[]"], "environment.max_turns = 2 is for tools: leave it out"),
         (["environment.tools=[]", "environment.on_failure=answer"], "environment.on_failure = 'answer' is for tools"),
         (["data.tools=tools.json"], "shows tools that nothing calls"),

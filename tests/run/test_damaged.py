@@ -237,6 +237,7 @@ def test_weights_in_shards_of_the_directory_are_read(workplace: Path) -> None:
         ("models.policy=models/of/mine", "'models/of/mine' is no directory here, nor could it be the name"),
         ("models.policy=https://hub.example/actor", "is no directory here, nor could it be the name of a model"),
         ("models.policy=actr", "'actr' is no directory here, and as a hub name it could not be had ("),
+        ("models.policy=actr/model", "'actr/model' is no directory here, and as a hub name it could not be had ("),
         ("models.policy=of/mine", "'of/mine' is no directory here, and as a hub name it could not be had ("),
         ("models.policy=a\0b", r"'a\x00b' is no directory here, nor could it be"),
         ("models.policy=~nobody-of-that-name/x", "'~nobody-of-that-name/x' is no path that can be followed"),

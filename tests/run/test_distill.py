@@ -107,6 +107,46 @@ def test_each_prompt_has_the_teacher_that_its_column_names(folder: Path, capsys:
         assert message in capsys.readouterr().err
 
 
+def test_a_group_of_equal_scores_still_learns_from_a_teacher(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "even.py").write_text("def reward(prompts, completions):\n    return [1.0 for _ in completions]\n")
+    tied = (
+        *ALONE[:2],
+        "rewards=[{source='even.py:reward'}]",
+        "step.algorithm=dapo",
+        "algorithm.samples=2",
+        "run.steps=1",
+    )
+    assert oppo(folder, "", *tied, "run.name=untaught") != DONE
+    assert "raise algorithm.max_rounds, or train such groups all the same: algorithm.dynamic_sampling = false" in (
+        " ".join(capsys.readouterr().err.split())
+    )
+    assert oppo(folder, "", *tied, "models.teacher=teacher", "algorithm.distill=1", "run.name=taught") == DONE
+    (step,) = records(folder, "taught", "metrics.jsonl")
+    assert step["objective/frac_zero_std"] == 1
+    assert step["train/grad_norm"] > 0
+
+
+LISTED: Final = {"whole": (), "top-k": ("algorithm.distill_top_k=16",), "all": ("algorithm.distill_top_k=96",)}
+
+
+@pytest.mark.parametrize("chosen", LISTED)
+def test_ids_that_only_a_teacher_and_a_reference_have_make_no_difference(folder: Path, chosen: str) -> None:
+    found = {}
+    for name in ("teacher", "longer"):
+        if name == "longer":
+            longer = tiny.lengthened(tiny.causal("llama", seed=5))
+            longer.save_pretrained(folder / name)
+            tokenizer().save_pretrained(folder / name)
+        given = (f"models.teacher={name}", f"models.reference={name}", f"run.name={name}-{chosen}", "run.steps=1")
+        assert oppo(folder, "", *ALONE[:3], *LISTED[chosen], *given) == DONE
+        (found[name],) = records(folder, f"{name}-{chosen}", "metrics.jsonl")
+    measured = {"objective/teacher_kl", "objective/kl", "train/grad_norm"} | (
+        {"loss/distill_avg"} if LISTED[chosen] else set()
+    )
+    for metric in measured:
+        assert found["longer"][metric] == pytest.approx(found["teacher"][metric], rel=1e-4), metric
+
+
 def test_a_teacher_with_another_tokenizer_is_learnt_from(folder: Path) -> None:
     learning = ("run.steps=20", "step.batch=16", "trainer.learning_rate=1e-2", "trainer.epochs=4")
     foreign = ("models.teacher=foreign", "run.name=foreign")

@@ -17,8 +17,9 @@ from oppo.config.load import load
 from oppo.demo import language
 from oppo.demo.assets import alone
 from oppo.demo.models import TrainingBudget, train_policy, train_tokenizer
+from oppo.hf.loading import load_scalar
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, records, tokenizer
+from tests.workplace import furnish, oppo, records, resume, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,21 @@ def test_a_policy_that_cannot_attend_in_parts_is_trained_and_what_serving_it_cos
     refusal = capsys.readouterr().err
     assert "models.policy: DiffLlamaForCausalLM" in refusal
     assert "with attention 'segmented': " in refusal
+
+
+def test_a_policy_of_which_transformers_has_no_classifier_begins_a_critic_which_a_resumed_run_goes_on_with(
+    workplace: Path,
+) -> None:
+    tiny.of(tiny.STATEFUL["lfm2"](), seed=4).save_pretrained(workplace / "lfm2")
+    tokenizer().save_pretrained(workplace / "lfm2")
+    models = ("models.policy=lfm2", "models.critic=lfm2", "run.panel=off", "run.checkpoint_every=1")
+    assert oppo(workplace, "", "run.name=headed", *models, "run.steps=1") == 0
+    assert resume(workplace, "headed", "run.steps=2") == 0
+    metrics(workplace, "headed")
+    critic = workplace / "runs" / "headed" / "checkpoints" / "final" / "critic"
+    assert load_scalar(critic).get_parameter("score.weight").any(), "the head began with zeros"
+    scored = (f'rewards=[{{source="{critic}"}}]', "models.shared_trunk=true", "run.name=scored-by-it")
+    assert oppo(workplace, "", *models[::2], *scored) == 0
 
 
 def test_models_that_read_whole_responses_score_and_train_but_do_not_decode(

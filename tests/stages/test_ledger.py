@@ -414,6 +414,11 @@ def test_decisions_that_cannot_be_repeated_are_found_out(kind: type[Overcommit],
         run_virtual(check_admission, make)
 
 
+def test_a_check_whose_function_returns_the_thing_itself_says_what_it_wants() -> None:
+    with pytest.raises(ProtocolError, match=r"expected an async function, `async def make\(\): return Overcommit\("):
+        run_virtual(check_admission, cast("Callable[[], Awaitable[Admission]]", lambda: Overcommit(3, 3)))
+
+
 def test_no_more_units_enter_beyond_a_batch_than_the_policy_has_room_for(messages: list[str]) -> None:
     ledger = Ledger(Overcommit(batch=4, overcommit=3))
     assert [ledger.wanted(9, room) for room in (math.inf, 7.0)] == [7, 7]

@@ -191,9 +191,18 @@ async def test_a_teacher_lists_the_likeliest_ids_and_what_the_others_have_togeth
             np.testing.assert_allclose(np.exp(top, dtype=np.float64).sum(), 1, atol=1e-6)
 
 
-async def test_more_ids_than_there_are_are_refused() -> None:
+async def test_more_ids_than_the_policy_has_are_refused() -> None:
     with pytest.raises(ConfigError, match=f"tiny knows {VOCABULARY} ids, and top_k = 100"):
         served(top_k=100)
+    with pytest.raises(ConfigError, match="tiny knows 7 ids, and top_k = 8"):
+        served(top_k=8, sampling=Sampling(max_new_tokens=128, vocabulary=7))
+
+
+async def test_a_server_that_lists_an_id_which_the_policy_lacks_is_refused(source: Path) -> None:
+    sampling = Sampling(max_new_tokens=128, vocabulary=VOCABULARY // 2)
+    teacher = on_server(FakeScoringServer(), source, top_k=4, sampling=sampling)
+    with pytest.raises(RewardError, match=r"lists the id \d+ .* the policy knows the 48 below 48: .* leave url out"):
+        await stream(teacher, responses(), 0)
 
 
 async def test_a_sequence_as_long_as_the_engine_reads_leaves_no_room_for_its_answer() -> None:
@@ -230,10 +239,12 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "served"
 
 
-def on_server(fake: FakeScoringServer, source: Path, *, top_k: int = 0, **given: Any) -> VllmLogprobs:
+def on_server(
+    fake: FakeScoringServer, source: Path, *, top_k: int = 0, sampling: Sampling = SAMPLING, **given: Any
+) -> VllmLogprobs:
     server = LogprobServer(URL, source, top_k=top_k, transport=fake, **given)
     server.service.pause = 0.0
-    return VllmLogprobs(server, sampling=SAMPLING, top_k=top_k, key="scorers.teacher")
+    return VllmLogprobs(server, sampling=sampling, top_k=top_k, key="scorers.teacher")
 
 
 async def test_a_server_reads_each_response_once_when_it_has_ended(source: Path) -> None:

@@ -12,7 +12,7 @@ policy's tokens of the span.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -29,7 +29,7 @@ from oppo.hf.introspection import backbone
 from oppo.hf.kv.prefill import TokenSpan
 from oppo.hf.kv.reader import reader_of
 from oppo.hf.recipe import worker_maker
-from oppo.losses.terms import token_logprobs
+from oppo.losses import Input, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority
@@ -87,6 +87,7 @@ class TeacherWorker(BridgeWorker[Spans]):
 
     def __init__(self, model: PreTrainedModel, deterministic: bool, sampling: Sampling, bridge: Bridge) -> None:
         self._temperature = sampling.temperature
+        self._known = bridge.reader.size  # the table may be padded with ids that its tokenizer does not have
         self._stop = frozenset(sampling.stop)
         self._control = list(bridge.policy.control_ids)
         self._model = model
@@ -125,12 +126,14 @@ class TeacherWorker(BridgeWorker[Spans]):
     def _logprobs(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if not len(outputs):
             return outputs.new_zeros(0, dtype=torch.float32)
+
+        def measure(logits: Tensor, at: slice, again: bool) -> Mapping[Input, Tensor]:
+            del again
+            return {"logprobs": token_logprobs(logits[:, : self._known], targets[at], self._temperature)}
+
         if self._head is None:
-            return token_logprobs(outputs, targets, self._temperature)
-        measured = self._head.measured(
-            outputs, lambda logits, at, _: {"logprobs": token_logprobs(logits, targets[at], self._temperature)}
-        )
-        return measured["logprobs"]
+            return measure(outputs, slice(None), False)["logprobs"]
+        return self._head.measured(outputs, measure)["logprobs"]
 
     def _value(self, retokenizer: Retokenizer, kept: FloatArray) -> Spans:
         begins, whole, tokens = retokenizer.begins, retokenizer.whole, retokenizer.tokens
@@ -161,8 +164,9 @@ class BridgedTeacher(Bridged[Spans]):
     The teacher reads prompt and response as its own chat template renders them, or one after the other if it has none,
     tokenized at once in the end. A span ends where a token of either ends. What the teacher's log-prob of a span is
     more than the policy's is shared evenly among the policy's tokens in it, so that the sum over the response is that
-    of the teacher's own call. Where a response has stopped, the token that ended it stands for the one that ends the
-    teacher's turn. A rollout whose text the template changes, or that is longer than the teacher reads, is dropped.
+    of the teacher's own call, over the ids that its tokenizer has. Where a response has stopped, the token that ended
+    it stands for the one that ends the teacher's turn. A rollout whose text the template changes, or that is longer
+    than the teacher reads, is dropped.
 
     Args:
         model: a causal LM.

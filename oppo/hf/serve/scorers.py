@@ -218,7 +218,7 @@ class ReferenceWorker(LogprobWorker[FloatArray]):
 
 class TeacherWorker(LogprobWorker[TopLogprobs]):
     def __init__(self, model: PreTrainedModel, deterministic: bool, sampling: Sampling, top_k: int) -> None:
-        known = sampling.vocabulary or vocabulary(model)
+        known = min(sampling.vocabulary or vocabulary(model), vocabulary(model))
         if not 0 < top_k <= known:
             raise ConfigError(
                 f"a teacher gives the log-probs of its top_k likeliest ids: expected 1 to {known}, the ids that may be "

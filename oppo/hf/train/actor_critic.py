@@ -7,19 +7,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.errors import ModelRefused
 from oppo.hf.head import Measure, OwnHead, require_own_head, separable_head, widen_head
 from oppo.hf.introspection import backbone, keeps_logits, score_head, takes
 from oppo.hf.kv.attention import Packed, packed_mask, packed_rows, packs, reads_packed, rows_apart
-from oppo.hf.model_files import MAKING
+from oppo.hf.model_files import SCALAR
 from oppo.hf.recipe import ModelRecipe
 from oppo.hf.routers import record_routers, replayed, replaying
 from oppo.hf.train.packing import MicroBatch
@@ -30,20 +29,14 @@ def value_model_on(actor: PreTrainedModel) -> PreTrainedModel:
     """Return a critic whose trunk is the ``actor``'s own module, with a value head of zeros, in evaluation mode.
 
     Raises:
-        ModelRefused: transformers has no sequence-classification model of this architecture with a head of one layer,
-            or the actor's head cannot run apart from its trunk.
+        ModelRefused: the sequence-classification model of this architecture has more between trunk and score than a
+            layer, or the actor's head cannot run apart from its trunk.
     """
     trunk, config = backbone(actor), copy.deepcopy(actor.config)
     config.num_labels = 1
     require_own_head(actor)
-    try:
-        with MAKING, torch.device("meta"):  # the trunk built here is dropped, so it takes no memory
-            critic = cast("PreTrainedModel", AutoModelForSequenceClassification.from_config(config, dtype=actor.dtype))
-    except ValueError as error:
-        raise ModelRefused(
-            f"transformers has no sequence-classification model of type {config.model_type!r} to put a value head on "
-            "the policy's trunk with: set models.shared_trunk = false and name a models.critic of another architecture"
-        ) from error
+    with torch.device("meta"):  # the trunk built here is dropped, so it takes no memory
+        critic = SCALAR.made(config, dtype=actor.dtype)
     head = score_head(critic)
     setattr(critic, critic.base_model_prefix, trunk)
     head.to_empty(device=actor.device)

@@ -27,9 +27,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.durable import writing
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, ModelError
 from oppo.events import Batch
 from oppo.hf.devices import use_stream
+from oppo.hf.introspection import vocabulary
 from oppo.hf.lora import adapter_matrices, has_adapters, merged
 from oppo.hf.model_files import quiet
 from oppo.hf.routers import LoadBalancing, RouterReplay, expert_loads, recorded_routes
@@ -213,7 +214,7 @@ class HfTrainerCore:
 
     def accumulate(self, part: Batch) -> None:
         self._require_a_sum()
-        require_inputs(self.loss, part)
+        self._require_known(part)
         if self._partial is None or self._partial.version != self.counts.version:
             self._discard()
             self._partial = PartialGradient(self.counts.version)
@@ -235,6 +236,15 @@ class HfTrainerCore:
         if not partial.finite:
             return self.update(batch)
         return self._learned(batch, lambda update: self._commit(batch, partial, update))
+
+    def _require_known(self, batch: Batch) -> None:
+        require_inputs(self.loss, batch)
+        size, ids = vocabulary(self._models.actor), batch.teacher_ids
+        if ids is not None and ids.size and ids.max() >= size:
+            raise ModelError(
+                f"the teacher lists the id {ids.max()}, and the table of {type(self._models.actor).__name__} has "
+                f"{size} ids: give Sampling(vocabulary=...) the number that the policy knows"
+            )
 
     def _require_a_sum(self) -> None:
         if self.settings.epochs > 1 or self.settings.minibatches > 1:
@@ -289,7 +299,7 @@ class HfTrainerCore:
         self.optimisation.forget()
 
     def _learned(self, batch: Batch, learn: Callable[[UpdateMetrics], None]) -> Trained:
-        require_inputs(self.loss, batch)
+        self._require_known(batch)
         factor = self.settings.learning_rate_factor(self.counts.version)
         self.optimisation.scale(factor)
         update = UpdateMetrics(self.loss, StalenessMetrics(self.counts.version))

@@ -72,7 +72,7 @@ def library_sum(model: PreTrainedModel, bridge: Bridge, response: Response) -> f
     found = bridge.reader.inner(rendered.text, add_special_tokens=rendered.special, return_offsets_mapping=True)
     ids = found["input_ids"] + ([] if bridge.form == "chat" else [bridge.reader.inner.eos_token_id])
     begins, ends = len(opening.text), len(opening.text) + len(text)
-    logits = model(torch.tensor([ids])).logits[0].float() / TEMPERATURE
+    logits = model(torch.tensor([ids])).logits[0, :, : bridge.reader.size].float() / TEMPERATURE
     logprobs = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
     spans = [*found["offset_mapping"], (ends, ends + 1)][: len(ids)]
     chosen = [at for at, (start, end) in enumerate(spans) if at and begins <= start and begins < end <= ends]
@@ -130,6 +130,17 @@ async def test_with_the_same_tokenizer_it_says_of_each_token_what_a_reference_do
         (ours,), (theirs,) = await teacher.finish(finish), await reference.finish(finish)
         assert isinstance(ours, np.ndarray)
         np.testing.assert_allclose(ours[:-1], theirs[:-1], atol=1e-4)
+
+
+async def test_ids_that_a_teacher_s_tokenizer_lacks_make_no_difference(thread: Thread) -> None:
+    tokenizer, reader = spot("unigram"), spot("byte-level", TEMPLATE)
+    bridge, sampling, said = Bridge(tokenizer, reader, "chat"), sampling_of(tokenizer), []
+    assert reader.size == model_of().config.vocab_size
+    for model in (model_of(), tiny.lengthened(model_of())):
+        teacher = BridgedTeacher(model, sampling=sampling, bridge=bridge, place=thread)
+        said.append(await stream(teacher, rollouts(tokenizer), 0))
+    for one, other in zip(*(each.values() for each in said), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
 
 
 async def test_it_keeps_the_contract_of_a_scorer(thread: Thread) -> None:

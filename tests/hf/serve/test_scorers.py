@@ -87,11 +87,8 @@ async def test_a_streamed_score_equals_the_librarys_own_call(name: str, determin
         assert_close(values[response.prompt.rollout], library_score(model, response))
 
 
-SCALARS = [name for name in tiny.CONFIGS if name not in tiny.WITHOUT_SCALAR]
-
-
 @pytest.mark.parametrize("pad", [PADDING, EOS, None], ids=["padding", "eos", "none"])
-@pytest.mark.parametrize("name", SCALARS)
+@pytest.mark.parametrize("name", tiny.CONFIGS)
 async def test_wherever_padding_stands_the_score_is_that_of_the_librarys_own_call(
     name: str, pad: int | None, thread: Thread
 ) -> None:

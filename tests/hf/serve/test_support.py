@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -16,19 +18,22 @@ from transformers import PreTrainedModel
 from oppo.errors import ModelError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response, Support
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.scorers import ReferenceLogprobs
+from oppo.hf.serve.scorers import RecomputedLogprobs, ReferenceLogprobs, TeacherLogprobs
 from oppo.hf.train.packing import MicroBatch, micro_batches, pack, units
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.losses import PPOLoss, SupportIndex, token_logprobs
-from oppo.models import Sampling
+from oppo.models import Sampling, Scorer
 from oppo.placement import Thread
+from oppo.returns import TopLogprobs
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
 from oppo.testing import respond_serially, score_serially
 from oppo.training import TrainerSettings
 from tests.hf import tiny
+from tests.hf.serve.test_whole import causal as only_whole
 from tests.hf.stories import Story, allowed, full_logprobs, prompts, serving, told
+from tests.responses import responses, stream
 
 torch.set_num_threads(1)
 
@@ -157,6 +162,34 @@ async def test_ids_of_a_padded_table_are_never_sampled_and_no_log_prob_counts_th
     metrics = (await trainer.update(batch)).metrics
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
     assert 0 < metrics["policy/entropy_avg"] < np.log(known)
+
+
+READERS: Final[Mapping[str, Callable[..., Scorer[Any]]]] = {
+    "reference": ReferenceLogprobs,
+    "proximal": RecomputedLogprobs,
+    "teacher": partial(TeacherLogprobs, top_k=4),
+    "all-ids": partial(TeacherLogprobs, top_k=tiny.VOCABULARY),
+}
+
+
+@pytest.mark.parametrize("made", [tiny.causal, partial(only_whole, "mamba")], ids=["streamed", "whole"])
+@pytest.mark.parametrize("kind", READERS)
+async def test_ids_that_the_policy_lacks_make_no_difference_to_what_a_model_says(
+    kind: str, made: Callable[[], PreTrainedModel], thread: Thread
+) -> None:
+    model, texts = made(), responses()
+    sampling = Sampling(temperature=0.7, vocabulary=tiny.VOCABULARY)
+    plain, wide = [
+        await stream(READERS[kind](each, sampling=sampling, place=thread), texts, seed=1)
+        for each in (model, tiny.apart(tiny.lengthened)(model))
+    ]
+    for rollout, said in plain.items():
+        for one, other in zip(_arrays(said), _arrays(wide[rollout]), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def _arrays(said: object) -> Sequence[np.ndarray[Any, Any]]:
+    return (said.tokens, said.ids, said.top) if isinstance(said, TopLogprobs) else (np.asarray(said),)
 
 
 async def test_a_support_outside_of_the_references_vocabulary_is_refused(thread: Thread) -> None:
