@@ -522,7 +522,7 @@ class PolicyPool:
         loads = self.capabilities.loads_while_decoding
         while (round_ := self._members.round) and self.living and loads != "between decode steps":
             if loads == "refused":
-                raise ProtocolError("the pool was decoding when weights were synced, and a member cannot load them then")
+                raise ProtocolError("weights were synced while the pool decoded, and a member cannot load them then")
             await round_.over.wait()
         await self._members.load(weights)
 
