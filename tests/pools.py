@@ -228,7 +228,7 @@ class PooledPipeline(Pipeline):
 
     async def _kill(self) -> None:
         for at, number in sorted(self.kills):
-            await anyio.sleep(at - anyio.current_time())
+            await anyio.sleep_until(at)
             for engine in [each for each in reversed(self.engines) if not each.dead][:number]:
                 engine.kill()
 

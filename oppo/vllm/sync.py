@@ -25,13 +25,11 @@ import os
 import socket
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
-from tempfile import mkstemp
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
-from uuid import uuid4
 from zlib import crc32
 
 import anyio
@@ -89,9 +87,11 @@ class WeightFile:
             self.path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
             weakref.finalize(self, os.close, self._descriptor)
         else:
-            self._descriptor, name = mkstemp(prefix="oppo-weights-")
-            self.path = Path(name)
-            weakref.finalize(self, _remove, self._descriptor, self.path)
+            kept = ExitStack()
+            self.path = kept.enter_context(temporary("weights")) / "weights.safetensors"
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            kept.callback(os.close, self._descriptor)
+            weakref.finalize(self, kept.close)
         self._memory = torch.zeros(0, dtype=torch.uint8)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
@@ -126,7 +126,7 @@ class WeightFile:
 
 
 class SharedFile:
-    """A file for each update, in a directory that a server on another machine has too.
+    """A file for each update, in a directory that a server on another machine has too, and a folder of its own there.
 
     No two have the same name, since a file system of several machines may go on reading what a name once held.
 
@@ -138,21 +138,20 @@ class SharedFile:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._name = f"oppo-weights-{uuid4().hex[:12]}"
-        self._numbers = itertools.count()
-        self.path = self._next()
+        kept, self._numbers = ExitStack(), itertools.count()
         try:
-            self.path.touch()
+            self._folder = kept.enter_context(temporary("weights", directory))
+            self._folder.chmod(0o755)  # the server may be another user's
         except OSError as error:
             raise ConfigError(
                 f"weights on their way to vLLM cannot be written to {directory} ({one_line(error)}): name a directory "
                 "that this machine and the server's both have"
             ) from error
-        weakref.finalize(self, _swept, directory, self._name)
+        weakref.finalize(self, kept.close)
+        self.path = self._next()
 
     def _next(self) -> Path:
-        return self._directory / f"{self._name}-{next(self._numbers)}.safetensors"
+        return self._folder / f"{next(self._numbers)}.safetensors"
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write these tensors in place of what was there; of tied ones the first.
@@ -263,11 +262,6 @@ MATRICES: Final = "adapter_model.safetensors"
 """The file of an adapter's matrices."""
 
 
-def _swept(directory: Path, name: str) -> None:
-    for path in directory.glob(f"{name}-*"):
-        path.unlink(missing_ok=True)
-
-
 def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous tensors by name, the first of those that lie in the same memory."""
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
@@ -310,12 +304,6 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # tensors are aligned
     return len(text).to_bytes(8, "little") + text
-
-
-def _remove(descriptor: int, path: Path) -> None:
-    os.close(descriptor)
-    with suppress(FileNotFoundError):
-        path.unlink()
 
 
 SHOWN = 3

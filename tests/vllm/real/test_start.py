@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from tempfile import mkstemp
 
 import pytest
 
@@ -23,7 +21,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder for logs that nobody has named."""
     folder = tmp_path / "temporary"
     folder.mkdir()
-    monkeypatch.setattr("oppo.vllm.processes.mkstemp", partial(mkstemp, dir=folder))
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
     return folder
 
 
@@ -49,17 +47,18 @@ def test_an_engine_that_cannot_start_says_why_and_where_it_said_more(
     log = tmp_path / "failed.log" if named else None
     with pytest.raises(ConfigError, match=r"^vLLM could not be started with .*; everything that it wrote is") as error:
         VllmEngine.start(directory, arguments={"kv_cache_memory_bytes": 1}, log=log)
-    (written,) = [log] if log else temporary.glob("*.log")
+    (written,) = [log] if log else temporary.rglob("*.log")
     assert str(error.value).endswith(str(written))
     assert "No available memory" in str(error.value), "what its process said, not that it ended"
     assert "Traceback" in written.read_text()
 
 
-def test_a_temporary_log_goes_with_an_engine_that_ends_well(directory: Path, temporary: Path) -> None:
+def test_a_temporary_log_and_sockets_go_with_an_engine_that_ends_well(directory: Path, temporary: Path) -> None:
     with VllmEngine.start(directory, arguments={"max_num_seqs": 4}, cores=1) as engine:
-        assert engine.log.parent == temporary
+        assert temporary in engine.log.parents
         assert "EngineCore" in engine.log.read_text()
-    assert not list(temporary.glob("*.log"))
+        assert [path for path in engine.log.parent.iterdir() if path.is_socket()]
+    assert not [path for path in temporary.iterdir() if not path.name.startswith("torchinductor")]
 
 
 def test_an_argument_that_breaks_a_run_is_refused_in_a_program_too(directory: Path) -> None:
