@@ -27,7 +27,7 @@ from oppo.run.places import devices_of, layout_of, with_types
 from oppo.run.train import FINAL
 from tests.hf import tiny
 from tests.placement.instances import gone
-from tests.workplace import furnish, killed_and_replaced, oppo, resume, start
+from tests.workplace import furnish, killed_and_replaced, oppo, records, resume, start
 
 BOTH = 'placement.trainer=["cpu", "cpu"]'
 
@@ -91,7 +91,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_the_others_and_it_can_be_resumed
     assert "was killed by SIGKILL" in said
     assert "go on from there (oppo resume)" in said
     assert gone(ranks)
-    made = len((folder / "runs" / "killed" / "metrics.jsonl").read_text().splitlines())
+    made = len(records(folder, "killed", "metrics.jsonl"))
     assert resume(folder, "killed", f"run.steps={made + 1}") == DONE
 
 
