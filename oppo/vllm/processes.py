@@ -73,8 +73,7 @@ def environment(files: EngineFiles, cores: Sequence[int] | None, *, on_cpu: bool
     defaults = {**DEFAULTS, **(ON_CPU if on_cpu else {}), "TORCHINDUCTOR_CACHE_DIR": cache}
     chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
     chosen |= {PARENT: str(os.getpid()), LOG: file, "VLLM_LOGGING_CONFIG_PATH": str(config), "TMPDIR": folder}
-    if len(folder) < SOCKETS:
-        chosen |= {"VLLM_RPC_BASE_PATH": folder}
+    chosen |= {"VLLM_RPC_BASE_PATH": folder if len(folder) <= SOCKETS else gettempdir()}
     if cores is not None and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         chosen["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     before = {name: os.environ.get(name) for name in chosen}
