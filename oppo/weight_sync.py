@@ -94,9 +94,6 @@ async def sync(weights: Weights, synced: Sequence[SyncedModel]) -> None:
 
     A failure is final: the old weights no longer exist, and a model may share the storage of the new ones. A note says
     the version of each; the run ends, and resumes from a checkpoint.
-
-    Raises:
-        Exception: whatever a synced model raised.
     """
     for model in synced:
         try:

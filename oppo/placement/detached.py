@@ -98,23 +98,12 @@ class DisposableProcess(Generic[T]):
         self._turn = anyio.Lock()
 
     async def start(self) -> None:
-        """Start the child, unless it runs, and wait until it holds the object; a cancelled start kills it.
-
-        Raises:
-            ModelLost: the child died.
-            Exception: whatever importing or unpickling the object raised.
-        """
+        """Start the child, unless it runs, and wait until it holds the object; a cancelled start kills it."""
         async with self._turn:
             await self._started()
 
     async def call(self, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return ``work(instance, *args, **kwargs)``; a cancelled call kills the child.
-
-        Raises:
-            ModelLost: the child died.
-            TimeoutError: the call took too long.
-            Exception: whatever ``work`` raised.
-        """
+        """Return ``work(instance, *args, **kwargs)``; a cancelled call kills the child."""
         packet = pack(Call(0, work, args, kwargs))
         async with self._turn:
             child = await self._started()
@@ -171,11 +160,7 @@ class _LazyChild:
         self.gone = False
 
     def start(self, create: Packet) -> None:
-        """Start the child and wait until it holds the instance.
-
-        Raises:
-            Gone: the child is dead, or dies meanwhile.
-        """
+        """Start the child and wait until it holds the instance."""
         with self._lock:
             if self._killed:
                 raise Gone("was killed before it started")
@@ -183,11 +168,7 @@ class _LazyChild:
         self.ask(create)
 
     def ask(self, packet: Packet) -> object:
-        """Return what an order returns.
-
-        Raises:
-            Gone: the child is dead, or dies meanwhile.
-        """
+        """Return what an order returns."""
         assert self._child is not None  # noqa: S101 - it has been started
         try:
             return self._child.ask(packet).result(self._name)

@@ -56,12 +56,7 @@ class Member:
         self._drawing: dict[Sampling, Policy] = {}
 
     async def load(self, weights: Weights) -> None:
-        """Give its policy the weights.
-
-        Raises:
-            ModelLost: it has not taken them.
-            Exception: whatever it raised.
-        """
+        """Give its policy the weights."""
         await self.policy.load(weights)
         if self.policy.version != weights.version:
             raise ModelLost(f"it was given version {weights.version}, but has {self.policy.version}")
@@ -201,11 +196,7 @@ class Members:
             await self.change()
 
     async def wait_for_one(self) -> None:
-        """Wait until a member serves; one that waits for weights, while the trainer makes them, has come up in time.
-
-        Raises:
-            ModelLost: none does within the timeout, or none is being started.
-        """
+        """Wait until a member serves; one that waits for weights, while the trainer makes them, has come up in time."""
         with anyio.move_on_after(self.timeout) as scope:
             while not self.living and self._starting:
                 until = anyio.current_time() + self.timeout

@@ -200,11 +200,7 @@ class WeightSync:
         self._checked = False
 
     def require_possible(self, step: Step) -> None:
-        """Check, once for all steps, that with lookahead the synced models can be given weights while they are used.
-
-        Raises:
-            ConfigError: they cannot.
-        """
+        """Check, once for all steps, that with lookahead the synced models can be given weights while they are used."""
         if self._checked or not step.lookahead:
             return
         self.require_own_weights("with lookahead", "choose a lookahead of 0")
@@ -216,11 +212,7 @@ class WeightSync:
         self._checked = True
 
     def require_own_weights(self, when: str, otherwise: str) -> None:
-        """Check that the trainer trains no tensor that a synced model serves.
-
-        Raises:
-            ConfigError: it does; the words say when that matters, and what else helps.
-        """
+        """Check that the trainer trains no tensor that a synced model serves."""
         if not TrainerCapabilities.of(self._trainer).trains_by_reference:
             return
         trainer = cast("TrainsByReference", self._trainer)
@@ -243,11 +235,7 @@ class WeightSync:
         return {name: value for metrics in measured for name, value in metrics.items()}
 
     async def sync(self, step: Step) -> float:
-        """Give every synced model the weights once it may have them; return the seconds it took after all waits.
-
-        Raises:
-            ProtocolError: a synced model did not take them.
-        """
+        """Give every synced model the weights once it may have them; return the seconds it took after all waits."""
         with as_itself():
             async with anyio.create_task_group() as feeding:
                 for each in self._synced:

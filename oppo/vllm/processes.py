@@ -60,13 +60,7 @@ FORMAT: Final = "%(levelname)s %(asctime)s [%(processName)s] %(message)s"
 
 @contextmanager
 def environment(files: EngineFiles, cores: Sequence[int] | None, *, on_cpu: bool) -> Iterator[None]:
-    """Set the environment that the processes of an engine inherit, for as long as the context lasts.
-
-    Args:
-        files: of the engine.
-        cores: the CPU cores of the engine; ``None``: as vLLM chooses.
-        on_cpu: whether it computes there.
-    """
+    """Set the environment that the processes of an engine inherit, for as long as the context lasts."""
     file, folder, cache = str(files.log), str(files.folder), f"{gettempdir()}/torchinductor_{os.getuid()}"
     config = files.folder / "logging.json"
     config.write_text(json.dumps(logging_config(file)), encoding="utf-8")
@@ -367,11 +361,7 @@ class ServerProcess:
         return self.url, None if self._written is None else self._written.path
 
     def write(self, tensors: Mapping[str, Tensor], version: str) -> None:
-        """Write weights, or the adapter of a version, where the server finds them.
-
-        Raises:
-            ModelError: there is no room for them.
-        """
+        """Write weights, or the adapter of a version, where the server finds them."""
         if isinstance(self._written, AdapterFolder):
             self._written.write(tensors, version)
         elif self._written is not None:

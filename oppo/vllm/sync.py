@@ -95,11 +95,7 @@ class WeightFile:
         self._memory = torch.zeros(0, dtype=torch.uint8)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write these tensors in place of what was there; of tied ones the first.
-
-        Raises:
-            ModelError: a dtype is unknown to the format, or there is too little memory.
-        """
+        """Write these tensors in place of what was there; of tied ones the first."""
         kept = untied(tensors)
         header = _header(kept)
         end = len(header)
@@ -154,11 +150,7 @@ class SharedFile:
         return self._folder / f"{next(self._numbers)}.safetensors"
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write these tensors in place of what was there; of tied ones the first.
-
-        Raises:
-            ModelError: there is no room for them.
-        """
+        """Write these tensors in place of what was there; of tied ones the first."""
         before, self.path = self.path, self._next()
         try:
             save_file(untied(tensors), self.path)
@@ -224,11 +216,7 @@ class AdapterFolder:
         self._versions: dict[Path, WeightFile | None] = {}
 
     def write(self, tensors: Mapping[str, Tensor], version: str) -> Path:
-        """Write the adapter of a version, as PEFT does, and return where it lies.
-
-        Raises:
-            ModelError: there is no room for it.
-        """
+        """Write the adapter of a version, as PEFT does, and return where it lies."""
         for old in list(self._versions)[:-1]:
             rmtree(old, ignore_errors=True)
             del self._versions[old]
@@ -328,12 +316,7 @@ class ServedWeights:
 
     @classmethod
     def of(cls, model: str, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
-        """Return the weights that transformers makes for a configuration; this takes no memory for them.
-
-        Raises:
-            ModelRefused: transformers knows no causal language model of this kind.
-            ConfigError: its checkpoints have matrices transposed, and in which order vLLM takes them is not known.
-        """
+        """Return the weights that transformers makes for a configuration; this takes no memory for them."""
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - it takes seconds
         from transformers.core_model_loading import Transpose, revert_weight_conversion  # noqa: PLC0415 - likewise
 
@@ -356,11 +339,7 @@ class ServedWeights:
         return cls(model, shapes, tuple(frozenset(names) for names in tied.values()), outline)
 
     def require(self, tensors: Mapping[str, Tensor]) -> None:
-        """Check weights before they are sent.
-
-        Raises:
-            ModelError: a name is missing or unknown, or a shape differs.
-        """
+        """Check weights before they are sent."""
         missing = [min(names) for names in self.needed if not names & tensors.keys()]
         unknown = [name for name in tensors if name not in self.shapes]
         other = [
@@ -410,12 +389,7 @@ class WeightSender(Protocol):
     """Gives an engine the weights of an update."""
 
     async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
-        """Have every worker serve ``tensors``, by their names in transformers; the engine is paused meanwhile.
-
-        Raises:
-            ModelError: the weights could not be sent; the old ones are served.
-            ModelLost: it is not known which weights are served, or the engine is dead.
-        """
+        """Have every worker serve ``tensors``, by their names in transformers; the engine is paused meanwhile."""
 
 
 class FileSender:
@@ -484,11 +458,7 @@ class AdapterSender:
 
 @asynccontextmanager
 async def in_time(deadline: float, version: str) -> AsyncIterator[None]:
-    """Give the body, which has the engine load weights, some seconds.
-
-    Raises:
-        ModelLost: it took longer, or raised an error: which weights are served is unknown.
-    """
+    """Give the body, which has the engine load weights, some seconds."""
     try:
         with anyio.fail_after(deadline):
             yield
@@ -565,11 +535,7 @@ Handles: TypeAlias = Sequence[Mapping[str, Sequence[object]]]
 
 
 def plain(handles: Handles) -> list[dict[str, list[object]]]:
-    """Return handles with names for types, so that they travel without pickles: vLLM then need not allow these.
-
-    Raises:
-        ModelError: one holds something else, as a later torch might.
-    """
+    """Return handles with names for types, so that they travel without pickles: vLLM then need not allow these."""
     names = {value: name for name, value in _NAMED.items()}
 
     def spelt(value: object) -> object:

@@ -95,6 +95,24 @@ def test_a_rank_that_is_killed_ends_the_run_and_the_others_and_it_can_be_resumed
     assert resume(folder, "killed", f"run.steps={made + 1}") == DONE
 
 
+def test_what_a_killed_run_left_goes_with_the_next(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ("run.name=struck", "run.steps=100000", "run.checkpoint_every=1", BOTH)
+    with start(folder, *overrides, before=f"import tempfile\ntempfile.tempdir = {str(tmp_path)!r}") as process:
+        for _ in range(2):
+            process.stdout.readline()
+        ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        process.kill()
+        process.wait()
+    assert gone(ranks)
+    assert [each.name.startswith("oppo-ranks-") for each in tmp_path.iterdir()] == [True]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    steps = len(records(folder, "struck", "metrics.jsonl")) + 1
+    assert resume(folder, "struck", f"run.steps={steps}") == DONE
+    assert list(tmp_path.iterdir()) == []
+
+
 REPLICAS = ("placement.policy_replicas=2", "run.scorers=thread")
 
 

@@ -105,13 +105,6 @@ def test_what_a_reward_does_to_end_a_run_is_a_failure_of_it(
     assert json.loads((folder / "runs" / name / "summary.json").read_text())["complete"] is False
 
 
-def test_a_process_that_a_reward_ends_is_lost_by_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ("rewards.0.source=mischief.py:exiting", "rewards.0.process=true", "run.name=apart")
-    assert oppo(folder, "", *overrides) == FAILED
-    message = "reward function 'exiting' was lost: the process of 'exiting' ended with exit code 0"
-    assert message in capsys.readouterr().err
-
-
 def test_a_thread_that_ends_the_program_is_named_and_its_code_is_no_success(folder: Path) -> None:
     with start(folder, "rewards.0.source=mischief.py:exiting_beside", "run.name=beside") as process:
         _, output = process.communicate(timeout=60)

@@ -67,10 +67,15 @@ def engine_processes() -> set[int]:
 
 
 def left_behind() -> set[Path]:
-    """Return the sockets, the files and the shared memory that engines of this machine use, or have left there."""
+    """Return the sockets, files and shared memory, as engines have them, that no process of this machine uses."""
     names = ("oppo-*", "vllm_dist_*", "????????-????-????-????-????????????")
     found = {path for name in names for path in Path(gettempdir()).glob(name)}
-    return found | set(Path("/dev/shm").glob("psm_*")) | set(Path("/dev/shm").glob("sem.mp-*"))
+    found |= {path for name in ("psm_*", "sem.mp-*") for path in Path("/dev/shm").glob(name)}
+    used = Path("/proc/net/unix").read_text()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            used += maps.read_text()
+    return {path for path in found if str(path) not in used}
 
 
 @pytest.fixture(scope="session", autouse=True)
