@@ -70,7 +70,7 @@ def left_behind() -> set[Path]:
     """Return the sockets, files and shared memory, as engines have them, that no process of this machine uses."""
     names = ("oppo-*", "vllm_dist_*", "????????-????-????-????-????????????")
     found = {path for name in names for path in Path(gettempdir()).glob(name)}
-    found |= {path for name in ("psm_*", "sem.mp-*") for path in Path("/dev/shm").glob(name)}
+    found |= set(Path("/dev/shm").glob("psm_*"))
     used = Path("/proc/net/unix").read_text()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
