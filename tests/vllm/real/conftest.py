@@ -67,14 +67,10 @@ def engine_processes() -> set[int]:
 
 
 def left_behind() -> set[Path]:
-    """Return the sockets, files and shared memory, as engines have them, that no process of this machine uses."""
-    names = ("oppo-*", "vllm_dist_*", "????????-????-????-????-????????????")
+    """Return the sockets and files, as engines have them, that no process of this machine uses."""
+    names = ("oppo-vllm-*", "vllm_dist_*", "????????-????-????-????-????????????")
     found = {path for name in names for path in Path(gettempdir()).glob(name)}
-    found |= set(Path("/dev/shm").glob("psm_*"))
     used = Path("/proc/net/unix").read_text()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            used += maps.read_text()
     return {path for path in found if str(path) not in used}
 
 
