@@ -240,9 +240,7 @@ def exits_told() -> Iterator[None]:
         if _IN_USER_CODE.get():
             raise SystemExit(f"os._exit({status})")
         where = place_among(traceback.extract_stack()[:-1], foreign=True)
-        sys.stderr.write(
-            f"error: os._exit({status}) was called{where}, which ends the program before its work is done\n"
-        )
+        sys.stderr.write(f"error: the program was left by an os._exit({status}) that nothing asked for{where}\n")
         sys.stderr.flush()
         _exit(status or 1)
 
