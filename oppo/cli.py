@@ -23,7 +23,16 @@ from rich.console import Console
 
 from oppo.declared import require_real, require_whole
 from oppo.durable import put
-from oppo.errors import ConfigError, DataError, HangError, ModelRefused, NothingTrained, OppoError, RunComplete
+from oppo.errors import (
+    ConfigError,
+    DataError,
+    HangError,
+    ModelRefused,
+    NothingTrained,
+    OppoError,
+    RunComplete,
+    exits_told,
+)
 from oppo.log import routed
 from oppo.redact import harmless
 from oppo.report.panel import displays
@@ -67,7 +76,7 @@ def program(name: str, about: str) -> App:
 def call(app: App, arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; losing the terminal or a pipe meanwhile ends nothing."""
     try:
-        with stoppable():
+        with stoppable(), exits_told():
             code = app(list(sys.argv[1:] if arguments is None else arguments))
     except CycloptsError as error:
         return complain(str(error), UNUSABLE)

@@ -15,7 +15,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal, TextIO
@@ -213,32 +213,38 @@ def _rename(aside: Path, path: Path) -> None:
 
 
 @contextmanager
-def temporary(purpose: str, parent: Path | None = None) -> Iterator[Path]:
-    """Yield a new temporary directory of this user, and remove it; those that killed processes left go first.
+def temporary(purpose: str, parent: Path | None = None, *, kept: Callable[[], bool] = lambda: False) -> Iterator[Path]:
+    """Yield a new temporary directory of this user, and remove it; those that ended processes left go first.
 
     Args:
         purpose: one word, which is part of its name.
         parent: the directory in which it is; ``None``: the system's for temporary files.
+        kept: asked at its end: whether it is left as long as this process lives, and until another wants one.
 
     Raises:
         OSError: it cannot be made.
     """
-    prefix = f"oppo-{purpose}-{os.getuid()}-"
+    machine = f"{os.uname().nodename}-" if parent else ""  # another one that has the directory may not see its lock
+    prefix = f"oppo-{purpose}-{machine}{os.getuid()}-"
     for left in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*"):
-        with suppress(OSError), _locked(left):
+        with suppress(OSError), ExitStack() as stack:
+            stack.callback(os.close, _locked(left))
             shutil.rmtree(left)
     with ExitStack() as stack:
         for _ in range(_ATTEMPTS):  # another process may take a new one for one that was left
             folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             with suppress(OSError):
-                stack.enter_context(_locked(folder))
+                stack.callback(os.close, _locked(folder))
                 break
-        yield folder
+        try:
+            yield folder
+        finally:
+            if kept():
+                stack.pop_all()
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> int:
     # The system gives the lock up when the process ends, however it does.
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -246,6 +252,7 @@ def _locked(folder: Path) -> Iterator[None]:
             raise PermissionError(errno.EACCES, "of another user", str(folder))
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         folder.stat()
-        yield
-    finally:
+    except OSError:
         os.close(held)
+        raise
+    return held

@@ -27,20 +27,26 @@ import asyncio
 import ctypes
 import difflib
 import math
+import os
 import re
+import sys
 import sysconfig
 import threading
 import traceback
 import types
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
+from os import _exit
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import anyio
 
 T = TypeVar("T")
+
+_IN_USER_CODE: Final = ContextVar("oppo.errors.user_code", default=False)
 
 _OURS: Final = str(Path(__file__).parent)
 _LIBRARIES: Final = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -190,15 +196,17 @@ def errors_only(whose: str = "") -> Iterator[None]:
 def contained(refuse: Callable[[str], Exception], *, passing: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Raise ``refuse(words)`` instead of anything that the body raises: the boundary to user code.
 
-    ``sys.exit()``, an ``exit`` of a test framework and cancellations of its own are included. What comes from outside
-    passes: a cancellation, Ctrl-C, which becomes the cancellation if there is one, and the end of a coroutine that is
-    closed.
+    ``sys.exit()``, in :func:`exits_told` ``os._exit()``, an ``exit`` of a test framework and cancellations of its own
+    are included. What comes from outside passes: a cancellation, Ctrl-C, which becomes the cancellation if there is
+    one, and the end of a coroutine that is closed.
 
     Args:
         refuse: returns the error; the words are those of :func:`worded`.
         passing: errors that pass too.
     """
     task = _current_task()
+    outside = _IN_USER_CODE.get()
+    _IN_USER_CODE.set(True)
     try:
         yield
     except passing:
@@ -214,6 +222,34 @@ def contained(refuse: Callable[[str], Exception], *, passing: type[Exception] | 
         if isinstance(error, GeneratorExit) and task is not _current_task():
             raise
         raise refuse(worded(error)) from error
+    finally:
+        _IN_USER_CODE.set(outside)
+
+
+@contextmanager
+def exits_told() -> Iterator[None]:
+    """Let no ``os._exit`` of this process end the body without a word, or with success.
+
+    In user code, see :func:`contained`, it raises ``SystemExit``. Elsewhere it writes to standard error where it was
+    called, and never exits with code 0. In a process that was forked it does what it always does.
+    """
+    process = os.getpid()
+
+    def tell(status: int) -> NoReturn:
+        if os.getpid() != process or sys._getframe(1).f_code.co_filename.startswith(_OURS):  # noqa: SLF001
+            _exit(status)
+        if _IN_USER_CODE.get():
+            raise SystemExit(f"os._exit({status})")
+        where = place_among(traceback.extract_stack()[:-1], foreign=True)
+        sys.stderr.write(f"error: the program was left by an os._exit({status}) that nothing asked for{where}\n")
+        sys.stderr.flush()
+        _exit(status or 1)
+
+    before, os._exit = os._exit, tell
+    try:
+        yield
+    finally:
+        os._exit = before
 
 
 @types.coroutine

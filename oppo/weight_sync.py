@@ -42,6 +42,9 @@ class BorrowsWeights(Protocol):
     async def settled(self) -> None:
         """Wait until it does not, and read none of them before the next load: they may change."""
 
+    async def starved(self) -> None:
+        """Wait until it can serve nothing before the next load, so that nobody waits for what it does before that."""
+
 
 def model_behind(model: SyncedModel) -> SyncedModel:
     """Return the model to which a synced model passes weights on as its ``stands_for``; mostly itself."""
@@ -91,9 +94,6 @@ async def sync(weights: Weights, synced: Sequence[SyncedModel]) -> None:
 
     A failure is final: the old weights no longer exist, and a model may share the storage of the new ones. A note says
     the version of each; the run ends, and resumes from a checkpoint.
-
-    Raises:
-        Exception: whatever a synced model raised.
     """
     for model in synced:
         try:

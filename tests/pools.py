@@ -10,20 +10,34 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import anyio
+import numpy as np
 
 from oppo.errors import ModelLost, as_itself
-from oppo.events import IntArray, Prompt, Response
-from oppo.models import Cut, Decoding, Piece, Policy, Weights
+from oppo.evaluation import Evaluate, Evaluation
+from oppo.events import IntArray, Prompt, Response, StepReport
+from oppo.graph import Graph
+from oppo.models import Cut, Decoding, Piece, Policy, Sampling, Weights
 from oppo.placement import PolicyPool
 from oppo.simulate.policy import FakeDecode
-from oppo.stages import Generate
-from oppo.testing import FakePolicy, FaultyPolicy, Recorder, Script, prompts, run_virtual
+from oppo.stages import Generate, Update
+from oppo.testing import (
+    FakePolicy,
+    FakeScorer,
+    FaultyPolicy,
+    Recorder,
+    Script,
+    fake_scalar,
+    prompts,
+    run_virtual,
+)
 from oppo.turns import Environment
 from tests.pipelines import Pipeline
 
 How: TypeAlias = Literal["raises", "falls silent", "hangs"]
 
 TIMEOUT = 5.0
+
+GREEDY = Sampling(temperature=0)
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,7 @@ class Mortal(FakePolicy):
     loaded: int = 0
     ended: int = 0
     dead: bool = False
+    killed: anyio.Event = field(default_factory=anyio.Event)
 
     @property
     def progress(self) -> int:
@@ -68,6 +83,9 @@ class Mortal(FakePolicy):
             if self.fate.how == "hangs":
                 await anyio.sleep_forever()
             raise ModelLost("this engine has died, as its fate was")
+
+    def with_sampling(self, sampling: Sampling) -> Mortal:
+        return self  # its tokens are the same
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
         await self.require_alive()
@@ -86,6 +104,7 @@ class Mortal(FakePolicy):
         if seconds < 0:
             raise RuntimeError("these weights did not arrive, as its fate was")
         await anyio.sleep(seconds)
+        await self.require_alive()
         await super().load(weights)
 
     @asynccontextmanager
@@ -93,8 +112,7 @@ class Mortal(FakePolicy):
         await self.require_alive()
         with as_itself():
             async with super()._decoding(live, cut) as decoding, anyio.create_task_group() as tasks:
-                if self.fate.at < math.inf:
-                    tasks.start_soon(self._die)
+                tasks.start_soon(self._die)
                 yield decoding
                 tasks.cancel_scope.cancel()
         if self.dead:
@@ -107,8 +125,13 @@ class Mortal(FakePolicy):
             self.dead = True
             self.stop([*self._live, *self._waiting])
 
+    def kill(self) -> None:
+        self.dead = True
+        self.killed.set()
+
     async def _die(self) -> None:
-        await anyio.sleep(self.fate.at - anyio.current_time())
+        with anyio.CancelScope(deadline=self.fate.at):
+            await self.killed.wait()
         self.dead = True
         if self.fate.how == "hangs":
             for lane in {decode.lane for decode in self._live if decode.lane is not None}:
@@ -148,6 +171,9 @@ class PooledPipeline(Pipeline):
     Attributes:
         fates: of the members.
         later: of the members that are started again, one after the other; those after them do not die.
+        kills: times at which so many of the engines that are alive are killed, the newest first.
+        timeout: of the pool.
+        evaluated: whether held-out prompts are answered after each step.
         script: of faults of ``member 0``, ``member 1`` and so on, until they are lost.
         environment: answers turns.
         started: how many members were started again.
@@ -155,6 +181,9 @@ class PooledPipeline(Pipeline):
 
     fates: Sequence[Fate] = (Fate(), Fate())
     later: Sequence[Fate] = ()
+    kills: Sequence[tuple[float, int]] = ()
+    timeout: float = TIMEOUT
+    evaluated: bool = False
     script: Script = ()
     environment: Environment | None = None
     engines: list[Mortal] = field(default_factory=list)
@@ -168,7 +197,7 @@ class PooledPipeline(Pipeline):
         members: list[Policy] = [self.engine(fate) for fate in self.fates]
         if self.script:
             members = [FaultyPolicy(f"member {k}", member, self.script) for k, member in enumerate(members)]
-        self.pool = PolicyPool(members, start=self.start, timeout=TIMEOUT)
+        self.pool = PolicyPool(members, start=self.start, timeout=self.timeout)
         s, admission = self.setting, self.generate.admission
         self.generate = Generate(self.pool, admission, s.chunks, s.samples, environment=self.environment)
 
@@ -187,15 +216,38 @@ class PooledPipeline(Pipeline):
         self.started += 1
         return self.engine(self.later[self.started - 1] if self.started <= len(self.later) else Fate())
 
+    def graph(self) -> Graph[StepReport]:
+        graph = super().graph()
+        if not self.evaluated:
+            return graph
+        held_out = [Prompt(i, i, np.array([7 + i, 3], np.int32)) for i in range(3)]
+        greedy = self.pool.with_sampling(GREEDY)
+        evaluation = Evaluation(prompts=held_out, reward=FakeScorer(fake_scalar), greedy=greedy)
+        graph = graph.replace(update=replace(graph.stage("update", Update), held=["evaluate"]))
+        return graph.then("evaluate", Evaluate(evaluation, lambda index: True))
+
+    async def _kill(self) -> None:
+        for at, number in sorted(self.kills):
+            await anyio.sleep_until(at)
+            for engine in [each for each in reversed(self.engines) if not each.dead][:number]:
+                engine.kill()
+
     async def run(self) -> None:
-        observers, ahead = [self.tap, self.recorder], self.setting.lookahead
         try:
-            async with self.graph().open(prompts(self.setting.prompts), observers=observers, lookahead=ahead) as run:
-                async for report in run.steps(self.setting.steps):
-                    self.reports.append(report)
+            with as_itself():
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._kill)
+                    await self._run()
+                    tasks.cancel_scope.cancel()
         except Exception as error:  # noqa: BLE001 - what ends the run is looked at
             self.error = error
         self.tasks_left = len(asyncio.all_tasks()) - 1
+
+    async def _run(self) -> None:
+        observers, ahead = [self.tap, self.recorder], self.setting.lookahead
+        async with self.graph().open(prompts(self.setting.prompts), observers=observers, lookahead=ahead) as run:
+            async for report in run.steps(self.setting.steps):
+                self.reports.append(report)
 
     def play(self) -> PooledPipeline:
         run_virtual(self.run)

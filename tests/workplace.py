@@ -171,7 +171,7 @@ def killed_and_replaced(process: Training, replica: int, folder: Path, run_name:
     members = [2.0]
     while members[-1] == 1 or 1 not in members:
         assert process.stdout.readline()
-        members.append(records(folder, run_name, "metrics.jsonl")[-1]["sync/members"])
+        members += [each["sync/members"] for each in records(folder, run_name, "metrics.jsonl")[-1:]]
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert "has been started again, with version" in said
@@ -204,8 +204,13 @@ def run(folder: Path, *overrides: str, before: str = "", **environment: str) -> 
 
 def records(folder: Path, run_name: str, file: str) -> list[dict[str, Any]]:
     """Return the lines of a file of a run directory, metrics by oppo's names; JSON, so their values are of any type."""
-    lines = [json.loads(line) for line in (folder / "runs" / run_name / file).read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(folder / "runs" / run_name / file)
     return [in_own_names(line) for line in lines] if file == "metrics.jsonl" else lines
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file's whole lines: its run may be writing the last."""
+    return [json.loads(line) for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def _set(overrides: tuple[str, ...]) -> list[str]:

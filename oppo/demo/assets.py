@@ -13,14 +13,12 @@ The digest covers the recipe, the sources of the modules that carry it out, and 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -48,14 +46,12 @@ from oppo.demo.models import (
     train_tokenizer,
     write,
 )
+from oppo.durable import temporary
 from oppo.hf.devices import use_cores
 from oppo.hf.model_files import quiet
-from oppo.report.records import Lock, is_locked
 
 COMPLETE: Final = "COMPLETE"
 """The file that is written last; a directory without it is not used."""
-
-_BUILDING: Final = ".building-"
 
 
 def made_once(target: Path, build: Callable[[Path], None]) -> Path:
@@ -66,35 +62,13 @@ def made_once(target: Path, build: Callable[[Path], None]) -> Path:
     if (target / COMPLETE).exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _aside(target.parent) as aside:
+    with temporary("building", target.parent) as aside:
         built = aside / target.name
         built.mkdir()
         build(built)
         (built / COMPLETE).write_text(target.name + "\n", encoding="utf-8")
         _install(built, target)
     return target
-
-
-@contextmanager
-def _aside(parent: Path) -> Iterator[Path]:
-    # Folders of killed processes are deleted first. Each folder is locked by its process. The parent is locked until a
-    # new folder is, so that no other process takes it for that of a killed one.
-    descriptor = os.open(parent, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        for leftover in parent.glob(f"{_BUILDING}*"):
-            with suppress(OSError):  # another user's
-                if not is_locked(leftover):
-                    shutil.rmtree(leftover)
-        aside = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=parent))
-        lock = Lock(aside)
-    finally:
-        os.close(descriptor)
-    try:
-        yield aside
-    finally:
-        lock.release()
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _install(built: Path, target: Path) -> None:

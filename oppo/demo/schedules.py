@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final, cast
 
 import anyio
@@ -23,6 +22,7 @@ from transformers import LlamaForSequenceClassification, PreTrainedModel
 from oppo.algorithms.ppo import PPO
 from oppo.config.settings import Settings
 from oppo.data import PromptStream
+from oppo.durable import temporary
 from oppo.errors import ConfigError
 from oppo.evaluation import respond_serially, score_serially
 from oppo.events import Batch, Drop
@@ -155,9 +155,9 @@ def schedules(effort: Effort) -> list[DemoSchedule]:
 
 
 def measure(settings: Settings, effort: Effort) -> dict[str, list[TimedRound]]:
-    with TemporaryDirectory(prefix="oppo-demo-") as folder:
-        write_deeper(Path(settings.reward_models[0]), Path(folder), effort.deeper)
-        variants = [(schedule, varied(settings, schedule, effort, Path(folder))) for schedule in schedules(effort)]
+    with temporary("demo") as folder:
+        write_deeper(Path(settings.reward_models[0]), folder, effort.deeper)
+        variants = [(schedule, varied(settings, schedule, effort, folder)) for schedule in schedules(effort)]
         with starting(settings):
             session = prepare(variants[0][1], dry_run=True)
         with session:

@@ -161,11 +161,7 @@ class _LazyChild:
         self.gone = False
 
     def start(self, create: Packet) -> None:
-        """Start the child and wait until it holds the instance.
-
-        Raises:
-            Gone: the child is dead, or dies meanwhile.
-        """
+        """Start the child and wait until it holds the instance."""
         with self._lock:
             if self._killed:
                 raise Gone("was killed before it started")
@@ -173,11 +169,7 @@ class _LazyChild:
         self.ask(create)
 
     def ask(self, packet: Packet) -> object:
-        """Return what an order returns.
-
-        Raises:
-            Gone: the child is dead, or dies meanwhile.
-        """
+        """Return what an order returns."""
         assert self._child is not None  # noqa: S101 - it has been started
         try:
             return self._child.ask(packet).result(self._name)

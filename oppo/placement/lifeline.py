@@ -16,9 +16,6 @@ def die_with(lifeline: int) -> None:
 
     On Linux the system itself sends the signal, so code that holds the interpreter lock dies too. PR_SET_PDEATHSIG
     would not do: it follows the thread that started this process, which may end long before its process.
-
-    Args:
-        lifeline: the end to read of a pipe in which nothing is written any more; it stays open.
     """
     hang_up = select.poll()
     hang_up.register(lifeline, 0)  # reports a hang-up only

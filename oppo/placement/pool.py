@@ -512,7 +512,7 @@ class PolicyPool:
         """Give all members the weights, at once; a member without them in the end is left out.
 
         Tokens of the new weights, which a member may make before the others have them, are read when the version has
-        moved.
+        moved. While no member serves, weights are given at any time.
 
         Raises:
             ProtocolError: the pool is decoding, and a member cannot load weights meanwhile.
@@ -520,15 +520,19 @@ class PolicyPool:
             ModelLost: no member is left.
         """
         loads = self.capabilities.loads_while_decoding
-        if self._members.round is not None and loads == "refused":
-            raise ProtocolError("weights were synced while the pool was decoding, and a member cannot load them then")
-        while self._members.round is not None and loads == "when decoding ends":
-            await self._members.round.over.wait()
+        while (round_ := self._members.round) and self.living and loads != "between decode steps":
+            if loads == "refused":
+                raise ProtocolError("weights were synced while the pool decoded, and a member cannot load them then")
+            await round_.over.wait()
         await self._members.load(weights)
 
     async def settled(self) -> None:
         """Wait until no member reads the trainer's tensors, and have none read them before the next :meth:`load`."""
         await self._members.settled()
+
+    async def starved(self) -> None:
+        """Wait until no member serves, and those that were started again need weights of a later :meth:`load`."""
+        await self._members.starved()
 
     def serves(self, weights: Weights) -> bool:
         return any(isinstance(each, ServesByReference) and each.serves(weights) for each in self.living)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,12 +56,7 @@ class Member:
         self._drawing: dict[Sampling, Policy] = {}
 
     async def load(self, weights: Weights) -> None:
-        """Give its policy the weights.
-
-        Raises:
-            ModelLost: it has not taken them.
-            Exception: whatever it raised.
-        """
+        """Give its policy the weights."""
         await self.policy.load(weights)
         if self.policy.version != weights.version:
             raise ModelLost(f"it was given version {weights.version}, but has {self.policy.version}")
@@ -173,7 +169,8 @@ class Members:
         try:
             with limited(self.timeout, f"loading version {weights.version}"):
                 async with member.loading:
-                    await member.load(weights)
+                    if not (member.serving and member.version == weights.version != self.version):  # twice in a sync
+                        await member.load(weights)
         except Exception as error:  # noqa: BLE001 - a member that fails is left out
             if is_refusal(error) and member.policy.version == member.version:
                 refused[member] = error
@@ -188,14 +185,22 @@ class Members:
         while self._reading:
             await self.change()
 
-    async def wait_for_one(self) -> None:
-        """Wait until a member serves.
+    @property
+    def _starves(self) -> bool:
+        # No member serves, and those that have come up can only be given weights of a later sync.
+        ready = any(not each.lost for each in self.all)
+        return ready and not (self.living or self._first or self._weights is not None)
 
-        Raises:
-            ModelLost: none does within the timeout, or none is being started.
-        """
-        with anyio.move_on_after(self.timeout):
+    async def starved(self) -> None:
+        while not self._starves:
+            await self.change()
+
+    async def wait_for_one(self) -> None:
+        """Wait until a member serves; one that waits for weights, while the trainer makes them, has come up in time."""
+        with anyio.move_on_after(self.timeout) as scope:
             while not self.living and self._starting:
+                until = anyio.current_time() + self.timeout
+                scope.deadline = math.inf if self._starves else min(scope.deadline, until)
                 await self.change()
         if not self.living:
             causes = "; ".join(f"{each.name}: {one_line(each.error)}" for each in self.all if each.error is not None)
@@ -249,12 +254,13 @@ class Members:
                 policy, lost.error = None, error
                 logger.once(f"{lost.name} of the pool could not be started again: {one_line(error)}")
         member = self.all[index] = Member(index, policy, serving=False)
+        self.note_change()
         while not member.serving and not member.lost:
             if self._weights is not None:
                 await self._catch_up(member, self._weights)
             elif self._first and policy.version == self.version:
                 member.serving = True
-            else:  # until the next load
+            else:  # until the next load, which is not waited for if no member serves: starved()
                 await self.change()
         if member.serving:
             self._starting.discard(index)

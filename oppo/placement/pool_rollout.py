@@ -125,13 +125,7 @@ class PooledDecode(Resident):
         return Response.of(self.prompt, self._events) if self._events else self.prompt
 
     async def read(self, limit: int) -> Piece:
-        """Return the next tokens; see :class:`oppo.models.Decode`.
-
-        Raises:
-            ProtocolError: another read is waiting, the rollout was closed, or its last piece has been read.
-            ValueError: ``limit`` is less than 1.
-            ModelError: no member can decode it.
-        """
+        """Return the next tokens; see :class:`oppo.models.Decode`."""
         if limit < 1:
             raise ValueError(f"a read takes at least 1 token, not {limit}")
         if self._being_read:

@@ -96,11 +96,7 @@ class Child(ABC):
         return f"pid {self.pids[0]}"
 
     def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
-        """Return the order to make an instance, for each process; any child of this kind executes it.
-
-        Raises:
-            ModelError: what ``make`` holds cannot go there.
-        """
+        """Return the order to make an instance, for each process; any child of this kind executes it."""
         return [pack_with_blocks(Create(number, make))]
 
     def create(self, number: int, orders: Sequence[Packet]) -> Outcome:
@@ -118,9 +114,6 @@ class Child(ABC):
         """Send an order and return its answer; a failed setup is the answer to the first order instead.
 
         Callbacks of the order run here, in this thread.
-
-        Raises:
-            Gone: the child is dead, or dies meanwhile.
         """
 
     @abstractmethod

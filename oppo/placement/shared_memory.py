@@ -54,9 +54,6 @@ class Block(mmap.mmap):
         """Return a new block of ``size`` bytes, at least 1, all 0.
 
         The memory is allocated here, so a shortage is an error now, not a fault at the first touch.
-
-        Raises:
-            OSError: there is too little memory.
         """
         fd = os.memfd_create("oppo") if hasattr(os, "memfd_create") else _nameless()
         try:
@@ -147,11 +144,7 @@ class Counts(Structure):
 
     @classmethod
     def new(cls) -> Self:
-        """Return counts that are all 0.
-
-        Raises:
-            OSError: there is too little memory.
-        """
+        """Return counts that are all 0."""
         return cls.over(cls.memory.new(sizeof(cls)))
 
     @classmethod

@@ -148,14 +148,7 @@ def answer(
     bind: Callable[[object], object],
     seal: Callable[[object], Packet] = pack,
 ) -> Packet | None:
-    """Return the answer to an order; ``None`` for a refusal that came after its call.
-
-    Args:
-        packet: the order.
-        instances: by number; an order may add one.
-        bind: returns what a call is given in place of an argument.
-        seal: packs the answer.
-    """
+    """Return the answer to an order; ``None`` for a refusal that came after its call."""
     start = observe.now()
     try:
         order = unpack(packet)

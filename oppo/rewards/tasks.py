@@ -20,10 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final, SupportsFloat, TypeAlias
 
 from oppo.declared import require_whole
+from oppo.durable import temporary
 from oppo.errors import DataError, one_line, shown
 from oppo.events import Drop
 from oppo.libraries import require
@@ -278,8 +278,8 @@ class CodeChecker:
             source, stdin, expected = f"{code}\n{test}\nprint('\\n{nonce}')\n", "", None
         else:
             source, (stdin, expected) = code, test
-        with TemporaryDirectory(prefix="oppo-code-", ignore_cleanup_errors=True) as folder:
-            ended, said = self._run(source, stdin, Path(folder))
+        with temporary("code") as folder:
+            ended, said = self._run(source, stdin, folder)
         if not ended:
             return False
         return said.rstrip().endswith(nonce) if expected is None else _lines(said) == _lines(expected)

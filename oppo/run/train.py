@@ -20,7 +20,7 @@ from oppo.config.load import load, overridden, resolve
 from oppo.config.own import with_name
 from oppo.config.sections import ROWS
 from oppo.config.settings import Settings
-from oppo.errors import CheckpointError, HangError, NothingTrained, behind
+from oppo.errors import CheckpointError, HangError, NothingTrained, behind, exits_told
 from oppo.events import Drop, StepReport
 from oppo.graph import Graph, Run
 from oppo.liveness import Heartbeat
@@ -414,7 +414,7 @@ def train(
     given = {"data.prompts": prompts, "eval.prompts": held_out}
     named = [f"{key}={ROWS}" for key, rows in given.items() if rows is not None]
     settings, rows = _settings(config, [*overrides, *named]), ProgramRows(prompts, held_out)
-    with prepare(settings, resume=resume, graph=graph, rows=rows) as session:
+    with exits_told(), prepare(settings, resume=resume, graph=graph, rows=rows) as session:
         return anyio.run(run, session, Console(), observers)
 
 

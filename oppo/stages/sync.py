@@ -20,7 +20,7 @@ from typing import cast
 
 import anyio
 
-from oppo.errors import ConfigError, ProtocolError, noted
+from oppo.errors import ConfigError, ProtocolError, as_itself, noted
 from oppo.graph import Step
 from oppo.models import Capabilities, SyncedModel, Trainer, TrainerCapabilities, TrainsByReference, Weights
 from oppo.weight_sync import BorrowsWeights, CopiesWeights, ServesByReference, model_behind, name_of, share_tensors
@@ -102,6 +102,10 @@ class SyncedScorer:
         while any(each.borrowed for each in self._waiting):
             self._served = anyio.Event()
             await self._served.wait()
+
+    async def starved(self) -> None:
+        """Never: the weights that it had are served until it takes new ones."""
+        await anyio.sleep_forever()
 
     async def load(self, weights: Weights) -> None:
         """Serve these weights, once nothing is being read."""
@@ -196,11 +200,7 @@ class WeightSync:
         self._checked = False
 
     def require_possible(self, step: Step) -> None:
-        """Check, once for all steps, that with lookahead the synced models can be given weights while they are used.
-
-        Raises:
-            ConfigError: they cannot.
-        """
+        """Check, once for all steps, that with lookahead the synced models can be given weights while they are used."""
         if self._checked or not step.lookahead:
             return
         self.require_own_weights("with lookahead", "choose a lookahead of 0")
@@ -212,11 +212,7 @@ class WeightSync:
         self._checked = True
 
     def require_own_weights(self, when: str, otherwise: str) -> None:
-        """Check that the trainer trains no tensor that a synced model serves.
-
-        Raises:
-            ConfigError: it does; the words say when that matters, and what else helps.
-        """
+        """Check that the trainer trains no tensor that a synced model serves."""
         if not TrainerCapabilities.of(self._trainer).trains_by_reference:
             return
         trainer = cast("TrainsByReference", self._trainer)
@@ -239,19 +235,27 @@ class WeightSync:
         return {name: value for metrics in measured for name, value in metrics.items()}
 
     async def sync(self, step: Step) -> float:
-        """Give every synced model the weights once it may have them; return the seconds it took after all waits.
-
-        Raises:
-            ProtocolError: a synced model did not take them.
-        """
-        await step.previous(*self._held)
-        await step.later(*self._after, *filter(None, (each.awaited(step) for each in self._scorers)))
+        """Give every synced model the weights once it may have them; return the seconds it took after all waits."""
+        with as_itself():
+            async with anyio.create_task_group() as feeding:
+                for each in self._synced:
+                    if isinstance(each, BorrowsWeights):
+                        feeding.start_soon(self._feed, each)
+                await step.previous(*self._held)
+                await step.later(*self._after, *filter(None, (each.awaited(step) for each in self._scorers)))
+                feeding.cancel_scope.cancel()
         start = anyio.current_time()
         given = [each.given_in(step) if isinstance(each, SyncedScorer) else each for each in self._synced]
         with step.working("update", "weight_sync"):
             await self._trainer.sync_weights(*given)
         require_synced(self._trainer, given)
         return anyio.current_time() - start
+
+    async def _feed(self, model: BorrowsWeights) -> None:
+        # What is waited for may wait for the model, and the weights that it had no longer exist.
+        while True:
+            await model.starved()
+            await self._trainer.sync_weights(cast("SyncedModel", model))
 
 
 def _require_in_flight(model: SyncedModel) -> None:

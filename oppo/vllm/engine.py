@@ -29,7 +29,7 @@ from oppo.vllm.arguments import (
 from oppo.vllm.plugin import register, transfer_of
 from oppo.vllm.processes import (
     Children,
-    EngineLog,
+    EngineFiles,
     cores_of,
     environment,
     failure,
@@ -174,7 +174,7 @@ class VllmEngine(Engine):
         children: Children,
         stack: ExitStack,
         *,
-        log: EngineLog,
+        files: EngineFiles,
         weights: ServedWeights | None = None,
         dtype_chosen: bool = True,
         sleeps: bool = False,
@@ -193,7 +193,7 @@ class VllmEngine(Engine):
         self.weights = weights
         self._children = children
         self._stack = stack
-        self._log = log
+        self._files = files
 
     @classmethod
     def start(
@@ -232,11 +232,11 @@ class VllmEngine(Engine):
         logger.info(f"starting vLLM with {Path(model).name}")
         children = Children()
         with ExitStack() as stack:
-            file = stack.enter_context(EngineLog(log))
+            files = stack.enter_context(EngineFiles(log))
             stack.callback(children.join, 0.0)
-            stack.enter_context(logging_to(file.path))
-            chosen = environment(file.path, cores_of(cores), on_cpu=on_cpu)
-            with _progress_logged(began, file.path), guarded(), chosen:
+            stack.enter_context(logging_to(files.log))
+            chosen = environment(files, cores_of(cores), on_cpu=on_cpu)
+            with _progress_logged(began, files.log), guarded(), chosen:
                 try:
                     with heeded():
                         llm, sender = _async_llm(
@@ -245,8 +245,8 @@ class VllmEngine(Engine):
                 except (KeyboardInterrupt, SystemExit, ConfigError):
                     raise
                 except BaseException as error:
-                    file.keep()
-                    raise ConfigError(failure(model, error, file.path)) from error
+                    files.keep()
+                    raise ConfigError(failure(model, error, files.log)) from error
             children.keep()
             logger.info(f"vLLM is ready after {now() - began:.0f} s")
             return cls(
@@ -254,7 +254,7 @@ class VllmEngine(Engine):
                 sender,
                 children,
                 stack.pop_all(),
-                log=file,
+                files=files,
                 weights=served_by(llm.vllm_config),
                 dtype_chosen="dtype" in (arguments or {}),
                 sleeps=sleeps,
@@ -292,7 +292,7 @@ class VllmEngine(Engine):
 
     @property
     def log(self) -> Path:
-        return self._log.path
+        return self._files.log
 
     @property
     def advice(self) -> str:
@@ -309,7 +309,7 @@ class VllmEngine(Engine):
         self._closed = True
         with self._stack:
             if not self.pids:  # it has died
-                self._log.keep()
+                self._files.keep()
             self.llm.shutdown(timeout=PATIENCE)
             self.llm.shutdown = _nothing  # called again when it is collected, maybe while the interpreter ends
 

@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import mkstemp
+from tempfile import gettempdir
 from types import TracebackType
 from typing import Final, Self
 
@@ -44,6 +44,9 @@ ON_CPU: Final = {
 }
 """Likewise, for an engine on a CPU."""
 
+SOCKETS: Final = 64
+"""Characters that a folder's path may have: one of a socket in it has 37 more, and no system takes more than 103."""
+
 LOOPBACK: Final = "127.0.0.1"
 
 HEALTH: Final = 5.0
@@ -56,49 +59,75 @@ FORMAT: Final = "%(levelname)s %(asctime)s [%(processName)s] %(message)s"
 
 
 @contextmanager
-def environment(log: Path, cores: Sequence[int] | None, *, on_cpu: bool) -> Iterator[None]:
-    """Set the environment that the processes of an engine inherit, for as long as the context lasts.
-
-    Args:
-        log: the file for what they write.
-        cores: the CPU cores of the engine; ``None``: as vLLM chooses.
-        on_cpu: whether it computes there.
-    """
-    file = str(log)
-    with temporary("vllm") as folder:
-        config = folder / "logging.json"
-        config.write_text(json.dumps(logging_config(file)), encoding="utf-8")
-        defaults = {**DEFAULTS, **(ON_CPU if on_cpu else {})}
-        chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
-        chosen |= {PARENT: str(os.getpid()), LOG: file, "VLLM_LOGGING_CONFIG_PATH": str(config)}
-        if cores is not None and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
-            chosen["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
-        before = {name: os.environ.get(name) for name in chosen}
-        os.environ.update(chosen)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+def environment(files: EngineFiles, cores: Sequence[int] | None, *, on_cpu: bool) -> Iterator[None]:
+    """Set the environment that the processes of an engine inherit, for as long as the context lasts."""
+    file, folder, cache = str(files.log), str(files.folder), f"{gettempdir()}/torchinductor_{os.getuid()}"
+    config = files.folder / "logging.json"
+    config.write_text(json.dumps(logging_config(file)), encoding="utf-8")
+    defaults = {**DEFAULTS, **(ON_CPU if on_cpu else {}), "TORCHINDUCTOR_CACHE_DIR": cache}
+    chosen = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    chosen |= {PARENT: str(os.getpid()), LOG: file, "VLLM_LOGGING_CONFIG_PATH": str(config), "TMPDIR": folder}
+    chosen |= {"VLLM_RPC_BASE_PATH": folder if len(folder) <= SOCKETS else gettempdir()}
+    if cores is not None and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        chosen["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    before = {name: os.environ.get(name) for name in chosen}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
-GUARD: Final = """
+TRACKER: Final = b"multiprocessing.resource_tracker"
+"""In the command of a process that removes the shared memory of those that have ended, and then ends itself."""
+
+_ROUNDS: Final = 100
+
+GUARD: Final = f"""
 import os, signal, sys
+TRACKER = {TRACKER!r}
 if not sys.stdin.buffer.read():
     mark = sys.argv[1].encode()
     for entry in os.listdir("/proc"):
         try:
-            with open(f"/proc/{entry}/environ", "rb") as file:
+            with open(f"/proc/{{entry}}/environ", "rb") as file:
                 found = mark in file.read().split(bytes(1))
-            if found:
+            with open(f"/proc/{{entry}}/cmdline", "rb") as file:
+                tracks = TRACKER in file.read()
+            if found and not tracks:
                 os.kill(int(entry), signal.SIGKILL)
         except (OSError, ValueError):
             pass
 """
 """Ends an engine's processes if its standard input ends without a word."""
+
+
+def kill_group(leader: int) -> None:
+    """Kill the processes of a group, but for the trackers of their shared memory, which outlive them for a moment."""
+    if sys.platform != "linux":
+        with suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+        return
+    for _ in range(_ROUNDS):  # they may start others meanwhile
+        found = [int(each.name) for each in Path("/proc").glob("[0-9]*") if _works_for(leader, int(each.name))]
+        if not found:
+            return
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _works_for(leader: int, pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes() if os.getpgid(pid) == leader else b""
+    except OSError:  # it has ended meanwhile
+        return False
+    return bool(command) and TRACKER not in command
 
 
 @contextmanager
@@ -146,31 +175,37 @@ def logging_to(log: Path) -> Iterator[None]:
             each.close()
 
 
-class EngineLog:
-    """The file for what an engine writes; a context manager that removes one without a name, unless it is kept.
+class EngineFiles:
+    """What an engine's processes leave: a context manager that removes it, but for a log that is kept.
 
     Args:
-        chosen: the file; ``None``: a temporary one.
+        log: the file for what they write; ``None``: a temporary one.
+
+    Attributes:
+        folder: for their temporary files, and for the sockets by which vLLM talks to them.
     """
 
-    def __init__(self, chosen: Path | None = None) -> None:
-        self._temporary = chosen is None
-        if chosen is None:
-            descriptor, name = mkstemp(prefix="oppo-vllm-", suffix=".log")
-            os.close(descriptor)
-            chosen = Path(name)
-        self.path = chosen
+    folder: Path
+
+    def __init__(self, log: Path | None = None) -> None:
+        self._log = log
+        self._keeps = False
+        self._stack = ExitStack()
+
+    @property
+    def log(self) -> Path:
+        return self._log or self.folder / "vllm.log"
 
     def keep(self) -> None:
-        """Leave the file where it is: it says why an engine failed."""
-        self._temporary = False
+        """Leave the log where it is: it says why an engine failed. A temporary one goes when this process has ended."""
+        self._keeps = self._log is None
 
     def __enter__(self) -> Self:
+        self.folder = self._stack.enter_context(temporary("vllm", kept=lambda: self._keeps))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._temporary:
-            self.path.unlink(missing_ok=True)
+        self._stack.close()
 
 
 class Children:
@@ -253,7 +288,7 @@ class ServerProcess:
         backend: of the weight transfer.
         adapters: rank of the adapters that will be synced; 0: all weights are.
         cores: CPU cores that it computes on; ``None``: as many as it finds.
-        log: the file for what it writes; ``None``: a temporary one, which stays.
+        log: the file for what it writes; ``None``: a temporary one, which stays if it does not start.
 
     Attributes:
         url: of the server.
@@ -287,11 +322,12 @@ class ServerProcess:
             "enable_scale_out": True,
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
-        file, (held, lifeline) = EngineLog(log).path, os.pipe()
+        self._kept = ExitStack()
+        files, (held, lifeline) = self._kept.enter_context(EngineFiles(log)), os.pipe()
         self._lifeline: int | None = lifeline
         self._written: WeightFile | AdapterFolder | None = None
         self._adapts = adapters > 0
-        with guarded(), environment(file, None, on_cpu=on_cpu), file.open("ab") as written:
+        with guarded(), environment(files, None, on_cpu=on_cpu), files.log.open("ab") as written:
             chosen = {
                 "VLLM_SERVER_DEV_MODE": "1",
                 "VLLM_API_KEY": key,
@@ -312,10 +348,11 @@ class ServerProcess:
             try:
                 self._wait_until_ready(host, port)
             except BaseException as error:
+                files.keep()
                 self.end()
                 if not isinstance(error, RuntimeError):
                     raise
-                raise ConfigError(failure(model, error, file)) from error
+                raise ConfigError(failure(model, error, files.log)) from error
 
     def whereabouts(self, *, writes: bool) -> tuple[str, Path | None]:
         """Return the URL of the server and, if :meth:`write` is to be called, where that writes."""
@@ -324,11 +361,7 @@ class ServerProcess:
         return self.url, None if self._written is None else self._written.path
 
     def write(self, tensors: Mapping[str, Tensor], version: str) -> None:
-        """Write weights, or the adapter of a version, where the server finds them.
-
-        Raises:
-            ModelError: there is no room for them.
-        """
+        """Write weights, or the adapter of a version, where the server finds them."""
         if isinstance(self._written, AdapterFolder):
             self._written.write(tensors, version)
         elif self._written is not None:
@@ -349,9 +382,9 @@ class ServerProcess:
         lifeline, self._lifeline, self._written = self._lifeline, None, None
         if lifeline is not None:
             os.close(lifeline)
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # the engine's processes, which may not watch it yet
+            kill_group(self._process.pid)  # the engine's processes, which may not watch it yet
             self._process.wait()
+        self._kept.close()
 
 
 def as_flags(arguments: Mapping[str, object]) -> Iterator[str]:

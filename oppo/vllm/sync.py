@@ -25,13 +25,11 @@ import os
 import socket
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
-from tempfile import mkstemp
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
-from uuid import uuid4
 from zlib import crc32
 
 import anyio
@@ -89,17 +87,15 @@ class WeightFile:
             self.path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
             weakref.finalize(self, os.close, self._descriptor)
         else:
-            self._descriptor, name = mkstemp(prefix="oppo-weights-")
-            self.path = Path(name)
-            weakref.finalize(self, _remove, self._descriptor, self.path)
+            kept = ExitStack()
+            self.path = kept.enter_context(temporary("weights")) / "weights.safetensors"
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            kept.callback(os.close, self._descriptor)
+            weakref.finalize(self, kept.close)
         self._memory = torch.zeros(0, dtype=torch.uint8)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write these tensors in place of what was there; of tied ones the first.
-
-        Raises:
-            ModelError: a dtype is unknown to the format, or there is too little memory.
-        """
+        """Write these tensors in place of what was there; of tied ones the first."""
         kept = untied(tensors)
         header = _header(kept)
         end = len(header)
@@ -126,7 +122,7 @@ class WeightFile:
 
 
 class SharedFile:
-    """A file for each update, in a directory that a server on another machine has too.
+    """A file for each update, in a directory that a server on another machine has too, and a folder of its own there.
 
     No two have the same name, since a file system of several machines may go on reading what a name once held.
 
@@ -138,28 +134,23 @@ class SharedFile:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._name = f"oppo-weights-{uuid4().hex[:12]}"
-        self._numbers = itertools.count()
-        self.path = self._next()
+        kept, self._numbers = ExitStack(), itertools.count()
         try:
-            self.path.touch()
+            self._folder = kept.enter_context(temporary("weights", directory))
+            self._folder.chmod(0o755)  # the server may be another user's
         except OSError as error:
             raise ConfigError(
                 f"weights on their way to vLLM cannot be written to {directory} ({one_line(error)}): name a directory "
                 "that this machine and the server's both have"
             ) from error
-        weakref.finalize(self, _swept, directory, self._name)
+        weakref.finalize(self, kept.close)
+        self.path = self._next()
 
     def _next(self) -> Path:
-        return self._directory / f"{self._name}-{next(self._numbers)}.safetensors"
+        return self._folder / f"{next(self._numbers)}.safetensors"
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write these tensors in place of what was there; of tied ones the first.
-
-        Raises:
-            ModelError: there is no room for them.
-        """
+        """Write these tensors in place of what was there; of tied ones the first."""
         before, self.path = self.path, self._next()
         try:
             save_file(untied(tensors), self.path)
@@ -225,11 +216,7 @@ class AdapterFolder:
         self._versions: dict[Path, WeightFile | None] = {}
 
     def write(self, tensors: Mapping[str, Tensor], version: str) -> Path:
-        """Write the adapter of a version, as PEFT does, and return where it lies.
-
-        Raises:
-            ModelError: there is no room for it.
-        """
+        """Write the adapter of a version, as PEFT does, and return where it lies."""
         for old in list(self._versions)[:-1]:
             rmtree(old, ignore_errors=True)
             del self._versions[old]
@@ -261,11 +248,6 @@ class AdapterFolder:
 
 MATRICES: Final = "adapter_model.safetensors"
 """The file of an adapter's matrices."""
-
-
-def _swept(directory: Path, name: str) -> None:
-    for path in directory.glob(f"{name}-*"):
-        path.unlink(missing_ok=True)
 
 
 def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -312,12 +294,6 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _remove(descriptor: int, path: Path) -> None:
-    os.close(descriptor)
-    with suppress(FileNotFoundError):
-        path.unlink()
-
-
 SHOWN = 3
 """Names that an error lists."""
 
@@ -340,12 +316,7 @@ class ServedWeights:
 
     @classmethod
     def of(cls, model: str, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
-        """Return the weights that transformers makes for a configuration; this takes no memory for them.
-
-        Raises:
-            ModelRefused: transformers knows no causal language model of this kind.
-            ConfigError: its checkpoints have matrices transposed, and in which order vLLM takes them is not known.
-        """
+        """Return the weights that transformers makes for a configuration; this takes no memory for them."""
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - it takes seconds
         from transformers.core_model_loading import Transpose, revert_weight_conversion  # noqa: PLC0415 - likewise
 
@@ -368,11 +339,7 @@ class ServedWeights:
         return cls(model, shapes, tuple(frozenset(names) for names in tied.values()), outline)
 
     def require(self, tensors: Mapping[str, Tensor]) -> None:
-        """Check weights before they are sent.
-
-        Raises:
-            ModelError: a name is missing or unknown, or a shape differs.
-        """
+        """Check weights before they are sent."""
         missing = [min(names) for names in self.needed if not names & tensors.keys()]
         unknown = [name for name in tensors if name not in self.shapes]
         other = [
@@ -422,12 +389,7 @@ class WeightSender(Protocol):
     """Gives an engine the weights of an update."""
 
     async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
-        """Have every worker serve ``tensors``, by their names in transformers; the engine is paused meanwhile.
-
-        Raises:
-            ModelError: the weights could not be sent; the old ones are served.
-            ModelLost: it is not known which weights are served, or the engine is dead.
-        """
+        """Have every worker serve ``tensors``, by their names in transformers; the engine is paused meanwhile."""
 
 
 class FileSender:
@@ -496,11 +458,7 @@ class AdapterSender:
 
 @asynccontextmanager
 async def in_time(deadline: float, version: str) -> AsyncIterator[None]:
-    """Give the body, which has the engine load weights, some seconds.
-
-    Raises:
-        ModelLost: it took longer, or raised an error: which weights are served is unknown.
-    """
+    """Give the body, which has the engine load weights, some seconds."""
     try:
         with anyio.fail_after(deadline):
             yield
@@ -577,11 +535,7 @@ Handles: TypeAlias = Sequence[Mapping[str, Sequence[object]]]
 
 
 def plain(handles: Handles) -> list[dict[str, list[object]]]:
-    """Return handles with names for types, so that they travel without pickles: vLLM then need not allow these.
-
-    Raises:
-        ModelError: one holds something else, as a later torch might.
-    """
+    """Return handles with names for types, so that they travel without pickles: vLLM then need not allow these."""
     names = {value: name for name, value in _NAMED.items()}
 
     def spelt(value: object) -> object:

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from oppo.cli import main
 from oppo.demo import language
 from oppo.demo.assets import COMPLETE, AssetRecipe, Assets, cache_directory, made_once, make_assets
-from oppo.report.records import Lock
 from tests.forked import Program
 
 
@@ -152,15 +151,6 @@ def test_one_that_builds_within_another_leaves_it_alone(tmp_path: Path) -> None:
 
     made_once(tmp_path / "outer", both)
     assert [(tmp_path / name / "made").exists() for name in ("outer", "inner")] == [True, True]
-
-
-def test_a_folder_that_somebody_holds_stays(tmp_path: Path) -> None:
-    held = tmp_path / ".building-held"
-    held.mkdir()
-    lock = Lock(held)
-    made_once(tmp_path / "one", build)
-    assert held.is_dir()
-    lock.release()
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from oppo.testing import Fault, Flap, Garbage, Hang, LoseSessions, Raise, Script
 from oppo.testing.script import FaultKind, Method, Spoilt
 from oppo.turns import Answer, Answered, Turn, turns_answered
 from tests.pipelines import Setting, motions, settings
-from tests.pools import Fate, PooledPipeline
+from tests.pools import TIMEOUT, Fate, PooledPipeline
 from tests.stages.test_conversations import Tool, some_turns
 
 pytestmark = pytest.mark.schedules
@@ -56,9 +56,21 @@ class Case:
     members: tuple[Fate, ...]
     later: tuple[Fate, ...] = ()
     script: Script = ()
+    kills: tuple[tuple[float, int], ...] = ()
+    timeout: float = TIMEOUT
+    evaluated: bool = False
 
     def play(self, kind: type[PooledPipeline] = PooledPipeline, tool: Tool | None = None) -> PooledPipeline:
-        run = kind(self.setting, fates=self.members, later=self.later, script=self.script, environment=tool)
+        run = kind(
+            self.setting,
+            fates=self.members,
+            later=self.later,
+            kills=self.kills,
+            timeout=self.timeout,
+            evaluated=self.evaluated,
+            script=self.script,
+            environment=tool,
+        )
         with routed():
             return run.play()
 
@@ -92,6 +104,40 @@ def check(run: PooledPipeline) -> None:
     check_ending(run)
     check_accounts(run)
     check_numbers(run)
+
+
+@st.composite
+def killed(draw: st.DrawFn) -> Case:
+    """Any number of a pool's members is killed at any moment, more than once; loads may take long or fail."""
+    loads = st.lists(st.sampled_from([0.0, 0.0, 0.07, 1.0, -1.0]), max_size=4).map(tuple)
+    how = st.sampled_from(["raises", "falls silent"])
+    fate = st.builds(Fate, how=how, keeps=st.booleans(), loads=loads, returns=st.sampled_from([0.0, 0.1, 2.0]))
+    moment = st.integers(0, 200).map(lambda step: step / 100)
+    setting = draw(motions(lookaheads=(0, 1, 1, 2)))
+    return Case(
+        replace(setting, prompts=1_000, steps=4, update=draw(st.sampled_from([0.1, 0.3, 0.3, 2_000.0]))),
+        tuple(draw(st.lists(fate, min_size=1, max_size=3))),
+        tuple(draw(st.lists(fate, max_size=3))),
+        kills=tuple(draw(st.lists(st.tuples(moment, st.sampled_from([1, 3])), min_size=1, max_size=3))),
+        timeout=1_000.0,
+        evaluated=draw(st.booleans()),
+    )
+
+
+AHEAD = replace(KEPT, lookahead=1, update=0.3)
+
+
+@hypothesis_settings(max_examples=max(1, SCHEDULES // 4))
+@given(killed())
+@example(Case(AHEAD, (Fate(), Fate()), kills=((0.75, 2),)))
+@example(Case(replace(AHEAD, update=20.0), (Fate(), Fate()), kills=((0.75, 2),)))
+@example(Case(replace(AHEAD, in_flight=True), (Fate(), Fate()), kills=((0.6, 2),), evaluated=True))
+def test_a_run_goes_on_after_the_loss_of_any_number_of_members_at_any_moment(case: Case) -> None:
+    run = case.play()
+    event(f"lookahead {case.setting.lookahead}, {run.started} started again")
+    if run.error is not None:
+        raise run.error
+    check(run)
 
 
 @hypothesis_settings(max_examples=SCHEDULES // 2)

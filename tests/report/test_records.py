@@ -22,6 +22,7 @@ from oppo.errors import ConfigError
 from oppo.report import RunDirectory, RunLog
 from oppo.report.records import LOCK, Lock, Writer, gaps, is_locked, read, require_unused, rewind, taken
 from tests.report.synthetic import play
+from tests.workplace import read_lines
 
 
 def records(count: int, text: str = "") -> list[dict[str, object]]:
@@ -45,13 +46,17 @@ def test_the_first_steps_stay_whatever_their_text_holds(tmp_path: Path, text: st
     assert file.read_text(encoding="utf-8") == spelled(records(3, text))
 
 
-@pytest.mark.parametrize("kept", range(1, 7))
-def test_a_line_that_was_torn_is_dropped_and_told_wherever_it_was_torn(tmp_path: Path, kept: int) -> None:
-    file = tmp_path / "samples.jsonl"
-    file.write_bytes(spelled(records(2)).encode() + '{"\N{GRINNING FACE}'.encode()[:kept])
-    assert rewind(file, 9) == [f"{file}: left out as damaged: line 3; see samples.jsonl.damaged"]
-    assert list(read(file)) == records(2)
-    assert rewind(file, 9) == []
+def test_a_line_that_is_torn_is_dropped_and_told_wherever_it_is_torn(tmp_path: Path) -> None:
+    """The last one of a run that writes it now, or was killed."""
+    file, text = tmp_path / "samples.jsonl", "\N{GRINNING FACE}"
+    whole, torn = (spelled(records(count, text)).encode() for count in (2, 3))
+    for size in range(len(whole) + 1, len(torn) - 1):
+        file.write_bytes(torn[:size])
+        assert list(read(file)) == records(2, text)
+        assert [each["step"] for each in read_lines(file)] == [1, 2]
+        assert rewind(file, 9) == [f"{file}: left out as damaged: line 3; see samples.jsonl.damaged"]
+        assert file.read_bytes() == whole
+        assert rewind(file, 9) == []
 
 
 def test_a_file_that_is_not_there_holds_nothing(tmp_path: Path) -> None:

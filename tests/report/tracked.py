@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sqlite3
 import struct
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
-TRACKIO = Path(os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp(prefix="oppo-trackio-")))
+from oppo.durable import temporary
+
+_kept = ExitStack()
+atexit.register(_kept.close)
+TRACKIO = Path(os.environ.setdefault("TRACKIO_DIR", str(_kept.enter_context(temporary("trackio")))))
 """Where Trackio keeps its runs: it reads that once in a process."""
 
 Scalars = Mapping[str, Mapping[int, float]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from oppo.run.places import devices_of, layout_of, with_types
 from oppo.run.train import FINAL
 from tests.hf import tiny
 from tests.placement.instances import gone
-from tests.workplace import furnish, killed_and_replaced, oppo, resume, start
+from tests.workplace import furnish, killed_and_replaced, oppo, records, resume, start
 
 BOTH = 'placement.trainer=["cpu", "cpu"]'
 
@@ -91,8 +92,27 @@ def test_a_rank_that_is_killed_ends_the_run_and_the_others_and_it_can_be_resumed
     assert "was killed by SIGKILL" in said
     assert "go on from there (oppo resume)" in said
     assert gone(ranks)
-    made = len((folder / "runs" / "killed" / "metrics.jsonl").read_text().splitlines())
+    made = len(records(folder, "killed", "metrics.jsonl"))
     assert resume(folder, "killed", f"run.steps={made + 1}") == DONE
+
+
+def test_what_a_killed_run_left_goes_with_the_next(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ("run.name=struck", "run.steps=100000", "run.checkpoint_every=1", BOTH)
+    with start(folder, *overrides, before=f"import tempfile\ntempfile.tempdir = {str(tmp_path)!r}") as process:
+        for _ in range(2):
+            process.stdout.readline()
+        ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        process.kill()
+        process.wait()
+    while not gone(ranks):  # until the time limit of a test
+        time.sleep(0.05)
+    assert [each.name.startswith("oppo-ranks-") for each in tmp_path.iterdir()] == [True]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    steps = len(records(folder, "struck", "metrics.jsonl")) + 1
+    assert resume(folder, "struck", f"run.steps={steps}") == DONE
+    assert list(tmp_path.iterdir()) == []
 
 
 REPLICAS = ("placement.policy_replicas=2", "run.scorers=thread")

@@ -22,7 +22,7 @@ from oppo.signals import Stopped
 from tests.workplace import furnish, oppo, records, resume, start
 
 MISCHIEF = """
-import asyncio, os, sys, time
+import asyncio, os, sys, threading, time
 from pathlib import Path
 
 calls, flaps = [], []  # a file is run once in a process
@@ -38,6 +38,22 @@ async def hedged(prompts, completions):
 
 def leaving(prompts, completions):
     sys.exit(0)
+
+def exiting(prompts, completions):
+    os._exit(0)
+
+async def exiting_on_the_loop(prompts, completions):
+    os._exit(0)
+
+def forking(prompts, completions):
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    return [float(os.waitpid(child, 0)[1])] * len(completions)
+
+def exiting_beside(prompts, completions):
+    threading.Thread(target=lambda: os._exit(0)).start()
+    time.sleep(60)
 
 def flapping(prompts, completions):
     flaps.append(1)
@@ -73,6 +89,8 @@ def _one_thread_here() -> None:
     [
         ("hedged", "reward function 'hedged' raised CancelledError at "),
         ("leaving", "reward function 'leaving' raised SystemExit: 0 at "),
+        ("exiting", "reward function 'exiting' raised SystemExit: os._exit(0) at "),
+        ("exiting_on_the_loop", "reward function 'exiting_on_the_loop' raised SystemExit: os._exit(0) at "),
     ],
 )
 def test_what_a_reward_does_to_end_a_run_is_a_failure_of_it(
@@ -85,6 +103,17 @@ def test_what_a_reward_does_to_end_a_run_is_a_failure_of_it(
     assert "in stage 'reward' of graph 'ppo', step " in output
     assert "Traceback" not in output
     assert json.loads((folder / "runs" / name / "summary.json").read_text())["complete"] is False
+
+
+def test_a_thread_that_ends_the_program_is_named_and_its_code_is_no_success(folder: Path) -> None:
+    with start(folder, "rewards.0.source=mischief.py:exiting_beside", "run.name=beside") as process:
+        _, output = process.communicate(timeout=60)
+    assert process.returncode == FAILED, output
+    assert f"left by an os._exit(0) that nothing asked for at {folder / 'mischief.py'}:" in output
+
+
+def test_a_process_that_a_reward_forks_ends_as_it_wants_to(folder: Path) -> None:
+    assert oppo(folder, "", "rewards.0.source=mischief.py:forking", "run.name=forking", "run.steps=1") == DONE
 
 
 def test_a_reward_file_that_ends_the_program_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

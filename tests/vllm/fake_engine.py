@@ -22,7 +22,7 @@ from torch import Tensor
 from oppo.errors import as_itself
 from oppo.simulate.models import noise
 from oppo.vllm import VllmEngine
-from oppo.vllm.processes import Children, EngineLog
+from oppo.vllm.processes import Children, EngineFiles
 from oppo.vllm.surface import AsyncEngine
 from oppo.vllm.sync import WeightSender
 
@@ -406,7 +406,7 @@ class FakeSender:
 
 def engine_of(llm: FakeAsyncLLM, sender: WeightSender | None = None) -> VllmEngine:
     """Return an engine around a fake."""
-    engine = VllmEngine(llm, sender or FakeSender(), Children(), ExitStack(), log=EngineLog(LOG))
+    engine = VllmEngine(llm, sender or FakeSender(), Children(), ExitStack(), files=EngineFiles(LOG))
     engine.params = lambda keywords: SimpleNamespace(**keywords)  # type: ignore[method-assign]  # vLLM is not installed
     return engine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -102,6 +102,7 @@ class Unstarted(ServerProcess):
 
     def __init__(self) -> None:
         self.url, self._lifeline, self._adapts, self._written = URL, None, True, None
+        self._kept = ExitStack()
 
 
 def test_adapters_are_written_where_each_server_is_and_one_that_is_started_again_gets_the_newest() -> None:

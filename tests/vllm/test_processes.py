@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from oppo.errors import ConfigError
 from oppo.vllm import plugin
-from oppo.vllm.processes import ServerProcess, environment
+from oppo.vllm.processes import EngineFiles, ServerProcess, environment
 from oppo.vllm.sync import MATRICES
 from tests.placement.instances import Total
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 def test_what_suits_a_cpu_is_set_there_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     before = dict(os.environ)
-    with environment(tmp_path / "vllm.log", None, on_cpu=on_cpu):
+    with EngineFiles(tmp_path / "vllm.log") as files, environment(files, None, on_cpu=on_cpu):
         assert ("GLIBC_TUNABLES" in os.environ) is on_cpu
         assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
         assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in os.environ
@@ -94,7 +95,8 @@ def test_a_process_that_holds_the_interpreter_lock_dies_with_its_parent(tmp_path
 
 
 SERVER = """
-import json, os, sys
+import json, os, sys, tempfile
+from multiprocessing.shared_memory import SharedMemory
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from oppo.placement.lifeline import die_with
 from oppo.vllm.plugin import LIFELINE
@@ -108,8 +110,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({"arguments": sys.argv[1:], "environment": dict(os.environ)}).encode())
+        said = {"arguments": sys.argv[1:], "environment": dict(os.environ), "block": block.name, "socket": socket}
+        self.wfile.write(json.dumps(said).encode())
 
+block, (_, socket) = SharedMemory(create=True, size=8), tempfile.mkstemp()
 print("it listens", flush=True)
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
@@ -157,6 +161,11 @@ def test_a_server_is_reached_when_it_is_made_and_ends_with_its_process(tmp_path:
     for _ in range(2):
         server.end()
     assert not path.exists()
+    assert not Path(found["socket"]).exists()
+    block, patience = Path("/dev/shm", found["block"]), time.monotonic() + 60
+    while block.exists():
+        assert time.monotonic() < patience, "what tracks its shared memory was killed too"
+        time.sleep(0.05)
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
 

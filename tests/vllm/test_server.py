@@ -164,7 +164,7 @@ def test_a_server_on_another_machine_gets_its_weights_through_a_directory_that_b
     fake = FakeServer()
     server = VllmServer("http://far:8000", transport=fake, weights_directory=tmp_path)
     assert isinstance(server.sender, FileSender)
-    assert Path(fake.init["path"]).parent == tmp_path
+    assert tmp_path in Path(fake.init["path"]).parents
     assert "cannot be written" in refused(FakeServer(), "http://far:8000", weights_directory=tmp_path / "none")
 
 
@@ -175,10 +175,10 @@ def test_a_shared_file_has_a_new_name_each_time_and_is_removed_in_the_end(tmp_pa
         weight = torch.full((2,), value)
         file.write({"a": weight, "tied": weight})
         assert load_file(file.path)["a"].tolist() == [value, value]
-        assert list(tmp_path.iterdir()) == [file.path]
+        assert list(file.path.parent.iterdir()) == [file.path]
         seen.add(file.path)
     assert len(seen) == 2
-    file.path.parent.chmod(0o700)
+    assert file.path.parent.stat().st_mode & 0o777 == 0o755, "the server may be another user's"
     del file
     assert not list(tmp_path.iterdir())
 

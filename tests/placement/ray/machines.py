@@ -125,8 +125,8 @@ def machines(count: int = 2, *, cpus: int = 4) -> Iterator[Machines]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            shutil.rmtree(folder, ignore_errors=True)
         cast("IO[str]", process.stdout).close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _told(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -139,12 +139,21 @@ def _told(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def _serve(folder: str, cpus: int) -> None:
-    """Run a cluster until the standard input is closed."""
+    """Run a cluster until the standard input is closed, as it is when whoever has it is killed, or until SIGTERM."""
     from ray.cluster_utils import Cluster
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     room: dict[str, Any] = {"num_cpus": cpus, "object_store_memory": STORE, "include_dashboard": False}
     Path("/tmp/ray").mkdir(exist_ok=True)  # where Ray notes the address, wherever its other files are
     cluster = Cluster(initialize_head=True, head_node_args={**room, "_system_config": HEALTH, "temp_dir": folder})
+    try:
+        _obey(cluster, room)
+    finally:
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _obey(cluster: Any, room: dict[str, Any]) -> None:
     _tell(address=cluster.address, **_found(cluster.head_node))
     raylets: dict[int, Any] = {}
     for order in sys.stdin:
@@ -158,7 +167,6 @@ def _serve(folder: str, cpus: int) -> None:
             raylet = node.all_processes["raylet"][0].process
             raylets[raylet.pid] = raylet
             _tell(**_found(node))
-    cluster.shutdown()
 
 
 def _found(node: Any) -> dict[str, object]:

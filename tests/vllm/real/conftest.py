@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import gettempdir
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
 from oppo.vllm import VllmEngine, VllmPolicy
+from oppo.vllm.processes import kill_group
 from oppo.vllm.sync import free_port
 
 VOCABULARY = 512
@@ -64,6 +66,25 @@ def engine_processes() -> set[int]:
     return found
 
 
+def left_behind() -> set[Path]:
+    """Return the sockets and files, as engines have them, that no process of this machine uses."""
+    names = ("oppo-vllm-*", "vllm_dist_*", "????????-????-????-????-????????????")
+    found = {path for name in names for path in Path(gettempdir()).glob(name)}
+    used = Path("/proc/net/unix").read_text()
+    return {path for path in found if str(path) not in used}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_left_in_the_end() -> Iterator[None]:
+    before = left_behind()
+    yield
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while left := left_behind() - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
 @contextmanager
 def scoring_server(directory: Path, folder: Path, *flags: str) -> Iterator[str]:
     """Yield the URL of a server that is started as errors say, but for a small machine."""
@@ -93,8 +114,7 @@ def scoring_server(directory: Path, folder: Path, *flags: str) -> Iterator[str]:
             time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         process.wait()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -149,7 +148,7 @@ def test_a_killed_engine_is_a_lost_model_and_the_run_goes_on_from_its_checkpoint
         os.kill(engine, signal.SIGKILL)
         assert program.wait(30) == 1, program.said
         assert program.leaves_nothing()
-    log = [json.loads(line) for line in (place / "runs" / "killed" / "log.jsonl").read_text().splitlines()]
+    log = records(place, "killed", "log.jsonl")
     assert log[-1]["exception"][0]["exc_type"] == "ModelLost"
     assert "oppo resume" in program.said
     made = len(records(place, "killed", "metrics.jsonl"))

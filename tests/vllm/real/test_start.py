@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from tempfile import mkstemp
 
 import pytest
 
+from oppo.durable import temporary
 from oppo.errors import ConfigError
 from oppo.vllm import VllmEngine
 from oppo.vllm.arguments import OWNED, SETTINGS, VALUES, known_arguments, require_arguments
@@ -19,12 +18,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for logs that nobody has named."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr("oppo.vllm.processes.mkstemp", partial(mkstemp, dir=folder))
-    return folder
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The system's folder for temporary files, with room for a socket's name after its own."""
+    with temporary("test") as folder:
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
+        yield folder
 
 
 @pytest.fixture(autouse=True)
@@ -44,22 +42,23 @@ def test_arguments_are_those_of_the_installed_version() -> None:
 
 @pytest.mark.parametrize("named", [True, False], ids=["a file of its own", "a temporary file"])
 def test_an_engine_that_cannot_start_says_why_and_where_it_said_more(
-    directory: Path, tmp_path: Path, temporary: Path, named: bool
+    directory: Path, tmp_path: Path, short: Path, named: bool
 ) -> None:
     log = tmp_path / "failed.log" if named else None
     with pytest.raises(ConfigError, match=r"^vLLM could not be started with .*; everything that it wrote is") as error:
         VllmEngine.start(directory, arguments={"kv_cache_memory_bytes": 1}, log=log)
-    (written,) = [log] if log else temporary.glob("*.log")
+    (written,) = [log] if log else short.rglob("*.log")
     assert str(error.value).endswith(str(written))
     assert "No available memory" in str(error.value), "what its process said, not that it ended"
     assert "Traceback" in written.read_text()
 
 
-def test_a_temporary_log_goes_with_an_engine_that_ends_well(directory: Path, temporary: Path) -> None:
+def test_a_temporary_log_and_sockets_go_with_an_engine_that_ends_well(directory: Path, short: Path) -> None:
     with VllmEngine.start(directory, arguments={"max_num_seqs": 4}, cores=1) as engine:
-        assert engine.log.parent == temporary
+        assert short in engine.log.parents
         assert "EngineCore" in engine.log.read_text()
-    assert not list(temporary.glob("*.log"))
+        assert [path for path in engine.log.parent.iterdir() if path.is_socket()]
+    assert not [path for path in short.iterdir() if not path.name.startswith("torchinductor")]
 
 
 def test_an_argument_that_breaks_a_run_is_refused_in_a_program_too(directory: Path) -> None:
