@@ -90,7 +90,7 @@ RATCHETS = {
     # a teacher that reads text; agents, their settings; classes of environments apart from functions, and the client of
     # a server's protocol, with an extra's library, apart from both; tasksets of verifiers, which are rows and an agent;
     # [scorers], and of scorers on vLLM what they share, log-probs and how a run starts them.
-    "modules": 211,
+    "modules": 212,
     "files in the root": 21,
     # Repairs: estimates that float32 does not hold, truncated responses, characters of several tokens; the boundary to
     # user code, and what is checked at the seams; a limit for each kind of schedule, what a simulation leaves out.

@@ -572,7 +572,7 @@ async def test_a_client_in_a_thread_or_on_the_loop_is_served_over_http(run: Any)
 
 async def test_a_port_that_is_taken_is_named() -> None:
     async with Agents(async_agent, tokenizer()) as first:
-        port = int(first._url.split(":")[2].removesuffix("/v1"))
+        port = int(first._server.url.split(":")[2].removesuffix("/v1"))
         with pytest.raises(ConfigError, match=f"agents cannot be served at 127.0.0.1:{port}"):
             async with Agents(async_agent, tokenizer(), port=port):
                 raise AssertionError
