@@ -126,6 +126,10 @@ async def chief(row, base_url, api_key):
 
 async def broken(row, base_url, api_key):
     raise OSError("no network")
+
+
+async def interrupting(row, base_url, api_key):
+    raise KeyboardInterrupt
 '''
 PACED = (
     CODE.replace("def add(", "from tests import paced\n\n\nasync def add(")
@@ -336,5 +340,7 @@ def test_a_framework_that_calls_tools_is_trained_unchanged(folder: Path) -> None
 def test_an_agent_that_fails_ends_the_run_with_its_reason(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert oppo(folder, "", *ALGORITHMS["grpo"], "agents.program=code.py:broken") == FAILED
     assert "agent 'broken' raised OSError: no network at " in capfd.readouterr().err
+    assert oppo(folder, "", *ALGORITHMS["grpo"], "agents.program=code.py:interrupting", "run.name=b") == FAILED
+    assert "agent 'interrupting' raised KeyboardInterrupt at " in capfd.readouterr().err
     assert oppo(folder, "", *ALGORITHMS["grpo"], "agents.program=code.py:none") == UNUSABLE
     assert "has no 'none'; the functions and classes there are" in capfd.readouterr().err
