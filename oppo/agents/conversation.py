@@ -62,6 +62,8 @@ class Request:
         digest: of what was sent.
         shows_ids: whether the answer has token ids.
         shows_logprobs: whether it has log-probs.
+        key: by which its client says what it sends again; empty if it has none.
+        waiting: of its client's connections, how many wait for the answer.
     """
 
     messages: list[Json]
@@ -70,6 +72,8 @@ class Request:
     digest: str
     shows_ids: bool
     shows_logprobs: bool
+    key: str = ""
+    waiting: int = 0
     reply: Json | Refusal | None = None
     done: anyio.Event = field(default_factory=anyio.Event)
 
@@ -83,7 +87,11 @@ class Request:
         Raises:
             Refusal: that is the answer.
         """
-        await self.done.wait()
+        self.waiting += 1
+        try:
+            await self.done.wait()
+        finally:
+            self.waiting -= 1
         if isinstance(self.reply, Refusal):
             raise Refusal(str(self.reply), code=self.reply.code, status=self.reply.status)
         assert self.reply is not None  # noqa: S101 - set before the event
@@ -240,6 +248,7 @@ class Conversation:
 
     Args:
         requests: read what is sent.
+        rollout: of the agent.
 
     Attributes:
         branch: its number among those of its agent; that of a further one is a hash of its prompt, so that it does not
@@ -248,22 +257,24 @@ class Conversation:
         given: a digest of what was read after them.
         full: refuses whatever continues it; ``None`` while there is room.
         telling: held by who tells it turns of a rollout.
+        last: the last request.
     """
 
-    def __init__(self, requests: ChatRequests) -> None:
+    def __init__(self, requests: ChatRequests, rollout: str) -> None:
         self.branch = 0
         self.told = 0
         self.given = ""
         self.full: Refusal | None = None
         self.telling = anyio.Lock()
+        self.last: Request | None = None
         self._requests = requests
+        self._rollout = rollout
         self._tools: object = []
         self._format: tuple[HfTokenizer, ChatFormat] | None = None
         self._messages: list[Json] = []
         self._names: dict[str, tuple[str, str]] = {}
         self._turn: list[int] = []
         self._read: list[int] = []
-        self._last: Request | None = None
 
     @property
     def begun(self) -> bool:
@@ -273,12 +284,7 @@ class Conversation:
     @property
     def request(self) -> Request | None:
         """The request that waits for a turn."""
-        return None if self._last is None or self._last.reply is not None else self._last
-
-    def sent_before(self, digest: str, *, again: bool) -> Request | None:
-        """Return the last request if this is the same; ``again``: the client says that it may be one sent again."""
-        same = self._last is not None and self._last.digest == digest and (again or self.request is not None)
-        return self._last if same else None
+        return None if self.last is None or self.last.reply is not None else self.last
 
     def continued_by(self, messages: Sequence[Json], tools: object) -> int:
         """Return how many of these messages it holds, if they continue it; 0 if they do not."""
@@ -286,7 +292,7 @@ class Conversation:
         goes_on = same == len(before) < len(messages) and _digest(tools) == _digest(self._tools)
         return same if goes_on and self.request is None else 0
 
-    def ask(self, fields: Json, messages: list[Json], digest: str, *, single: str = "") -> Request:
+    def ask(self, fields: Json, messages: list[Json], digest: str, *, key: str, single: str) -> Request:
         """Take a request; ``single`` says why there is no other conversation that it may begin.
 
         Raises:
@@ -306,9 +312,9 @@ class Conversation:
         else:
             tokens, answers = self._following(messages, tools, single)
         ids, logprobs = bool(fields.get("return_token_ids")), bool(fields.get("logprobs"))
-        self._last = Request(messages, np.array(tokens, np.int32), answers, digest, ids, logprobs)
+        self.last = Request(messages, np.array(tokens, np.int32), answers, digest, ids, logprobs, key)
         self.given = _digest([self.given, tokens])
-        return self._last
+        return self.last
 
     def _before(self, messages: Sequence[Json]) -> tuple[list[Json], int]:
         # What was said, as these messages would show it, and how many of them are that.
@@ -387,7 +393,7 @@ class Conversation:
             content = tokenizer.decode(self._turn)
         self._names = {}
         for call in () if parsed.malformed else parsed.tool_calls:
-            key = f"call_{self.told}_{len(calls)}"
+            key = self._id(len(calls))[:9]  # of letters and digits, as Mistral's templates ask for
             self._names[key] = (call.name, call.id)
             function = {"name": call.name, "arguments": dict(call.arguments)}
             calls.append({"id": key, "type": "function", "function": function})
@@ -404,6 +410,10 @@ class Conversation:
         request.settle(completion)
         self._read += self._turn
 
+    def _id(self, *of: object) -> str:
+        # Another for each turn of each conversation, and the same when its agent is run anew.
+        return _digest([self._rollout, self.branch, self.told, self._turn, *of])
+
     def _completion(self, request: Request, message: Json, reasoning: str, reason: str) -> Json:
         calls = [
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
@@ -414,7 +424,7 @@ class Conversation:
         choice: Json = {"index": 0, "message": said, "logprobs": None, "finish_reason": reason}
         read, written = len(self._read), len(self._turn)
         found: Json = {
-            "id": f"chatcmpl-{request.digest[:24]}",
+            "id": f"chatcmpl-{self._id()[:24]}",
             "object": "chat.completion",
             "created": 0,
             "model": MODEL,
@@ -452,7 +462,8 @@ class Session:
     """The conversations of an agent with the policy: the requests of one key.
 
     Args:
-        columns: of the row that the agent was given.
+        rollout: of the agent.
+        columns: of the row that it was given.
         requests: read what is sent.
         failure: returns an error that names the agent and its rollout.
         timeout: seconds in which an agent asks for something or ends while it waits for no answer; then it has failed.
@@ -470,6 +481,7 @@ class Session:
 
     def __init__(
         self,
+        rollout: str,
         columns: Mapping[str, object],
         requests: ChatRequests,
         failure: Callable[[str], EnvironmentFailure],
@@ -485,9 +497,10 @@ class Session:
         self.scope = anyio.CancelScope()
         self.outcome: float | Drop | EnvironmentFailure | None = None
         self.failure = failure
-        self.conversations = {0: Conversation(requests)}
+        self.conversations = {0: Conversation(requests, rollout)}
         self.open = {0}
         self.unopened: list[Conversation] = []
+        self._rollout = rollout
         self._requests = requests
         self._timeout = math.inf if timeout is None else timeout
         self._single = single
@@ -502,20 +515,20 @@ class Session:
         """The conversation that the agent began with."""
         return self.conversations[0]
 
-    def ask(self, body: Json, *, again: bool) -> tuple[Request, bool]:
+    def ask(self, body: Json, *, again: bool = False, key: str = "") -> tuple[Request, bool]:
         """Return the request that ``body`` is, and whether it is one that was sent before.
 
         Args:
             body: of the request.
-            again: the client says that it may be one sent again.
+            again: the client says that it sends a request again.
+            key: by which it knows the request; empty if it says none.
 
         Raises:
             Refusal: it cannot be served, or begins another conversation where there may be one only.
         """
         digest = _digest(body)
-        for each in self.conversations.values():
-            if (found := each.sent_before(digest, again=again)) is not None:
-                return found, True
+        if (found := self._sent_before(digest, again=again, key=key)) is not None:
+            return found, True
         if self._closed:
             raise ENDED
         fields = self._requests.check(body)
@@ -523,18 +536,26 @@ class Session:
         talk = max(self.conversations.values(), key=lambda each: each.continued_by(messages, tools))
         if self.first.begun and not talk.continued_by(messages, tools):
             talk = self._another()
-        request = talk.ask(fields, messages, digest, single=self._single())
+        request = talk.ask(fields, messages, digest, key=key, single=self._single())
         if talk is not self.first and not talk.branch:
             self._begin(talk, request)
         self.notify()
         return request, False
+
+    def _sent_before(self, digest: str, *, again: bool, key: str) -> Request | None:
+        last = [each.last for each in self.conversations.values() if each.last is not None]
+        same = [each for each in last if (each.key == key if key else again and each.digest == digest)]
+        if any(each.digest != digest for each in same):
+            raise Refusal(f"another request had the Idempotency-Key {shown(key)}: give each its own", status=422)
+        # Of equal ones that which nobody waits for any more, else the newest.
+        return max(reversed(same), key=lambda each: each.reply is None and not each.waiting, default=None)
 
     def _another(self) -> Conversation:
         if self._single():
             return self.first  # which refuses it, and says why
         if len(self.conversations) == MOST:
             raise Refusal(f"an agent may hold {MOST} conversations: continue one of them")
-        return Conversation(self._requests)
+        return Conversation(self._requests, self._rollout)
 
     def _begin(self, talk: Conversation, request: Request) -> None:
         if len(request.tokens) > self._longest:

@@ -228,6 +228,7 @@ class Agents(Branching):
         self._end(key)
         where = f"rollout {prompt.admission}.{prompt.sample}"
         session = Session(
+            where,
             prompt.columns,
             self._requests,
             partial(self._agent.failure, where=where),

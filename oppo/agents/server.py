@@ -124,8 +124,8 @@ class AgentServer:
                 body = await http.json()
             except ValueError as error:
                 raise Refusal(f"the request is no JSON: {one_line(error)}") from error
-            again = http.headers.get("x-stainless-retry-count") != "0"
-            request, repeated = session.ask(body, again=again)
+            again = http.headers.get("x-stainless-retry-count", "0") != "0"
+            request, repeated = session.ask(body, again=again, key=http.headers.get("idempotency-key", ""))
             self._asked()
             completion = await request.result()
             if not body.get("stream"):
