@@ -46,7 +46,7 @@ from oppo.turns import Answer, Branching, Turn
 from oppo.user_code import CheckedFunction, UserFunction
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
+    from starlette.types import ASGIApp
 
     from oppo.hf.tokenizer import HfTokenizer
 
@@ -208,7 +208,7 @@ class Agents(Branching):
         await tasks.__aexit__(None, None, None)
 
     @property
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """The server, as an ASGI application."""
         return self._server.app
 

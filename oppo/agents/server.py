@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import resource
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 from anyio.abc import TaskGroup
 
 from oppo.agents.conversation import MODEL, Refusal, Session, as_events
-from oppo.errors import ConfigError, one_line
+from oppo.errors import ConfigError, one_line, shortened
+from oppo.log import logger
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response as HttpResponse
+    from starlette.types import Receive, Scope, Send
 
 PATH: Final = "/v1/chat/completions"
 
 BACKLOG: Final = 2048
 """Connections that may wait to be accepted."""
+
+BODY: Final = 8 * 2**20
+"""The most bytes of a request."""
+
+WHOLE: Final = 60
+"""Seconds in which a request must be whole, from its first byte, or from the beginning of its connection."""
+
+FOREVER: Final = 10**9
+"""Seconds for which an idle connection is kept: its client may be about to send, and closes what it does not need."""
+
+FILES: Final = 65_536
+"""The most open files that are asked of the system."""
+
+RESERVED: Final = 64
+"""Open files that are left for other things, at least."""
+
+_LATE: Final = Refusal(f"the request was not whole within {WHOLE} s", code="timeout", status=408)
 
 
 class AgentServer:
@@ -62,7 +84,17 @@ class AgentServer:
             def capture_signals(self) -> Iterator[None]:
                 yield  # they are the run's
 
-        self._server = Server(uvicorn.Config(self.app, ws="none", lifespan="off", log_config=None, access_log=False))
+        config = uvicorn.Config(
+            self.app,
+            http=_protocol(_connections()),
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=FOREVER,
+        )
+        self._server = Server(config)
         tasks.start_soon(self._listen, self._server, listening, name="serve agents")
 
     def stop(self) -> None:
@@ -81,6 +113,7 @@ class AgentServer:
         found = socket.socket()
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # machines that vanish do not say so
             found.bind(self._address)
             found.listen(BACKLOG)
         except OSError as error:
@@ -93,25 +126,35 @@ class AgentServer:
         with anyio.CancelScope(shield=True), listening:  # it ends when it is told to
             await server.serve([listening])
 
-    @property
-    def app(self) -> Starlette:
-        """The server, as an ASGI application."""
-        from starlette.applications import Starlette  # noqa: PLC0415 - an extra
-        from starlette.routing import Route  # noqa: PLC0415
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, as an ASGI application: what is refused has the form of OpenAI's errors."""
+        from starlette.requests import ClientDisconnect, Request  # noqa: PLC0415 - an extra
+        from starlette.responses import JSONResponse  # noqa: PLC0415
 
-        return Starlette(
-            routes=[
-                Route(PATH, self._complete, methods=["POST"]),
-                Route("/v1/models", self._models, methods=["GET"]),
-                Route("/{path:path}", self._elsewhere, methods=["GET", "POST"]),
-            ]
-        )
+        http = Request(scope, receive)
+        try:
+            answer = await self._answer(http)
+        except Refusal as refusal:
+            answer = JSONResponse(refusal.json(), refusal.status)
+        except ClientDisconnect:
+            return
+        except Exception:
+            failed = Refusal("the endpoint failed: its log says why", code="internal_error", status=500)
+            await JSONResponse(failed.json(), failed.status)(scope, receive, send)
+            raise
+        await answer(scope, receive, send)
 
-    async def _elsewhere(self, http: HttpRequest) -> HttpResponse:
-        from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
-
-        refusal = Refusal(f"nothing is served at {http.url.path}: ask for chat completions, at {PATH}", status=404)
-        return JSONResponse(refusal.json(), refusal.status)
+    async def _answer(self, http: HttpRequest) -> HttpResponse:
+        match http.method, http.url.path:
+            case "POST", path if path == PATH:
+                return await self._complete(http)
+            case "GET", "/v1/models":
+                return self._models(http)
+            case _, path:
+                raise Refusal(
+                    f"nothing is served at {shortened(path, 200)}: ask for chat completions, by POST to {PATH}",
+                    status=404,
+                )
 
     async def _complete(self, http: HttpRequest) -> HttpResponse:
         from starlette.responses import JSONResponse, Response  # noqa: PLC0415 - an extra
@@ -121,8 +164,8 @@ class AgentServer:
             session = self._session(http)
             evaluated = session.evaluated
             try:
-                body = await http.json()
-            except ValueError as error:
+                body = json.loads(await _read(http))
+            except (RecursionError, ValueError) as error:
                 raise Refusal(f"the request is no JSON: {one_line(error)}") from error
             again = http.headers.get("x-stainless-retry-count", "0") != "0"
             request, repeated = session.ask(body, again=again, key=http.headers.get("idempotency-key", ""))
@@ -133,19 +176,16 @@ class AgentServer:
             options = body.get("stream_options")
             usage = isinstance(options, dict) and bool(options.get("include_usage"))
             return Response(as_events(completion, with_usage=usage), media_type="text/event-stream")
-        except Refusal as refusal:
+        except Refusal:
             refused = True
-            return JSONResponse(refusal.json(), refusal.status)
+            raise
         finally:
             self._noted(evaluated, {"agents/refused": float(refused), "agents/repeated": float(repeated)})
 
-    async def _models(self, http: HttpRequest) -> HttpResponse:
+    def _models(self, http: HttpRequest) -> HttpResponse:
         from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
 
-        try:
-            self._session(http)
-        except Refusal as refusal:
-            return JSONResponse(refusal.json(), refusal.status)
+        self._session(http)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "oppo"}
         return JSONResponse({"object": "list", "data": [model]})
 
@@ -159,3 +199,80 @@ class AgentServer:
                 status=401,
             )
         return found
+
+
+async def _read(http: HttpRequest) -> bytes:
+    # Of a body that is too long only the first part is held: the server reads on, and forgets the rest.
+    refusal = Refusal(f"the request has more than {BODY} bytes: shorten its messages", status=413)
+    declared = http.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > BODY:
+        raise refusal
+    parts, length = list[bytes](), 0
+    async for part in http.stream():
+        parts.append(part)
+        length += len(part)
+        if length > BODY:
+            raise refusal
+    return b"".join(parts)
+
+
+def _protocol(most: int) -> type[asyncio.Protocol]:
+    # What serves a connection: H11's, which bounds the headers that it reads.
+    import h11  # noqa: PLC0415 - of the extra
+    from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: PLC0415
+
+    class Protocol(H11Protocol):
+        half_open: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                text = f"{most} connections are open, as many as the limit of open files (ulimit -n) has room for"
+                logger.once(f"agents: {text}")
+                self.refuse(Refusal(text, code="too_many_connections", status=503))
+            else:
+                self.half_open = self.loop.call_later(WHOLE, self.refuse, _LATE)
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            super().data_received(data)
+            theirs = self.conn.their_state
+            if theirs is not h11.SEND_BODY and not (theirs is h11.IDLE and self.conn.trailing_data[0]):
+                self.unwatch()
+            elif self.half_open is None:
+                self.half_open = self.loop.call_later(WHOLE, self.refuse, _LATE)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self.unwatch()
+
+        def unwatch(self) -> None:
+            if self.half_open is not None:
+                self.half_open.cancel()
+                self.half_open = None
+
+        def send_400_response(self, msg: str) -> None:
+            self.refuse(Refusal(msg))
+
+        def refuse(self, refusal: Refusal) -> None:
+            if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+                body, status = json.dumps(refusal.json()).encode(), HTTPStatus(refusal.status)
+                head = f"HTTP/1.1 {status.value} {status.phrase}\r\nconnection: close\r\n"
+                kind = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+                self.transport.write(f"{head}{kind}".encode() + body)
+            self.transport.close()
+
+    return Protocol
+
+
+def _connections() -> int:
+    # How many there may be at once: half of the files that may be open, as agents of this process have the other ends.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # macOS has another limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            logger.info(f"agents: up to {wanted} files may be open instead of {soft}, for their connections")
+            soft = wanted
+    return (FILES if soft == resource.RLIM_INFINITY else soft) // 2 - RESERVED
