@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
@@ -110,7 +111,10 @@ class ChatRequests:
         self._tokenizer = tokenizer
         self._most = sampling.max_new_tokens
         self._formats: dict[str, tuple[HfTokenizer, ChatFormat]] = {}
+        self._stops = sampling.stop_strings
+        own = [each for each in getattr(sampling, "stop", ()) if isinstance(each, str)]
         self._fixed: dict[str, tuple[object, ...]] = {
+            "stop": ([*self._stops, *own], *self._stops, *own),
             "temperature": (sampling.temperature,),
             "top_p": (sampling.top_p,),
             "top_k": (sampling.top_k, *(() if sampling.top_k else (-1,))),
@@ -119,7 +123,6 @@ class ChatRequests:
             "presence_penalty": (0,),
             "repetition_penalty": (1,),
             "logit_bias": ({},),
-            "stop": ([],),
             "logprobs": (False, True),
             "top_logprobs": (0,),
             "response_format": ({"type": "text"},),
@@ -140,7 +143,8 @@ class ChatRequests:
                 continue
             if name not in self._fixed:
                 raise Refusal(f"{name!r} is no field that the policy's endpoint reads: leave it out")
-            if value not in self._fixed[name]:
+            asked = value if name == "stop" and isinstance(value, list) else [value]
+            if any(each not in self._fixed[name] for each in asked):
                 raise Refusal(
                     f"{name} = {value!r}: the run samples with {name} = {self._fixed[name][0]!r}, and trains "
                     f"nothing else: leave {name} out, or change the run's [sampling]",
@@ -155,6 +159,19 @@ class ChatRequests:
                     code="unsupported_value",
                 )
         return body
+
+    def stopped(self, tokenizer: HfTokenizer, turn: list[int]) -> str:
+        """Return the end of a turn, from the stop string on that its last token has completed; empty if none."""
+        if not self._stops:
+            return ""
+        text, before = tokenizer.decode(turn), tokenizer.decode(turn[:-1])
+        found = [
+            (at + len(stop), number, at)
+            for number, stop in enumerate(self._stops)
+            for at in (each.start() for each in re.finditer(f"(?={re.escape(stop)})", text))
+            if not before.startswith(stop, at)
+        ]
+        return text[min(found)[2] :] if found else ""
 
     def messages(self, body: Json) -> list[Json]:
         """Return the messages of a request, as chat templates read them.
@@ -237,6 +254,10 @@ def _plain(message: Json) -> Json:
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
     kept = {name: message.get(name) for name in ("role", "tool_call_id", "tool_calls")}
     return {**kept, "content": content}
+
+
+def _without(end: str, text: str) -> str:
+    return text.rstrip().removesuffix(end).rstrip()
 
 
 def _digest(value: object) -> str:
@@ -388,9 +409,12 @@ class Conversation:
         tokenizer, chat = self._format
         self._turn = list(turn)
         parsed = chat.parse(self._turn)
-        content, calls = parsed.content, list[Json]()
+        content, reasoning, calls = parsed.content, parsed.reasoning, list[Json]()
         if parsed.malformed:
             content = tokenizer.decode(self._turn)
+        if stopped := self._requests.stopped(tokenizer, self._turn).strip():
+            reasoning = reasoning if content else _without(stopped, reasoning)
+            content = _without(stopped, content)
         self._names = {}
         for call in () if parsed.malformed else parsed.tool_calls:
             key = self._id(len(calls))[:9]  # of letters and digits, as Mistral's templates ask for
@@ -404,7 +428,7 @@ class Conversation:
         self.told += 1
         self._read += request.tokens.tolist()
         reason = "tool_calls" if calls else "stop"
-        completion = self._completion(request, message, parsed.reasoning, reason if whole else "length")
+        completion = self._completion(request, message, reasoning, reason if whole else "length")
         if request.shows_logprobs:
             completion["choices"][0]["logprobs"] = _logprobs(self._turn, logprobs, tokenizer)
         request.settle(completion)

@@ -385,7 +385,7 @@ def test_a_drop_of_an_agent_drops_its_rollout() -> None:
     [
         ({"temperature": 0.3}, "temperature = 0.3: the run samples with temperature = 0.7, and trains nothing else"),
         ({"n": 2}, "n = 2: the run samples with n = 1"),
-        ({"stop": ["\n"]}, "leave stop out"),
+        ({"stop": ["End.", "\n"]}, "the run samples with stop = ['End.'], and trains nothing else: leave stop out"),
         ({"logit_bias": {"5": 1}}, "leave logit_bias out"),
         ({"seed": 5}, "'seed' is no field that the policy's endpoint reads: leave it out"),
         ({"max_tokens": 16}, "max_tokens = 16: a turn may be as long as its response has room for"),
@@ -412,7 +412,7 @@ def test_what_cannot_be_trained_is_refused_and_the_agent_may_ask_otherwise(field
     async def once(rollout: Rollout) -> tuple[object, object]:
         return await rollout.say("Hm."), rollout.agents.samples()
 
-    answer, samples = tried(act, once, sampling=SamplingSettings(temperature=0.7))
+    answer, samples = tried(act, once, sampling=SamplingSettings(temperature=0.7, stop_strings=("End.",)))
     assert answer is None
     assert samples == {"agents/refused": [1.0, 0.0], "agents/repeated": [0.0, 0.0]}
 
@@ -433,6 +433,42 @@ def test_a_request_that_a_client_sends_again_is_answered_again() -> None:
     answer, samples = tried(act, later)
     assert answer is None
     assert samples["agents/repeated"][-2:] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("stop", "said", "shown"),
+    [
+        ("Observation:", "Look.\nObservation:", "Look."),
+        ("\nObservation:", "Look.\nObservation:", "Look."),
+        ("\nObservation:", "\nObservation:", ""),
+        ("\n\n", "5\n\n", "5"),
+        ("Observation:", "<think>\nLook.\nObservation:", "Look."),
+        ("</tool_call>", call("add", left=2), "add"),
+        ("</tool_call>", "<tool_call>\nadd</tool_call>", "<tool_call>\nadd"),
+        ("5", "5 is it.<|im_end|>", "5 is it."),
+        ("Observation: 5", "Observation: 4<|im_end|>", "Observation: 4"),
+    ],
+)
+def test_an_answer_leaves_out_the_stop_string_that_ended_it_and_the_conversation_goes_on_with_its_tokens(
+    stop: str, said: str, shown: str
+) -> None:
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        reply = await ask(to, ASK, tools=SCHEMAS, stop=stop, extra_body={"return_token_ids": True})
+        message = reply.choices[0].message
+        called = message.tool_calls[0].function.name if message.tool_calls else ""
+        assert (called or message.content or getattr(message, "reasoning_content", "")) == shown
+        assert tokenizer().decode_whole(reply.choices[0].token_ids) == said
+        following = {"role": "user", "content": "Observation: 42"}
+        if called:
+            following = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "42"}
+        await ask(to, [*ASK, message.model_dump(exclude_none=True), following], tools=SCHEMAS, stop=["End.", stop])
+        return 1.0
+
+    async def twice(rollout: Rollout) -> object:
+        assert isinstance(await rollout.say(said, end=""), Answer)
+        return await rollout.say("So 42.")
+
+    assert tried(act, twice, sampling=SamplingSettings(stop_strings=(stop, "End."))) is None
 
 
 def test_an_answer_has_token_ids_if_asked_and_text_as_the_template_reads_it() -> None:
