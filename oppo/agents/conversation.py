@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -14,6 +13,7 @@ from zlib import crc32
 import anyio
 import numpy as np
 
+from oppo.agents.history import digest_of, essence, first_difference, plain
 from oppo.environments import LONGEST, EnvironmentFailure
 from oppo.errors import ConfigError, one_line, shown
 from oppo.events import Drop, IntArray
@@ -201,7 +201,7 @@ class ChatRequests:
                     'expected tools as {"type": "function", "function": {"name": ..., "parameters": ...}}, got '
                     f"{shown(tool)}"
                 )
-        shown_tools, key = cast("list[Json]", tools), _digest(tools)
+        shown_tools, key = cast("list[Json]", tools), digest_of(tools)
         if key not in self._formats:
             try:
                 tokenizer = chatting(self._tokenizer, tools=shown_tools, variables=self._tokenizer.variables)
@@ -249,19 +249,8 @@ def _called(call: Any) -> Json:
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": read}}
 
 
-def _plain(message: Json) -> Json:
-    # What tells messages apart: clients add fields, and leave reasoning out.
-    content = message["content"].strip() if message["role"] == "assistant" else message["content"]
-    kept = {name: message.get(name) for name in ("role", "tool_call_id", "tool_calls")}
-    return {**kept, "content": content}
-
-
 def _without(end: str, text: str) -> str:
     return text.rstrip().removesuffix(end).rstrip()
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 class Conversation:
@@ -279,6 +268,7 @@ class Conversation:
         full: refuses whatever continues it; ``None`` while there is room.
         telling: held by who tells it turns of a rollout.
         last: the last request.
+        said: digests of its turns.
     """
 
     def __init__(self, requests: ChatRequests, rollout: str) -> None:
@@ -288,8 +278,9 @@ class Conversation:
         self.full: Refusal | None = None
         self.telling = anyio.Lock()
         self.last: Request | None = None
+        self.said: set[str] = set()
         self._requests = requests
-        self._rollout = rollout
+        self.rollout = rollout
         self._tools: object = []
         self._format: tuple[HfTokenizer, ChatFormat] | None = None
         self._messages: list[Json] = []
@@ -310,8 +301,23 @@ class Conversation:
     def continued_by(self, messages: Sequence[Json], tools: object) -> int:
         """Return how many of these messages it holds, if they continue it; 0 if they do not."""
         before, same = self._before(messages)
-        goes_on = same == len(before) < len(messages) and _digest(tools) == _digest(self._tools)
+        goes_on = same == len(before) < len(messages) and digest_of(tools) == digest_of(self._tools)
         return same if goes_on and self.request is None else 0
+
+    def held(self, messages: Sequence[Json]) -> int:
+        """Return how many of these messages it begins with."""
+        return self._before(messages)[1]
+
+    def change(self, messages: Sequence[Json], tools: object) -> str:
+        """Return how these messages differ from it where they show its turns after other words; empty if not."""
+        before, same = self._before(messages)
+        if same == len(before):
+            others = before and self.request is None and digest_of(tools) != digest_of(self._tools)
+            return first_difference(self._tools, tools, "tools") if others else ""
+        turned = before[same]["role"] == "assistant" and same < len(messages) and messages[same]["role"] == "assistant"
+        if not turned and self.said.isdisjoint(map(essence, messages[same:])):
+            return ""
+        return first_difference(plain(before[same]), plain(messages[same]), f"message {same}")
 
     def ask(self, fields: Json, messages: list[Json], digest: str, *, key: str, single: str) -> Request:
         """Take a request; ``single`` says why there is no other conversation that it may begin.
@@ -334,7 +340,7 @@ class Conversation:
             tokens, answers = self._following(messages, tools, single)
         ids, logprobs = bool(fields.get("return_token_ids")), bool(fields.get("logprobs"))
         self.last = Request(messages, np.array(tokens, np.int32), answers, digest, ids, logprobs, key)
-        self.given = _digest([self.given, tokens])
+        self.given = digest_of([self.given, tokens])
         return self.last
 
     def _before(self, messages: Sequence[Json]) -> tuple[list[Json], int]:
@@ -343,7 +349,7 @@ class Conversation:
         if before and not before[-1]["content"].strip() and not before[-1].get("tool_calls"):
             shown_again = any(each["role"] == "assistant" for each in messages[len(before) - 1 :])
             before = before if shown_again else before[:-1]  # frameworks leave out an answer that says nothing
-        pairs = zip(map(_plain, messages), map(_plain, before), strict=False)
+        pairs = zip(map(plain, messages), map(plain, before), strict=False)
         known = min(len(messages), len(before))
         return before, next((at for at, (now, then) in enumerate(pairs) if now != then), known)
 
@@ -362,13 +368,12 @@ class Conversation:
             "expected the messages of the request before, then its answer, then new ones: a key has one conversation, "
             f"since {single}, so leave out what begins another or changes what was said, such as a summary"
         )
-        if _digest(tools) != _digest(self._tools):
-            raise Refusal(f"the tools are others than in the request before; {wanted}", code="history_changed")
+        if digest_of(tools) != digest_of(self._tools):
+            raise Refusal(f"{first_difference(self._tools, tools, 'tools')}; {wanted}", code="history_changed")
         if same < len(before):
-            now = shown(messages[same]) if same < len(messages) else "nothing"
-            raise Refusal(
-                f"message {same} was {shown(before[same])}, and now is {now}; {wanted}", code="history_changed"
-            )
+            now = plain(messages[same]) if same < len(messages) else None
+            difference = first_difference(plain(before[same]), now, f"message {same}")
+            raise Refusal(f"{difference}; {wanted}", code="history_changed")
         if not (added := messages[len(before) :]):
             raise Refusal(f"nothing follows the answer; {wanted}", code="history_changed")
         assert self._format is not None  # noqa: S101 - of the first request
@@ -425,6 +430,7 @@ class Conversation:
         if calls:
             message["tool_calls"] = calls
         self._messages = [*request.messages, message]
+        self.said |= {essence(message)} - {""}
         self.told += 1
         self._read += request.tokens.tolist()
         reason = "tool_calls" if calls else "stop"
@@ -436,7 +442,7 @@ class Conversation:
 
     def _id(self, *of: object) -> str:
         # Another for each turn of each conversation, and the same when its agent is run anew.
-        return _digest([self._rollout, self.branch, self.told, self._turn, *of])
+        return digest_of([self.rollout, self.branch, self.told, self._turn, *of])
 
     def _completion(self, request: Request, message: Json, reasoning: str, reason: str) -> Json:
         calls = [
@@ -500,6 +506,7 @@ class Session:
         conversations: by their numbers; the first is 0.
         open: the numbers of those whose responses have no reward yet.
         unopened: those for which no response was begun.
+        changes: how requests differed that changed what was said.
         outcome: how the agent ended; ``None`` while it goes on.
     """
 
@@ -524,7 +531,8 @@ class Session:
         self.conversations = {0: Conversation(requests, rollout)}
         self.open = {0}
         self.unopened: list[Conversation] = []
-        self._rollout = rollout
+        self.changes: list[str] = []
+        self.rollout = rollout
         self._requests = requests
         self._timeout = math.inf if timeout is None else timeout
         self._single = single
@@ -550,7 +558,7 @@ class Session:
         Raises:
             Refusal: it cannot be served, or begins another conversation where there may be one only.
         """
-        digest = _digest(body)
+        digest = digest_of(body)
         if (found := self._sent_before(digest, again=again, key=key)) is not None:
             return found, True
         if self._closed:
@@ -559,6 +567,8 @@ class Session:
         messages, tools = self._requests.messages(fields), fields.get("tools") or []
         talk = max(self.conversations.values(), key=lambda each: each.continued_by(messages, tools))
         if self.first.begun and not talk.continued_by(messages, tools):
+            nearest = max(self.conversations.values(), key=lambda each: each.held(messages))
+            self.changes += [change] if (change := nearest.change(messages, tools)) else []
             talk = self._another()
         request = talk.ask(fields, messages, digest, key=key, single=self._single())
         if talk is not self.first and not talk.branch:
@@ -579,7 +589,7 @@ class Session:
             return self.first  # which refuses it, and says why
         if len(self.conversations) == MOST:
             raise Refusal(f"an agent may hold {MOST} conversations: continue one of them")
-        return Conversation(self._requests, self._rollout)
+        return Conversation(self._requests, self.rollout)
 
     def _begin(self, talk: Conversation, request: Request) -> None:
         if len(request.tokens) > self._longest:

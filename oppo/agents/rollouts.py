@@ -161,6 +161,7 @@ class Agents(Branching):
         self._begun = anyio.Event()
         self.single = "no graph decodes others"
         self.longest = math.inf
+        self._said = False
         self._samples = defaultdict[bool, dict[str, list[float]]](dict)
         self._server = AgentServer(host, port, lambda: self._keys, self._notify, self._noted)
 
@@ -266,8 +267,22 @@ class Agents(Branching):
         if (session := self._sessions.pop(key, None)) is not None:
             self._keys = {name: each for name, each in self._keys.items() if each is not session}
             self._expected.pop(key, None)
+            self._note_conversations(session)
             session.close()
             session.scope.cancel()
+
+    def _note_conversations(self, session: Session) -> None:
+        if not session.first.told:  # it was begun ahead
+            return
+        counts = {"conversations": len(session.conversations), "history_changed": len(session.changes)}
+        self._noted(session.evaluated, {f"agents/{name}": float(count) for name, count in counts.items()})
+        if session.changes and not self._said:
+            self._said = True
+            logger.warning(
+                f"the agent of {session.rollout} began another conversation, or was refused, since its history had "
+                f"changed: {session.changes[0]}; send messages back as they came and as they were sent, so that one "
+                "conversation stays one response (agents/history_changed counts such requests; this is said once)"
+            )
 
     async def heard(self, session: Session, talk: Conversation) -> Request | None:
         """Return the next request of an agent; see :meth:`Session.heard`."""

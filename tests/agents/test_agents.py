@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -160,6 +160,29 @@ def tried(act: Act, then: Callable[[Rollout], Awaitable[Any]], **options: Any) -
             return await then(Rollout(agents, await anext(agents.prompts(rows(5), max_prompt_tokens=2000))))
 
     return run_virtual(main)
+
+
+async def conversing(rollout: Rollout, said: Iterator[str], seconds: float = 0.0) -> list[Rollout]:
+    """Say these in all conversations of an agent, as each is asked, until it ends; return them, the first first."""
+    agents, found = rollout.agents, [rollout]
+    agents.single = ""
+
+    async def talk(in_one: Rollout) -> None:
+        await anyio.sleep(seconds)
+        while isinstance(await in_one.say(next(said)), Answer):
+            await anyio.sleep(seconds)
+
+    async with anyio.create_task_group() as beginning, anyio.create_task_group() as talking:
+
+        async def begin() -> None:
+            while True:
+                found.append(Rollout(agents, await agents.branch(lambda _: True)))
+                talking.start_soon(talk, found[-1])
+
+        beginning.start_soon(begin)
+        await talk(rollout)
+        beginning.cancel_scope.cancel()
+    return found
 
 
 TURNS = (call("add", left=2, right=3) + "\n" + call("shout", text="five"), "It is 5!")
@@ -356,7 +379,7 @@ async def at_sea(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
         (broken_later, "raised OSError: no network"),
         (no_number, "must return a finite number, the reward, or a Drop; got 'good' (str)"),
         (in_background, "a request of this key is unanswered, and another came"),
-        (at_sea, "message 0 was {'role': 'system', 'content': 'Count.'} (dict), and now is {'role': 'user', "),
+        (at_sea, "message 0.role was 'system' (str), and now is 'user' (str); expected the messages of the request"),
     ],
 )
 def test_a_failure_after_a_turn_ends_the_run_or_drops_the_rollout(act: Act, words: str) -> None:
@@ -469,6 +492,52 @@ def test_an_answer_leaves_out_the_stop_string_that_ended_it_and_the_conversation
         return await rollout.say("So 42.")
 
     assert tried(act, twice, sampling=SamplingSettings(stop_strings=(stop, "End."))) is None
+
+
+def renamed(messages: Any) -> Any:
+    return json.loads(re.sub(r'"((?:tool_call_)?id)": "\w+"', r'"\1": "own"', json.dumps(messages)))
+
+
+def with_first(message: Any) -> Callable[[Any], Any]:
+    return lambda messages: [message, *messages[1:]]
+
+
+SHOT = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "tools", "counted", "words"),
+    [
+        (lambda messages: messages, SCHEMAS, (1, 0), ""),
+        (lambda messages: [*ASK[:1], *SHOT, ASK[1]], SCHEMAS, (2, 0), ""),
+        (lambda messages: [*messages[:2]], SCHEMAS, (2, 0), ""),
+        (lambda messages: [{"role": "user", "content": "It was 5. So?"}], SCHEMAS, (2, 0), ""),
+        (renamed, SCHEMAS, (2, 1), "message 2.tool_calls[0].id was '"),
+        (with_first({"role": "system", "content": "It is 9:01."}), SCHEMAS, (2, 1), "message 0.content was 'Count.'"),
+        (lambda messages: messages[1:], SCHEMAS, (2, 1), "message 0.role was 'system' (str), and now is 'user'"),
+        (lambda messages: [*messages[:2], {**messages[2], "content": "So"}, messages[3]], SCHEMAS, (2, 1), "is 'So'"),
+        (lambda messages: messages, SCHEMAS[:1], (2, 1), "tools was [{"),
+    ],
+)
+def test_conversations_are_counted_and_of_histories_that_change_the_first_difference_is_said(
+    change: Callable[[Any], Any], tools: Any, counted: tuple[int, int], words: str, messages: list[str]
+) -> None:
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        said = (await ask(to, ASK, tools=SCHEMAS)).choices[0].message.model_dump(exclude_none=True)
+        history = [*ASK, said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "5"}]
+        await ask(to, change(history), tools=tools)
+        return 1.0
+
+    async def whole(rollout: Rollout) -> dict[str, list[float]]:
+        texts = iter([call("add", left=2, right=3), "It is 5!"])
+        assert [await each.reward() for each in await conversing(rollout, texts)] == [1.0] * counted[0]
+        return {**rollout.agents.samples()}
+
+    samples = tried(act, whole)
+    assert samples["agents/conversations"] == [counted[0]]
+    assert samples["agents/history_changed"] == [counted[1]]
+    assert len(messages) == counted[1]
+    assert words in "".join(messages)
 
 
 def test_an_answer_has_token_ids_if_asked_and_text_as_the_template_reads_it() -> None:

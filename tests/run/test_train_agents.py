@@ -251,7 +251,9 @@ def test_helpers_of_an_agent_are_trained_with_its_reward_after_a_resume_too(fold
             assert [line["prompt"].count("Part") for line in family] == [0, 1, 1, 1, 1]
             assert len({line["prompt"] for line in family}) == 5
             assert {line["score"] for line in family} == {family[0]["score"]}
-    assert all(line["agents/refused"] == 0 for line in records(folder, "agents", "metrics.jsonl"))
+    lines = records(folder, "agents", "metrics.jsonl")
+    assert all(line["agents/refused"] == line["agents/history_changed"] == 0 for line in lines)
+    assert all(line["agents/conversations"] == 5 for line in lines)
 
 
 ROUNDING = 1e-5

@@ -1,4 +1,4 @@
-"""The stop string that an agent's answer leaves out is that which vLLM's detokenizer finds; `make test-vllm` runs it."""
+"""The end of a turn that agents are not shown begins where vLLM's detokenizer truncates; `make test-vllm` runs it."""
 
 from __future__ import annotations
 
