@@ -7,15 +7,17 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from zlib import crc32
 
 import anyio
 import numpy as np
 
+from oppo.agents.bounds import MESSAGES, apart, read_json
 from oppo.agents.history import digest_of, essence, first_difference, plain
-from oppo.environments import LONGEST, EnvironmentFailure
-from oppo.errors import ConfigError, one_line, shown
+from oppo.environments import EnvironmentFailure
+from oppo.errors import ConfigError, one_line, shortened, shown
 from oppo.events import Drop, IntArray
 from oppo.models import SamplingSettings
 
@@ -49,7 +51,7 @@ class Refusal(Exception):  # noqa: N818 - an answer to an agent
     def json(self) -> Json:
         """Return the answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": shortened(str(self)), "type": kind, "param": None, "code": self.code}}
 
 
 @dataclass(slots=True, eq=False)
@@ -142,11 +144,11 @@ class ChatRequests:
             if value is None or name in _UNREAD or name in _READ or (name == "tool_choice" and not body.get("tools")):
                 continue
             if name not in self._fixed:
-                raise Refusal(f"{name!r} is no field that the policy's endpoint reads: leave it out")
+                raise Refusal(f"{_quoted(name)} is no field that the policy's endpoint reads: leave it out")
             asked = value if name == "stop" and isinstance(value, list) else [value]
             if any(each not in self._fixed[name] for each in asked):
                 raise Refusal(
-                    f"{name} = {value!r}: the run samples with {name} = {self._fixed[name][0]!r}, and trains "
+                    f"{name} = {_quoted(value)}: the run samples with {name} = {self._fixed[name][0]!r}, and trains "
                     f"nothing else: leave {name} out, or change the run's [sampling]",
                     code="unsupported_value",
                 )
@@ -154,8 +156,8 @@ class ChatRequests:
             most = body.get(name)
             if most is not None and (not isinstance(most, int) or most < self._most):
                 raise Refusal(
-                    f"{name} = {most!r}: a turn may be as long as its response has room for, sampling.max_new_tokens = "
-                    f"{self._most} in all: leave {name} out",
+                    f"{name} = {_quoted(most)}: a turn may be as long as its response has room for, "
+                    f"sampling.max_new_tokens = {self._most} in all: leave {name} out",
                     code="unsupported_value",
                 )
         return body
@@ -179,9 +181,9 @@ class ChatRequests:
         Raises:
             Refusal: one is none, or shows what is no text.
         """
+        if (count := len(body["messages"])) > MESSAGES:
+            raise Refusal(f"there are {count} messages, more than {MESSAGES}: leave some out")
         found = [_message(each, number) for number, each in enumerate(body["messages"])]
-        if (length := sum(len(str(each.get("content"))) for each in found)) > LONGEST:
-            raise Refusal(f"the messages have {length} characters, more than {LONGEST}: shorten them")
         if found[-1]["role"] == "assistant":
             raise Refusal("the last message is the assistant's: expected one of a user or a tool, to be answered")
         return found
@@ -219,6 +221,10 @@ class ChatRequests:
         return self._formats[key]
 
 
+def _quoted(value: object) -> str:
+    return shortened(repr(value), 200)
+
+
 def _message(value: object, number: int) -> Json:
     role = _ROLES.get(str(value.get("role"))) if isinstance(value, dict) else None
     if role is None or not isinstance(value, dict):
@@ -245,7 +251,7 @@ def _message(value: object, number: int) -> Json:
 def _called(call: Any) -> Json:
     function = call["function"]
     arguments = function.get("arguments") or {}
-    read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    read = read_json(arguments) if isinstance(arguments, str) else arguments
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": read}}
 
 
@@ -319,7 +325,7 @@ class Conversation:
             return ""
         return first_difference(plain(before[same]), plain(messages[same]), f"message {same}")
 
-    def ask(self, fields: Json, messages: list[Json], digest: str, *, key: str, single: str) -> Request:
+    async def ask(self, fields: Json, messages: list[Json], digest: str, *, key: str, single: str) -> Request:
         """Take a request; ``single`` says why there is no other conversation that it may begin.
 
         Raises:
@@ -333,11 +339,11 @@ class Conversation:
                 "so await each answer before the next request"
             )
         tools = fields.get("tools") or []
-        if self._format is None:
-            self._format, self._tools = self._requests.format(tools), tools
-            tokens, answers = self._prompt(messages), 0
-        else:
-            tokens, answers = self._following(messages, tools, single)
+        size = sum(len(each["content"]) for each in messages)
+        read = partial(self._following, single=single) if self.begun else self._prompt
+        tokens, answers = await apart(size, partial(read, messages, tools))
+        if self.full is not None:  # meanwhile
+            raise self.full
         ids, logprobs = bool(fields.get("return_token_ids")), bool(fields.get("logprobs"))
         self.last = Request(messages, np.array(tokens, np.int32), answers, digest, ids, logprobs, key)
         self.given = digest_of([self.given, tokens])
@@ -353,14 +359,14 @@ class Conversation:
         known = min(len(messages), len(before))
         return before, next((at for at, (now, then) in enumerate(pairs) if now != then), known)
 
-    def _prompt(self, messages: list[Json]) -> list[int]:
-        assert self._format is not None  # noqa: S101 - set by whoever calls
-        tokenizer, _ = self._format
+    def _prompt(self, messages: list[Json], tools: object) -> tuple[list[int], int]:
+        chosen = self._requests.format(tools)
         try:
-            return tokenizer.encode_chat(messages)
+            tokens = chosen[0].encode_chat(messages)
         except Exception as error:  # any kind: a template is a program
-            self._format = None
             raise Refusal(f"the policy's chat template cannot render the messages: {one_line(error)}") from error
+        self._format, self._tools = chosen, tools
+        return tokens, 0
 
     def _following(self, messages: list[Json], tools: object, single: str) -> tuple[list[int], int]:
         before, same = self._before(messages)
@@ -390,13 +396,15 @@ class Conversation:
             return chat.answer(self._turn, said), sum(each["role"] == "tool" for each in said)
         except ConfigError as error:
             raise Refusal(str(error)) from error
+        except Exception as error:  # any kind, likewise
+            raise Refusal(f"the policy's chat template cannot render the messages: {one_line(error)}") from error
 
     def _as_answer(self, message: Json, number: int) -> Json:
         if message["role"] != "tool":
             return message
         called = str(message.get("tool_call_id"))
         if called not in self._names:
-            raise Refusal(f"message {number} answers the call {called!r}, which the turn before did not make")
+            raise Refusal(f"message {number} answers the call {_quoted(called)}, which the turn before did not make")
         name, own = self._names[called]
         return {"role": "tool", "name": name, "content": message["content"], "tool_call_id": own}
 
@@ -539,6 +547,7 @@ class Session:
         self._expected = expected
         self._longest = longest
         self._closed = False
+        self._asking = anyio.Lock()  # reading takes time, and the next may continue what is read
         self._full: Refusal | None = None
         self._news = anyio.Event()
 
@@ -547,7 +556,7 @@ class Session:
         """The conversation that the agent began with."""
         return self.conversations[0]
 
-    def ask(self, body: Json, *, again: bool = False, key: str = "") -> tuple[Request, bool]:
+    async def ask(self, body: Json, *, again: bool = False, key: str = "") -> tuple[Request, bool]:
         """Return the request that ``body`` is, and whether it is one that was sent before.
 
         Args:
@@ -559,10 +568,14 @@ class Session:
             Refusal: it cannot be served, or begins another conversation where there may be one only.
         """
         digest = digest_of(body)
-        if (found := self._sent_before(digest, again=again, key=key)) is not None:
-            return found, True
-        if self._closed:
-            raise ENDED
+        async with self._asking:
+            if (found := self._sent_before(digest, again=again, key=key)) is not None:
+                return found, True
+            if self._closed:
+                raise ENDED
+            return await self._take(body, digest, key), False
+
+    async def _take(self, body: Json, digest: str, key: str) -> Request:
         fields = self._requests.check(body)
         messages, tools = self._requests.messages(fields), fields.get("tools") or []
         talk = max(self.conversations.values(), key=lambda each: each.continued_by(messages, tools))
@@ -570,11 +583,13 @@ class Session:
             nearest = max(self.conversations.values(), key=lambda each: each.held(messages))
             self.changes += [change] if (change := nearest.change(messages, tools)) else []
             talk = self._another()
-        request = talk.ask(fields, messages, digest, key=key, single=self._single())
+        request = await talk.ask(fields, messages, digest, key=key, single=self._single())
+        if self._closed:  # meanwhile
+            raise ENDED
         if talk is not self.first and not talk.branch:
             self._begin(talk, request)
         self.notify()
-        return request, False
+        return request
 
     def _sent_before(self, digest: str, *, again: bool, key: str) -> Request | None:
         last = [each.last for each in self.conversations.values() if each.last is not None]
@@ -667,20 +682,3 @@ class Session:
         self._closed = True
         for each in self.conversations.values():
             each.refuse(ENDED)
-
-
-def as_events(completion: Json, *, with_usage: bool) -> str:
-    """Return an answer as server-sent events, as if it were streamed: the turn is whole before the first."""
-    (choice,) = completion["choices"]
-    kept = {name: each for name, each in completion.items() if name not in {"choices", "usage", "prompt_token_ids"}}
-    common, delta = {**kept, "object": "chat.completion.chunk"}, {**choice["message"]}
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": at, **each} for at, each in enumerate(delta["tool_calls"])]
-    said = {**choice, "delta": delta, "finish_reason": None}
-    del said["message"]
-    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    ids = {name: completion[name] for name in ("prompt_token_ids",) if name in completion}
-    chunks = [{**common, **ids, "choices": [said]}, {**common, "choices": [ended]}]
-    if with_usage:
-        chunks.append({**common, "choices": [], "usage": completion["usage"]})
-    return "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"

@@ -6,16 +6,18 @@ import asyncio
 import json
 import resource
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 from anyio.abc import TaskGroup
 
-from oppo.agents.conversation import MODEL, Refusal, Session, as_events
-from oppo.errors import ConfigError, one_line, shortened
+from oppo.agents.bounds import BODY, apart, read_json
+from oppo.agents.conversation import MODEL, Json, Refusal, Session
+from oppo.errors import ConfigError, as_itself, shortened
 from oppo.log import logger
 
 if TYPE_CHECKING:
@@ -28,9 +30,6 @@ PATH: Final = "/v1/chat/completions"
 BACKLOG: Final = 2048
 """Connections that may wait to be accepted."""
 
-BODY: Final = 8 * 2**20
-"""The most bytes of a request."""
-
 WHOLE: Final = 60
 """Seconds in which a request must be whole, from its first byte, or from the beginning of its connection."""
 
@@ -42,8 +41,6 @@ FILES: Final = 65_536
 
 RESERVED: Final = 64
 """Open files that are left for other things, at least."""
-
-_LATE: Final = Refusal(f"the request was not whole within {WHOLE} s", code="timeout", status=408)
 
 
 class AgentServer:
@@ -163,19 +160,16 @@ class AgentServer:
         try:
             session = self._session(http)
             evaluated = session.evaluated
-            try:
-                body = json.loads(await _read(http))
-            except (RecursionError, ValueError) as error:
-                raise Refusal(f"the request is no JSON: {one_line(error)}") from error
+            body = await _read(http)
             again = http.headers.get("x-stainless-retry-count", "0") != "0"
-            request, repeated = session.ask(body, again=again, key=http.headers.get("idempotency-key", ""))
+            request, repeated = await session.ask(body, again=again, key=http.headers.get("idempotency-key", ""))
             self._asked()
-            completion = await request.result()
+            completion = await _while_connected(http, request.result)
             if not body.get("stream"):
                 return JSONResponse(completion)
             options = body.get("stream_options")
             usage = isinstance(options, dict) and bool(options.get("include_usage"))
-            return Response(as_events(completion, with_usage=usage), media_type="text/event-stream")
+            return Response(_as_events(completion, with_usage=usage), media_type="text/event-stream")
         except Refusal:
             refused = True
             raise
@@ -201,7 +195,28 @@ class AgentServer:
         return found
 
 
-async def _read(http: HttpRequest) -> bytes:
+async def _while_connected(http: HttpRequest, wait: Callable[[], Awaitable[Json]]) -> Json:
+    # What is waited for, unless the client leaves.
+    from starlette.requests import ClientDisconnect  # noqa: PLC0415 - an extra
+
+    found: Json | None = None
+
+    async def leave(scope: anyio.CancelScope) -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+    with as_itself():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(leave, tasks.cancel_scope, name="a client that may leave")
+            found = await wait()
+            tasks.cancel_scope.cancel()
+    if found is None:
+        raise ClientDisconnect
+    return found
+
+
+async def _read(http: HttpRequest) -> Any:
     # Of a body that is too long only the first part is held: the server reads on, and forgets the rest.
     refusal = Refusal(f"the request has more than {BODY} bytes: shorten its messages", status=413)
     declared = http.headers.get("content-length", "")
@@ -213,7 +228,27 @@ async def _read(http: HttpRequest) -> bytes:
         length += len(part)
         if length > BODY:
             raise refusal
-    return b"".join(parts)
+    try:
+        return await apart(length, partial(read_json, b"".join(parts)))
+    except ValueError as error:
+        raise Refusal(f"the request cannot be read: {error}") from error
+
+
+def _as_events(completion: Json, *, with_usage: bool) -> str:
+    # An answer as server-sent events, as if it were streamed: the turn is whole before the first.
+    (choice,) = completion["choices"]
+    kept = {name: each for name, each in completion.items() if name not in {"choices", "usage", "prompt_token_ids"}}
+    common, delta = {**kept, "object": "chat.completion.chunk"}, {**choice["message"]}
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": at, **each} for at, each in enumerate(delta["tool_calls"])]
+    said = {**choice, "delta": delta, "finish_reason": None}
+    del said["message"]
+    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    ids = {name: completion[name] for name in ("prompt_token_ids",) if name in completion}
+    chunks = [{**common, **ids, "choices": [said]}, {**common, "choices": [ended]}]
+    if with_usage:
+        chunks.append({**common, "choices": [], "usage": completion["usage"]})
+    return "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"
 
 
 def _protocol(most: int) -> type[asyncio.Protocol]:
@@ -231,7 +266,7 @@ def _protocol(most: int) -> type[asyncio.Protocol]:
                 logger.once(f"agents: {text}")
                 self.refuse(Refusal(text, code="too_many_connections", status=503))
             else:
-                self.half_open = self.loop.call_later(WHOLE, self.refuse, _LATE)
+                self.half_open = self.loop.call_later(WHOLE, self.late)
 
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
@@ -241,7 +276,7 @@ def _protocol(most: int) -> type[asyncio.Protocol]:
             if theirs is not h11.SEND_BODY and not (theirs is h11.IDLE and self.conn.trailing_data[0]):
                 self.unwatch()
             elif self.half_open is None:
-                self.half_open = self.loop.call_later(WHOLE, self.refuse, _LATE)
+                self.half_open = self.loop.call_later(WHOLE, self.late)
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
@@ -251,6 +286,9 @@ def _protocol(most: int) -> type[asyncio.Protocol]:
             if self.half_open is not None:
                 self.half_open.cancel()
                 self.half_open = None
+
+        def late(self) -> None:
+            self.refuse(Refusal(f"the request was not whole within {WHOLE} s", code="timeout", status=408))
 
         def send_400_response(self, msg: str) -> None:
             self.refuse(Refusal(msg))
@@ -275,4 +313,4 @@ def _connections() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             logger.info(f"agents: up to {wanted} files may be open instead of {soft}, for their connections")
             soft = wanted
-    return (FILES if soft == resource.RLIM_INFINITY else soft) // 2 - RESERVED
+    return max(16, (FILES if soft == resource.RLIM_INFINITY else soft) // 2 - RESERVED)

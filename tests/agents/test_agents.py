@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from oppo.agents import Agents
+from oppo.agents.bounds import BODY, CHARACTERS
 from oppo.environments import EnvironmentFailure, Tools
 from oppo.errors import ConfigError, DataError
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
@@ -403,6 +404,22 @@ def test_a_drop_of_an_agent_drops_its_rollout() -> None:
     assert (dropped.rollout, dropped.reason) == (0, "no such file")
 
 
+def said_before(**fields: object) -> dict[str, object]:
+    return {"role": "assistant", "content": "", **fields}
+
+
+def calling(arguments: str) -> dict[str, object]:
+    function = {"name": "add", "arguments": arguments}
+    return said_before(tool_calls=[{"id": "a", "type": "function", "function": function}])
+
+
+def nested(levels: int) -> Any:
+    value: object = {}
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -420,14 +437,25 @@ def test_a_drop_of_an_agent_drops_its_rollout() -> None:
         ({"messages": []}, "expected a JSON object with a list of messages"),
         ({"messages": [{"role": "critic", "content": "no"}]}, "message 0: expected one of role system, developer"),
         ({"messages": [{"role": "assistant", "content": "I"}]}, "the last message is the assistant's"),
-        ({"messages": [{"role": "user", "content": "a" * 250_001}]}, "shorten them"),
+        ({"messages": [{"role": "user", "content": "a" * CHARACTERS}]}, "more than 1000000 characters: shorten its"),
+        ({"messages": [said_before(reasoning_content="a" * CHARACTERS), *ASK]}, "more than 1000000 characters"),
+        ({"messages": [calling("a" * CHARACTERS), *ASK]}, "more than 1000000 characters"),
+        ({"messages": [calling("[" * 999 + "]" * 999), *ASK]}, "message 0 has a call that cannot be read: ValueError"),
+        ({"messages": ASK * 2049}, "there are 4098 messages, more than 4096"),
+        ({"metadata": {"a": [0] * CHARACTERS}}, "it has more than 1000000 values"),
+        ({"metadata": nested(100)}, "it is nested more than 100 levels deep"),
+        ({"user": "a" * BODY}, f"the request has more than {BODY} bytes"),
+        ({"a" * 10_000: 1}, f"'{'a' * 199}... (10002 characters) is no field"),
+        ({"stop": "a" * 10_000}, f"stop = '{'a' * 199}... (10002 characters): the run samples"),
     ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_what_cannot_be_trained_is_refused_and_the_agent_may_ask_otherwise(fields: dict[str, Any], words: str) -> None:
     async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
-        with pytest.raises(openai.BadRequestError) as refused:
-            await ask(to, **{"messages": ASK, **fields})
+        with pytest.raises((openai.BadRequestError, openai.APIStatusError)) as refused:
+            await to.post("/chat/completions", body={"messages": ASK, **fields}, cast_to=object)
         assert words in refused.value.message
+        assert len(refused.value.message) < 1000
         assert refused.value.type == "invalid_request_error"
         await ask(to, ASK, temperature=0.7, max_completion_tokens=128, stop=[])
         return 1.0
