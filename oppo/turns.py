@@ -104,10 +104,10 @@ class Branching(ABC):
     Each is a response of its own, a branch, trained in the unit of the first, which goes on as long as it may branch.
 
     Attributes:
-        single: why there are no branches; empty where there may be.
+        single: why there are no branches; empty where there may be. The stage that generates sets it.
     """
 
-    single: str = ""
+    single: str
 
     @abstractmethod
     async def branch(self, holds: Callable[[int], bool]) -> Prompt:

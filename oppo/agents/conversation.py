@@ -67,6 +67,7 @@ class Request:
         shows_logprobs: whether it has log-probs.
         key: by which its client says what it sends again; empty if it has none.
         waiting: of its client's connections, how many wait for the answer.
+        heard: one of them had it.
     """
 
     messages: list[Json]
@@ -77,6 +78,7 @@ class Request:
     shows_logprobs: bool
     key: str = ""
     waiting: int = 0
+    heard: bool = False
     reply: Json | Refusal | None = None
     done: anyio.Event = field(default_factory=anyio.Event)
 
@@ -93,6 +95,7 @@ class Request:
         self.waiting += 1
         try:
             await self.done.wait()
+            self.heard = True
         finally:
             self.waiting -= 1
         if isinstance(self.reply, Refusal):
@@ -505,7 +508,7 @@ class Session:
         requests: read what is sent.
         failure: returns an error that names the agent and its rollout.
         timeout: seconds in which an agent asks for something or ends while it waits for no answer; then it has failed.
-        single: returns why it holds one conversation only; empty if it may hold several.
+        single: why it holds one conversation only; empty if it may hold several.
         expected: conversations of a resumed run, which the agent has not begun anew.
         longest: the most tokens that a prompt may have.
         evaluated: the row is one of an evaluation.
@@ -526,7 +529,7 @@ class Session:
         failure: Callable[[str], EnvironmentFailure],
         timeout: float | None,
         *,
-        single: Callable[[], str],
+        single: str,
         expected: set[int],
         longest: float,
         evaluated: bool,
@@ -583,7 +586,7 @@ class Session:
             nearest = max(self.conversations.values(), key=lambda each: each.held(messages))
             self.changes += [change] if (change := nearest.change(messages, tools)) else []
             talk = self._another()
-        request = await talk.ask(fields, messages, digest, key=key, single=self._single())
+        request = await talk.ask(fields, messages, digest, key=key, single=self._single)
         if self._closed:  # meanwhile
             raise ENDED
         if talk is not self.first and not talk.branch:
@@ -596,11 +599,11 @@ class Session:
         same = [each for each in last if (each.key == key if key else again and each.digest == digest)]
         if any(each.digest != digest for each in same):
             raise Refusal(f"another request had the Idempotency-Key {shown(key)}: give each its own", status=422)
-        # Of equal ones that which nobody waits for any more, else the newest.
-        return max(reversed(same), key=lambda each: each.reply is None and not each.waiting, default=None)
+        # Of equal ones that whose client has left without its answer, else the newest.
+        return max(reversed(same), key=lambda each: not each.heard and not each.waiting, default=None)
 
     def _another(self) -> Conversation:
-        if self._single():
+        if self._single:
             return self.first  # which refuses it, and says why
         if len(self.conversations) == MOST:
             raise Refusal(f"an agent may hold {MOST} conversations: continue one of them")

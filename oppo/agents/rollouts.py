@@ -159,7 +159,7 @@ class Agents(Branching):
         self._keys: dict[str, Session] = {}
         self._expected = defaultdict[tuple[int, int], set[int]](set)
         self._begun = anyio.Event()
-        self.single = "no graph decodes others"
+        self._single: dict[bool, str] = {}
         self.longest = math.inf
         self._said = False
         self._samples = defaultdict[bool, dict[str, list[float]]](dict)
@@ -169,6 +169,15 @@ class Agents(Branching):
     def at_work(self) -> str:
         """The agent's name while one is waited for; empty otherwise."""
         return f"agent {self.name!r}" if self._waiting else ""
+
+    @property
+    def single(self) -> str:
+        """Why agents hold one conversation only: by the graph that is open, training's or an evaluation's."""
+        return self._single.get(_is_evaluated(), "no graph decodes others")
+
+    @single.setter
+    def single(self, why: str) -> None:
+        self._single[_is_evaluated()] = why
 
     @property
     def drops(self) -> bool:
@@ -234,7 +243,7 @@ class Agents(Branching):
             self._requests,
             partial(self._agent.failure, where=where),
             self._timeout,
-            single=lambda: self.single,
+            single=self.single,
             expected=self._expected[key],
             longest=self.longest,
             evaluated=_is_evaluated(),

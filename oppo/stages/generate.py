@@ -121,10 +121,13 @@ class Generate:
     def _single(self) -> str:
         if isinstance(self.admission, Restarting):
             return f"{type(self.admission).__name__} begins late rollouts anew"
-        joins = self.policy.capabilities.adds_while_decoding
-        return "" if joins else f"{type(self.policy).__name__} decodes no rollouts that come later"
+        if self.policy.capabilities.adds_while_decoding:
+            return ""
+        return f"{type(self.policy).__name__} decodes no rollouts that come later (on transformers: run.deterministic)"
 
     async def __aenter__(self) -> Self:
+        if self._branching is not None:
+            self._branching.single = self._single
         self._opened = await entered([self.policy, self._conversations])
         return self
 
@@ -233,8 +236,6 @@ class Generate:
         out = ended = Ended(out)
         step.record(ended)
         self._observe(step.observed)
-        if self._branching is not None:
-            self._branching.single = self._single
         await self._reopen()
         groups = await self._admit(prompts, step)
         complete = self._ledger.begin(groups)

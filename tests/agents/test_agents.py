@@ -145,7 +145,7 @@ async def acting(act: Act, **options: Any) -> AsyncIterator[Agents]:
     """Open agents that do this."""
 
     async def run(row: dict[str, object], base_url: str, key: str) -> object:
-        async with client(agents, key) as to:
+        async with client(agents, key, _strict_response_validation=True) as to:
             return await act(to, row)
 
     agents = Agents(run, tokenizer(), **options)
@@ -166,12 +166,12 @@ def tried(act: Act, then: Callable[[Rollout], Awaitable[Any]], **options: Any) -
 async def conversing(rollout: Rollout, said: Iterator[str], seconds: float = 0.0) -> list[Rollout]:
     """Say these in all conversations of an agent, as each is asked, until it ends; return them, the first first."""
     agents, found = rollout.agents, [rollout]
-    agents.single = ""
 
     async def talk(in_one: Rollout) -> None:
-        await anyio.sleep(seconds)
-        while isinstance(await in_one.say(next(said)), Answer):
+        answer: object = Answer(np.array([], np.int32))
+        while isinstance(answer, Answer):
             await anyio.sleep(seconds)
+            answer = await in_one.say(next(said))
 
     async with anyio.create_task_group() as beginning, anyio.create_task_group() as talking:
 
@@ -557,6 +557,7 @@ def test_conversations_are_counted_and_of_histories_that_change_the_first_differ
         return 1.0
 
     async def whole(rollout: Rollout) -> dict[str, list[float]]:
+        rollout.agents.single = ""
         texts = iter([call("add", left=2, right=3), "It is 5!"])
         assert [await each.reward() for each in await conversing(rollout, texts)] == [1.0] * counted[0]
         return {**rollout.agents.samples()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from collections.abc import Mapping
@@ -122,6 +123,13 @@ async def chief(row, base_url, api_key):
         parts = [[{"role": "user", "content": f"{messages[0]['content']} Part {part}."}] for part in range(4)]
         earned += sum(await asyncio.gather(*map(ask, parts)))
         return float(earned % 7)
+
+
+async def voting(row, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        ask = [client.chat.completions.create(model="policy", messages=row["prompt"]) for _ in range(4)]
+        replies = await asyncio.gather(*ask)
+        return float(len({reply.id for reply in replies}))
 
 
 async def broken(row, base_url, api_key):
@@ -254,6 +262,21 @@ def test_helpers_of_an_agent_are_trained_with_its_reward_after_a_resume_too(fold
     lines = records(folder, "agents", "metrics.jsonl")
     assert all(line["agents/refused"] == line["agents/history_changed"] == 0 for line in lines)
     assert all(line["agents/conversations"] == 5 for line in lines)
+
+
+def test_equal_requests_at_once_are_samples_and_refused_before_the_first_step_where_a_run_is_deterministic(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chosen = [*ALGORITHMS["grpo"], "agents.program=code.py:voting", "run.logged_samples=99", "run.steps=1"]
+    assert oppo(folder, "", *chosen, "run.deterministic=false", "run.name=agents") == DONE
+    lines = records(folder, "agents", "samples.jsonl")
+    assert [line["score"] for line in lines] == [4.0] * 4 * 2 * 2
+    assert len({line["completion"] for line in lines}) == len(lines)
+    (line,) = records(folder, "agents", "metrics.jsonl")
+    assert (line["agents/conversations"], line["agents/repeated"], line["agents/history_changed"]) == (4, 0, 0)
+    assert oppo(folder, "", *chosen, "run.name=other") == FAILED
+    assert re.search(r"a key has one conversation, since .* run.deterministic", capfd.readouterr().err)
+    assert not records(folder, "other", "metrics.jsonl")
 
 
 ROUNDING = 1e-5
