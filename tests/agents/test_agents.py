@@ -141,7 +141,7 @@ def rows(*gold: int) -> list[Prompt]:
 
 
 @asynccontextmanager
-async def acting(act: Act, **options: Any) -> AsyncIterator[Agents]:
+async def acting(act: Act, single: str | None = None, **options: Any) -> AsyncIterator[Agents]:
     """Open agents that do this."""
 
     async def run(row: dict[str, object], base_url: str, key: str) -> object:
@@ -150,6 +150,8 @@ async def acting(act: Act, **options: Any) -> AsyncIterator[Agents]:
 
     agents = Agents(run, tokenizer(), **options)
     async with agents:
+        if single is not None:
+            agents.single = single
         yield agents
 
 
@@ -557,12 +559,11 @@ def test_conversations_are_counted_and_of_histories_that_change_the_first_differ
         return 1.0
 
     async def whole(rollout: Rollout) -> dict[str, list[float]]:
-        rollout.agents.single = ""
         texts = iter([call("add", left=2, right=3), "It is 5!"])
         assert [await each.reward() for each in await conversing(rollout, texts)] == [1.0] * counted[0]
         return {**rollout.agents.samples()}
 
-    samples = tried(act, whole)
+    samples = tried(act, whole, single="")
     assert samples["agents/conversations"] == [counted[0]]
     assert samples["agents/history_changed"] == [counted[1]]
     assert len(messages) == counted[1]

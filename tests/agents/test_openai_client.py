@@ -119,8 +119,7 @@ def test_every_call_at_once_is_a_sample_of_its_own_whatever_befalls_its_attempts
 
     async def main() -> tuple[list[Rollout], Any]:
         nonlocal agents
-        async with acting(act) as agents:
-            agents.single = ""
+        async with acting(act, single="") as agents:
             rollout = Rollout(agents, await anext(agents.prompts(rows(5), max_prompt_tokens=2000)))
             found = await conversing(rollout, map("It is {}.".format, count()), SECONDS)
             return found, agents.samples()
