@@ -115,6 +115,7 @@ class Agents(Branching):
             any number.
         host: where the server listens; agents on other machines cannot reach the default.
         port: likewise; 0: any that is free.
+        public_url: the URL of the API that agents are told where another address than the host leads to this port.
 
     Raises:
         ConfigError: the extra ``agents`` is not installed, the tokenizer has no chat template that can be used, or a
@@ -132,6 +133,7 @@ class Agents(Branching):
         timeout: float | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
+        public_url: str = "",
     ) -> None:
         for module in ("starlette", "uvicorn"):
             require("agents", "an agent", module=module)
@@ -163,7 +165,9 @@ class Agents(Branching):
         self.longest = math.inf
         self._said = False
         self._samples = defaultdict[bool, dict[str, list[float]]](dict)
-        self._server = AgentServer(host, port, lambda: self._keys, self._notify, self._noted)
+        self._server = AgentServer(
+            host, port, public_url, sessions=lambda: self._keys, asked=self._notify, noted=self._noted
+        )
 
     @property
     def at_work(self) -> str:

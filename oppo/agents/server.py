@@ -49,6 +49,7 @@ class AgentServer:
     Args:
         host: where it listens.
         port: likewise; 0: any that is free.
+        public_url: the URL that agents are told; empty: that of the host, of this machine if it has all addresses.
         sessions: those of the agents, by their keys.
         asked: called once a session was asked for something.
         noted: called after each request: with whether its row is one of an evaluation, and what metrics are told.
@@ -61,12 +62,15 @@ class AgentServer:
         self,
         host: str,
         port: int,
+        public_url: str,
+        *,
         sessions: Callable[[], Mapping[str, Session]],
         asked: Callable[[], None],
         noted: Callable[[bool, Mapping[str, float]], None],
     ) -> None:
         self.url = "http://agents/v1"  # on a loop of virtual time, where an agent asks the application itself
         self._address = (host, port)
+        self._public_url = public_url
         self._sessions = sessions
         self._asked = asked
         self._noted = noted
@@ -107,16 +111,16 @@ class AgentServer:
             ConfigError: the address cannot be had.
         """
         host, port = self._address
-        found = socket.socket()
         try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # machines that vanish do not say so
-            found.bind(self._address)
-            found.listen(BACKLOG)
+            (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            both = host == "::" and socket.has_dualstack_ipv6()
+            found = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
         except OSError as error:
-            found.close()
-            raise ConfigError(f"agents cannot be served at {host}:{port}: {error}; name another port, or 0") from error
-        self.url = f"http://{host}:{found.getsockname()[1]}/v1"
+            at = f"{_bracketed(host)}:{port}"
+            raise ConfigError(f"agents cannot be served at {at}: {error}; name another host or port, or 0") from error
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # machines that vanish do not say so
+        reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - all addresses
+        self.url = self._public_url or f"http://{_bracketed(reached)}:{found.getsockname()[1]}/v1"
         return found
 
     async def _listen(self, server: Any, listening: socket.socket) -> None:
@@ -193,6 +197,10 @@ class AgentServer:
                 status=401,
             )
         return found
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 async def _while_connected(http: HttpRequest, wait: Callable[[], Awaitable[Json]]) -> Json:

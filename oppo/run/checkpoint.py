@@ -447,6 +447,7 @@ MAY_CHANGE = frozenset(
         "run.keep_best",
         "agents.host",
         "agents.port",
+        "agents.public_url",
         "agents.timeout",
         "environment.concurrency",
         "environment.process",

@@ -26,6 +26,7 @@ from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import SamplingSettings
 from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
+from oppo.vllm.sync import free_port
 from tests.hf.spot_tokenizers import byte_tokenizer
 from tests.test_tools import TEMPLATE
 
@@ -703,6 +704,29 @@ async def test_a_client_in_a_thread_or_on_the_loop_is_served_over_http(run: Any)
             assert await rollout.reward() == 1.0
             left = Rollout(agents, await anext(agents.prompts(rows(7))))
     assert len(left.prompt.tokens) > 10
+
+
+@pytest.mark.parametrize(
+    ("host", "public", "told"),
+    [
+        ("0.0.0.0", "", "http://127.0.0.1:{port}/v1"),
+        ("::1", "", "http://[::1]:{port}/v1"),
+        ("::", "", "http://[::1]:{port}/v1"),
+        ("0.0.0.0", "http://localhost:{port}/v1/", "http://localhost:{port}/v1/"),
+    ],
+)
+async def test_agents_are_told_an_address_at_which_they_reach_the_server(host: str, public: str, told: str) -> None:
+    port, seen = free_port(), list[str]()
+
+    def run(row: dict[str, object], base_url: str, key: str) -> float:
+        seen.append(base_url)
+        return sync_agent(row, base_url, key)
+
+    async with Agents(run, tokenizer(), host=host, port=port, public_url=public.format(port=port)) as agents:
+        rollout = Rollout(agents, await anext(agents.prompts(rows(5))))
+        assert await rollout.say("Hm.") is None
+        assert await rollout.reward() == 1.0
+    assert seen == [told.format(port=port)]
 
 
 async def test_a_port_that_is_taken_is_named() -> None:
