@@ -16,7 +16,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from oppo.agents.bounds import BODY, apart, read_json
-from oppo.agents.conversation import MODEL, Json, Refusal, Session
+from oppo.agents.conversation import ENDED, MODEL, Json, Refusal, Session
 from oppo.errors import ConfigError, as_itself, shortened
 from oppo.log import logger
 
@@ -85,8 +85,15 @@ class AgentServer:
             def capture_signals(self) -> Iterator[None]:
                 yield  # they are the run's
 
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await self.app(scope, receive, send)
+            except asyncio.CancelledError:  # the run is interrupted: its task ends here, and its server logs nothing
+                with suppress(RuntimeError):  # it has answered
+                    await _error(ENDED)(scope, receive, send)
+
         config = uvicorn.Config(
-            self.app,
+            app,
             http=_protocol(_connections()),
             interface="asgi3",
             ws="none",
@@ -130,18 +137,17 @@ class AgentServer:
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, as an ASGI application: what is refused has the form of OpenAI's errors."""
         from starlette.requests import ClientDisconnect, Request  # noqa: PLC0415 - an extra
-        from starlette.responses import JSONResponse  # noqa: PLC0415
 
         http = Request(scope, receive)
         try:
             answer = await self._answer(http)
         except Refusal as refusal:
-            answer = JSONResponse(refusal.json(), refusal.status)
+            answer = _error(refusal)
         except ClientDisconnect:
             return
         except Exception:
             failed = Refusal("the endpoint failed: its log says why", code="internal_error", status=500)
-            await JSONResponse(failed.json(), failed.status)(scope, receive, send)
+            await _error(failed)(scope, receive, send)
             raise
         await answer(scope, receive, send)
 
@@ -201,6 +207,12 @@ class AgentServer:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def _error(refusal: Refusal) -> HttpResponse:
+    from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
+
+    return JSONResponse(refusal.json(), refusal.status)
 
 
 async def _while_connected(http: HttpRequest, wait: Callable[[], Awaitable[Json]]) -> Json:

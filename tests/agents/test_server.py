@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -29,6 +30,7 @@ class Asked:
     def __init__(self) -> None:
         self.let = anyio.Event()
         self.left = anyio.Event()
+        self.begun = anyio.Event()
 
     async def ask(self, body: Any, *, again: bool, key: str) -> tuple[Asked, bool]:
         del again, key
@@ -37,6 +39,7 @@ class Asked:
 
     async def result(self) -> Any:
         try:
+            self.begun.set()
             await self.let.wait()
         except BaseException:
             self.left.set()
@@ -48,7 +51,9 @@ async def served(then: Callable[[Asked, int], Any]) -> None:
     """Call this with a session, and the port at which it is served."""
     asked: Any = Asked()
     sessions: dict[str, Session] = {KEY: asked}
-    http = AgentServer("127.0.0.1", 0, lambda: sessions, lambda: None, lambda evaluated, metrics: None)
+    http = AgentServer(
+        "127.0.0.1", 0, "", sessions=lambda: sessions, asked=lambda: None, noted=lambda evaluated, metrics: None
+    )
     listening = http.listening()
     async with anyio.create_task_group() as tasks:
         http.serve(listening, tasks)
@@ -59,11 +64,13 @@ async def served(then: Callable[[Asked, int], Any]) -> None:
             http.stop()
 
 
-def request(body: bytes = b'{"messages": [1]}', head: str = f"POST {PATH}", length: int | None = None) -> bytes:
-    length = len(body) if length is None else length
-    return (
-        f"{head} HTTP/1.1\r\nHost: agents\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {length}\r\n\r\n"
-    ).encode() + body
+def request(
+    body: object = b'{"messages": [1]}', head: str = f"POST {PATH}", length: int | None = None, key: str = KEY
+) -> bytes:
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    length = len(text) if length is None else length
+    headers = f"Host: agents\r\nAuthorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n"
+    return f"{head} HTTP/1.1\r\n{headers}".encode() + text
 
 
 @asynccontextmanager
@@ -163,6 +170,22 @@ async def test_a_client_that_leaves_is_waited_for_no_more_and_leaves_no_tracebac
     with caplog.at_level(logging.INFO):
         await served(leaving)
     assert [each for each in caplog.records if each.exc_info] == []
+
+
+async def test_requests_that_wait_when_a_run_is_interrupted_leave_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def interrupted(asked: Asked, port: int) -> None:
+        async with connected(port, request()) as to:
+            await asked.begun.wait()
+            (waiting,) = [task for task in asyncio.all_tasks() if "run_asgi" in repr(task)]
+            waiting.cancel()
+            status, reply = await received(to)
+        assert (status, reply["error"]["code"]) == (400, "rollout_ended")
+
+    with caplog.at_level(logging.INFO):
+        await served(interrupted)
+    assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
 async def test_connections_beyond_the_limit_of_open_files_are_refused_and_say_so(
