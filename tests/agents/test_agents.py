@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -735,3 +736,21 @@ async def test_a_port_that_is_taken_is_named() -> None:
         with pytest.raises(ConfigError, match=f"agents cannot be served at 127.0.0.1:{port}"):
             async with Agents(async_agent, tokenizer(), port=port):
                 raise AssertionError
+
+
+async def test_a_long_history_is_tokenized_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, encode = dict[int, bool](), HfTokenizer.encode_chat
+
+    def encoding(self: HfTokenizer, messages: Any, **options: Any) -> list[int]:
+        threads[len(messages[0]["content"])] = threading.current_thread() is not threading.main_thread()
+        return encode(self, messages, **options)
+
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        await ask(to, [{"role": "user", "content": "a" * int(str(row["gold"]))}])
+        return 1.0
+
+    async with acting(act) as agents:
+        monkeypatch.setattr(HfTokenizer, "encode_chat", encoding)
+        found = [len(prompt.tokens) async for prompt in agents.prompts(rows(9, 30_000), max_prompt_tokens=40_000)]
+    assert threads == {9: False, 30_000: True}
+    assert found[1] - found[0] == 30_000 - 9
