@@ -287,8 +287,8 @@ class Agents(Branching):
     def _note_conversations(self, session: Session) -> None:
         if not session.first.told:  # it was begun ahead
             return
-        counts = {"conversations": len(session.conversations), "history_changed": len(session.changes)}
-        self._noted(session.evaluated, {f"agents/{name}": float(count) for name, count in counts.items()})
+        conversations, changed = float(len(session.conversations)), float(len(session.changes))
+        self._noted(session.evaluated, {"agents/conversations": conversations, "agents/history_changed": changed})
         if session.changes and not self._said:
             self._said = True
             logger.warning(

@@ -52,7 +52,8 @@ class AgentsSection:
     public_url: Annotated[str, OneOf((), "a URL such as http://machine:8000/v1", _URL)] = setting(
         "",
         "the URL that agents are told, such as `http://machine:8000/v1`, where they reach the server by another "
-        "address than `host`: from other machines, with a `host` of all addresses (`0.0.0.0`, `::`); empty: that of `host`",
+        "address than `host`: from other machines, with a `host` of all addresses (`0.0.0.0`, `::`); empty: of "
+        "`host`",
     )
 
     @property
