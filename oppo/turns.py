@@ -126,6 +126,14 @@ class Branching(ABC):
         """Take a branch of a resumed run for the one that begins likewise, which is not returned again."""
 
     @abstractmethod
+    def goes_on(self, prompt: Prompt) -> bool:
+        """Return whether more branches may come of whoever has this rollout, though it ends; from any thread."""
+
+    @abstractmethod
+    async def settled(self, prompt: Prompt) -> None:
+        """Wait until no more branches come of whoever has this rollout; cancel-safe."""
+
+    @abstractmethod
     def ended(self, finish: Finish) -> None:
         """Note that a response has ended, perhaps within a turn, while others of its unit may go on."""
 

@@ -546,7 +546,7 @@ class Session:
         self.rollout = rollout
         self._requests = requests
         self._timeout = math.inf if timeout is None else timeout
-        self._single = single
+        self.single = single
         self._expected = expected
         self._longest = longest
         self._closed = False
@@ -586,7 +586,7 @@ class Session:
             nearest = max(self.conversations.values(), key=lambda each: each.held(messages))
             self.changes += [change] if (change := nearest.change(messages, tools)) else []
             talk = self._another()
-        request = await talk.ask(fields, messages, digest, key=key, single=self._single)
+        request = await talk.ask(fields, messages, digest, key=key, single=self.single)
         if self._closed:  # meanwhile
             raise ENDED
         if talk is not self.first and not talk.branch:
@@ -603,7 +603,7 @@ class Session:
         return max(reversed(same), key=lambda each: not each.heard and not each.waiting, default=None)
 
     def _another(self) -> Conversation:
-        if self._single:
+        if self.single:
             return self.first  # which refuses it, and says why
         if len(self.conversations) == MOST:
             raise Refusal(f"an agent may hold {MOST} conversations: continue one of them")
@@ -652,6 +652,14 @@ class Session:
         if self.outcome is not None and talk.request is not None:
             raise self.failure("returned while its request was unanswered: expected it to await each answer")
         return talk.request
+
+    async def ended(self) -> None:
+        """Wait until the agent has ended, which it has if it does nothing for too long."""
+        try:
+            await self._wait(lambda: False)
+        except EnvironmentFailure as failure:
+            if self.outcome is None:
+                self.end(failure)
 
     async def _wait(self, there: Callable[[], bool]) -> None:
         while self.outcome is None and not there():

@@ -342,6 +342,19 @@ class Agents(Branching):
         """Take the conversation of an agent that is run anew for the one that it has held."""
         self._expected[_key(branch)].add(branch.branch)
 
+    def goes_on(self, prompt: Prompt) -> bool:
+        """Return whether an agent may begin further conversations."""
+        session = self._sessions.get(_key(prompt))
+        return session is not None and session.outcome is None and not session.single
+
+    async def settled(self, prompt: Prompt) -> None:
+        """Wait until an agent has ended."""
+        self._waiting += 1
+        try:
+            await self._sessions[_key(prompt)].ended()
+        finally:
+            self._waiting -= 1
+
     def ended(self, finish: Finish) -> None:
         """Tell the agent of the end of a response, if that was no turn."""
         assert self._tasks is not None  # noqa: S101 - responses end in a run only

@@ -125,6 +125,20 @@ async def chief(row, base_url, api_key):
         return float(earned % 7)
 
 
+async def summing(row, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages, summed = list(row["prompt"]), 0
+        while not summed or len(messages) < 4:
+            try:
+                reply = await client.chat.completions.create(model="policy", messages=messages)
+                messages += [reply.choices[0].message.model_dump(exclude_none=True), row["prompt"][0]]
+            except openai.BadRequestError as error:
+                assert error.code == "context_length_exceeded"
+                summed += 1
+                messages = [{"role": "user", "content": f"Summary {summed} of {row['number']}."}]
+        return float(summed)
+
+
 async def voting(row, base_url, api_key):
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         ask = [client.chat.completions.create(model="policy", messages=row["prompt"]) for _ in range(4)]
@@ -262,6 +276,18 @@ def test_helpers_of_an_agent_are_trained_with_its_reward_after_a_resume_too(fold
     lines = records(folder, "agents", "metrics.jsonl")
     assert all(line["agents/refused"] == line["agents/history_changed"] == 0 for line in lines)
     assert all(line["agents/conversations"] == 5 for line in lines)
+
+
+def test_an_agent_whose_conversation_has_no_room_goes_on_in_another(folder: Path) -> None:
+    chosen = [*ALGORITHMS["grpo"], "agents.program=code.py:summing", "run.logged_samples=99"]
+    assert oppo(folder, "", *chosen, "run.deterministic=false", "sampling.max_new_tokens=60", "run.name=agents") == DONE
+    families: dict[int, list[dict[str, Any]]] = {}
+    for line in records(folder, "agents", "samples.jsonl"):
+        families.setdefault(line.get("first", line["rollout"]), []).append(line)
+    assert len(families) == 2 * 2 * 2
+    for family in families.values():
+        assert {line["score"] for line in family} == {len(family) - 1.0}
+        assert sum("Summary" in line["prompt"] for line in family) == len(family) - 1 > 0
 
 
 def test_equal_requests_at_once_are_samples_and_refused_before_the_first_step_where_a_run_is_deterministic(
