@@ -56,29 +56,17 @@ class Refusal(Exception):  # noqa: N818 - an answer to an agent
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request of an agent that waits for a turn.
-
-    Attributes:
-        messages: all of its conversation.
-        tokens: int32 [n], the prompt, or what is read after the turn before.
-        answers: messages of tools behind the turn before.
-        digest: of what was sent.
-        shows_ids: whether the answer has token ids.
-        shows_logprobs: whether it has log-probs.
-        key: by which its client says what it sends again; empty if it has none.
-        waiting: of its client's connections, how many wait for the answer.
-        heard: one of them had it.
-    """
+    """A request of an agent that waits for a turn."""
 
     messages: list[Json]
-    tokens: IntArray
-    answers: int
+    tokens: IntArray  # the prompt, or what is read after the turn before
+    answers: int  # messages of tools behind that
     digest: str
     shows_ids: bool
     shows_logprobs: bool
-    key: str = ""
-    waiting: int = 0
-    heard: bool = False
+    key: str  # by which its client says what it sends again
+    waiting: int = 0  # connections of its client
+    heard: bool = False  # by one of these
     reply: Json | Refusal | None = None
     done: anyio.Event = field(default_factory=anyio.Event)
 
@@ -263,31 +251,16 @@ def _without(end: str, text: str) -> str:
 
 
 class Conversation:
-    """What an agent and the policy have said in one context.
-
-    Args:
-        requests: read what is sent.
-        rollout: of the agent.
-
-    Attributes:
-        branch: its number among those of its agent; that of a further one is a hash of its prompt, so that it does not
-            depend on timing.
-        told: turns that the agent was told.
-        given: a digest of what was read after them.
-        full: refuses whatever continues it; ``None`` while there is room.
-        telling: held by who tells it turns of a rollout.
-        last: the last request.
-        said: digests of its turns.
-    """
+    """What an agent and the policy have said in one context."""
 
     def __init__(self, requests: ChatRequests, rollout: str) -> None:
-        self.branch = 0
-        self.told = 0
-        self.given = ""
-        self.full: Refusal | None = None
-        self.telling = anyio.Lock()
+        self.branch = 0  # of a further one a hash of its prompt, so that it does not depend on timing
+        self.told = 0  # turns that the agent was told
+        self.given = ""  # a digest of what was read after them
+        self.full: Refusal | None = None  # refuses whatever continues it
+        self.telling = anyio.Lock()  # held by who tells it turns of a rollout
         self.last: Request | None = None
-        self.said: set[str] = set()
+        self.said: set[str] = set()  # digests of its turns
         self._requests = requests
         self.rollout = rollout
         self._tools: object = []
@@ -412,13 +385,7 @@ class Conversation:
         return {"role": "tool", "name": name, "content": message["content"], "tool_call_id": own}
 
     def tell(self, turn: Sequence[int], logprobs: Sequence[float] = (), *, whole: bool = True) -> None:
-        """Answer the request that waits with a turn.
-
-        Args:
-            turn: its tokens.
-            logprobs: of them, if the request shows log-probs.
-            whole: it was not cut off.
-        """
+        """Answer the request that waits with a turn; ``whole``: it was not cut off."""
         request = self.request
         assert request is not None  # noqa: S101 - whoever calls has heard it
         assert self._format is not None  # noqa: S101 - of the first request
@@ -503,22 +470,11 @@ class Session:
     """The conversations of an agent with the policy: the requests of one key.
 
     Args:
-        rollout: of the agent.
-        columns: of the row that it was given.
-        requests: read what is sent.
-        failure: returns an error that names the agent and its rollout.
         timeout: seconds in which an agent asks for something or ends while it waits for no answer; then it has failed.
         single: why it holds one conversation only; empty if it may hold several.
         expected: conversations of a resumed run, which the agent has not begun anew.
         longest: the most tokens that a prompt may have.
         evaluated: the row is one of an evaluation.
-
-    Attributes:
-        conversations: by their numbers; the first is 0.
-        open: the numbers of those whose responses have no reward yet.
-        unopened: those for which no response was begun.
-        changes: how requests differed that changed what was said.
-        outcome: how the agent ended; ``None`` while it goes on.
     """
 
     def __init__(
@@ -537,12 +493,12 @@ class Session:
         self.columns = columns
         self.evaluated = evaluated
         self.scope = anyio.CancelScope()
-        self.outcome: float | Drop | EnvironmentFailure | None = None
+        self.outcome: float | Drop | EnvironmentFailure | None = None  # of an agent that has ended
         self.failure = failure
         self.conversations = {0: Conversation(requests, rollout)}
-        self.open = {0}
-        self.unopened: list[Conversation] = []
-        self.changes: list[str] = []
+        self.open = {0}  # those whose responses have no reward yet
+        self.unopened: list[Conversation] = []  # those for which no response was begun
+        self.changes: list[str] = []  # how requests differed that changed what was said
         self.rollout = rollout
         self._requests = requests
         self._timeout = math.inf if timeout is None else timeout
