@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -560,10 +560,10 @@ def test_conversations_are_counted_and_of_histories_that_change_the_first_differ
         await ask(to, change(history), tools=tools)
         return 1.0
 
-    async def whole(rollout: Rollout) -> dict[str, list[float]]:
+    async def whole(rollout: Rollout) -> Mapping[str, Sequence[float]]:
         texts = iter([call("add", left=2, right=3), "It is 5!"])
         assert [await each.reward() for each in await conversing(rollout, texts)] == [1.0] * counted[0]
-        return {**rollout.agents.samples()}
+        return rollout.agents.samples()
 
     samples = tried(act, whole, single="")
     assert samples["agents/conversations"] == [counted[0]]

@@ -94,10 +94,10 @@ CALLS = st.lists(st.builds(drawn, st.integers(0, 2), st.booleans(), st.tuples(FA
 @given(CALLS)
 def test_every_call_at_once_is_a_sample_of_its_own_whatever_befalls_its_attempts(calls: Sequence[Call]) -> None:
     heard = list[list[tuple[str, str]]]()
-    networks = list[Network]()
+    networks, serving = list[Network](), list[Agents]()
 
     async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
-        network = Network(httpx2.ASGITransport(agents.app))
+        network = Network(httpx2.ASGITransport(serving[0].app))
         networks.append(network)
         own = to.with_options(http_client=httpx2.AsyncClient(transport=network), max_retries=4)
         own._platform = to._platform
@@ -118,13 +118,12 @@ def test_every_call_at_once_is_a_sample_of_its_own_whatever_befalls_its_attempts
         return 1.0
 
     async def main() -> tuple[list[Rollout], Any]:
-        nonlocal agents
         async with acting(act, single="") as agents:
+            serving.append(agents)
             rollout = Rollout(agents, await anext(agents.prompts(rows(5), max_prompt_tokens=2000)))
             found = await conversing(rollout, map("It is {}.".format, count()), SECONDS)
             return found, agents.samples()
 
-    agents: Agents
     found, samples = run_virtual(main)
     said = [[tokenizer().decode(each.tokens.tolist()) for each in rollout.pieces[::2]] for rollout in found]
     assert sorted(said) == sorted([text for _, text in replies] for replies in heard)
