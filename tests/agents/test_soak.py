@@ -6,7 +6,7 @@ import copy
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -74,7 +74,7 @@ class Crowd:
     def __post_init__(self) -> None:
         self.agents = Agents(self.run, tokenizer(), on_failure="drop", timeout=self.timeout)
 
-    async def run(self, row: Mapping[str, int], url: str, key: str) -> float:
+    async def run(self, row: dict[str, Any], url: str, key: str) -> float:
         number = row["number"]
         self.begun[number] += 1
         try:
@@ -167,7 +167,7 @@ async def crowded(crowd: Crowd, policy: Policy, count: int, each: Callable[[Step
     assert crowd.most >= count // 2
     assert sum(report.metrics["deferral/deferred"] for report in reports) > 0
     assert crowd.begun == crowd.ended
-    assert crowd.agents._sessions == crowd.agents._keys == {}
+    assert (crowd.agents._sessions, crowd.agents._keys) == ({}, {})
 
 
 def checked(batch: Batch) -> Iterator[int]:
@@ -178,7 +178,7 @@ def checked(batch: Batch) -> Iterator[int]:
         yield response.prompt.rollout
 
 
-def sizes(small: int, large: int = 2_000) -> Any:
+def sizes(small: int, large: int = 2_000) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("count", [small, pytest.param(large, marks=[pytest.mark.deep, LONG])])
 
 
