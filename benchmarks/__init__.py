@@ -13,6 +13,7 @@
     python -m benchmarks.kv_on_sync    the KV cache after an update: recomputed or kept
     python -m benchmarks.policy_place  decoding in a thread and in a process
     python -m benchmarks.remote_call   a call in each place
+    python -m benchmarks.agents        a request of an agent, by how many wait and by their clients
     python -m benchmarks.turns         what a tool's answer costs the rollouts that are decoded on
     python -m benchmarks.simulate      the simulator beside the ladder, and the OPPO paper's settings in simulation
     python -m benchmarks.vllm          vllm/: our policy on vLLM beside vLLM alone

@@ -111,6 +111,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "agents.timeout": ("agent timeout", ""),
     "agents.host": ("host of the OpenAI-compatible server", ""),
     "agents.port": ("port of the OpenAI-compatible server", ""),
+    "agents.public_url": ("base URL of the OpenAI-compatible server", ""),
     "placement.policy": ("rollout device", ""),
     "placement.trainer": ("data-parallel ranks, training devices", ""),
     "placement.scorers": ("scoring device", ""),

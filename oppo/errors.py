@@ -29,6 +29,7 @@ import difflib
 import math
 import os
 import re
+import signal
 import sys
 import sysconfig
 import threading
@@ -212,10 +213,9 @@ def contained(refuse: Callable[[str], Exception], *, passing: type[Exception] | 
     except passing:
         raise
     except BaseException as error:
-        on_main_thread = threading.current_thread() is threading.main_thread()
         if isinstance(error, asyncio.CancelledError) and is_cancelled():
             raise
-        if isinstance(error, KeyboardInterrupt) and on_main_thread:  # others get no signal
+        if _is_of_a_signal(error):
             if is_cancelled():
                 raise asyncio.CancelledError from error
             raise
@@ -250,6 +250,16 @@ def exits_told() -> Iterator[None]:
         yield
     finally:
         os._exit = before
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    # Python's own handler leaves no trace of itself; that of anybody else raised it where its traceback ends.
+    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+        return False  # other threads get no signal
+    handler: Any = signal.getsignal(signal.SIGINT)
+    raised = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    own = getattr(getattr(handler, "func", handler), "__code__", None)  # asyncio's is a partial
+    return handler is signal.default_int_handler or raised == [own]
 
 
 @types.coroutine
@@ -411,7 +421,7 @@ def _printed(value: object, how: Callable[[object], str]) -> str:
     try:
         return how(value)
     except BaseException as failure:  # the boundary to the user's code: its value cannot even be printed
-        if isinstance(failure, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        if _is_of_a_signal(failure):
             raise
         return f"({type(failure).__name__} in its __{how.__name__}__)"
 

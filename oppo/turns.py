@@ -107,10 +107,10 @@ class Branching(ABC):
     Each is a response of its own, a branch, trained in the unit of the first, which goes on as long as it may branch.
 
     Attributes:
-        single: why there are no branches; empty where there may be.
+        single: why there are no branches; empty where there may be. The stage that generates sets it.
     """
 
-    single: str = ""
+    single: str
 
     @abstractmethod
     async def branch(self, holds: Callable[[int], bool]) -> Prompt:
@@ -127,6 +127,14 @@ class Branching(ABC):
     @abstractmethod
     def expect(self, branch: Prompt) -> None:
         """Take a branch of a resumed run for the one that begins likewise, which is not returned again."""
+
+    @abstractmethod
+    def goes_on(self, prompt: Prompt) -> bool:
+        """Return whether more branches may come of whoever has this rollout, though it ends; from any thread."""
+
+    @abstractmethod
+    async def settled(self, prompt: Prompt) -> None:
+        """Wait until no more branches come of whoever has this rollout; cancel-safe."""
 
     @abstractmethod
     def ended(self, finish: Finish) -> None:

@@ -94,6 +94,10 @@ async def impatient(prompts: list[str], completions: list[str]) -> list[float]:
     sys.exit(0)
 
 
+async def interrupting(prompts: list[str], completions: list[str]) -> list[float]:
+    raise KeyboardInterrupt
+
+
 async def suicidal(prompts: list[str], completions: list[str]) -> list[float]:
     """Cancel the task that it is called in."""
     task = asyncio.current_task()
@@ -130,6 +134,7 @@ MISBEHAVIOUR = [
     pytest.param(raising(GeneratorExit()), "raised GeneratorExit at ", id="generator exit"),
     pytest.param(raising(OwnError("mine")), "raised OwnError: mine at ", id="own base exception"),
     pytest.param(raising(KeyboardInterrupt()), "raised KeyboardInterrupt at ", id="keyboard interrupt in a thread"),
+    pytest.param(interrupting, "raised KeyboardInterrupt at ", id="keyboard interrupt on the loop"),
     pytest.param(lambda prompts, completions: pytest.fail("no"), "raised Failed: no at ", id="pytest.fail"),
     pytest.param(ungraded, "raised Failed: the grader gives up at ", id="pytest.fail on the loop"),
     pytest.param(suicidal, "raised CancelledError at ", id="cancels its own task"),

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from zlib import crc32
 
 import anyio
 import numpy as np
 
-from oppo.environments import LONGEST, EnvironmentFailure
-from oppo.errors import ConfigError, one_line, shown
+from oppo.agents.bounds import MESSAGES, apart, read_json
+from oppo.agents.history import digest_of, essence, first_difference, plain
+from oppo.environments import EnvironmentFailure
+from oppo.errors import ConfigError, one_line, shortened, shown
 from oppo.events import Drop, IntArray
 from oppo.models import SamplingSettings
 
@@ -48,28 +51,22 @@ class Refusal(Exception):  # noqa: N818 - an answer to an agent
     def json(self) -> Json:
         """Return the answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": shortened(str(self)), "type": kind, "param": None, "code": self.code}}
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request of an agent that waits for a turn.
-
-    Attributes:
-        messages: all of its conversation.
-        tokens: int32 [n], the prompt, or what is read after the turn before.
-        answers: messages of tools behind the turn before.
-        digest: of what was sent.
-        shows_ids: whether the answer has token ids.
-        shows_logprobs: whether it has log-probs.
-    """
+    """A request of an agent that waits for a turn."""
 
     messages: list[Json]
-    tokens: IntArray
-    answers: int
+    tokens: IntArray  # the prompt, or what is read after the turn before
+    answers: int  # messages of tools behind that
     digest: str
     shows_ids: bool
     shows_logprobs: bool
+    key: str  # by which its client says what it sends again
+    waiting: int = 0  # connections of its client
+    heard: bool = False  # by one of these
     reply: Json | Refusal | None = None
     done: anyio.Event = field(default_factory=anyio.Event)
 
@@ -83,7 +80,12 @@ class Request:
         Raises:
             Refusal: that is the answer.
         """
-        await self.done.wait()
+        self.waiting += 1
+        try:
+            await self.done.wait()
+            self.heard = True
+        finally:
+            self.waiting -= 1
         if isinstance(self.reply, Refusal):
             raise Refusal(str(self.reply), code=self.reply.code, status=self.reply.status)
         assert self.reply is not None  # noqa: S101 - set before the event
@@ -102,7 +104,10 @@ class ChatRequests:
         self._tokenizer = tokenizer
         self._most = sampling.max_new_tokens
         self._formats: dict[str, tuple[HfTokenizer, ChatFormat]] = {}
+        self._stops = sampling.stop_strings
+        own = [each for each in getattr(sampling, "stop", ()) if isinstance(each, str)]
         self._fixed: dict[str, tuple[object, ...]] = {
+            "stop": ([*self._stops, *own], *self._stops, *own),
             "temperature": (sampling.temperature,),
             "top_p": (sampling.top_p,),
             "top_k": (sampling.top_k, *(() if sampling.top_k else (-1,))),
@@ -111,7 +116,6 @@ class ChatRequests:
             "presence_penalty": (0,),
             "repetition_penalty": (1,),
             "logit_bias": ({},),
-            "stop": ([],),
             "logprobs": (False, True),
             "top_logprobs": (0,),
             "response_format": ({"type": "text"},),
@@ -131,10 +135,11 @@ class ChatRequests:
             if value is None or name in _UNREAD or name in _READ or (name == "tool_choice" and not body.get("tools")):
                 continue
             if name not in self._fixed:
-                raise Refusal(f"{name!r} is no field that the policy's endpoint reads: leave it out")
-            if value not in self._fixed[name]:
+                raise Refusal(f"{_quoted(name)} is no field that the policy's endpoint reads: leave it out")
+            asked = value if name == "stop" and isinstance(value, list) else [value]
+            if any(each not in self._fixed[name] for each in asked):
                 raise Refusal(
-                    f"{name} = {value!r}: the run samples with {name} = {self._fixed[name][0]!r}, and trains "
+                    f"{name} = {_quoted(value)}: the run samples with {name} = {self._fixed[name][0]!r}, and trains "
                     f"nothing else: leave {name} out, or change the run's [sampling]",
                     code="unsupported_value",
                 )
@@ -142,11 +147,24 @@ class ChatRequests:
             most = body.get(name)
             if most is not None and (not isinstance(most, int) or most < self._most):
                 raise Refusal(
-                    f"{name} = {most!r}: a turn may be as long as its response has room for, sampling.max_new_tokens = "
-                    f"{self._most} in all: leave {name} out",
+                    f"{name} = {_quoted(most)}: a turn may be as long as its response has room for, "
+                    f"sampling.max_new_tokens = {self._most} in all: leave {name} out",
                     code="unsupported_value",
                 )
         return body
+
+    def stopped(self, tokenizer: HfTokenizer, turn: list[int]) -> str:
+        """Return the end of a turn, from the stop string on that its last token has completed; empty if none."""
+        if not self._stops:
+            return ""
+        text, before = tokenizer.decode(turn), tokenizer.decode(turn[:-1])
+        found = [
+            (at + len(stop), number, at)
+            for number, stop in enumerate(self._stops)
+            for at in (each.start() for each in re.finditer(f"(?={re.escape(stop)})", text))
+            if not before.startswith(stop, at)
+        ]
+        return text[min(found)[2] :] if found else ""
 
     def messages(self, body: Json) -> list[Json]:
         """Return the messages of a request, as chat templates read them.
@@ -154,9 +172,9 @@ class ChatRequests:
         Raises:
             Refusal: one is none, or shows what is no text.
         """
+        if (count := len(body["messages"])) > MESSAGES:
+            raise Refusal(f"there are {count} messages, more than {MESSAGES}: leave some out")
         found = [_message(each, number) for number, each in enumerate(body["messages"])]
-        if (length := sum(len(str(each.get("content"))) for each in found)) > LONGEST:
-            raise Refusal(f"the messages have {length} characters, more than {LONGEST}: shorten them")
         if found[-1]["role"] == "assistant":
             raise Refusal("the last message is the assistant's: expected one of a user or a tool, to be answered")
         return found
@@ -176,7 +194,7 @@ class ChatRequests:
                     'expected tools as {"type": "function", "function": {"name": ..., "parameters": ...}}, got '
                     f"{shown(tool)}"
                 )
-        shown_tools, key = cast("list[Json]", tools), _digest(tools)
+        shown_tools, key = cast("list[Json]", tools), digest_of(tools)
         if key not in self._formats:
             try:
                 tokenizer = chatting(self._tokenizer, tools=shown_tools, variables=self._tokenizer.variables)
@@ -192,6 +210,10 @@ class ChatRequests:
                 raise Refusal(f"the tools cannot be read: {one_line(error)}") from error
             self._formats = {**dict([*self._formats.items()][1 - FORMATS :]), key: (tokenizer, found)}
         return self._formats[key]
+
+
+def _quoted(value: object) -> str:
+    return shortened(repr(value), 200)
 
 
 def _message(value: object, number: int) -> Json:
@@ -220,50 +242,33 @@ def _message(value: object, number: int) -> Json:
 def _called(call: Any) -> Json:
     function = call["function"]
     arguments = function.get("arguments") or {}
-    read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    read = read_json(arguments) if isinstance(arguments, str) else arguments
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": read}}
 
 
-def _plain(message: Json) -> Json:
-    # What tells messages apart: clients add fields, and leave reasoning out.
-    content = message["content"].strip() if message["role"] == "assistant" else message["content"]
-    kept = {name: message.get(name) for name in ("role", "tool_call_id", "tool_calls")}
-    return {**kept, "content": content}
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
+def _without(end: str, text: str) -> str:
+    return text.rstrip().removesuffix(end).rstrip()
 
 
 class Conversation:
-    """What an agent and the policy have said in one context.
+    """What an agent and the policy have said in one context."""
 
-    Args:
-        requests: read what is sent.
-
-    Attributes:
-        branch: its number among those of its agent; that of a further one is a hash of its prompt, so that it does not
-            depend on timing.
-        told: turns that the agent was told.
-        given: a digest of what was read after them.
-        full: refuses whatever continues it; ``None`` while there is room.
-        telling: held by who tells it turns of a rollout.
-    """
-
-    def __init__(self, requests: ChatRequests) -> None:
-        self.branch = 0
-        self.told = 0
-        self.given = ""
-        self.full: Refusal | None = None
-        self.telling = anyio.Lock()
+    def __init__(self, requests: ChatRequests, rollout: str) -> None:
+        self.branch = 0  # of a further one a hash of its prompt, so that it does not depend on timing
+        self.told = 0  # turns that the agent was told
+        self.given = ""  # a digest of what was read after them
+        self.full: Refusal | None = None  # refuses whatever continues it
+        self.telling = anyio.Lock()  # held by who tells it turns of a rollout
+        self.last: Request | None = None
+        self.said: set[str] = set()  # digests of its turns
         self._requests = requests
+        self.rollout = rollout
         self._tools: object = []
         self._format: tuple[HfTokenizer, ChatFormat] | None = None
         self._messages: list[Json] = []
         self._names: dict[str, tuple[str, str]] = {}
         self._turn: list[int] = []
         self._read: list[int] = []
-        self._last: Request | None = None
 
     @property
     def begun(self) -> bool:
@@ -273,20 +278,30 @@ class Conversation:
     @property
     def request(self) -> Request | None:
         """The request that waits for a turn."""
-        return None if self._last is None or self._last.reply is not None else self._last
-
-    def sent_before(self, digest: str, *, again: bool) -> Request | None:
-        """Return the last request if this is the same; ``again``: the client says that it may be one sent again."""
-        same = self._last is not None and self._last.digest == digest and (again or self.request is not None)
-        return self._last if same else None
+        return None if self.last is None or self.last.reply is not None else self.last
 
     def continued_by(self, messages: Sequence[Json], tools: object) -> int:
         """Return how many of these messages it holds, if they continue it; 0 if they do not."""
         before, same = self._before(messages)
-        goes_on = same == len(before) < len(messages) and _digest(tools) == _digest(self._tools)
+        goes_on = same == len(before) < len(messages) and digest_of(tools) == digest_of(self._tools)
         return same if goes_on and self.request is None else 0
 
-    def ask(self, fields: Json, messages: list[Json], digest: str, *, single: str = "") -> Request:
+    def held(self, messages: Sequence[Json]) -> int:
+        """Return how many of these messages it begins with."""
+        return self._before(messages)[1]
+
+    def change(self, messages: Sequence[Json], tools: object) -> str:
+        """Return how these messages differ from it where they show its turns after other words; empty if not."""
+        before, same = self._before(messages)
+        if same == len(before):
+            others = before and self.request is None and digest_of(tools) != digest_of(self._tools)
+            return first_difference(self._tools, tools, "tools") if others else ""
+        turned = before[same]["role"] == "assistant" and same < len(messages) and messages[same]["role"] == "assistant"
+        if not turned and self.said.isdisjoint(map(essence, messages[same:])):
+            return ""
+        return first_difference(plain(before[same]), plain(messages[same]), f"message {same}")
+
+    async def ask(self, fields: Json, messages: list[Json], digest: str, *, key: str, single: str) -> Request:
         """Take a request; ``single`` says why there is no other conversation that it may begin.
 
         Raises:
@@ -300,15 +315,15 @@ class Conversation:
                 "so await each answer before the next request"
             )
         tools = fields.get("tools") or []
-        if self._format is None:
-            self._format, self._tools = self._requests.format(tools), tools
-            tokens, answers = self._prompt(messages), 0
-        else:
-            tokens, answers = self._following(messages, tools, single)
+        size = sum(len(each["content"]) for each in messages)
+        read = partial(self._following, single=single) if self.begun else self._prompt
+        tokens, answers = await apart(size, partial(read, messages, tools))
+        if self.full is not None:  # meanwhile
+            raise self.full
         ids, logprobs = bool(fields.get("return_token_ids")), bool(fields.get("logprobs"))
-        self._last = Request(messages, np.array(tokens, np.int32), answers, digest, ids, logprobs)
-        self.given = _digest([self.given, tokens])
-        return self._last
+        self.last = Request(messages, np.array(tokens, np.int32), answers, digest, ids, logprobs, key)
+        self.given = digest_of([self.given, tokens])
+        return self.last
 
     def _before(self, messages: Sequence[Json]) -> tuple[list[Json], int]:
         # What was said, as these messages would show it, and how many of them are that.
@@ -316,18 +331,18 @@ class Conversation:
         if before and not before[-1]["content"].strip() and not before[-1].get("tool_calls"):
             shown_again = any(each["role"] == "assistant" for each in messages[len(before) - 1 :])
             before = before if shown_again else before[:-1]  # frameworks leave out an answer that says nothing
-        pairs = zip(map(_plain, messages), map(_plain, before), strict=False)
+        pairs = zip(map(plain, messages), map(plain, before), strict=False)
         known = min(len(messages), len(before))
         return before, next((at for at, (now, then) in enumerate(pairs) if now != then), known)
 
-    def _prompt(self, messages: list[Json]) -> list[int]:
-        assert self._format is not None  # noqa: S101 - set by whoever calls
-        tokenizer, _ = self._format
+    def _prompt(self, messages: list[Json], tools: object) -> tuple[list[int], int]:
+        chosen = self._requests.format(tools)
         try:
-            return tokenizer.encode_chat(messages)
+            tokens = chosen[0].encode_chat(messages)
         except Exception as error:  # any kind: a template is a program
-            self._format = None
             raise Refusal(f"the policy's chat template cannot render the messages: {one_line(error)}") from error
+        self._format, self._tools = chosen, tools
+        return tokens, 0
 
     def _following(self, messages: list[Json], tools: object, single: str) -> tuple[list[int], int]:
         before, same = self._before(messages)
@@ -335,13 +350,12 @@ class Conversation:
             "expected the messages of the request before, then its answer, then new ones: a key has one conversation, "
             f"since {single}, so leave out what begins another or changes what was said, such as a summary"
         )
-        if _digest(tools) != _digest(self._tools):
-            raise Refusal(f"the tools are others than in the request before; {wanted}", code="history_changed")
+        if digest_of(tools) != digest_of(self._tools):
+            raise Refusal(f"{first_difference(self._tools, tools, 'tools')}; {wanted}", code="history_changed")
         if same < len(before):
-            now = shown(messages[same]) if same < len(messages) else "nothing"
-            raise Refusal(
-                f"message {same} was {shown(before[same])}, and now is {now}; {wanted}", code="history_changed"
-            )
+            now = plain(messages[same]) if same < len(messages) else None
+            difference = first_difference(plain(before[same]), now, f"message {same}")
+            raise Refusal(f"{difference}; {wanted}", code="history_changed")
         if not (added := messages[len(before) :]):
             raise Refusal(f"nothing follows the answer; {wanted}", code="history_changed")
         assert self._format is not None  # noqa: S101 - of the first request
@@ -358,36 +372,35 @@ class Conversation:
             return chat.answer(self._turn, said), sum(each["role"] == "tool" for each in said)
         except ConfigError as error:
             raise Refusal(str(error)) from error
+        except Exception as error:  # any kind, likewise
+            raise Refusal(f"the policy's chat template cannot render the messages: {one_line(error)}") from error
 
     def _as_answer(self, message: Json, number: int) -> Json:
         if message["role"] != "tool":
             return message
         called = str(message.get("tool_call_id"))
         if called not in self._names:
-            raise Refusal(f"message {number} answers the call {called!r}, which the turn before did not make")
+            raise Refusal(f"message {number} answers the call {_quoted(called)}, which the turn before did not make")
         name, own = self._names[called]
         return {"role": "tool", "name": name, "content": message["content"], "tool_call_id": own}
 
     def tell(self, turn: Sequence[int], logprobs: Sequence[float] = (), *, whole: bool = True) -> None:
-        """Answer the request that waits with a turn.
-
-        Args:
-            turn: its tokens.
-            logprobs: of them, if the request shows log-probs.
-            whole: it was not cut off.
-        """
+        """Answer the request that waits with a turn; ``whole``: it was not cut off."""
         request = self.request
         assert request is not None  # noqa: S101 - whoever calls has heard it
         assert self._format is not None  # noqa: S101 - of the first request
         tokenizer, chat = self._format
         self._turn = list(turn)
         parsed = chat.parse(self._turn)
-        content, calls = parsed.content, list[Json]()
+        content, reasoning, calls = parsed.content, parsed.reasoning, list[Json]()
         if parsed.malformed:
             content = tokenizer.decode(self._turn)
+        if stopped := self._requests.stopped(tokenizer, self._turn).strip():
+            reasoning = reasoning if content else _without(stopped, reasoning)
+            content = _without(stopped, content)
         self._names = {}
         for call in () if parsed.malformed else parsed.tool_calls:
-            key = f"call_{self.told}_{len(calls)}"
+            key = self._id(len(calls))[:9]  # of letters and digits, as Mistral's templates ask for
             self._names[key] = (call.name, call.id)
             function = {"name": call.name, "arguments": dict(call.arguments)}
             calls.append({"id": key, "type": "function", "function": function})
@@ -395,14 +408,19 @@ class Conversation:
         if calls:
             message["tool_calls"] = calls
         self._messages = [*request.messages, message]
+        self.said |= {essence(message)} - {""}
         self.told += 1
         self._read += request.tokens.tolist()
         reason = "tool_calls" if calls else "stop"
-        completion = self._completion(request, message, parsed.reasoning, reason if whole else "length")
+        completion = self._completion(request, message, reasoning, reason if whole else "length")
         if request.shows_logprobs:
             completion["choices"][0]["logprobs"] = _logprobs(self._turn, logprobs, tokenizer)
         request.settle(completion)
         self._read += self._turn
+
+    def _id(self, *of: object) -> str:
+        # Another for each turn of each conversation, and the same when its agent is run anew.
+        return digest_of([self.rollout, self.branch, self.told, self._turn, *of])
 
     def _completion(self, request: Request, message: Json, reasoning: str, reason: str) -> Json:
         calls = [
@@ -414,7 +432,7 @@ class Conversation:
         choice: Json = {"index": 0, "message": said, "logprobs": None, "finish_reason": reason}
         read, written = len(self._read), len(self._turn)
         found: Json = {
-            "id": f"chatcmpl-{request.digest[:24]}",
+            "id": f"chatcmpl-{self._id()[:24]}",
             "object": "chat.completion",
             "created": 0,
             "model": MODEL,
@@ -452,30 +470,22 @@ class Session:
     """The conversations of an agent with the policy: the requests of one key.
 
     Args:
-        columns: of the row that the agent was given.
-        requests: read what is sent.
-        failure: returns an error that names the agent and its rollout.
         timeout: seconds in which an agent asks for something or ends while it waits for no answer; then it has failed.
-        single: returns why it holds one conversation only; empty if it may hold several.
+        single: why it holds one conversation only; empty if it may hold several.
         expected: conversations of a resumed run, which the agent has not begun anew.
         longest: the most tokens that a prompt may have.
         evaluated: the row is one of an evaluation.
-
-    Attributes:
-        conversations: by their numbers; the first is 0.
-        open: the numbers of those whose responses have no reward yet.
-        unopened: those for which no response was begun.
-        outcome: how the agent ended; ``None`` while it goes on.
     """
 
     def __init__(
         self,
+        rollout: str,
         columns: Mapping[str, object],
         requests: ChatRequests,
         failure: Callable[[str], EnvironmentFailure],
         timeout: float | None,
         *,
-        single: Callable[[], str],
+        single: str,
         expected: set[int],
         longest: float,
         evaluated: bool,
@@ -483,17 +493,20 @@ class Session:
         self.columns = columns
         self.evaluated = evaluated
         self.scope = anyio.CancelScope()
-        self.outcome: float | Drop | EnvironmentFailure | None = None
+        self.outcome: float | Drop | EnvironmentFailure | None = None  # of an agent that has ended
         self.failure = failure
-        self.conversations = {0: Conversation(requests)}
-        self.open = {0}
-        self.unopened: list[Conversation] = []
+        self.conversations = {0: Conversation(requests, rollout)}
+        self.open = {0}  # those whose responses have no reward yet
+        self.unopened: list[Conversation] = []  # those for which no response was begun
+        self.changes: list[str] = []  # how requests differed that changed what was said
+        self.rollout = rollout
         self._requests = requests
         self._timeout = math.inf if timeout is None else timeout
-        self._single = single
+        self.single = single
         self._expected = expected
         self._longest = longest
         self._closed = False
+        self._asking = anyio.Lock()  # reading takes time, and the next may continue what is read
         self._full: Refusal | None = None
         self._news = anyio.Event()
 
@@ -502,39 +515,55 @@ class Session:
         """The conversation that the agent began with."""
         return self.conversations[0]
 
-    def ask(self, body: Json, *, again: bool) -> tuple[Request, bool]:
+    async def ask(self, body: Json, *, again: bool = False, key: str = "") -> tuple[Request, bool]:
         """Return the request that ``body`` is, and whether it is one that was sent before.
 
         Args:
             body: of the request.
-            again: the client says that it may be one sent again.
+            again: the client says that it sends a request again.
+            key: by which it knows the request; empty if it says none.
 
         Raises:
             Refusal: it cannot be served, or begins another conversation where there may be one only.
         """
-        digest = _digest(body)
-        for each in self.conversations.values():
-            if (found := each.sent_before(digest, again=again)) is not None:
+        digest = digest_of(body)
+        async with self._asking:
+            if (found := self._sent_before(digest, again=again, key=key)) is not None:
                 return found, True
-        if self._closed:
-            raise ENDED
+            if self._closed:
+                raise ENDED
+            return await self._take(body, digest, key), False
+
+    async def _take(self, body: Json, digest: str, key: str) -> Request:
         fields = self._requests.check(body)
         messages, tools = self._requests.messages(fields), fields.get("tools") or []
         talk = max(self.conversations.values(), key=lambda each: each.continued_by(messages, tools))
         if self.first.begun and not talk.continued_by(messages, tools):
+            nearest = max(self.conversations.values(), key=lambda each: each.held(messages))
+            self.changes += [change] if (change := nearest.change(messages, tools)) else []
             talk = self._another()
-        request = talk.ask(fields, messages, digest, single=self._single())
+        request = await talk.ask(fields, messages, digest, key=key, single=self.single)
+        if self._closed:  # meanwhile
+            raise ENDED
         if talk is not self.first and not talk.branch:
             self._begin(talk, request)
         self.notify()
-        return request, False
+        return request
+
+    def _sent_before(self, digest: str, *, again: bool, key: str) -> Request | None:
+        last = [each.last for each in self.conversations.values() if each.last is not None]
+        same = [each for each in last if (each.key == key if key else again and each.digest == digest)]
+        if any(each.digest != digest for each in same):
+            raise Refusal(f"another request had the Idempotency-Key {shown(key)}: give each its own", status=422)
+        # Of equal ones that whose client has left without its answer, else the newest.
+        return max(reversed(same), key=lambda each: not each.heard and not each.waiting, default=None)
 
     def _another(self) -> Conversation:
-        if self._single():
+        if self.single:
             return self.first  # which refuses it, and says why
         if len(self.conversations) == MOST:
             raise Refusal(f"an agent may hold {MOST} conversations: continue one of them")
-        return Conversation(self._requests)
+        return Conversation(self._requests, self.rollout)
 
     def _begin(self, talk: Conversation, request: Request) -> None:
         if len(request.tokens) > self._longest:
@@ -580,6 +609,14 @@ class Session:
             raise self.failure("returned while its request was unanswered: expected it to await each answer")
         return talk.request
 
+    async def ended(self) -> None:
+        """Wait until the agent has ended, which it has if it does nothing for too long."""
+        try:
+            await self._wait(lambda: False)
+        except EnvironmentFailure as failure:
+            if self.outcome is None:
+                self.end(failure)
+
     async def _wait(self, there: Callable[[], bool]) -> None:
         while self.outcome is None and not there():
             news, idle = self._news, all(each.request is None for each in self.conversations.values())
@@ -612,20 +649,3 @@ class Session:
         self._closed = True
         for each in self.conversations.values():
             each.refuse(ENDED)
-
-
-def as_events(completion: Json, *, with_usage: bool) -> str:
-    """Return an answer as server-sent events, as if it were streamed: the turn is whole before the first."""
-    (choice,) = completion["choices"]
-    kept = {name: each for name, each in completion.items() if name not in {"choices", "usage", "prompt_token_ids"}}
-    common, delta = {**kept, "object": "chat.completion.chunk"}, {**choice["message"]}
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": at, **each} for at, each in enumerate(delta["tool_calls"])]
-    said = {**choice, "delta": delta, "finish_reason": None}
-    del said["message"]
-    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    ids = {name: completion[name] for name in ("prompt_token_ids",) if name in completion}
-    chunks = [{**common, **ids, "choices": [said]}, {**common, "choices": [ended]}]
-    if with_usage:
-        chunks.append({**common, "choices": [], "usage": completion["usage"]})
-    return "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"

@@ -18,10 +18,9 @@ import copy
 import inspect
 import math
 import secrets
-import socket
 from collections import defaultdict, deque
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -31,10 +30,11 @@ import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
-from oppo.agents.conversation import MODEL, ChatRequests, Conversation, Refusal, Request, Session, as_events
+from oppo.agents.conversation import ChatRequests, Conversation, Refusal, Request, Session
+from oppo.agents.server import PATH, AgentServer
 from oppo.declared import require_real
 from oppo.environments import EnvironmentFailure
-from oppo.errors import ConfigError, DataError, ProtocolError, as_itself, one_line, running_loop, shown
+from oppo.errors import ConfigError, DataError, ProtocolError, as_itself, running_loop, shown
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt, ToolTokens
 from oppo.libraries import require
 from oppo.log import logger
@@ -46,9 +46,7 @@ from oppo.turns import Answer, Branching, Turn
 from oppo.user_code import CheckedFunction, UserFunction
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
-    from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response as HttpResponse
+    from starlette.types import ASGIApp
 
     from oppo.hf.tokenizer import HfTokenizer
 
@@ -61,12 +59,7 @@ AHEAD: Final = 16
 FAILURES: Final = 100
 """Rows in a row that give no prompt, after which the run ends."""
 
-BACKLOG: Final = 2048
-"""Connections that may wait to be accepted."""
-
 _Said: TypeAlias = Callable[[], Awaitable[Sequence[Chunk]]]
-
-PATH: Final = "/v1/chat/completions"
 
 
 class _Astray(EnvironmentFailure):
@@ -122,6 +115,7 @@ class Agents(Branching):
             any number.
         host: where the server listens; agents on other machines cannot reach the default.
         port: likewise; 0: any that is free.
+        public_url: the URL of the API that agents are told where another address than the host leads to this port.
 
     Raises:
         ConfigError: the extra ``agents`` is not installed, the tokenizer has no chat template that can be used, or a
@@ -139,6 +133,7 @@ class Agents(Branching):
         timeout: float | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
+        public_url: str = "",
     ) -> None:
         for module in ("starlette", "uvicorn"):
             require("agents", "an agent", module=module)
@@ -159,24 +154,34 @@ class Agents(Branching):
         self.ends = chat.ends
         self._drops = on_failure == "drop"
         self._timeout = timeout
-        self._address = (host, port)
-        self._url = "http://agents/v1"  # on a loop of virtual time, where an agent asks the application itself
         self._tasks: TaskGroup | None = None
-        self._server: Any = None
         self._users = 0
         self._waiting = 0
         self._sessions: dict[tuple[int, int], Session] = {}
         self._keys: dict[str, Session] = {}
         self._expected = defaultdict[tuple[int, int], set[int]](set)
         self._begun = anyio.Event()
-        self.single = "no graph decodes others"
+        self._single: dict[bool, str] = {}
         self.longest = math.inf
+        self._said = False
         self._samples = defaultdict[bool, dict[str, list[float]]](dict)
+        self._server = AgentServer(
+            host, port, public_url, sessions=lambda: self._keys, asked=self._notify, noted=self._noted
+        )
 
     @property
     def at_work(self) -> str:
         """The agent's name while one is waited for; empty otherwise."""
         return f"agent {self.name!r}" if self._waiting else ""
+
+    @property
+    def single(self) -> str:
+        """Why agents hold one conversation only: by the graph that is open, training's or an evaluation's."""
+        return self._single.get(_is_evaluated(), "no graph decodes others")
+
+    @single.setter
+    def single(self, why: str) -> None:
+        self._single[_is_evaluated()] = why
 
     @property
     def drops(self) -> bool:
@@ -197,10 +202,10 @@ class Agents(Branching):
 
     async def __aenter__(self) -> Self:
         if not self._users:
-            listening = None if getattr(running_loop(), "virtual", False) else self._listening()
+            listening = None if getattr(running_loop(), "virtual", False) else self._server.listening()
             self._tasks = await anyio.create_task_group().__aenter__()
             if listening is not None:
-                self._serve(listening, self._tasks)
+                self._server.serve(listening, self._tasks)
         self._users += 1
         return self
 
@@ -213,107 +218,17 @@ class Agents(Branching):
         tasks, self._tasks = self._tasks, None
         for key in list(self._sessions):
             self._end(key)
-        if self._server is not None:
-            self._server.should_exit = self._server.force_exit = True
+        self._server.stop()
         await tasks.__aexit__(None, None, None)
-        self._server = None
-
-    def _listening(self) -> socket.socket:
-        host, port = self._address
-        found = socket.socket()
-        try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(self._address)
-            found.listen(BACKLOG)
-        except OSError as error:
-            found.close()
-            raise ConfigError(f"agents cannot be served at {host}:{port}: {error}; name another port, or 0") from error
-        self._url = f"http://{host}:{found.getsockname()[1]}/v1"
-        return found
-
-    def _serve(self, listening: socket.socket, tasks: TaskGroup) -> None:
-        import uvicorn  # noqa: PLC0415 - an extra
-
-        class Server(uvicorn.Server):
-            @contextmanager
-            def capture_signals(self) -> Iterator[None]:
-                yield  # they are the run's
-
-        self._server = Server(uvicorn.Config(self.app, ws="none", lifespan="off", log_config=None, access_log=False))
-        tasks.start_soon(self._listen, listening, name="serve agents")
-
-    async def _listen(self, listening: socket.socket) -> None:
-        with anyio.CancelScope(shield=True), listening:  # it ends when it is told to
-            await self._server.serve([listening])
 
     @property
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """The server, as an ASGI application."""
-        from starlette.applications import Starlette  # noqa: PLC0415 - an extra
-        from starlette.routing import Route  # noqa: PLC0415
+        return self._server.app
 
-        return Starlette(
-            routes=[
-                Route(PATH, self._complete, methods=["POST"]),
-                Route("/v1/models", self._models, methods=["GET"]),
-                Route("/{path:path}", self._elsewhere, methods=["GET", "POST"]),
-            ]
-        )
-
-    async def _elsewhere(self, http: HttpRequest) -> HttpResponse:
-        from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
-
-        refusal = Refusal(f"nothing is served at {http.url.path}: ask for chat completions, at {PATH}", status=404)
-        return JSONResponse(refusal.json(), refusal.status)
-
-    async def _complete(self, http: HttpRequest) -> HttpResponse:
-        from starlette.responses import JSONResponse, Response  # noqa: PLC0415 - an extra
-
-        refused, repeated, evaluated = False, False, False
-        try:
-            session = self._asked(http)
-            evaluated = session.evaluated
-            try:
-                body = await http.json()
-            except ValueError as error:
-                raise Refusal(f"the request is no JSON: {one_line(error)}") from error
-            again = http.headers.get("x-stainless-retry-count") != "0"
-            request, repeated = session.ask(body, again=again)
-            self._notify()
-            completion = await request.result()
-            if not body.get("stream"):
-                return JSONResponse(completion)
-            options = body.get("stream_options")
-            usage = isinstance(options, dict) and bool(options.get("include_usage"))
-            return Response(as_events(completion, with_usage=usage), media_type="text/event-stream")
-        except Refusal as refusal:
-            refused = True
-            return JSONResponse(refusal.json(), refusal.status)
-        finally:
-            samples = self._samples[evaluated]
-            samples.setdefault("agents/refused", []).append(float(refused))
-            samples.setdefault("agents/repeated", []).append(float(repeated))
-
-    async def _models(self, http: HttpRequest) -> HttpResponse:
-        from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
-
-        try:
-            self._asked(http)
-        except Refusal as refusal:
-            return JSONResponse(refusal.json(), refusal.status)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "oppo"}
-        return JSONResponse({"object": "list", "data": [model]})
-
-    def _asked(self, http: HttpRequest) -> Session:
-        kind, _, key = http.headers.get("authorization", "").partition(" ")
-        found = self._keys.get(key.strip())
-        if kind.lower() != "bearer" or found is None:
-            raise Refusal(
-                "expected the key that the agent was given, as a bearer token, while its rollout lasts",
-                code="invalid_api_key",
-                status=401,
-            )
-        return found
+    def _noted(self, evaluated: bool, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._samples[evaluated].setdefault(name, []).append(value)
 
     def start(self, prompt: Prompt) -> Session:
         """Run the agent of a rollout, in place of one that there is.
@@ -327,16 +242,17 @@ class Agents(Branching):
         self._end(key)
         where = f"rollout {prompt.admission}.{prompt.sample}"
         session = Session(
+            where,
             prompt.columns,
             self._requests,
             partial(self._agent.failure, where=where),
             self._timeout,
-            single=lambda: self.single,
+            single=self.single,
             expected=self._expected[key],
             longest=self.longest,
             evaluated=_is_evaluated(),
         )
-        visit = _Visit(prompt.columns, self._url, f"oppo-{secrets.token_hex(16)}")
+        visit = _Visit(prompt.columns, self._server.url, f"oppo-{secrets.token_hex(16)}")
         self._sessions[key] = self._keys[visit.key] = session
         self._tasks.start_soon(self._run, visit, session, where, name=f"agent of {where}")
         return session
@@ -364,8 +280,22 @@ class Agents(Branching):
         if (session := self._sessions.pop(key, None)) is not None:
             self._keys = {name: each for name, each in self._keys.items() if each is not session}
             self._expected.pop(key, None)
+            self._note_conversations(session)
             session.close()
             session.scope.cancel()
+
+    def _note_conversations(self, session: Session) -> None:
+        if not session.first.told:  # it was begun ahead
+            return
+        conversations, changed = float(len(session.conversations)), float(len(session.changes))
+        self._noted(session.evaluated, {"agents/conversations": conversations, "agents/history_changed": changed})
+        if session.changes and not self._said:
+            self._said = True
+            logger.warning(
+                f"the agent of {session.rollout} began another conversation, or was refused, since its history had "
+                f"changed: {session.changes[0]}; send messages back as they came and as they were sent, so that one "
+                "conversation stays one response (agents/history_changed counts such requests; this is said once)"
+            )
 
     async def heard(self, session: Session, talk: Conversation) -> Request | None:
         """Return the next request of an agent; see :meth:`Session.heard`."""
@@ -411,6 +341,19 @@ class Agents(Branching):
     def expect(self, branch: Prompt) -> None:
         """Take the conversation of an agent that is run anew for the one that it has held."""
         self._expected[_key(branch)].add(branch.branch)
+
+    def goes_on(self, prompt: Prompt) -> bool:
+        """Return whether an agent may begin further conversations."""
+        session = self._sessions.get(_key(prompt))
+        return session is not None and session.outcome is None and not session.single
+
+    async def settled(self, prompt: Prompt) -> None:
+        """Wait until an agent has ended."""
+        self._waiting += 1
+        try:
+            await self._sessions[_key(prompt)].ended()
+        finally:
+            self._waiting -= 1
 
     def ended(self, finish: Finish) -> None:
         """Tell the agent of the end of a response, if that was no turn."""

@@ -24,6 +24,8 @@ from oppo.config.sections import (
 from oppo.declared import Filled, OneOf, Positive, changed, setting
 from oppo.user_code import SPEC
 
+_URL: Final = re.compile(r"^$|^https?://[^\s/]+(/\S*)?\Z")
+
 _PROGRAM: Final = re.compile(f"^$|^{VERIFIERS}$|{SPEC.pattern}")
 
 
@@ -47,6 +49,12 @@ class AgentsSection:
     )
     host: Filled = setting("127.0.0.1", "where the server listens; agents of other machines need another address")
     port: Annotated[int, Ge(0), Le(65535)] = setting(0, "of the server; 0: any that is free")
+    public_url: Annotated[str, OneOf((), "a URL such as http://machine:8000/v1", _URL)] = setting(
+        "",
+        "the URL that agents are told, such as `http://machine:8000/v1`, where they reach the server by another "
+        "address than `host`: from other machines, with a `host` of all addresses (`0.0.0.0`, `::`); empty: of "
+        "`host`",
+    )
 
     @property
     def files(self) -> dict[str, Path]:
@@ -64,6 +72,11 @@ class AgentsSection:
             if idle := sorted(changed(self, {each.name for each in fields(self)})):
                 raise ValueError(f"agents.{idle[0]} is of an agent, and agents.program names none: leave it out")
             return
+        if self.public_url and not self.port:
+            raise ValueError(
+                f"agents.public_url = {self.public_url!r} leads to a port, and agents.port = 0 is any "
+                "that is free: set it"
+            )
         others = {
             f"environment.{environment.answering}": environment.answering,
             "data.tools": data.tools,

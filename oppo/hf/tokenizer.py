@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -229,7 +230,18 @@ class HfTokenizer:
 
     def encode_exactly(self, text: str) -> list[int]:
         """Return the token ids of data, such as a tool's answer: whatever it spells, none is a special token."""
-        return list(self.inner.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False))
+        if not self._rewrites and not self._control_tokens.search(text):
+            return self.encode_whole(text)
+        return list(self._splitting.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False))
+
+    @cached_property
+    def _splitting(self) -> PreTrainedTokenizerBase:
+        return copy.deepcopy(self.inner)  # that it splits is a state, and other threads encode with the first
+
+    @cached_property
+    def _rewrites(self) -> bool:
+        # Whether some special token is found in a text that spells it otherwise.
+        return any(token.special and token.normalized for token in self.inner.added_tokens_decoder.values())
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]], *, last: int | None = None) -> list[int]:
         """Return the token ids of a conversation, up to the start of the assistant's turn.

@@ -458,6 +458,7 @@ MAY_CHANGE = frozenset(
         "run.keep_best",
         "agents.host",
         "agents.port",
+        "agents.public_url",
         "agents.timeout",
         "environment.concurrency",
         "environment.process",

@@ -240,7 +240,7 @@ def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment
     """
     section, agents = settings.environment, settings.agents
     if agents.program:
-        served = {name: getattr(agents, name) for name in ("on_failure", "timeout", "host", "port")}
+        served = {name: getattr(agents, name) for name in ("on_failure", "timeout", "host", "port", "public_url")}
         run = TaskAgent() if agents.program == VERIFIERS else agents.program
         return Agents(run, tokenizer, settings.sampling, **served)
     options: dict[str, Any] = {"timeout": section.timeout, "concurrency": section.concurrency}

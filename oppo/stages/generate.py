@@ -106,7 +106,7 @@ class Generate:
             require_turns(self.policy)
         self._conversations = None if self.environment is None else Conversations(self.environment)
         self._branching = self.environment if isinstance(self.environment, Branching) else None
-        self._ledger = Ledger(self.admission)
+        self._ledger = Ledger(self.admission, self._may_branch)
         self._opened = AsyncExitStack()
         self._in_flight: dict[int, InFlightRollout] = {}
         self._restored: dict[int, RolloutSnapshot] = {}
@@ -121,10 +121,13 @@ class Generate:
     def _single(self) -> str:
         if isinstance(self.admission, Restarting):
             return f"{type(self.admission).__name__} begins late rollouts anew"
-        joins = self.policy.capabilities.adds_while_decoding
-        return "" if joins else f"{type(self.policy).__name__} decodes no rollouts that come later"
+        if self.policy.capabilities.adds_while_decoding:
+            return ""
+        return f"{type(self.policy).__name__} decodes no rollouts that come later (on transformers: run.deterministic)"
 
     async def __aenter__(self) -> Self:
+        if self._branching is not None:
+            self._branching.single = self._single
         self._opened = await entered([self.policy, self._conversations])
         return self
 
@@ -132,7 +135,7 @@ class Generate:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         """Give up every rollout that is still in flight."""
-        in_flight, self._in_flight, self._ledger = self._in_flight, {}, Ledger(self.admission)
+        in_flight, self._in_flight, self._ledger = self._in_flight, {}, Ledger(self.admission, self._may_branch)
         async with self._opened as closing:
             for rollout in in_flight.values():
                 closing.push_async_callback(rollout.aclose)
@@ -235,8 +238,6 @@ class Generate:
         self._observe(step.observed)
         if self._conversations is not None:
             self._conversations.begin(step, ended.ended)
-        if self._branching is not None:
-            self._branching.single = self._single
         await self._reopen()
         groups = await self._admit(prompts, step)
         complete = self._ledger.begin(groups)
@@ -298,9 +299,13 @@ class Generate:
     def _live(self) -> list[InFlightRollout]:
         return [rollout for rollout in self._in_flight.values() if rollout.reason is None]
 
+    def _may_branch(self, prompt: Prompt) -> bool:
+        return self._branching is not None and self._branching.goes_on(prompt)
+
     async def _decode(self, prompts: Receiver[Prompt], out: Sender[RolloutEvent], step: Step) -> None:
         live = self._live
-        if not live or self._ledger.is_cut():
+        open_ended = [each for each in self._in_flight.values() if each.reason and self._may_branch(each.prompt)]
+        if not (live or open_ended) or self._ledger.is_cut():
             return
         with blaming(f"{type(self.chunks).__name__}.size()"):
             size = self.chunks.size()
@@ -313,7 +318,7 @@ class Generate:
 
                     def read(rollout: InFlightRollout) -> None:
                         number = rollout.prompt.rollout
-                        reader = partial(self._read, rollout, size, out, round_.note_end)
+                        reader = partial(self._read, rollout, size, out, round_)
                         readers.start_soon(reader, name=f"read rollout {number}")
                         if self._conversations is not None:
                             name = f"converse in rollout {number}"
@@ -321,6 +326,8 @@ class Generate:
 
                     round_ = DecodingRound(engine, meter, read)
                     round_.begin(live)
+                    for each in open_ended:
+                        readers.start_soon(self._settle, each, out, round_, name=f"agent of {each.prompt.rollout}")
                     if self._refills:
                         take = partial(self._take, prompts)
                         readers.start_soon(round_.refill, self._ledger, step.remaining, take, self._open, name="refill")
@@ -437,7 +444,7 @@ class Generate:
             await out.send(rollout.prompt)
 
     async def _read(
-        self, rollout: InFlightRollout, size: int, out: Sender[RolloutEvent], ended: Callable[[InFlightRollout], None]
+        self, rollout: InFlightRollout, size: int, out: Sender[RolloutEvent], round_: DecodingRound
     ) -> None:
         with noted(f"while decoding rollout {rollout.prompt.rollout}"):
             await self._announce(rollout, out)  # in this task: decoding does not wait for scorers busy with others
@@ -450,15 +457,27 @@ class Generate:
                     rollout.append(event)
                     await out.send(event)
                 if piece.state == "cut":
-                    ended(rollout)
+                    round_.note_end(rollout)
+                    round_.cut.set()
                     return
                 if piece.state != "live":
                     rollout.reason, rollout.ended = piece.state, anyio.current_time()
                     self._tell_end(rollout)
-            ended(rollout)
-            unit = self._ledger.place_of(rollout.prompt.rollout)
-            if unit and all(self._in_flight[prompt.rollout].reason for prompt in unit.prompts):
-                await self._finish(unit, out)
+            round_.note_end(rollout)
+            await self._settle(rollout, out, round_)
+
+    async def _settle(self, rollout: InFlightRollout, out: Sender[RolloutEvent], round_: DecodingRound) -> None:
+        # A unit is complete once its responses and its agents have ended: until then these may begin others.
+        if self._branching is not None:
+            if self._ledger.is_cut():
+                round_.cut.set()
+            if self._branching.goes_on(rollout.prompt):
+                await round_.unless_cut(partial(self._branching.settled, rollout.prompt))
+        unit = self._ledger.place_of(rollout.prompt.rollout)
+        if unit and not unit.sent and all(self._in_flight[prompt.rollout].reason for prompt in unit.prompts):
+            if self._branching is not None and self._ledger.is_cut():
+                round_.cut.set()
+            await self._finish(unit, out)
 
     def _tell_end(self, rollout: InFlightRollout) -> None:
         if self._branching is not None and rollout.reason is not None:
@@ -467,6 +486,7 @@ class Generate:
                 self._branching.ended(ending)
 
     async def _finish(self, unit: Unit, out: Sender[RolloutEvent]) -> None:
+        unit.sent = True
         # Branches first: whoever has the score of a first conversation then knows of the others.
         for number in [prompt.rollout for prompt in sorted(unit.prompts, key=lambda prompt: not prompt.branch)]:
             rollout = self._in_flight[number]
@@ -478,11 +498,19 @@ class Generate:
 
 @dataclass(eq=False)
 class DecodingRound:
-    """The rollouts of one decoding, which ``engine`` decodes; ``read`` starts a task that reads one."""
+    """The rollouts of one decoding.
+
+    Attributes:
+        engine: decodes them.
+        meter: measures them.
+        read: starts to read a rollout, in a task of its own.
+        cut: set once the step is known to be cut.
+    """
 
     engine: Decoding
     meter: DecodeMeter
     read: Callable[[InFlightRollout], None]
+    cut: anyio.Event = field(default_factory=anyio.Event, init=False)
     _news: anyio.Event = field(default_factory=anyio.Event, init=False, repr=False)
 
     def begin(self, rollouts: Sequence[InFlightRollout]) -> None:
@@ -494,6 +522,18 @@ class DecodingRound:
         """Note that a rollout was read to its end, or to the cut."""
         self.meter.note_end(rollout)
         self._news.set()
+
+    async def unless_cut(self, wait: Callable[[], Awaitable[None]]) -> None:
+        """Wait for this, at most until the step is cut."""
+        async with anyio.create_task_group() as tasks:
+
+            async def stop() -> None:
+                await self.cut.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(stop, name="a cut")
+            await wait()
+            tasks.cancel_scope.cancel()
 
     async def refill(
         self,

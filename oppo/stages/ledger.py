@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -54,13 +54,17 @@ class Unit:
         prompts: the rollouts, by their prompts, in sample order; then their branches.
         age: steps since admission.
         unfinished: those whose response is incomplete.
+        complete: whether none is, and no agent of them goes on.
         placed: whether it has a place in the current step's batch.
+        sent: whether its responses are sent on, or were.
     """
 
     prompts: tuple[Prompt, ...]
     age: int = 0
     unfinished: set[int] = field(default_factory=set)
+    complete: bool = False
     placed: bool = False
+    sent: bool = False
 
     @property
     def admission(self) -> int:
@@ -72,6 +76,10 @@ class Unit:
 class Ledger:
     """The units in flight of one run.
 
+    Args:
+        admission: decides.
+        goes_on: returns whether an agent may begin further rollouts of the unit of this one; called from any thread.
+
     Attributes:
         deferred: units deferred to the next step, oldest first.
         placed: units with a place in the current step's batch, in finish order.
@@ -79,6 +87,7 @@ class Ledger:
     """
 
     admission: Admission
+    goes_on: Callable[[Prompt], bool] = lambda _: False
     deferred: list[Unit] = field(default_factory=list)
     placed: list[Unit] = field(default_factory=list)
     restarted: list[Unit] = field(default_factory=list)
@@ -106,7 +115,7 @@ class Ledger:
         """
         oldest = max((unit.age for unit in self.deferred), default=0)
         deferred = len(self.deferred)
-        complete = sum(not unit.unfinished for unit in self.deferred)
+        complete = sum(map(self._is_complete, self.deferred))
         with self._blaming("admit"):
             admitted: object = self.admission.admit(AdmitView(deferred, oldest, remaining, complete))
         trainable = self._trainable("admit", admitted, remaining, 0 if self.restarts else deferred, deferred)
@@ -174,10 +183,12 @@ class Ledger:
             self._waiting = self.deferred[missing:]
         self._live = deferred + new
         self._unit_of = {prompt.rollout: unit for unit in self._live for prompt in unit.prompts}
-        self._decoding = Counter(unit.age for unit in self._live if unit.unfinished)
+        for unit in self._live:
+            unit.complete = self._is_complete(unit)
+        self._decoding = Counter(unit.age for unit in self._live if not unit.complete)
         self.deferred, self.placed = [], []
         for unit in self._live:
-            if not unit.unfinished:
+            if unit.complete:
                 self._place(unit)
         return list(self.placed)
 
@@ -196,7 +207,14 @@ class Ledger:
         if unit is None or rollout not in unit.unfinished:
             raise ProtocolError(f"the policy reports that rollout {rollout} finished, but it was not being decoded")
         unit.unfinished.remove(rollout)
-        if not unit.unfinished:
+        self._settle(unit)
+
+    def _is_complete(self, unit: Unit) -> bool:
+        return not unit.unfinished and not any(map(self.goes_on, unit.prompts))
+
+    def _settle(self, unit: Unit) -> None:
+        if not unit.complete and self._is_complete(unit):
+            unit.complete = True
             self._decoding[unit.age] -= 1
             self._place(unit)
 
@@ -229,7 +247,7 @@ class Ledger:
         self.placed = [unit for unit in self.placed if id(unit) not in gone]
         kept = len(self.placed)
         for unit in self._live:
-            if not (unit.unfinished or unit.placed):
+            if unit.complete and not unit.placed:
                 self._place(unit)
         return self.placed[kept:]
 
@@ -253,7 +271,7 @@ class Ledger:
         """Let a branch join its unit; return whether it does, which a complete unit prevents."""
         with self._changing:
             unit = next((each for each in self._live if each.admission == branch.admission), None)
-            if unit is None or not unit.unfinished:
+            if unit is None or unit.complete:
                 return False
             unit.prompts = (*unit.prompts, branch)
             unit.unfinished.add(branch.rollout)
@@ -261,13 +279,15 @@ class Ledger:
             return True
 
     def place_of(self, rollout: int) -> Unit | None:
-        """Return the unit of a finished rollout if it has a place in this step's batch.
+        """Return the unit of a finished rollout, whose agent may have ended, if it has a place in this step's batch.
 
         Raises ``ProtocolError`` if the policy has not reported that the rollout finished.
         """
         unit = self._unit_of[rollout]
         if rollout in unit.unfinished:
             raise ProtocolError(f"the last piece of rollout {rollout} came before the policy reported that it finished")
+        with self._changing:
+            self._settle(unit)
         return unit if unit.placed else None
 
     def end(self) -> list[Unit]:

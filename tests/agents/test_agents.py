@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +18,7 @@ import openai
 import pytest
 
 from oppo.agents import Agents
+from oppo.agents.bounds import BODY, CHARACTERS
 from oppo.environments import EnvironmentFailure, Tools
 from oppo.errors import ConfigError, DataError
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
@@ -26,6 +28,7 @@ from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import SamplingSettings
 from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
+from oppo.vllm.sync import free_port
 from tests.hf.spot_tokenizers import byte_tokenizer
 from tests.test_tools import TEMPLATE
 
@@ -141,15 +144,17 @@ def rows(*gold: int) -> list[Prompt]:
 
 
 @asynccontextmanager
-async def acting(act: Act, **options: Any) -> AsyncIterator[Agents]:
+async def acting(act: Act, single: str | None = None, **options: Any) -> AsyncIterator[Agents]:
     """Open agents that do this."""
 
     async def run(row: dict[str, object], base_url: str, key: str) -> object:
-        async with client(agents, key) as to:
+        async with client(agents, key, _strict_response_validation=True) as to:
             return await act(to, row)
 
     agents = Agents(run, tokenizer(), **options)
     async with agents:
+        if single is not None:
+            agents.single = single
         yield agents
 
 
@@ -161,6 +166,29 @@ def tried(act: Act, then: Callable[[Rollout], Awaitable[Any]], **options: Any) -
             return await then(Rollout(agents, await anext(agents.prompts(rows(5), max_prompt_tokens=2000))))
 
     return run_virtual(main)
+
+
+async def conversing(rollout: Rollout, said: Iterator[str], seconds: float = 0.0) -> list[Rollout]:
+    """Say these in all conversations of an agent, as each is asked, until it ends; return them, the first first."""
+    agents, found = rollout.agents, [rollout]
+
+    async def talk(in_one: Rollout) -> None:
+        answer: object = Answer(np.array([], np.int32))
+        while isinstance(answer, Answer):
+            await anyio.sleep(seconds)
+            answer = await in_one.say(next(said))
+
+    async with anyio.create_task_group() as beginning, anyio.create_task_group() as talking:
+
+        async def begin() -> None:
+            while True:
+                found.append(Rollout(agents, await agents.branch(lambda _: True)))
+                talking.start_soon(talk, found[-1])
+
+        beginning.start_soon(begin)
+        await talk(rollout)
+        beginning.cancel_scope.cancel()
+    return found
 
 
 TURNS = (call("add", left=2, right=3) + "\n" + call("shout", text="five"), "It is 5!")
@@ -357,7 +385,7 @@ async def at_sea(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
         (broken_later, "raised OSError: no network"),
         (no_number, "must return a finite number, the reward, or a Drop; got 'good' (str)"),
         (in_background, "a request of this key is unanswered, and another came"),
-        (at_sea, "message 0 was {'role': 'system', 'content': 'Count.'} (dict), and now is {'role': 'user', "),
+        (at_sea, "message 0.role was 'system' (str), and now is 'user' (str); expected the messages of the request"),
     ],
 )
 def test_a_failure_after_a_turn_ends_the_run_or_drops_the_rollout(act: Act, words: str) -> None:
@@ -381,12 +409,28 @@ def test_a_drop_of_an_agent_drops_its_rollout() -> None:
     assert (dropped.rollout, dropped.reason) == (0, "no such file")
 
 
+def said_before(**fields: object) -> dict[str, object]:
+    return {"role": "assistant", "content": "", **fields}
+
+
+def calling(arguments: str) -> dict[str, object]:
+    function = {"name": "add", "arguments": arguments}
+    return said_before(tool_calls=[{"id": "a", "type": "function", "function": function}])
+
+
+def nested(levels: int) -> Any:
+    value: object = {}
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"temperature": 0.3}, "temperature = 0.3: the run samples with temperature = 0.7, and trains nothing else"),
         ({"n": 2}, "n = 2: the run samples with n = 1"),
-        ({"stop": ["\n"]}, "leave stop out"),
+        ({"stop": ["End.", "\n"]}, "the run samples with stop = ['End.'], and trains nothing else: leave stop out"),
         ({"logit_bias": {"5": 1}}, "leave logit_bias out"),
         ({"seed": 5}, "'seed' is no field that the policy's endpoint reads: leave it out"),
         ({"max_tokens": 16}, "max_tokens = 16: a turn may be as long as its response has room for"),
@@ -398,14 +442,25 @@ def test_a_drop_of_an_agent_drops_its_rollout() -> None:
         ({"messages": []}, "expected a JSON object with a list of messages"),
         ({"messages": [{"role": "critic", "content": "no"}]}, "message 0: expected one of role system, developer"),
         ({"messages": [{"role": "assistant", "content": "I"}]}, "the last message is the assistant's"),
-        ({"messages": [{"role": "user", "content": "a" * 250_001}]}, "shorten them"),
+        ({"messages": [{"role": "user", "content": "a" * CHARACTERS}]}, "more than 1000000 characters: shorten its"),
+        ({"messages": [said_before(reasoning_content="a" * CHARACTERS), *ASK]}, "more than 1000000 characters"),
+        ({"messages": [calling("a" * CHARACTERS), *ASK]}, "more than 1000000 characters"),
+        ({"messages": [calling("[" * 999 + "]" * 999), *ASK]}, "message 0 has a call that cannot be read: ValueError"),
+        ({"messages": ASK * 2049}, "there are 4098 messages, more than 4096"),
+        ({"metadata": {"a": [0] * CHARACTERS}}, "it has more than 1000000 values"),
+        ({"metadata": nested(100)}, "it is nested more than 100 levels deep"),
+        ({"user": "a" * BODY}, f"the request has more than {BODY} bytes"),
+        ({"a" * 10_000: 1}, f"'{'a' * 199}... (10002 characters) is no field"),
+        ({"stop": "a" * 10_000}, f"stop = '{'a' * 199}... (10002 characters): the run samples"),
     ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_what_cannot_be_trained_is_refused_and_the_agent_may_ask_otherwise(fields: dict[str, Any], words: str) -> None:
     async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
-        with pytest.raises(openai.BadRequestError) as refused:
-            await ask(to, **{"messages": ASK, **fields})
+        with pytest.raises((openai.BadRequestError, openai.APIStatusError)) as refused:
+            await to.post("/chat/completions", body={"messages": ASK, **fields}, cast_to=object)
         assert words in refused.value.message
+        assert len(refused.value.message) < 1000
         assert refused.value.type == "invalid_request_error"
         await ask(to, ASK, temperature=0.7, max_completion_tokens=128, stop=[])
         return 1.0
@@ -413,7 +468,7 @@ def test_what_cannot_be_trained_is_refused_and_the_agent_may_ask_otherwise(field
     async def once(rollout: Rollout) -> tuple[object, object]:
         return await rollout.say("Hm."), rollout.agents.samples()
 
-    answer, samples = tried(act, once, sampling=SamplingSettings(temperature=0.7))
+    answer, samples = tried(act, once, sampling=SamplingSettings(temperature=0.7, stop_strings=("End.",)))
     assert answer is None
     assert samples == {"agents/refused": [1.0, 0.0], "agents/repeated": [0.0, 0.0]}
 
@@ -434,6 +489,88 @@ def test_a_request_that_a_client_sends_again_is_answered_again() -> None:
     answer, samples = tried(act, later)
     assert answer is None
     assert samples["agents/repeated"][-2:] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("stop", "said", "shown"),
+    [
+        ("Observation:", "Look.\nObservation:", "Look."),
+        ("\nObservation:", "Look.\nObservation:", "Look."),
+        ("\nObservation:", "\nObservation:", ""),
+        ("\n\n", "5\n\n", "5"),
+        ("Observation:", "<think>\nLook.\nObservation:", "Look."),
+        ("</tool_call>", call("add", left=2), "add"),
+        ("</tool_call>", "<tool_call>\nadd</tool_call>", "<tool_call>\nadd"),
+        ("5", "5 is it.<|im_end|>", "5 is it."),
+        ("Observation: 5", "Observation: 4<|im_end|>", "Observation: 4"),
+    ],
+)
+def test_an_answer_leaves_out_the_stop_string_that_ended_it_and_the_conversation_goes_on_with_its_tokens(
+    stop: str, said: str, shown: str
+) -> None:
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        reply = await ask(to, ASK, tools=SCHEMAS, stop=stop, extra_body={"return_token_ids": True})
+        message = reply.choices[0].message
+        called = message.tool_calls[0].function.name if message.tool_calls else ""
+        assert (called or message.content or getattr(message, "reasoning_content", "")) == shown
+        assert tokenizer().decode_whole(reply.choices[0].token_ids) == said
+        following = {"role": "user", "content": "Observation: 42"}
+        if called:
+            following = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "42"}
+        await ask(to, [*ASK, message.model_dump(exclude_none=True), following], tools=SCHEMAS, stop=["End.", stop])
+        return 1.0
+
+    async def twice(rollout: Rollout) -> object:
+        assert isinstance(await rollout.say(said, end=""), Answer)
+        return await rollout.say("So 42.")
+
+    assert tried(act, twice, sampling=SamplingSettings(stop_strings=(stop, "End."))) is None
+
+
+def renamed(messages: Any) -> Any:
+    return json.loads(re.sub(r'"((?:tool_call_)?id)": "\w+"', r'"\1": "own"', json.dumps(messages)))
+
+
+def with_first(message: Any) -> Callable[[Any], Any]:
+    return lambda messages: [message, *messages[1:]]
+
+
+SHOT = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "tools", "counted", "words"),
+    [
+        (lambda messages: messages, SCHEMAS, (1, 0), ""),
+        (lambda messages: [*ASK[:1], *SHOT, ASK[1]], SCHEMAS, (2, 0), ""),
+        (lambda messages: [*messages[:2]], SCHEMAS, (2, 0), ""),
+        (lambda messages: [{"role": "user", "content": "It was 5. So?"}], SCHEMAS, (2, 0), ""),
+        (renamed, SCHEMAS, (2, 1), "message 2.tool_calls[0].id was '"),
+        (with_first({"role": "system", "content": "It is 9:01."}), SCHEMAS, (2, 1), "message 0.content was 'Count.'"),
+        (lambda messages: messages[1:], SCHEMAS, (2, 1), "message 0.role was 'system' (str), and now is 'user'"),
+        (lambda messages: [*messages[:2], {**messages[2], "content": "So"}, messages[3]], SCHEMAS, (2, 1), "is 'So'"),
+        (lambda messages: messages, SCHEMAS[:1], (2, 1), "tools was [{"),
+    ],
+)
+def test_conversations_are_counted_and_of_histories_that_change_the_first_difference_is_said(
+    change: Callable[[Any], Any], tools: Any, counted: tuple[int, int], words: str, messages: list[str]
+) -> None:
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        said = (await ask(to, ASK, tools=SCHEMAS)).choices[0].message.model_dump(exclude_none=True)
+        history = [*ASK, said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "5"}]
+        await ask(to, change(history), tools=tools)
+        return 1.0
+
+    async def whole(rollout: Rollout) -> Mapping[str, Sequence[float]]:
+        texts = iter([call("add", left=2, right=3), "It is 5!"])
+        assert [await each.reward() for each in await conversing(rollout, texts)] == [1.0] * counted[0]
+        return rollout.agents.samples()
+
+    samples = tried(act, whole, single="")
+    assert samples["agents/conversations"] == [counted[0]]
+    assert samples["agents/history_changed"] == [counted[1]]
+    assert len(messages) == counted[1]
+    assert words in "".join(messages)
 
 
 def test_an_answer_has_token_ids_if_asked_and_text_as_the_template_reads_it() -> None:
@@ -571,9 +708,50 @@ async def test_a_client_in_a_thread_or_on_the_loop_is_served_over_http(run: Any)
     assert len(left.prompt.tokens) > 10
 
 
+@pytest.mark.parametrize(
+    ("host", "public", "told"),
+    [
+        ("0.0.0.0", "", "http://127.0.0.1:{port}/v1"),
+        ("::1", "", "http://[::1]:{port}/v1"),
+        ("::", "", "http://[::1]:{port}/v1"),
+        ("0.0.0.0", "http://localhost:{port}/v1/", "http://localhost:{port}/v1/"),
+    ],
+)
+async def test_agents_are_told_an_address_at_which_they_reach_the_server(host: str, public: str, told: str) -> None:
+    port, seen = free_port(), list[str]()
+
+    def run(row: dict[str, object], base_url: str, key: str) -> float:
+        seen.append(base_url)
+        return sync_agent(row, base_url, key)
+
+    async with Agents(run, tokenizer(), host=host, port=port, public_url=public.format(port=port)) as agents:
+        rollout = Rollout(agents, await anext(agents.prompts(rows(5))))
+        assert await rollout.say("Hm.") is None
+        assert await rollout.reward() == 1.0
+    assert seen == [told.format(port=port)]
+
+
 async def test_a_port_that_is_taken_is_named() -> None:
     async with Agents(async_agent, tokenizer()) as first:
-        port = int(first._url.split(":")[2].removesuffix("/v1"))
+        port = int(first._server.url.split(":")[2].removesuffix("/v1"))
         with pytest.raises(ConfigError, match=f"agents cannot be served at 127.0.0.1:{port}"):
             async with Agents(async_agent, tokenizer(), port=port):
                 raise AssertionError
+
+
+async def test_a_long_history_is_tokenized_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, encode = dict[int, bool](), HfTokenizer.encode_chat
+
+    def encoding(self: HfTokenizer, messages: Any, **options: Any) -> list[int]:
+        threads[len(messages[0]["content"])] = threading.current_thread() is not threading.main_thread()
+        return encode(self, messages, **options)
+
+    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
+        await ask(to, [{"role": "user", "content": "a" * int(str(row["gold"]))}])
+        return 1.0
+
+    async with acting(act) as agents:
+        monkeypatch.setattr(HfTokenizer, "encode_chat", encoding)
+        found = [len(prompt.tokens) async for prompt in agents.prompts(rows(9, 30_000), max_prompt_tokens=40_000)]
+    assert threads == {9: False, 30_000: True}
+    assert found[1] - found[0] == 30_000 - 9

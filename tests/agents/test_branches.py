@@ -38,12 +38,14 @@ class Chief:
         together: helpers are asked at once; else one after the other.
         faults: rows whose agent raises when its helpers are done.
         leaving: rows whose agent does not go on with its first conversation then, as after a summary.
+        summing: once its first conversation has no room, it goes on in another.
     """
 
     seconds: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
     together: bool = False
     faults: Sequence[int] = ()
     leaving: Sequence[int] = ()
+    summing: bool = False
     answered: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -81,8 +83,8 @@ class Chief:
                     await help_(number)
             if row["number"] in self.faults:
                 raise OSError
-            if row["number"] not in self.leaving:
-                await turn(main, 0, 1)
+            if row["number"] not in self.leaving and not await turn(main, 0, 1) and self.summing:
+                assert await turn([{"role": "user", "content": str(2000 + row["number"])}], 9, 0)
         return float(sum(said))
 
 
@@ -274,8 +276,26 @@ def test_a_conversation_without_room_ends_and_the_others_go_on(cap: int, refused
     assert (chief.answered["context_length_exceeded"] > 0) == refused
     for batch in batches:
         families = Counter((each.prompt.admission, each.prompt.sample) for each in batch.responses)
-        assert all(count <= 1 + admission % 3 for (admission, _), count in families.items())
-        assert cap == 2 or all(count == 1 + admission % 3 for (admission, _), count in families.items())
+        assert all(count == 1 + admission % 3 for (admission, _), count in families.items())
+
+
+def check_summaries(batches: Sequence[Batch], samples: int = 2) -> None:
+    """Check that each agent whose first conversation had no room has gone on in another."""
+    found = Counter(
+        each.prompt.admission for batch in batches for each in batch.responses if each.prompt.tokens[1] > 1999
+    )
+    assert found == {each.prompt.admission: samples for batch in batches for each in batch.responses}
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_conversation_without_room_goes_on_as_another_after_a_summary(adaptive: bool) -> None:
+    slow = {(at, 9, 0): 3.0 for at in range(0, 60, 2)}
+    batches, metrics, reasons = trained(
+        Chief(slow, summing=True), Overcommit(batch=4, overcommit=3 * adaptive), steps=6, cap=5
+    )
+    assert reasons == []
+    check_summaries(batches)
+    assert (sum(each["deferral/deferred"] for each in metrics) > 0) == adaptive
 
 
 def test_an_agent_that_raises_loses_all_its_conversations() -> None:
@@ -358,13 +378,15 @@ CAPS = st.sampled_from([2, 5, 8, ROOM, ROOM, ROOM])
 
 
 @pytest.mark.schedules
-@given(seconds=TIMES, together=st.booleans(), killed=st.integers(1, 3), cap=CAPS)
+@given(seconds=TIMES, together=st.booleans(), killed=st.integers(1, 3), cap=CAPS, summing=st.booleans())
 def test_a_resumed_run_tells_an_agent_that_is_run_anew_the_turns_of_all_its_conversations(
-    seconds: Mapping[tuple[int, int, int], float], together: bool, killed: int, cap: int
+    seconds: Mapping[tuple[int, int, int], float], together: bool, killed: int, cap: int, summing: bool
 ) -> None:
-    batches = resumed([Chief(seconds, together) for _ in range(2)], killed, 4, cap)
+    batches = resumed([Chief(seconds, together, summing=summing) for _ in range(2)], killed, 4, cap)
     one = described(batches)
     assert len({rollout for rollout in one if rollout < 2**32}) == 4 * 3 * 2
+    if summing and cap < 8:
+        check_summaries(batches)
     if cap == ROOM:
         check(batches)
         other = described(trained(Chief(), Overcommit(batch=3), steps=6)[0])
@@ -372,16 +394,23 @@ def test_a_resumed_run_tells_an_agent_that_is_run_anew_the_turns_of_all_its_conv
 
 
 @pytest.mark.schedules
-@given(TIMES, st.lists(st.integers(0, 20), max_size=4), st.booleans(), st.integers(2, 3), CAPS)
-@example({(8, 2, 0): 0.0}, [], False, 2, 5)  # a branch begins in the moment in which decoding ends
+@given(TIMES, st.lists(st.integers(0, 20), max_size=4), st.tuples(*[st.booleans()] * 2), st.integers(2, 3), CAPS)
+@example({(8, 2, 0): 0.0}, [], (False, False), 2, 5)  # a branch begins in the moment in which decoding ends
 def test_every_schedule_trains_each_conversation_once_and_as_it_was_said(
-    seconds: Mapping[tuple[int, int, int], float], faults: Sequence[int], together: bool, samples: int, cap: int
+    seconds: Mapping[tuple[int, int, int], float],
+    faults: Sequence[int],
+    kind: tuple[bool, bool],
+    samples: int,
+    cap: int,
 ) -> None:
-    chief = Chief(seconds, together, faults)
+    together, summing = kind
+    chief = Chief(seconds, together, faults, summing=summing)
     batches, _, reasons = trained(chief, Overcommit(batch=3, overcommit=2), samples=samples, cap=cap)
     described(batches)
     if cap == ROOM:
         check(batches, samples)
+    if summing and cap < 8:
+        check_summaries(batches, samples)
     first = {each.prompt.admission for batch in batches for each in batch.responses}
     assert len(first) * samples + sum(samples for at in range(30) if at in faults) >= 4 * 3 * samples
     assert all("raised OSError" in reason for reason in reasons)

@@ -72,6 +72,8 @@ def test_tasksets_are_prompts_whose_files_are_code_of_the_run() -> None:
         (TASKS | {"data": {"prompts": [{"path": "verifiers:sums", "column": "q"}]}}, "has a column, and a taskset has"),
         (TASKS | REWARDED | {"data": {"prompts": "verifiers:sums"}}, "leave [[rewards]] out"),
         ({"agents": {"program": "agent.py:run", "port": 70_000}}, "agents.port"),
+        ({"agents": {"program": "agent.py:run", "public_url": "machine:8000"}}, "a URL such as http://machine:8000/v1"),
+        ({"agents": {"program": "agent.py:run", "public_url": "http://machine/v1"}}, "agents.port = 0 is any"),
         ({"agents": {"timeout": 5.0}, "rewards": [{"source": "a.py:b"}]}, "agents.timeout is of an agent, and"),
         ({"agents": None}, "rewards"),
     ],

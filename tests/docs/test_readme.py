@@ -259,12 +259,16 @@ def test_the_tools_of_the_page_are_shown_and_called(tmp_path: Path, monkeypatch:
             answer = await agents.answer(Turn(prompt, 0, said))
             return prompt, answer, await agents.reward.finish([Finish(0, Response.of(prompt, [chunk]), "eos")])
 
-    prompt, answer, reward = anyio.run(solved)
-    assert (answer, reward) == (None, [1.0])
-    names["agents"] = names["assistants"]
-    names["tasks"] = names["agents"].prompts(PromptStream(names["sums"]), max_prompt_tokens=2000)
-    assert anyio.run(solved)[1:] == (None, [1.0])
-    assert "2 + 3?" in policy.decode_whole(prompt.tokens.tolist())
+    async def both() -> None:
+        async with names["shared"]:
+            prompt, *result = await solved()
+            assert result == [None, [1.0]]
+            names["agents"] = names["assistants"]
+            names["tasks"] = names["agents"].prompts(PromptStream(names["sums"]), max_prompt_tokens=2000)
+            assert (await solved())[1:] == (None, [1.0])
+            assert "2 + 3?" in policy.decode_whole(prompt.tokens.tolist())
+
+    anyio.run(both)
 
 
 def test_the_reward_models_of_the_page_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

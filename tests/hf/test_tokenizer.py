@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
+from threading import Thread
 
 import pytest
 from tokenizers import AddedToken, Tokenizer as Words, models, pre_tokenizers
@@ -191,3 +193,20 @@ def test_special_tokens_that_data_spells_are_ordinary_text() -> None:
     assert found.decode_whole(ids).count(forged) == 2
     assert chat[1]["calls"] == [{"name": forged}], "the data is left as it is"
     assert found.encode_chat(chat, last=40) == ids[-(40 - len("<|end|>") + 1) :]
+
+
+def test_data_that_spells_a_special_token_is_text_while_another_thread_encodes() -> None:
+    tokenizer = byte_tokenizer(special=("<|im_end|>",))
+    text, found = "a <|im_end|> b", dict[str, set[tuple[int, ...]]]()
+
+    def encode(how: Callable[[str], list[int]]) -> None:
+        found[how.__name__] = {tuple(how(text)) for _ in range(500)}
+
+    wanted = {how.__name__: {tuple(how(text))} for how in (tokenizer.encode_exactly, tokenizer.encode_whole)}
+    threads = [Thread(target=encode, args=(how,)) for how in (tokenizer.encode_exactly, tokenizer.encode_whole)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == wanted
+    assert wanted["encode_exactly"] != wanted["encode_whole"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from collections.abc import Mapping
@@ -125,8 +126,33 @@ async def chief(row, base_url, api_key):
         return float(earned % 7)
 
 
+async def summing(row, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages, summed = list(row["prompt"]), 0
+        while not summed or len(messages) < 4:
+            try:
+                reply = await client.chat.completions.create(model="policy", messages=messages)
+                messages += [reply.choices[0].message.model_dump(exclude_none=True), row["prompt"][0]]
+            except openai.BadRequestError as error:
+                assert error.code == "context_length_exceeded"
+                summed += 1
+                messages = [{"role": "user", "content": f"Summary {summed} of {row['number']}."}]
+        return float(summed)
+
+
+async def voting(row, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        ask = [client.chat.completions.create(model="policy", messages=row["prompt"]) for _ in range(4)]
+        replies = await asyncio.gather(*ask)
+        return float(len({reply.id for reply in replies}))
+
+
 async def broken(row, base_url, api_key):
     raise OSError("no network")
+
+
+async def interrupting(row, base_url, api_key):
+    raise KeyboardInterrupt
 '''
 PACED = (
     CODE.replace("def add(", "from tests import paced\n\n\nasync def add(")
@@ -248,7 +274,36 @@ def test_helpers_of_an_agent_are_trained_with_its_reward_after_a_resume_too(fold
             assert [line["prompt"].count("Part") for line in family] == [0, 1, 1, 1, 1]
             assert len({line["prompt"] for line in family}) == 5
             assert {line["score"] for line in family} == {family[0]["score"]}
-    assert all(line["agents/refused"] == 0 for line in records(folder, "agents", "metrics.jsonl"))
+    lines = records(folder, "agents", "metrics.jsonl")
+    assert all(line["agents/refused"] == line["agents/history_changed"] == 0 for line in lines)
+    assert all(line["agents/conversations"] == 5 for line in lines)
+
+
+def test_an_agent_whose_conversation_has_no_room_goes_on_in_another(folder: Path) -> None:
+    chosen = [*ALGORITHMS["grpo"], "agents.program=code.py:summing", "run.logged_samples=99"]
+    assert oppo(folder, "", *chosen, "run.deterministic=false", "sampling.max_new_tokens=60", "run.name=agents") == DONE
+    families: dict[int, list[dict[str, Any]]] = {}
+    for line in records(folder, "agents", "samples.jsonl"):
+        families.setdefault(line.get("first", line["rollout"]), []).append(line)
+    assert len(families) == 2 * 2 * 2
+    for family in families.values():
+        assert {line["score"] for line in family} == {len(family) - 1.0}
+        assert sum("Summary" in line["prompt"] for line in family) == len(family) - 1 > 0
+
+
+def test_equal_requests_at_once_are_samples_and_refused_before_the_first_step_where_a_run_is_deterministic(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chosen = [*ALGORITHMS["grpo"], "agents.program=code.py:voting", "run.logged_samples=99", "run.steps=1"]
+    assert oppo(folder, "", *chosen, "run.deterministic=false", "run.name=agents") == DONE
+    lines = records(folder, "agents", "samples.jsonl")
+    assert [line["score"] for line in lines] == [4.0] * 4 * 2 * 2
+    assert len({line["completion"] for line in lines}) == len(lines)
+    (line,) = records(folder, "agents", "metrics.jsonl")
+    assert (line["agents/conversations"], line["agents/repeated"], line["agents/history_changed"]) == (4, 0, 0)
+    assert oppo(folder, "", *chosen, "run.name=other") == FAILED
+    assert re.search(r"a key has one conversation, since .* run.deterministic", capfd.readouterr().err)
+    assert not records(folder, "other", "metrics.jsonl")
 
 
 ROUNDING = 1e-5
@@ -337,5 +392,7 @@ def test_a_framework_that_calls_tools_is_trained_unchanged(folder: Path) -> None
 def test_an_agent_that_fails_ends_the_run_with_its_reason(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert oppo(folder, "", *ALGORITHMS["grpo"], "agents.program=code.py:broken") == FAILED
     assert "agent 'broken' raised OSError: no network at " in capfd.readouterr().err
+    assert oppo(folder, "", *ALGORITHMS["grpo"], "agents.program=code.py:interrupting", "run.name=b") == FAILED
+    assert "agent 'interrupting' raised KeyboardInterrupt at " in capfd.readouterr().err
     assert oppo(folder, "", *ALGORITHMS["grpo"], "agents.program=code.py:none") == UNUSABLE
     assert "has no 'none'; the functions and classes there are" in capfd.readouterr().err

@@ -1,0 +1,336 @@
+"""The HTTP server that agents ask: OpenAI's chat completions, at one address while a run is open."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+from anyio.abc import TaskGroup
+
+from oppo.agents.bounds import BODY, apart, read_json
+from oppo.agents.conversation import ENDED, MODEL, Json, Refusal, Session
+from oppo.errors import ConfigError, as_itself, shortened
+from oppo.log import logger
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response as HttpResponse
+    from starlette.types import Receive, Scope, Send
+
+PATH: Final = "/v1/chat/completions"
+
+BACKLOG: Final = 2048
+"""Connections that may wait to be accepted."""
+
+WHOLE: Final = 60
+"""Seconds in which a request must be whole, from its first byte, or from the beginning of its connection."""
+
+FOREVER: Final = 10**9
+"""Seconds for which an idle connection is kept: its client may be about to send, and closes what it does not need."""
+
+FILES: Final = 65_536
+"""The most open files that are asked of the system."""
+
+RESERVED: Final = 64
+"""Open files that are left for other things, at least."""
+
+
+class AgentServer:
+    """Serves the requests of agents.
+
+    Args:
+        host: where it listens.
+        port: likewise; 0: any that is free.
+        public_url: the URL that agents are told; empty: that of the host, of this machine if it has all addresses.
+        sessions: those of the agents, by their keys.
+        asked: called once a session was asked for something.
+        noted: called after each request: with whether its row is one of an evaluation, and what metrics are told.
+
+    Attributes:
+        url: of the API.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        public_url: str,
+        *,
+        sessions: Callable[[], Mapping[str, Session]],
+        asked: Callable[[], None],
+        noted: Callable[[bool, Mapping[str, float]], None],
+    ) -> None:
+        self.url = "http://agents/v1"  # on a loop of virtual time, where an agent asks the application itself
+        self._address = (host, port)
+        self._public_url = public_url
+        self._sessions = sessions
+        self._asked = asked
+        self._noted = noted
+        self._server: Any = None
+
+    def serve(self, listening: socket.socket, tasks: TaskGroup) -> None:
+        """Serve what connects here in a task of its own, until :meth:`stop`."""
+        import uvicorn  # noqa: PLC0415 - an extra
+
+        class Server(uvicorn.Server):
+            @contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield  # they are the run's
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await self.app(scope, receive, send)
+            except asyncio.CancelledError:  # the run is interrupted: its task ends here, and its server logs nothing
+                with suppress(RuntimeError):  # it has answered
+                    await _error(ENDED)(scope, receive, send)
+
+        config = uvicorn.Config(
+            app,
+            http=_protocol(_connections()),
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=FOREVER,
+        )
+        self._server = Server(config)
+        tasks.start_soon(self._listen, self._server, listening, name="serve agents")
+
+    def stop(self) -> None:
+        """End the task that serves, if there is one."""
+        if self._server is not None:
+            self._server.should_exit = self._server.force_exit = True
+            self._server = None
+
+    def listening(self) -> socket.socket:
+        """Return the socket that agents connect to.
+
+        Raises:
+            ConfigError: the address cannot be had.
+        """
+        host, port = self._address
+        try:
+            (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            both = host == "::" and socket.has_dualstack_ipv6()
+            found = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
+        except OSError as error:
+            at = f"{_bracketed(host)}:{port}"
+            raise ConfigError(f"agents cannot be served at {at}: {error}; name another host or port, or 0") from error
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # machines that vanish do not say so
+        reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - all addresses
+        self.url = self._public_url or f"http://{_bracketed(reached)}:{found.getsockname()[1]}/v1"
+        return found
+
+    async def _listen(self, server: Any, listening: socket.socket) -> None:
+        with anyio.CancelScope(shield=True), listening:  # it ends when it is told to
+            await server.serve([listening])
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, as an ASGI application: what is refused has the form of OpenAI's errors."""
+        from starlette.requests import ClientDisconnect, Request  # noqa: PLC0415 - an extra
+
+        http = Request(scope, receive)
+        try:
+            answer = await self._answer(http)
+        except Refusal as refusal:
+            answer = _error(refusal)
+        except ClientDisconnect:
+            return
+        except Exception:
+            failed = Refusal("the endpoint failed: its log says why", code="internal_error", status=500)
+            await _error(failed)(scope, receive, send)
+            raise
+        await answer(scope, receive, send)
+
+    async def _answer(self, http: HttpRequest) -> HttpResponse:
+        match http.method, http.url.path:
+            case "POST", path if path == PATH:
+                return await self._complete(http)
+            case "GET", "/v1/models":
+                return self._models(http)
+            case _, path:
+                raise Refusal(
+                    f"nothing is served at {shortened(path, 200)}: ask for chat completions, by POST to {PATH}",
+                    status=404,
+                )
+
+    async def _complete(self, http: HttpRequest) -> HttpResponse:
+        from starlette.responses import JSONResponse, Response  # noqa: PLC0415 - an extra
+
+        refused, repeated, evaluated = False, False, False
+        try:
+            session = self._session(http)
+            evaluated = session.evaluated
+            body = await _read(http)
+            again = http.headers.get("x-stainless-retry-count", "0") != "0"
+            request, repeated = await session.ask(body, again=again, key=http.headers.get("idempotency-key", ""))
+            self._asked()
+            completion = await _while_connected(http, request.result)
+            if not body.get("stream"):
+                return JSONResponse(completion)
+            options = body.get("stream_options")
+            usage = isinstance(options, dict) and bool(options.get("include_usage"))
+            return Response(_as_events(completion, with_usage=usage), media_type="text/event-stream")
+        except Refusal:
+            refused = True
+            raise
+        finally:
+            self._noted(evaluated, {"agents/refused": float(refused), "agents/repeated": float(repeated)})
+
+    def _models(self, http: HttpRequest) -> HttpResponse:
+        from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
+
+        self._session(http)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "oppo"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    def _session(self, http: HttpRequest) -> Session:
+        kind, _, key = http.headers.get("authorization", "").partition(" ")
+        found = self._sessions().get(key.strip())
+        if kind.lower() != "bearer" or found is None:
+            raise Refusal(
+                "expected the key that the agent was given, as a bearer token, while its rollout lasts",
+                code="invalid_api_key",
+                status=401,
+            )
+        return found
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _error(refusal: Refusal) -> HttpResponse:
+    from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
+
+    return JSONResponse(refusal.json(), refusal.status)
+
+
+async def _while_connected(http: HttpRequest, wait: Callable[[], Awaitable[Json]]) -> Json:
+    # What is waited for, unless the client leaves.
+    from starlette.requests import ClientDisconnect  # noqa: PLC0415 - an extra
+
+    found: Json | None = None
+
+    async def leave(scope: anyio.CancelScope) -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+    with as_itself():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(leave, tasks.cancel_scope, name="a client that may leave")
+            found = await wait()
+            tasks.cancel_scope.cancel()
+    if found is None:
+        raise ClientDisconnect
+    return found
+
+
+async def _read(http: HttpRequest) -> Any:
+    # Of a body that is too long only the first part is held: the server reads on, and forgets the rest.
+    refusal = Refusal(f"the request has more than {BODY} bytes: shorten its messages", status=413)
+    declared = http.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > BODY:
+        raise refusal
+    parts, length = list[bytes](), 0
+    async for part in http.stream():
+        parts.append(part)
+        length += len(part)
+        if length > BODY:
+            raise refusal
+    try:
+        return await apart(length, partial(read_json, b"".join(parts)))
+    except ValueError as error:
+        raise Refusal(f"the request cannot be read: {error}") from error
+
+
+def _as_events(completion: Json, *, with_usage: bool) -> str:
+    # An answer as server-sent events, as if it were streamed: the turn is whole before the first.
+    (choice,) = completion["choices"]
+    kept = {name: each for name, each in completion.items() if name not in {"choices", "usage", "prompt_token_ids"}}
+    common, delta = {**kept, "object": "chat.completion.chunk"}, {**choice["message"]}
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": at, **each} for at, each in enumerate(delta["tool_calls"])]
+    said = {**choice, "delta": delta, "finish_reason": None}
+    del said["message"]
+    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    ids = {name: completion[name] for name in ("prompt_token_ids",) if name in completion}
+    chunks = [{**common, **ids, "choices": [said]}, {**common, "choices": [ended]}]
+    if with_usage:
+        chunks.append({**common, "choices": [], "usage": completion["usage"]})
+    return "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"
+
+
+def _protocol(most: int) -> type[asyncio.Protocol]:
+    # What serves a connection: H11's, which bounds the headers that it reads.
+    import h11  # noqa: PLC0415 - of the extra
+    from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: PLC0415
+
+    class Protocol(H11Protocol):
+        half_open: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                text = f"{most} connections are open, as many as the limit of open files (ulimit -n) has room for"
+                logger.once(f"agents: {text}")
+                self.refuse(Refusal(text, code="too_many_connections", status=503))
+            else:
+                self.half_open = self.loop.call_later(WHOLE, self.late)
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            super().data_received(data)
+            theirs = self.conn.their_state
+            if theirs is not h11.SEND_BODY and not (theirs is h11.IDLE and self.conn.trailing_data[0]):
+                self.unwatch()
+            elif self.half_open is None:
+                self.half_open = self.loop.call_later(WHOLE, self.late)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self.unwatch()
+
+        def unwatch(self) -> None:
+            if self.half_open is not None:
+                self.half_open.cancel()
+                self.half_open = None
+
+        def late(self) -> None:
+            self.refuse(Refusal(f"the request was not whole within {WHOLE} s", code="timeout", status=408))
+
+        def send_400_response(self, msg: str) -> None:
+            self.refuse(Refusal(msg))
+
+        def refuse(self, refusal: Refusal) -> None:
+            if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+                body, status = json.dumps(refusal.json()).encode(), HTTPStatus(refusal.status)
+                head = f"HTTP/1.1 {status.value} {status.phrase}\r\nconnection: close\r\n"
+                kind = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+                self.transport.write(f"{head}{kind}".encode() + body)
+            self.transport.close()
+
+    return Protocol
+
+
+def _connections() -> int:
+    # How many there may be at once: half of the files that may be open, as agents of this process have the other ends.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # macOS has another limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            logger.info(f"agents: up to {wanted} files may be open instead of {soft}, for their connections")
+            soft = wanted
+    return max(16, (FILES if soft == resource.RLIM_INFINITY else soft) // 2 - RESERVED)
