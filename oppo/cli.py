@@ -153,14 +153,12 @@ def resume(
 
 
 def in_cluster(overrides: Sequence[str], address: str | None) -> Sequence[str]:
-    """Return the overrides with one of the cluster, if there is an address."""
     return overrides if address is None else [*overrides, f"placement.cluster={address}"]
 
 
 def carry_out(
     settings: Settings, *, resume: bool = False, dry_run: bool = False, accept_changed_code: bool = False
 ) -> int:
-    """Prepare and run what the settings say; return the command's exit code."""
     from oppo.run.train import FINAL, prepare, run  # noqa: PLC0415 - `oppo --help` should be quick
 
     try:
@@ -411,13 +409,11 @@ def code_of(error: BaseException) -> int:
 
 
 def complain(text: str, code: int) -> int:
-    """Write to standard error why the command ends, and return its exit code."""
     Console(stderr=True).out(harmless(text), highlight=False)
     return code
 
 
 def note(message: str) -> None:
-    """Write a message to standard error."""
     Console(stderr=True).out(harmless(message), style="dim", highlight=False)
 
 

@@ -84,13 +84,11 @@ class FromList:
 
 
 def setting(default: T, description: str) -> T:
-    """Return the field of a dataclass with a default and a description."""
     made: T = field(default=default, metadata={"description": description})
     return made
 
 
 def required(description: str) -> Any:
-    """Return the field of a dataclass without a default, with a description."""
     return field(metadata={"description": description})
 
 
@@ -134,7 +132,6 @@ def _description(record: type, name: str) -> str:
 
 
 def changed(record: DataclassInstance, names: Collection[str]) -> dict[str, object]:
-    """Return those of the arguments ``names`` of a dataclass that differ from their defaults."""
     declarations = declared(type(record))
     given = {name: getattr(record, name) for name in declarations if name in names}
     return {name: value for name, value in given.items() if value != declarations[name].default}
@@ -164,11 +161,7 @@ def require_declared(record: DataclassInstance, *, error: type[Exception] = Valu
 
 
 def require_whole(name: str, value: object, least: int = WHOLE.start, *, error: type[Exception] = ValueError) -> None:
-    """Require a whole number that is ``least`` or more.
-
-    Raises:
-        error: it is a bool, a float (even 1.0), too small, or needs more than 64 bits.
-    """
+    """Require a whole number that is ``least`` or more."""
     _require(name, value, _number(Annotated[int, Ge(least), Lt(WHOLE.stop)]), error)
 
 
@@ -180,20 +173,11 @@ def require_real(
     infinite: bool = False,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Require a number that is ``least`` or more, and finite unless ``infinite``.
-
-    Raises:
-        error: it is no number, too small, infinite or a NaN.
-    """
+    """Require a number that is ``least`` or more, and finite unless ``infinite``."""
     _require(name, value, _number(Annotated[float, Ge(least), AllowInfNan(infinite)]), error)
 
 
 def require_metrics(name: str, metrics: object, *, error: type[Exception] = ValueError) -> None:
-    """Require a mapping from names to numbers, finite or not.
-
-    Raises:
-        error: it is none.
-    """
     if not isinstance(metrics, Mapping):
         raise error(f"{name} must be a mapping from names to numbers; got {shown(metrics)}")
     for metric, value in metrics.items():
@@ -206,11 +190,7 @@ _PLACE: Final = re.compile(r"([^@]*@)?([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9
 
 
 def split_url(url: str, whose: str) -> SplitResult:
-    """Return the parts of an address that begins with ``http``; it leads to ``whose``, for the error.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return the parts of an address that begins with ``http``; it leads to ``whose``, for the error."""
     with suppress(ValueError):  # of brackets, or a port that is too high
         parts = urlsplit(url)
         if "[" in parts.netloc:

@@ -26,11 +26,7 @@ _ATTEMPTS: Final = 3
 
 
 def opened(path: Path, mode: Literal["r", "a", "a+", "w", "x"]) -> TextIO:
-    """Open a text file in a directory that others may write: never what a link there leads to, nor a pipe.
-
-    Raises:
-        OSError: it is no plain file, or it cannot be opened.
-    """
+    """Open a text file in a directory that others may write: never what a link there leads to, nor a pipe."""
     return open(path, mode, encoding="utf-8", opener=_no_follow)
 
 
@@ -39,9 +35,6 @@ def content(path: Path, *, linked: bool = False, most: int = 2**28) -> bytes:
 
     Args:
         linked: what a link leads to is read too.
-
-    Raises:
-        OSError: it is no plain file, is larger, or cannot be read.
     """
     with open(path, "rb", opener=_plain if linked else _no_follow) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
@@ -50,12 +43,7 @@ def content(path: Path, *, linked: bool = False, most: int = 2**28) -> bytes:
 
 
 def read_text(path: Path, *, linked: bool = False) -> str:
-    """Return the text in a file; see :func:`content`.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not UTF-8.
-    """
+    """Return the text in a file; see :func:`content`."""
     return content(path, linked=linked).decode("utf-8")
 
 
@@ -65,11 +53,7 @@ def is_plain(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Delete what is at a path, if anything: a directory with all that it holds, but nothing behind a link.
-
-    Raises:
-        OSError: it cannot be deleted.
-    """
+    """Delete what is at a path, if anything: a directory with all that it holds, but nothing behind a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -95,11 +79,7 @@ def _no_plain_file(path: str) -> OSError:
 
 
 def sync(path: Path) -> None:
-    """Return once a file's content, or a directory's names, are on the disk.
-
-    Raises:
-        OSError: the disk failed.
-    """
+    """Return once a file's content, or a directory's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -108,11 +88,7 @@ def sync(path: Path) -> None:
 
 
 def put(path: Path, parts: Iterable[str]) -> None:
-    """Replace the file at ``path`` by a text; the parts may be read from the old file meanwhile.
-
-    Raises:
-        OSError: it could not be written; the old file stays.
-    """
+    """Replace the file at ``path`` by a text; the parts may be read from the old file meanwhile."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         remove(aside)  # of a process that was killed
@@ -127,11 +103,6 @@ def put(path: Path, parts: Iterable[str]) -> None:
 
 
 def make(directory: Path) -> None:
-    """Create a directory and its parents, durably.
-
-    Raises:
-        OSError: it cannot be created.
-    """
     made = [each for each in (directory, *directory.parents) if not each.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for each in made:
@@ -144,9 +115,6 @@ def whole(path: Path) -> Iterator[Path]:
 
     After an error ``path`` is as it was and the new directory is deleted, unless it was complete and only the renaming
     failed.
-
-    Raises:
-        OSError: it could not be written or renamed.
     """
     make(path.parent)
     sweep(path.parent)
@@ -166,12 +134,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise errors of the body as an ``OSError`` that names ``path``.
-
-    Raises:
-        OSError: the body failed with any error but ``OppoError`` and ``MemoryError``: libraries have errors of their
-            own for full disks.
-    """
+    """Raise errors of the body as an ``OSError`` that names ``path``."""
     try:
         yield
     except (OppoError, MemoryError):
@@ -181,11 +144,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def sweep(directory: Path) -> None:
-    """Delete the partial directories that killed processes left in ``directory``, and restore those moved away.
-
-    Raises:
-        OSError: one cannot be restored.
-    """
+    """Delete the partial directories that killed processes left in ``directory``, and restore those moved away."""
     for before in directory.glob(".*.before"):
         path = before.with_name(before.name.removeprefix(".").removesuffix(".before"))
         if path.exists():
@@ -220,9 +179,6 @@ def temporary(purpose: str, parent: Path | None = None, *, kept: Callable[[], bo
         purpose: one word, which is part of its name.
         parent: the directory in which it is; ``None``: the system's for temporary files.
         kept: asked at its end: whether it is left as long as this process lives, and until another wants one.
-
-    Raises:
-        OSError: it cannot be made.
     """
     machine = f"{os.uname().nodename}-" if parent else ""  # another one that has the directory may not see its lock
     prefix = f"oppo-{purpose}-{machine}{os.getuid()}-"

@@ -18,11 +18,7 @@ from oppo.errors import ConfigError, OppoError
 def require(
     extra: str, what: str, *, module: str = "", install: str = "", error: type[OppoError] = ConfigError
 ) -> None:
-    """Check that ``module``, of an extra, is installed, without importing it; warn of versions that were not tested.
-
-    Raises:
-        OppoError: of type ``error``: it is not, ``what`` needs it, and how to ``install`` it.
-    """
+    """Check that ``module``, of an extra, is installed, without importing it; warn of versions that were not tested."""
     if not is_installed(module or extra):
         install = install or f"pip install 'oppo[{extra}]'"
         raise error(f"{what} needs {module or extra}, which is not installed: {install}")
@@ -30,7 +26,6 @@ def require(
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module can be imported; it is not imported."""
     return find_spec(module) is not None
 
 

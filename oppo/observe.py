@@ -59,7 +59,6 @@ class WorkContext:
     role: Role | None = None
 
     def span(self, track: str, label: str, start: float, end: float) -> Span:
-        """Return the span of work that is done for it."""
         return Span(track, label, start, end, self.step, self.role)
 
 
@@ -87,7 +86,6 @@ SpanListener: TypeAlias = Callable[[Span], None]
 
 
 def silent(report: object) -> None:
-    """Ignore a span or a message."""
     del report
 
 
@@ -246,5 +244,4 @@ def union(intervals: Iterable[Interval], *, gap: float = 0.0) -> list[Interval]:
 
 
 def seconds(disjoint: Sequence[Interval]) -> float:
-    """Return the total length of disjoint intervals."""
     return math.fsum(end - start for start, end in disjoint)

@@ -106,7 +106,6 @@ def printable(text: str, kept: str = "") -> str:
 
 
 def on_one_line(text: str) -> str:
-    """Return ``text`` on one line, its control characters spelt out."""
     return printable(text.replace("\n", " / ").replace("\t", " "))
 
 
@@ -130,7 +129,6 @@ class HarmlessStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each of ``lines``."""
         for line in lines:
             self.write(line)
 

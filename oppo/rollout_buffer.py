@@ -193,9 +193,6 @@ class RolloutBuffer(Generic[R]):
 
         Returns:
             Whether it does; not while the policy does not decode.
-
-        Raises:
-            ProtocolError: no turn has ended, or nothing is given.
         """
         self._require_turn(len(given))
         if not self.live:
@@ -240,11 +237,6 @@ class RolloutBuffer(Generic[R]):
         """Return the next ``limit`` tokens, or fewer at the end of a turn or of the response, or at the cut.
 
         Outside of ``decoding`` it does not wait. Cancel-safe: a cancelled read has taken nothing.
-
-        Raises:
-            ProtocolError: another read is waiting, the rollout was closed, or its last piece has been read.
-            ValueError: ``limit`` is less than 1.
-            Exception: whatever ended decoding.
         """
         if limit < 1:
             raise ValueError(f"a read takes at least 1 token, not {limit}")
@@ -371,11 +363,7 @@ class DecodeSteps(Generic[R]):
 
 
 def unfinished(decodes: Sequence[Decode], engine: DecodeEngine[R]) -> list[RolloutBuffer[R]]:
-    """Return the rollouts that have not ended.
-
-    Raises:
-        ProtocolError: one is of another engine, was closed or has failed.
-    """
+    """Return the rollouts that have not ended."""
     for decode in decodes:
         if not isinstance(decode, RolloutBuffer) or not decode.usable_by(engine):
             raise ProtocolError(
@@ -402,9 +390,6 @@ def response_to(rollout: Prompt | Response, model: str, *, vocabulary: int, long
         model: its name, for errors.
         vocabulary: upper bound of token ids.
         longest: the longest sequence that the model reads, in tokens.
-
-    Raises:
-        ModelError: the prompt is empty, leaves no room for a response, or holds an id outside of the vocabulary.
     """
     response = rollout if isinstance(rollout, Response) else Response.empty(rollout)
     prompt = response.prompt

@@ -42,9 +42,6 @@ async def interruptible(*listeners: Callable[[signal.Signals], None]) -> AsyncIt
 
     Args:
         listeners: each is called on the event loop with the first signal.
-
-    Raises:
-        Stopped: a second signal came. It is raised in the code that blocks the event loop, if any does.
     """
     interrupt = Interrupt()
     loop, loop_ran = running_loop(), threading.Event()  # since the last signal

@@ -110,7 +110,6 @@ class UserFunction:
 
     @property
     def is_async(self) -> bool:
-        """Whether it returns an awaitable."""
         return is_async(self.function)
 
 
@@ -131,7 +130,6 @@ class LoadedFile:
 
 
 def is_async(function: object) -> bool:
-    """Return whether a function, or an object that is called as one, is async."""
     call = getattr(function, "__call__", None)  # noqa: B004 - the method that a call runs
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
@@ -236,12 +234,10 @@ class CheckedFunction(ABC, Generic[G, W, R]):
         """Return an error that names the function, and what it was called for."""
 
     def call(self, given: G, where: W) -> R:
-        """Return the result of a sync function, checked."""
         with self._contained(where):
             return self.checked(self.made(given), where)
 
     async def answer(self, given: G, where: W) -> R:
-        """Return the result of an async function, checked."""
         await anyio.lowlevel.checkpoint_if_cancelled()  # it may block the event loop once it is called
         with self._contained(where):
             result = self.made(given)
@@ -270,11 +266,6 @@ class UserCalls(Generic[G, W, R]):
         timeout: seconds after which a call has failed; ``None``: never.
         process: call a sync function in processes, as many as calls overlap: it may then hold the interpreter lock or
             crash.
-
-    Raises:
-        ConfigError: ``concurrency`` or ``timeout`` is out of range.
-        OppoError: calls cannot be made in a process: the function is async, or cannot be pickled; the type is the
-            function's :attr:`~oppo.user_code.UserFunction.refuse`.
     """
 
     def __init__(
@@ -309,7 +300,6 @@ class UserCalls(Generic[G, W, R]):
 
     @property
     def concurrent(self) -> bool:
-        """Whether calls may overlap."""
         return self._concurrency > 1
 
     @property
@@ -318,7 +308,7 @@ class UserCalls(Generic[G, W, R]):
         return next(reversed([*self._working.values()]), "")  # calls of other threads may end meanwhile
 
     async def make(self, given: G, where: W) -> R:
-        """Return what the function returns; at most ``concurrency`` calls overlap."""
+        """Return what the function returns; at most ``concurrency`` calls overlap. ``where``: for errors."""
         self._limiter = self._limiter or anyio.CapacityLimiter(self._concurrency)
         virtual = getattr(running_loop(), "virtual", False)
         async with self._limiter:
@@ -401,7 +391,6 @@ class UserCalls(Generic[G, W, R]):
             await self._checked.user.function.__aexit__(kind, error, tb)
 
     def close(self) -> None:
-        """Kill the function's processes, if it has some; idempotent."""
         for process in self._processes:
             process.close()
 
@@ -421,7 +410,6 @@ class CallsFunction(Generic[G, W, R]):
         await self._calls.__aexit__(kind, error, tb)
 
     def close(self) -> None:
-        """Kill the function's processes, if it has some; idempotent."""
         self._calls.close()
 
 

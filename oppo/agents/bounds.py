@@ -29,11 +29,7 @@ LONG: Final = 20_000
 
 
 def read_json(text: bytes | str) -> object:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: it is none, or goes beyond the bounds.
-    """
+    """Return the value of a JSON text."""
     counted = text.count if isinstance(text, bytes) else text.encode("utf-8", "replace").count
     if sum(map(counted, (b"[", b"{", b","))) > CHARACTERS:  # before there are objects
         raise ValueError(f"it has more than {CHARACTERS} values: shorten its messages")

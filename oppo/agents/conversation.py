@@ -75,11 +75,7 @@ class Request:
         self.done.set()
 
     async def result(self) -> Json:
-        """Return the answer once there is one.
-
-        Raises:
-            Refusal: that is the answer.
-        """
+        """Return the answer once there is one."""
         self.waiting += 1
         try:
             await self.done.wait()
@@ -124,11 +120,6 @@ class ChatRequests:
         }
 
     def check(self, body: object) -> Json:
-        """Return the fields of a request.
-
-        Raises:
-            Refusal: they cannot be served as the run samples.
-        """
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
             raise Refusal("expected a JSON object with a list of messages, as of chat completions")
         for name, value in body.items():
@@ -167,11 +158,6 @@ class ChatRequests:
         return text[min(found)[2] :] if found else ""
 
     def messages(self, body: Json) -> list[Json]:
-        """Return the messages of a request, as chat templates read them.
-
-        Raises:
-            Refusal: one is none, or shows what is no text.
-        """
         if (count := len(body["messages"])) > MESSAGES:
             raise Refusal(f"there are {count} messages, more than {MESSAGES}: leave some out")
         found = [_message(each, number) for number, each in enumerate(body["messages"])]
@@ -180,11 +166,7 @@ class ChatRequests:
         return found
 
     def format(self, tools: object) -> tuple[HfTokenizer, ChatFormat]:
-        """Return the tokenizer that shows these tools, and its chat format.
-
-        Raises:
-            Refusal: they are no tools, or the chat template does not show them.
-        """
+        """Return the tokenizer that shows these tools, and its chat format."""
         from oppo.hf.chat import ChatFormat, chatting  # noqa: PLC0415 - torch takes seconds to import
 
         for tool in tools if isinstance(tools, list) else [tools]:
@@ -302,11 +284,7 @@ class Conversation:
         return first_difference(plain(before[same]), plain(messages[same]), f"message {same}")
 
     async def ask(self, fields: Json, messages: list[Json], digest: str, *, key: str, single: str) -> Request:
-        """Take a request; ``single`` says why there is no other conversation that it may begin.
-
-        Raises:
-            Refusal: it does not continue the conversation, or there is no room.
-        """
+        """Take a request; ``single`` says why there is no other conversation that it may begin."""
         if self.full is not None:
             raise self.full
         if self.request is not None:
@@ -522,9 +500,6 @@ class Session:
             body: of the request.
             again: the client says that it sends a request again.
             key: by which it knows the request; empty if it says none.
-
-        Raises:
-            Refusal: it cannot be served, or begins another conversation where there may be one only.
         """
         digest = digest_of(body)
         async with self._asking:
@@ -590,20 +565,12 @@ class Session:
         self._news = anyio.Event()
 
     async def held(self, branch: int) -> Conversation | None:
-        """Return a conversation once the agent has begun it, or ``None`` if it ended before.
-
-        Raises:
-            EnvironmentFailure: it failed, or does nothing for too long.
-        """
+        """Return a conversation once the agent has begun it, or ``None`` if it ended before."""
         await self._wait(lambda: branch in self.conversations)
         return self.conversations.get(branch)
 
     async def heard(self, talk: Conversation) -> Request | None:
-        """Return the agent's next request in a conversation, or ``None`` once it has ended.
-
-        Raises:
-            EnvironmentFailure: it failed, does nothing for too long, or ended before its request was answered.
-        """
+        """Return the agent's next request in a conversation, or ``None`` once it has ended."""
         await self._wait(lambda: talk.request is not None)
         if self.outcome is not None and talk.request is not None:
             raise self.failure("returned while its request was unanswered: expected it to await each answer")

@@ -565,12 +565,7 @@ class AgentPrompts(AsyncIterator[Prompt]):
         self._state = self._position()
 
     async def __anext__(self) -> Prompt:
-        """Return the next prompt.
-
-        Raises:
-            EnvironmentFailure: an agent failed before its first request, and failures are not dropped; or many did.
-            DataError: a prompt is over-long, and that is an error.
-        """
+        """Return the next prompt."""
         fault = ""
         for _ in range(FAILURES):
             await self._begin()

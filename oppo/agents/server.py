@@ -112,11 +112,7 @@ class AgentServer:
             self._server = None
 
     def listening(self) -> socket.socket:
-        """Return the socket that agents connect to.
-
-        Raises:
-            ConfigError: the address cannot be had.
-        """
+        """Return the socket that agents connect to."""
         host, port = self._address
         try:
             (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -58,11 +58,9 @@ class AgentsSection:
 
     @property
     def files(self) -> dict[str, Path]:
-        """The file of the agent, by its setting."""
         return {"agents.program": Path(self.program.rpartition(":")[0])} if SPEC.match(self.program) else {}
 
     def within(self, folder: Path) -> AgentsSection:
-        """Return the section of a file in ``folder``: paths are absolute afterwards."""
         return replace(self, program=placed(self.program, folder))
 
     def check(self, environment: EnvironmentSection, data: DataSection, *, rewards: bool, held_out: Prompts) -> None:

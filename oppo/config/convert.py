@@ -46,7 +46,6 @@ class Converted:
     lost: Mapping[str, Sequence[str]]
 
     def lines(self) -> Iterator[str]:
-        """Yield what a user has to know about it."""
         for key, what in self.blank.items():
             yield f"fill in {key}: {what}"
         for reason, names in self.lost.items():
@@ -54,11 +53,6 @@ class Converted:
             yield f"not carried over: {', '.join(names[:SHOWN])}{more}: {reason}"
 
     def check(self, file: Path) -> None:
-        """Check that a run would take these settings, in ``file``.
-
-        Raises:
-            ConfigError: it would not.
-        """
         try:
             resolve(self.document, file.absolute().parent)
         except ConfigError as error:
@@ -74,9 +68,6 @@ def convert(path: Path, *, kind: Kind | None = None, overrides: Sequence[str] = 
         path: a Python script that calls ``PPOConfig`` or ``GRPOConfig``, a YAML file, or a shell script with arguments.
         kind: which of them, if its fields leave that open.
         overrides: ``section.key=value``, as of ``oppo train --set``.
-
-    Raises:
-        ConfigError: the file cannot be read, or configures nothing of these.
     """
     found = read(path, kind)
     draft = Draft(found.kind, dict(found.given))
@@ -110,16 +101,13 @@ class Draft:
 
     @property
     def whose(self) -> str:
-        """Whose configuration it is."""
         return "verl" if self.kind == "verl" else "TRL"
 
     @property
     def algorithm(self) -> str:
-        """The name of the algorithm."""
         return str(self.values["step.algorithm"][0])
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Return what the file says of a field, or the default."""
         self.seen.add(name)
         value = self.given.get(name)
         if isinstance(value, Computed):
@@ -142,7 +130,6 @@ class Draft:
         return value
 
     def put(self, key: str, value: object, *names: str, note: str = "") -> None:
-        """Give a setting a value that came from these fields."""
         told = [name for name in names if self.given.get(name) is not None]
         self.values[key] = (value, note or ", ".join(told) or f"{self.whose}'s default")
 
@@ -205,7 +192,6 @@ class Draft:
         return self.lose(" ".join(filter(None, (remark, key and f"(see {key})"))), name)
 
     def document(self) -> dict[str, Any]:
-        """Return the settings, by section and key."""
         found: dict[str, Any] = {}
         for key, (value, _) in self.values.items():
             *place, last = key.split(".")

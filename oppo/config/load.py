@@ -41,19 +41,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
     """Return the settings of the TOML file at ``path``, with ``section.key=value`` overrides, paths resolved.
 
     Keys of earlier versions are read as those of today, with a message.
-
-    Raises:
-        ConfigError: the file cannot be read or is no TOML, or a setting is unknown, missing or out of range.
     """
     return resolve(overridden(converted(parsed(path), str(path)), overrides), path.absolute().parent)
 
 
 def parsed(path: Path) -> dict[str, object]:
-    """Return the document in a TOML file.
-
-    Raises:
-        ConfigError: the file cannot be read or is no TOML.
-    """
     try:
         return tomllib.loads(read_text(path, linked=True))
     except OSError as error:
@@ -63,11 +55,7 @@ def parsed(path: Path) -> dict[str, object]:
 
 
 def resolve(document: Mapping[str, object], folder: Path) -> Settings:
-    """Return the settings of a parsed file that lies in ``folder``.
-
-    Raises:
-        ConfigError: a setting is unknown, missing or out of range.
-    """
+    """Return the settings of a parsed file that lies in ``folder``."""
     document = _with_engine(_with_tables(_with_files(document, folder)))
     try:
         settings = Settings.of(with_correction(seeded(document)))
@@ -197,9 +185,6 @@ def converted(document: Mapping[str, object], file: str, keys: Mapping[str, str]
     Args:
         file: its name, for a message about each old key.
         keys: those of today by those of earlier versions.
-
-    Raises:
-        ConfigError: it gives a setting under both keys.
     """
     found: dict[str, Any] = {name: dict(each) if isinstance(each, Mapping) else each for name, each in document.items()}
     places = {key: key.split(".") for key in keys}
@@ -274,9 +259,6 @@ def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict
 
     The number after the last adds an item; a name with a dot is quoted. A new ``run.seed`` replaces the old one in
     every section that names it: in a resolved file all of them do.
-
-    Raises:
-        ConfigError: an override is malformed, or its section is a value in this file.
     """
     changed: dict[str, object] = copy.deepcopy(dict(document))
     parsed = [_parsed(override) for override in overrides]
@@ -403,7 +385,6 @@ class Faults:
     named: Collection[str] = ()
 
     def describe(self, error: ValidationError) -> str:
-        """Return one line for each wrong setting."""
         grouped: dict[tuple[str, ...], list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
             grouped.setdefault(self._place(detail["loc"]), []).append(detail)
@@ -485,7 +466,6 @@ class SettingsFaults(Faults):
 
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
-        """Return the describer for a document and its algorithm."""
         kinds, step = Kinds.of(document), document.get("step")
         named = step.get("algorithm") if kinds.algorithm is not None and isinstance(step, Mapping) else None
         keys = keys_of(kinds.algorithm or PPO, kinds)
@@ -529,11 +509,7 @@ class SettingsFaults(Faults):
 
 
 def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
-    """Check that no setting holds a secret, by its name or its value: a run writes its settings into a file.
-
-    Raises:
-        ConfigError: a setting holds one.
-    """
+    """Check that no setting holds a secret, by its name or its value: a run writes its settings into a file."""
     for name, section in tables.items():
         for key, text in _texts(name, section):
             if text and (names_secret(key.rpartition(".")[2]) or holds_secret(text)):

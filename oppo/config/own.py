@@ -55,18 +55,12 @@ def naming(key: str, spec: str) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class NoSettings:
-    """The table of a part without settings."""
+    """The table of a user extension without settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRequirements:
-    """Requirements of a part of one's own.
-
-    Attributes:
-        protocol: its name.
-        members: of it.
-        has: the keys of ``[step]`` that it may have as parameters.
-    """
+    """What a user's admission, chunk size or reward must have; ``has``: the keys of ``[step]`` that it may take."""
 
     protocol: str
     members: tuple[str, ...]
@@ -85,14 +79,12 @@ LOSS: Final = OwnRequirements("oppo.losses.Loss", ("unit", "reads", "measures", 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnPart:
-    """A class or a function of a file.
+    """A user extension: a class or a function of ``file.py:name``, with the parameters that the run gives it.
 
     Attributes:
         key: the setting that names it.
-        spec: ``file.py:name``.
-        make: the class or the function.
         given: its parameters that the run gives.
-        whole: its parameter that is given everything that the run has, as one object; ``None`` without one.
+        whole: its parameter for all of that as one object; ``None`` without one.
         settings: the class of its table.
     """
 
@@ -104,16 +96,7 @@ class OwnPart:
     settings: type[DataclassInstance]
 
     def __call__(self, settings: object, has: Mapping[str, object], whole: object = None) -> object:
-        """Return what it makes.
-
-        Args:
-            settings: the values of its table.
-            has: what the run has, by name.
-            whole: the same as one object, if the part may ask for it.
-
-        Raises:
-            ConfigError: it raised; an error of this library stays itself.
-        """
+        """Return what it makes of its table's values and of what the run ``has``: by name, or as one object."""
         arguments = {name: has[name] for name in self.given}
         arguments |= {each.name: getattr(settings, each.name) for each in fields(self.settings)}
         first = () if self.whole is None else (whole,)
@@ -123,15 +106,12 @@ class OwnPart:
 
 @cache
 def part(key: str, spec: str, has: frozenset[str], *, takes_whole: bool = False) -> OwnPart:
-    """Return what ``file.py:name`` names; a file is run once in a process.
+    """Return the user extension that ``file.py:name`` names; a file is run once in a process.
 
     Args:
         key: the setting that names it, ``step.admission``.
         has: the names of what the run gives.
-        takes_whole: whether its first parameter may be for everything that the run has.
-
-    Raises:
-        ConfigError: there is no such class or function, or it has a parameter that nothing is given for.
+        takes_whole: whether its first parameter may be for all of that as one object.
     """
 
     def refuse(words: str) -> ConfigError:
@@ -233,22 +213,14 @@ ROLES: Final = frozenset(each.name for each in fields(Roles))
 
 
 def find(name: object) -> type[Algorithm] | None:
-    """Return the algorithm of a name; ``None`` for an unknown one.
-
-    Raises:
-        ConfigError: the name is ``file.py:name``, and what it names cannot be loaded or is no algorithm.
-    """
+    """Return the algorithm of a name; ``None`` for an unknown one."""
     if not isinstance(name, str):
         return None
     return _loaded(name) if user_code.SPEC.match(name) else ALGORITHMS.get(name)
 
 
 def with_name(document: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a document whose ``step.algorithm`` is a name: an algorithm's object also gives the table ``[algorithm]``.
-
-    Raises:
-        ConfigError: it is another object, or there is such a table too.
-    """
+    """Return a document whose ``step.algorithm`` is a name: an object also gives the table ``[algorithm]``."""
     step = document.get("step")
     given = step.get("algorithm") if isinstance(step, Mapping) else None
     if not isinstance(step, Mapping) or given is None or isinstance(given, str):
@@ -302,7 +274,6 @@ class FunctionAlgorithm:
 
     @property
     def responses(self) -> int:
-        """Responses to each prompt."""
         return int(getattr(self, "samples", 1))
 
     @property
@@ -312,7 +283,6 @@ class FunctionAlgorithm:
 
     @property
     def corrects(self) -> bool:
-        """Whether stale tokens are corrected for."""
         return "proximal" in self.part.given
 
     @property
@@ -321,23 +291,16 @@ class FunctionAlgorithm:
         return True if "teacher" in self.part.given else None if self.part.whole is not None else False
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
-        """Return the graph of a step.
-
-        Raises:
-            ConfigError: the function raised, or returned something else.
-        """
         has = {name: getattr(roles, name) for name in ROLES}
         return _graph(self.part(self, has, roles), self.part.spec)
 
     def loss(self) -> Loss:
-        """Return PPO's loss."""
         from oppo.losses import default_loss  # noqa: PLC0415 - torch takes seconds to import
 
         return default_loss(critic=self.has_critic)
 
 
 def of_function(spec: str, part: OwnPart) -> type[Algorithm]:
-    """Return the algorithm of a function."""
     members = {"has_critic": "critic" in part.given, "part": part, "__doc__": part.make.__doc__}
     kind = make_dataclass(
         spec.rpartition(":")[2], [], bases=(part.settings, FunctionAlgorithm), namespace=members, frozen=True
@@ -346,11 +309,7 @@ def of_function(spec: str, part: OwnPart) -> type[Algorithm]:
 
 
 def checked(algorithm: Algorithm) -> Algorithm:
-    """Return an algorithm whose settings are within their bounds, defaults too, and whose properties can be read.
-
-    Raises:
-        ConfigError: a setting is not, or a class of a file raised while a property was read.
-    """
+    """Return an algorithm whose settings are within their bounds, defaults too, and whose properties can be read."""
     spec = user_code.spec_of(type(algorithm))
     if spec and is_dataclass(algorithm):
         try:
@@ -364,12 +323,6 @@ def checked(algorithm: Algorithm) -> Algorithm:
 
 
 def graph_of(algorithm: Algorithm, roles: Roles) -> Graph[StepReport]:
-    """Return the graph of a step.
-
-    Raises:
-        ConfigError: a class or a function of a file raised, or returned something else.
-        GraphError: the graph is wired wrongly.
-    """
     spec = user_code.spec_of(type(algorithm))
     if not spec:
         return algorithm.graph(roles)
@@ -379,11 +332,6 @@ def graph_of(algorithm: Algorithm, roles: Roles) -> Graph[StepReport]:
 
 
 def loss_of(algorithm: Algorithm) -> Loss:
-    """Return the loss of an algorithm; this loads torch.
-
-    Raises:
-        ConfigError: a class of a file raised, or returned something else.
-    """
     spec = user_code.spec_of(type(algorithm))
     if not spec:
         return algorithm.loss()
@@ -436,11 +384,7 @@ class Kinds:
 
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
-        """Return those that a document names.
-
-        Raises:
-            ConfigError: one is in a file, and cannot be loaded.
-        """
+        """Return those that a document names."""
         step = document.get("step")
         named: Mapping[str, object] = step if isinstance(step, Mapping) else {}
         specs = {name: spec for name in OWN if isinstance(spec := named.get(name), str) and SPEC.match(spec)}
@@ -453,15 +397,9 @@ class Kinds:
         )
 
     def table(self, name: str) -> type[DataclassInstance]:
-        """Return the class of a part's table."""
         return self.own[name].settings if name in self.own else NoSettings
 
     def make(self, name: str, settings: object, step: StepSection) -> object:
-        """Return the part of one's own that ``step.<name>`` names, made of the settings in its table, or ``None``.
-
-        Raises:
-            ConfigError: it cannot be made, or lacks a member.
-        """
         if name not in self.own:
             return None
         own, what = self.own[name], OWN[name]

@@ -80,11 +80,6 @@ class Found:
 
 
 def read(path: Path, kind: Kind | None = None) -> Found:
-    """Return what a file of TRL or verl configures.
-
-    Raises:
-        ConfigError: it cannot be read, or configures nothing of these.
-    """
     try:
         text = read_text(path, linked=True)
     except (OSError, ValueError) as error:

@@ -26,17 +26,13 @@ def _require_device(device: str) -> str:
     return device
 
 
-def _require_another(device: str) -> str:
-    return device and _require_device(device)
-
-
 def _listed(devices: object) -> object:
     return [devices] if isinstance(devices, str) and devices else devices or []
 
 
 DeviceName: TypeAlias = Annotated[str, AfterValidator(_require_device)]
 
-Another: TypeAlias = Annotated[str, AfterValidator(_require_another)]
+Another: TypeAlias = Annotated[str, AfterValidator(lambda device: device and _require_device(device))]
 """A device, or nothing for that of something else."""
 
 Several: TypeAlias = Annotated[tuple[DeviceName, ...], FromList(), BeforeValidator(_listed)]
@@ -104,6 +100,5 @@ class PlacementSection:
         }
 
     def key_of(self, model: str) -> str:
-        """Return the setting that says where a model is."""
         own = [model, "scorers"] if model in SCORERS else [model]
         return next((f"placement.{key}" for key in own if getattr(self, key)), "models.device")

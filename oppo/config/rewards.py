@@ -54,12 +54,10 @@ def is_name(source: str) -> bool:
 
 
 def is_code(source: object) -> bool:
-    """Whether a reward's source is Python code, and no reward model."""
     return isinstance(source, str) and (source in CHECKERS or file_of(source) is not None)
 
 
 def file_of(spec: str) -> Path | None:
-    """Return the file of ``file.py:name``; ``None`` for another text."""
     named = SPEC.match(spec)
     return None if named is None else Path(named["file"])
 

@@ -39,11 +39,6 @@ from oppo.user_code import SPEC
 
 
 def resolved(text: str, folder: Path) -> str:
-    """Return a path of a file in ``folder`` as an absolute one.
-
-    Raises:
-        ConfigError: it cannot be followed.
-    """
     try:
         return str((folder / Path(text).expanduser()).resolve())
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, an unknown ~user, a NUL
@@ -122,14 +117,12 @@ class EnvironmentSection:
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files of its functions, by the setting that names each."""
         named = {"environment.source": self.source}
         named |= {f"environment.tools[{number}]": spec for number, spec in enumerate(self.tools)}
         named |= self.factories
         return {name: Path(spec.rpartition(":")[0]) for name, spec in named.items() if SPEC.match(spec)}
 
     def within(self, folder: Path) -> EnvironmentSection:
-        """Return the section of a file in ``folder``: paths are absolute afterwards."""
         made, tools = self.factory, tuple(placed(each, folder) for each in self.tools)
         factory = (
             placed(made, folder)
@@ -200,11 +193,6 @@ class PromptSource:
         return None if self.path == ROWS or self.taskset or is_hub_name(self.path) else Path(self.path)
 
     def within(self, folder: Path) -> PromptSource:
-        """Return the source that a settings file in ``folder`` names: paths are absolute afterwards.
-
-        Raises:
-            ConfigError: the path cannot be followed.
-        """
         if self.taskset:
             return replace(self, path=f"{VERIFIERS}:{placed(self.taskset, folder)}")
         is_name = is_hub_name(self.path) and not (folder / self.path).exists()
@@ -276,7 +264,6 @@ HeldOut: TypeAlias = Annotated[str | tuple[PromptSource, ...], PlainValidator(_h
 
 
 def sources(prompts: str | tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
-    """Return the sources that a setting names."""
     return tuple(named("", prompts).values())
 
 
@@ -288,11 +275,6 @@ def named(key: str, prompts: str | tuple[PromptSource, ...]) -> dict[str, Prompt
 
 
 def within(prompts: str | tuple[PromptSource, ...], folder: Path) -> str | tuple[PromptSource, ...]:
-    """Return what a settings file in ``folder`` names, with absolute paths.
-
-    Raises:
-        ConfigError: a path cannot be followed.
-    """
     if isinstance(prompts, str):
         return PromptSource(path=prompts).within(folder).path if prompts else ""
     return tuple(each.within(folder) for each in prompts)
@@ -503,7 +485,6 @@ class ModelsSection:
 
     @property
     def adapts(self) -> bool:
-        """Whether adapters are trained, and not all weights."""
         return bool(self.lora_rank or self.adapter)
 
     @property
@@ -562,7 +543,6 @@ class DataSection:
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files that say how chat messages are rendered, by the setting that names each."""
         named = {
             "data.chat_template": "" if "{" in self.chat_template else self.chat_template,
             "data.tools": self.tools,
@@ -570,7 +550,6 @@ class DataSection:
         return {name: Path(path) for name, path in named.items() if path}
 
     def within(self, folder: Path) -> DataSection:
-        """Return the section of a file in ``folder``: paths are absolute afterwards."""
         paths: dict[str, Any] = {
             name.partition(".")[2]: resolved(str(path), folder) for name, path in self.files.items()
         }

@@ -113,11 +113,6 @@ class Settings(BaseModel):
 
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Settings:
-        """Return the settings of a document.
-
-        Raises:
-            ValidationError: a setting is unknown, missing or out of range.
-        """
         kinds = Kinds.of(document)
         rewards: dict[str, object] = {"rewards": ()} if kinds.scoreless else {}
         environment = document.get("environment")
@@ -127,23 +122,13 @@ class Settings(BaseModel):
 
     @property
     def kinds(self) -> Kinds:
-        """The classes of the tables whose keys depend on what ``[step]`` names."""
         return Kinds.of({"step": {name: getattr(self.step, name) for name in NAMED}})
 
     def own_admission(self) -> Admission | None:
-        """Return a new admission of one's own; ``None`` where ``step.admission`` names one of ours.
-
-        Raises:
-            ConfigError: it cannot be made.
-        """
+        """Return a new admission of one's own; ``None`` where ``step.admission`` names one of ours."""
         return cast("Admission | None", self.kinds.make("admission", self.admission, self.step))
 
     def trained_loss(self) -> Loss:
-        """Return the loss that is trained: the algorithm's, or one's own; this loads torch.
-
-        Raises:
-            ConfigError: it cannot be made.
-        """
         return cast("Loss | None", self.kinds.make("loss", self.loss, self.step)) or loss_of(self.algorithm)
 
     @property
@@ -208,7 +193,6 @@ class Settings(BaseModel):
 
     @property
     def reward_models(self) -> Sequence[str]:
-        """Directories or hub names of the rewards that are models."""
         kinds = ModelRewardSection | VllmRewardSection
         return [each.source for each in self.rewards if isinstance(each, kinds)]
 
@@ -291,11 +275,7 @@ class Settings(BaseModel):
         return {**found, "vllm": dict(self.vllm)} if self.vllm else found
 
     def spanning(self, steps: int) -> Settings:
-        """Return these settings with a learning-rate schedule that spans ``steps``, as many as the prompts last for.
-
-        Raises:
-            ConfigError: the warm-up does not end before.
-        """
+        """Return these settings with a learning-rate schedule that spans ``steps``, as many as the prompts last for."""
         return self.model_copy(update={"trainer": replace(self.trainer, total_steps=steps)})
 
     def changed(self, changes: Mapping[str, Mapping[str, object] | Sequence[object]]) -> Settings:
@@ -382,12 +362,7 @@ OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
 
 
 def require_consistent(settings: Settings) -> None:
-    """Check the settings of each section against those of the others.
-
-    Raises:
-        ValueError: two contradict each other.
-        ConfigError: an admission of one's own cannot be made of them.
-    """
+    """Check the settings of each section against those of the others."""
     settings.own_admission()  # which may refuse its settings
     _check_environment(settings)
     if settings.step.loss:

@@ -24,16 +24,11 @@ WRITTEN: Final = ("dataset_info.json", "dataset_dict.json")
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a text names a dataset of a hub, if nothing of that name is here."""
     return HUB_NAME.fullmatch(text) is not None and Path(text).suffix not in READERS
 
 
 def rows_of_directory(path: Path, split: str) -> Iterator[Located]:
-    """Yield the rows of a dataset on the disk; ``split`` is one of several, if there are several.
-
-    Raises:
-        DataError: it is none, or lacks the split.
-    """
+    """Yield the rows of a dataset on the disk; ``split`` is one of several, if there are several."""
     if not any((path / name).is_file() for name in WRITTEN):
         raise DataError(
             f"{path} is a directory without {' or '.join(WRITTEN)}: expected one that Dataset.save_to_disk wrote, or "
@@ -57,9 +52,6 @@ def rows_of_hub(name: str, split: str, subset: str = "") -> Iterator[Located]:
 
     The hub is asked once, with a short timeout, whether it has the dataset; what this machine has of it already is
     used without a hub.
-
-    Raises:
-        DataError: there is no such dataset or split, or no hub can be asked.
     """
     library = _library(name)
     from huggingface_hub import HfApi, constants, is_offline_mode  # noqa: PLC0415 - with its HTTP clients, .2 s

@@ -74,9 +74,6 @@ class Encoding:
         over_long: what becomes of those: they are left out, keep their last ``max_prompt_tokens`` tokens, or are an
             error.
         begin: what an environment makes of a row before; ``None``: nothing.
-
-    Raises:
-        ValueError: ``max_prompt_tokens`` is no whole number of 1 or more.
     """
 
     tokenizer: Tokenizer
@@ -89,11 +86,6 @@ class Encoding:
         require_whole("max_prompt_tokens", self.max_prompt_tokens, 1)
 
     def read(self, place: str, row: Row) -> tuple[Row, IntArray]:
-        """Return a row as it begins, and its prompt, int32 [P] with P >= 1, however long.
-
-        Raises:
-            DataError: the row is malformed, or the prompt is empty.
-        """
         if not self.column:
             row_digest = hashlib.sha256(json.dumps(dict(row), sort_keys=True, default=repr).encode()).digest()
             return row, np.frombuffer(row_digest[:4], np.int32) & np.int32(0x7FFFFFFF)
@@ -179,11 +171,6 @@ def rows_of(
     split: str = "train",
     subset: str = "",
 ) -> tuple[str, Iterable[Located]]:
-    """Return the name of a source and its rows; see :func:`read_prompts`.
-
-    Raises:
-        DataError: it cannot be read.
-    """
     if not isinstance(source, str | Path):
         return "the program's rows", rows_of_program(source)
     path = Path(source)

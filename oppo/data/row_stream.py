@@ -70,11 +70,6 @@ class RowStream(AsyncIterator[Prompt]):
         return self
 
     async def __anext__(self) -> Prompt:
-        """Return the prompt of the next row that is not left out.
-
-        Raises:
-            DataError: a row is malformed or over-long, or those that a resumed run had taken are others now.
-        """
         if self._resumed is not None:
             await self._skip(*self._resumed)
             self._resumed = None

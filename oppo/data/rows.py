@@ -18,7 +18,6 @@ Located: TypeAlias = tuple[str, Row]
 
 
 def rows_of_file(path: Path) -> Iterator[Located]:
-    """Yield the rows of a file; its suffix names its format."""
     check_file(path)
     if path.suffix not in READERS:
         *most, last = READERS
@@ -38,13 +37,11 @@ def check_file(path: Path, *, or_directory: bool = False) -> None:
 
 
 def rows_of_program(rows: Iterable[object], first: int = 1) -> Iterator[Located]:
-    """Yield rows that a program gives, numbered from ``first``."""
     for number, row in enumerate(rows, first):
         yield located(row, number, of_columns=is_dataset(rows))
 
 
 def located(row: object, number: int, *, of_columns: bool = False) -> Located:
-    """Return a row that a program gives, maybe from a format of columns, with its location."""
     if not isinstance(row, Mapping):
         raise DataError(f"row {number}: expected a mapping of columns, got {shown(row)}")
     return f"row {number}", as_written(row) if of_columns else row

@@ -138,7 +138,6 @@ class _Shuffled:
         self._order: Sequence[int] = ()
 
     def at(self, ordinal: int) -> Prompt:
-        """Return the prompt that comes after ``ordinal`` others of the source."""
         epoch, index = divmod(ordinal, len(self.prompts))
         if epoch != self._epoch:
             seed, *source = self._key
@@ -186,9 +185,6 @@ class Cycle:
 
 def whole_numbers(weights: Sequence[float]) -> list[int]:
     """Return weights in the same ratio that are whole numbers without a common divisor.
-
-    Raises:
-        DataError: a weight is not positive, or their sum would be above :data:`LONGEST_CYCLE`.
 
     Example:
         >>> whole_numbers([0.7, 0.2, 0.1])

@@ -101,11 +101,7 @@ def method_of(kind: type, name: str) -> Any:
 
 
 def kind_of(factory: Callable[[], Any]) -> type[Any]:
-    """Return the class of what a factory makes: a class itself, or that of an instance.
-
-    Raises:
-        ConfigError: the factory raised.
-    """
+    """Return the class of what a factory makes: a class itself, or that of an instance."""
     if isinstance(factory, type):
         return factory
     with contained(lambda words: ConfigError(f"the factory of environments {shown(factory)} raised {words}")):

@@ -54,12 +54,7 @@ class OpenEnvSession:
             Thread(target=connection.close, daemon=True).start()  # which awaits the server's consent
 
     def reset(self, **row: object) -> str | None:
-        """Begin an episode, and return what its first observation says.
-
-        Raises:
-            ConnectionError: the server does not answer, or has no session left.
-            ValueError: it refuses.
-        """
+        """Begin an episode, and return what its first observation says."""
         from websockets.exceptions import WebSocketException  # noqa: PLC0415 - an extra
         from websockets.sync.client import connect  # noqa: PLC0415 - an extra
 
@@ -73,11 +68,7 @@ class OpenEnvSession:
         return _words(self._asked("reset", row)["observation"]) or None
 
     def get_reward(self) -> float:
-        """Return the sum of the rewards of the steps.
-
-        Raises:
-            ConnectionError: the session was lost, or a call was not answered, so that it is not known.
-        """
+        """Return the sum of the rewards of the steps."""
         if self._waiting:
             raise ConnectionError(self._lost or _UNANSWERED)
         return self._earned

@@ -46,7 +46,6 @@ Asking: TypeAlias = Callable[[Sequence[Prompt]], Iterable[Prompt] | AsyncIterabl
 
 
 def unseen(done: int, total: int) -> None:
-    """Show no progress."""
     del done, total
 
 
@@ -187,7 +186,6 @@ class Collect:
         step: Step,
         reference: Receiver[Scored[FloatArray] | Drop] | None = None,
     ) -> None:
-        """Report the step once every finished rollout is scored."""
         scored = await ScoredRollouts.of(rollout, score, reference=reference)
         self._rollouts += [each for each in scored.rollouts if each.rollout in self.wanted]
         self._dropped += [each for each in scored.dropped if each.rollout in self.wanted]
@@ -197,14 +195,11 @@ class Collect:
         await out.send(_report(step, [each.rollout for each in scored.rollouts], scored.dropped))
 
     def answers(self) -> Answers:
-        """Return what was kept."""
         return Answers(sorted(self._rollouts, key=lambda each: each.rollout), tuple(self._dropped), self._measured)
 
 
 @dataclass(eq=False)
 class _Keep:
-    """The stage at the end where nothing is scored: keeps the finished rollouts."""
-
     finished: list[Finish] = field(default_factory=list)
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[StepReport], step: Step) -> None:

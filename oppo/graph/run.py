@@ -106,11 +106,7 @@ class Pipeline(Generic[O]):
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Run steps beside the body; when it ends, those that are still alive are cancelled.
-
-        Raises:
-            Exception: the error of a step that failed in the background, if the body has none of its own.
-        """
+        """Run steps beside the body; when it ends, those that are still alive are cancelled."""
         if not self._lookahead:
             yield
             return
@@ -137,9 +133,6 @@ class Pipeline(Generic[O]):
         Args:
             index: of the oldest step.
             remaining: number of steps that the caller will run, this one included.
-
-        Raises:
-            Exception: the error of the step; all later ones are then cancelled.
         """
         self._fill(index, remaining, observers, drain_after)
         oldest = self._alive[0]

@@ -405,9 +405,6 @@ class DeviceLayout:
             restarts: how many dead processes of the scorers are replaced in an hour.
             gpu_share: of the multiprocessors of a GPU, for processes of scorers there.
             remote: places on other machines, which the layout closes.
-
-        Raises:
-            ConfigError: a process is chosen for the policy or the trainer on a GPU, whose memory is not shared.
         """
         remote, replicas = remote or RemotePlaces(), devices.replicas
         _require_cpu("policy", policy, [] if "policy" in devices.apart else [devices.actor])
@@ -526,11 +523,7 @@ _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "cannot
 
 
 def require_sharable_memory(reader: str, remedy: str) -> None:
-    """Check that other processes can read the memory of this one's GPUs.
-
-    Raises:
-        ConfigError: the environment asks torch for memory of another kind.
-    """
+    """Check that other processes can read the memory of this one's GPUs."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", "").split(","):
             raise ConfigError(

@@ -23,11 +23,7 @@ ONLY_WHOLE: Final = "_oppo_only_whole"
 
 
 def backbone(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of ``model`` that turns token ids into hidden states.
-
-    Raises:
-        ModelRefused: it is no transformers model of its own.
-    """
+    """Return the part of ``model`` that turns token ids into hidden states."""
     base = model.base_model
     if base is model:  # of a head under another name than the type's own, as of Llama 4
         base = getattr(model, "model", model)

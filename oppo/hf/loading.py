@@ -166,11 +166,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 @contextmanager
 def reading(directory: Path, failure: str) -> Iterator[None]:
-    """Turn library errors about the files of a directory into one message: on the damaged file, or ``failure``.
-
-    Raises:
-        ConfigError: for any error except running out of memory.
-    """
+    """Turn library errors about the files of a directory into one message: on the damaged file, or ``failure``."""
     try:
         yield
     except OppoError:
@@ -355,10 +351,6 @@ def require_fit(
 
     An adapter's weights, ``given``, are not missing. Constants that the model computes are not unused, nor are weights
     that transformers ignores itself.
-
-    Raises:
-        ConfigError: a shape differs, a weight is missing from the backbone or from a head that may not be new, or a
-            weight other than those of a head for logits is unused, without ``ignore_unused``.
     """
     checkpoint, has_logits = f"the checkpoint at {str(path)!r}", model.get_output_embeddings() is not None
     if info["mismatched_keys"]:
@@ -423,11 +415,6 @@ def outline(
         kind: of the model.
         path: a directory with ``config.json``, or with an adapter for such a model, or a hub name.
         dtype, quantization: as :func:`oppo.hf.loading.load_causal` has them.
-
-    Raises:
-        ConfigError: there is no such model, its ``config.json`` cannot be used, or there are weights beside it that are
-            of a smaller model.
-        ModelRefused: the architecture has no model of this kind.
     """
     with routed():  # a model that is loaded after this says what there is to say
         directory = located(path, weights=False, trust_remote_code=trust_remote_code)
@@ -459,11 +446,7 @@ def outline(
 
 
 def require_supported(dtype: torch.dtype, device: torch.device) -> None:
-    """Accept a dtype in which models can be served and trained on ``device``.
-
-    Raises:
-        ConfigError: they cannot; the message names dtypes that can.
-    """
+    """Accept a dtype in which models can be served and trained on ``device``."""
     if dtype == torch.float16 and device.type == "cpu":
         raise ConfigError(
             "float16 is not for a CPU, where it is slow and its gradients underflow: expected models.dtype = "
@@ -528,12 +511,7 @@ def load_encoder(path: str | Path, **options: Unpack[LoadOptions]) -> Encoder:
 
 
 def transformer_of(directory: Path) -> Path:
-    """Return the directory of the transformer of a text encoder.
-
-    Raises:
-        ConfigError: the list of modules is damaged.
-        ModelRefused: a sentence encoder has other parts than a transformer, a pooling and a normalisation.
-    """
+    """Return the directory of the transformer of a text encoder."""
     return _parts(directory)[0]
 
 

@@ -63,10 +63,6 @@ def quantise_base(model: PreTrainedModel, kind: Quantization, device: torch.devi
         model: changed in place, before it has adapters.
         kind: ``nf4`` or ``fp4``, in blocks of 64, whose scales are 8 bits.
         device: of the quantised layers; the others stay where they are. On ``meta`` they have as many bytes.
-
-    Raises:
-        ConfigError: bitsandbytes is not installed.
-        ModelRefused: there are no such layers.
     """
     chosen = {name: layer for name, layer in _linear(model)[1].items() if isinstance(layer, nn.Linear)}
     chosen = {name: layer for name, layer in chosen.items() if name not in _read_past_adapters(model)}
@@ -146,13 +142,6 @@ def add_lora(
             builds a second, full copy of its experts, their products added, in the type of their weights; training
             holds the copies of all layers until the backward pass, unless a layer is recomputed.
         more: further arguments of PEFT's ``LoraConfig``, such as ``target_modules`` or ``use_rslora``.
-
-    Raises:
-        ConfigError: PEFT is not installed, or not in a version that works with that of transformers; or the rank is
-            more than that of the largest layer; or ``more`` holds a key that PEFT does not have, or that is set here,
-            or has more trained than products added to the layers above.
-        ModelRefused: the model is a mixture of experts without linear layers in its attention; or it has no experts in
-            such tensors, and ``experts`` asks for them; or PEFT cannot add adapters to it.
     """
     require_peft("models.lora_rank")
     from peft import LoraConfig  # noqa: PLC0415 - an extra, for adapters only
@@ -214,11 +203,6 @@ def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, 
         directory: with ``adapter_config.json`` and ``adapter_model.safetensors``.
         weights: load them; without, it has the shapes of new ones.
         trained: ``False``: it requires no gradient, and may be on any layer.
-
-    Raises:
-        ConfigError: PEFT is not installed, or not in a version that works with that of transformers; or the adapter
-            does not fit the model, or changes more than products added to layers that :func:`add_lora` would choose.
-        ModelRefused: PEFT cannot add it to the model.
     """
     require_peft(what := f"the adapter in {directory}")
     from peft import PeftConfig  # noqa: PLC0415 - an extra, for adapters only
@@ -263,11 +247,7 @@ def _check_base(what: str, adapter: LoraConfig) -> None:
 
 
 def check_patterns(what: str, adapter: Mapping[str, Any], model: nn.Module) -> None:
-    """Check that PEFT finds the modules of an adapter in time: its keys may hold regular expressions, which backtrack.
-
-    Raises:
-        ConfigError: it does not, or one is no regular expression.
-    """
+    """Check that PEFT finds the modules of an adapter in time: its regular expressions may backtrack."""
     given = [adapter.get(key) or () for key in ("target_modules", "exclude_modules", "layers_pattern")]
     texts = [each for each in given if isinstance(each, str)]
     texts += [text for key in ("rank_pattern", "alpha_pattern") for text in adapter.get(key) or ()]
@@ -431,11 +411,7 @@ def _of_attention(name: str) -> bool:
 
 
 def require_peft(what: str) -> None:
-    """Check that PEFT is installed and that its version and that of transformers work together; ``what`` needs them.
-
-    Raises:
-        ConfigError: they do not; names both versions.
-    """
+    """Check that PEFT is installed and that its version and that of transformers work together; ``what`` needs them."""
     require("lora", what, module="peft")
     try:
         check_peft_version(min_version=MIN_PEFT_VERSION)
@@ -518,11 +494,7 @@ def rounding_loss(state: Mapping[str, object], merged: Mapping[str, object], dty
 
 @torch.no_grad()
 def adapter_matrices(model: nn.Module) -> dict[str, Tensor]:
-    """Return the matrices of a model's adapters by the names that PEFT gives them in files, those of B scaled.
-
-    Raises:
-        ModelRefused: the experts of a mixture have some, in tensors.
-    """
+    """Return the matrices of a model's adapters by the names that PEFT gives them in files, those of B scaled."""
     from peft.tuners.lora import Linear  # noqa: PLC0415 - an extra, installed if there are adapters
 
     found = dict[str, Tensor]()

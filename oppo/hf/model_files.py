@@ -71,9 +71,6 @@ def located(
         weights: fetch weights too from a hub.
         allow_pickle: fetch pickles if the hub has no other weights.
         trust_remote_code: fetch code too.
-
-    Raises:
-        ConfigError: there is no such directory, and no hub has a model of that name or can be reached.
     """
     try:
         directory = Path(name).expanduser()
@@ -183,11 +180,7 @@ class Kind:
     on_any_trunk: bool = False
 
     def auto(self, config: PreTrainedConfig) -> AutoClass:
-        """Return the class that loads a model of this config.
-
-        Raises:
-            ModelRefused: there is none.
-        """
+        """Return the class that loads a model of this config."""
         for auto, configs in self.autos.items():
             if type(config) in configs:
                 return auto
@@ -294,11 +287,7 @@ class Adapter:
 
 
 def read_object(file: Path) -> dict[str, object]:
-    """Return the JSON object in a file.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds something else.
-    """
+    """Return the JSON object in a file."""
     try:
         found: object = json.loads(read_text(file, linked=True))
     except OSError as error:
@@ -334,11 +323,7 @@ class _AdapterKeys(BaseModel):
 
 
 def read_adapter(directory: Path) -> Mapping[str, object]:
-    """Return the configuration of the adapter in a directory.
-
-    Raises:
-        ConfigError: it cannot be read, or a key holds a value of another type.
-    """
+    """Return the configuration of the adapter in a directory."""
     found = read_object(file := directory / ADAPTER)
     try:
         _AdapterKeys.model_validate(found)
@@ -367,23 +352,14 @@ def holds_tokenizer(directory: Path) -> bool:
 
 
 def require_json(directory: Path) -> None:
-    """Check the JSON files of a directory, those in :data:`OBJECTS`.
-
-    Raises:
-        ConfigError: one of them holds no JSON object.
-    """
+    """Check the JSON files of a directory, those in :data:`OBJECTS`."""
     for file in (directory / name for name in OBJECTS):
         if file.is_file():
             read_object(file)
 
 
 def require_data(directory: Path, *, trusted: bool, allow_pickle: bool) -> list[str]:
-    """Return the names of a model's tensors, without those in pickles, after checking that its files are only data.
-
-    Raises:
-        ConfigError: there is no model, it needs code that is not trusted, its weights are quantised, or a file is
-            missing, damaged, outside of the directory or a pickle that is not allowed.
-    """
+    """Return the names of a model's tensors, without those in pickles, after checking that its files are only data."""
     if not (directory / CONFIG).is_file():
         raise _without_model(directory)
     if (directory / ADAPTER).exists():
@@ -431,11 +407,7 @@ ROPE_POSITIVE: Final = frozenset({"rope_theta", "beta_fast", "beta_slow", "origi
 
 
 def require_no_code(directory: Path, *, trusted: bool) -> None:
-    """Check that a model needs no code of its own directory, unless that is trusted.
-
-    Raises:
-        ConfigError: it needs such code.
-    """
+    """Check that a model needs no code of its own directory, unless that is trusted."""
     config = directory / CONFIG
     if trusted or not config.is_file():
         return
@@ -454,10 +426,6 @@ def require_adapter(directory: Path, *, allow_pickle: bool | None) -> Adapter | 
 
     Args:
         allow_pickle: ``None``: not even ``models.allow_pickle`` allows pickles.
-
-    Raises:
-        ConfigError: the adapter names no model, or its weights are missing, damaged or a pickle; or a key of its
-            configuration holds what it cannot.
     """
     if not (file := directory / ADAPTER).is_file() or (directory / CONFIG).exists():
         return None
@@ -476,11 +444,7 @@ def require_adapter(directory: Path, *, allow_pickle: bool | None) -> Adapter | 
 
 
 def shards(index: Path) -> list[str]:
-    """Return the names of the files with weights that an index lists; none without an index.
-
-    Raises:
-        ConfigError: the file is no index.
-    """
+    """Return the names of the files with weights that an index lists; none without an index."""
     if not index.is_file():
         return []
     described = read_object(index)
@@ -571,9 +535,6 @@ def reward_kind(directory: Path, *, trusted: bool = False) -> RewardKind:
     and otherwise a ``classifier``. A token classification model is ``process``. What sentence-transformers has written
     is ``similarity``, and so is an encoder without a head. Everything else is ``scalar``, to be refused when it is
     loaded.
-
-    Raises:
-        ConfigError: the config is damaged, or needs code that is not trusted.
     """
     if (directory / MODULES).is_file():
         return "similarity"

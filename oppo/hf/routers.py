@@ -192,11 +192,7 @@ class RouterReplay:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> RouterReplay:
-        """Return the replay of a causal language model, after trying each of its routers on one token.
-
-        Raises:
-            ModelRefused: it is no mixture of experts, or a router does not say whom it chooses, or cannot be told.
-        """
+        """Return the replay of a causal language model, after trying each of its routers on one token."""
         record_routers(model)
         names = {module: name for name, module in backbone(model).named_modules()}
         found = [module for module, _ in routers(model)] if has_experts(model) else []
@@ -226,10 +222,6 @@ class RouterReplay:
         """Return the experts of a pass over prompts and responses of these lengths: int64 [layers, ids, k].
 
         Rows are padded to the longest, or packed. -1 where a token has none, and where there is padding.
-
-        Raises:
-            ConfigError: no response of the batch has any.
-            ModelError: experts are of another model.
         """
         if all(response.routed_experts.empty for response in batch.responses):
             raise ConfigError(
@@ -277,11 +269,7 @@ class RouteRecords:
 
     @contextmanager
     def of(self, rows: Sequence[int], pads: NDArray[np.int64] | None) -> Iterator[None]:
-        """Record a pass over these rows; ``pads``: padding tokens before each row, int64 [n]; ``None``: none.
-
-        Raises:
-            ModelError: the pass called a router twice, or not at all.
-        """
+        """Record a pass over these rows; ``pads``: padding tokens before each row, int64 [n]; ``None``: none."""
         with recorded_routes() as routes:
             yield
         called = [route.layer for route in routes]
@@ -322,9 +310,6 @@ class LoadBalancing:
         """Return the loss of a causal language model.
 
         Weight ``None`` is that of its config, which is 0 unless ``output_router_logits`` is set.
-
-        Raises:
-            ModelRefused: transformers has no such loss for this model.
         """
         if weight is None:
             asked = getattr(actor.config.get_text_config(), "output_router_logits", False)

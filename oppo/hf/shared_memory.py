@@ -74,9 +74,6 @@ class SharedModel(Generic[M]):
 
     Pickling moves the weights into shared memory, once; modules and parameters keep their identity. Changes of weights
     in place, as by an optimizer, apply to both processes.
-
-    Raises:
-        ModelRefused: when pickled; a tensor is not on the CPU.
     """
 
     def __init__(self, model: M) -> None:
@@ -105,9 +102,6 @@ def share(tensors: Sequence[Tensor]) -> tuple[list[Block], list[TensorLayout]]:
     """Move the memory of ``tensors`` into shared blocks, unless it is there; return the blocks and each layout.
 
     Tensors that overlap still overlap afterwards.
-
-    Raises:
-        ModelRefused: a tensor is not on the CPU.
     """
     for tensor in tensors:
         if tensor.device.type != "cpu":

@@ -25,9 +25,6 @@ def adopt(module: nn.Module, weights: Mapping[str, object]) -> int:
 
     A tensor in the module's own memory is not copied. Of a module with adapters the rest may be left out: it does not
     change.
-
-    Raises:
-        ModelError: a name is missing or unknown, or a shape differs; the module is unchanged.
     """
     targets: dict[str, Tensor] = module.state_dict(keep_vars=True)
     missing = [name for name in changing(targets) if name not in weights]

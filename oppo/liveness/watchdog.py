@@ -195,7 +195,6 @@ def _driven(awaited: object) -> object:
 
 
 def thread_frames() -> Iterator[tuple[str, FrameType]]:
-    """Yield the name and the current frame of each thread."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for identity, frame in sys._current_frames().items():  # noqa: SLF001 - documented, for exactly this
         yield names.get(identity, str(identity)), frame

@@ -109,11 +109,7 @@ class Inputs:
     shares: Tensor | None = None
 
     def __getitem__(self, name: Input) -> Tensor:
-        """Return an input, float32 [T], or [R] for rows.
-
-        Raises:
-            ConfigError: the loss does not declare it, or declares it in ``measures`` and the batch has none.
-        """
+        """Return an input, float32 [T], or [R] for rows."""
         if name not in self.given:
             raise ConfigError(
                 f"a loss reads {name!r} and was given {', '.join(self.given) or 'nothing'}: name it in its `reads`, "

@@ -67,7 +67,6 @@ def in_thread(name: str, work: Callable[[], R]) -> Future[R]:
 
 
 async def run_detached(name: str, work: Callable[[], R]) -> R:
-    """Return what ``work`` returns, or raise what it raises; a cancelled caller abandons its thread."""
     return await Detached(name, work).result()
 
 
@@ -99,12 +98,10 @@ class DisposableProcess(Generic[T]):
         self._turn = anyio.Lock()
 
     async def start(self) -> None:
-        """Start the child, unless it runs, and wait until it holds the object; a cancelled start kills it."""
         async with self._turn:
             await self._started()
 
     async def call(self, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return ``work(instance, *args, **kwargs)``, or raise ``TimeoutError``; a cancelled call kills the child."""
         packet = pack(Call(0, work, args, kwargs))
         async with self._turn:
             child = await self._started()
@@ -161,7 +158,6 @@ class _LazyChild:
         self.gone = False
 
     def start(self, create: Packet) -> None:
-        """Start the child and wait until it holds the instance."""
         with self._lock:
             if self._killed:
                 raise Gone("was killed before it started")
@@ -169,7 +165,6 @@ class _LazyChild:
         self.ask(create)
 
     def ask(self, packet: Packet) -> object:
-        """Return what an order returns."""
         assert self._child is not None  # noqa: S101 - it has been started
         try:
             return self._child.ask(packet).result(self._name)

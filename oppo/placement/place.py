@@ -184,11 +184,6 @@ class Place(Closing, Hosting):
 
 
 def maker(make: Make[T]) -> Make[T]:
-    """Return ``make``.
-
-    Raises:
-        ModelError: it is no function, but an instance, for example.
-    """
     if not callable(make):
         raise ModelError(
             f"expected a function that makes the instance where it lives, such as functools.partial(Worker, path); got "
@@ -199,8 +194,6 @@ def maker(make: Make[T]) -> Make[T]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalInstance(Generic[T]):
-    """The handle to an instance of this process; implements :class:`Hosted`."""
-
     place: Place
     here: T
     track: str
@@ -392,7 +385,6 @@ class CallQueue:
             self._change.notify()
 
     def take(self) -> Callable[[], None] | None:
-        """Wait for the next call and return its ``begin``; ``None`` if that call was preempted."""
         with self._change:
             self._change.wait_for(self._may_leave)
             call = heappop(self._pending)[-1]
@@ -404,13 +396,11 @@ class CallQueue:
             self._holders.add(holder)
 
     def release(self, holder: object) -> None:
-        """End the hold of ``holder``."""
         with self._change:
             self._holders.discard(holder)
             self._change.notify()
 
     def close(self) -> None:
-        """Let all pending calls leave, held or not."""
         with self._change:
             self._may_be_held = False
             self._change.notify()

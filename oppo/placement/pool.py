@@ -105,7 +105,6 @@ class _Session:
         self._news = anyio.Event()
 
     def due(self) -> list[PooledDecode]:
-        """Return the rollouts that its engine has to decode."""
         return [each for each in self.rollouts if each.member is self.member and each.decodes]
 
     def wake(self) -> None:
@@ -136,7 +135,6 @@ class _PooledDecoding(Round):
 
     @asynccontextmanager
     async def running(self, rollouts: Sequence[PooledDecode]) -> AsyncIterator[None]:
-        """Decode rollouts beside the body."""
         async with anyio.create_task_group() as self._tasks:
             await self._enter(rollouts)
             try:
@@ -148,11 +146,6 @@ class _PooledDecoding(Round):
                 self._wake()
 
     async def add(self, decodes: Sequence[Decode]) -> None:
-        """Decode these as well; those that come after the cut stay deferred.
-
-        Raises:
-            ProtocolError: a decode is of another pool, or was closed, or decoding has ended.
-        """
         rollouts = _mine(self._members, decodes)
         if self.left:
             raise ProtocolError(f"{len(rollouts)} rollouts were added to a decoding that has ended")
@@ -342,7 +335,6 @@ class _PooledDecoding(Round):
             rollout.wake()
 
     def note_loss(self, member: Member) -> None:
-        """End the session of a member that was lost."""
         if session := self._sessions.get(member):
             with self._lock:
                 session.lost = True

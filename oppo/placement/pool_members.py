@@ -133,7 +133,6 @@ class Members:
 
     @property
     def is_open(self) -> bool:
-        """Whether lost members are started again."""
         return self._tasks is not None
 
     @property
@@ -196,7 +195,6 @@ class Members:
             await self.change()
 
     async def wait_for_one(self) -> None:
-        """Wait until a member serves; one that waits for weights, while the trainer makes them, has come up in time."""
         with anyio.move_on_after(self.timeout) as scope:
             while not self.living and self._starting:
                 until = anyio.current_time() + self.timeout
@@ -208,7 +206,6 @@ class Members:
             raise ModelLost(f"no engine of the pool is left{waited}: {causes}")
 
     def lose(self, member: Member, error: Exception) -> None:
-        """Take a member out; idempotent."""
         if member.lost:
             return
         member.lost, member.error = True, error

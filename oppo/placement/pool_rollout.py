@@ -121,11 +121,9 @@ class PooledDecode(Resident):
         return self.turns and (self._ending or not self.owed)
 
     def response(self) -> Prompt | Response:
-        """Return what an engine opens to go on with it."""
         return Response.of(self.prompt, self._events) if self._events else self.prompt
 
     async def read(self, limit: int) -> Piece:
-        """Return the next tokens; see :class:`oppo.models.Decode`."""
         if limit < 1:
             raise ValueError(f"a read takes at least 1 token, not {limit}")
         if self._being_read:
@@ -268,7 +266,6 @@ class PooledDecode(Resident):
         self._answer = None
 
     async def turn(self) -> IntArray | None:
-        """Return the tokens of the turn, int32 [n], once it has ended; see :class:`oppo.turns.TurnDecode`."""
         await anyio.lowlevel.checkpoint()
         while not (self.closed or self.ended or self._over):
             news = self._news
@@ -295,14 +292,12 @@ class PooledDecode(Resident):
         return (self._answer is not None or self._ending) and not self._issued
 
     def proceed(self, given: IntArray) -> bool:
-        """Go on after a turn; see :class:`oppo.turns.TurnDecode`."""
         if not self.decodes:
             return False
         self._answer, self._heard, self._issued = given, 0, False
         return self._outcome()
 
     def finish(self) -> bool:
-        """End the response with its turn; see :class:`oppo.turns.TurnDecode`."""
         if not self.decodes:
             return False
         self._ending, self._issued = True, False
@@ -322,7 +317,6 @@ class PooledDecode(Resident):
         self._issued = seat.finish() if self._answer is None else seat.proceed(self._answer)
 
     def begin(self) -> None:
-        """Be decoded by its member from now on."""
         self._live, self._drained = True, False
         self.begun += 1
         if self._unissued:
@@ -330,7 +324,6 @@ class PooledDecode(Resident):
         self.wake()
 
     def pause(self) -> None:
-        """Be decoded no longer."""
         self._live = False
         self.wake()
 
@@ -363,7 +356,6 @@ class PooledDecode(Resident):
         self.wake()
 
     async def aclose(self) -> None:
-        """Discard the rollout; idempotent."""
         if self.closed:
             return
         self.closed = True

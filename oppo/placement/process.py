@@ -92,7 +92,6 @@ class Child(ABC):
 
     @property
     def whereabouts(self) -> str:
-        """How to find the process, for errors."""
         return f"pid {self.pids[0]}"
 
     def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
@@ -100,7 +99,6 @@ class Child(ABC):
         return [pack_with_blocks(Create(number, make))]
 
     def create(self, number: int, orders: Sequence[Packet]) -> Outcome:
-        """Make an instance; see :meth:`ask`."""
         del number
         (order,) = orders
         return self.ask(order)
@@ -201,7 +199,6 @@ class ChildProcess(Child):
         self._process.wait()
 
     def interrupt(self) -> None:
-        """End the call in progress, if the child's setup was :func:`oppo.placement.worker.heed_interrupts`."""
         self._process.send_signal(signal.SIGUSR1)
 
     def _send(self, packet: Packet) -> None:
@@ -515,7 +512,6 @@ class ChildInstance(Generic[T]):
     async def load(
         self, work: Callable[[T, W], object], weights: W, loaded: Callable[[], object] | None = None
     ) -> None:
-        """Run ``work`` in this process if the instance shares its memory, or else in the child."""
         if self.shared is not None:
             here = LocalInstance(self.place, self.shared, self.instance.track, self.priority)
             await here.load(work, weights, loaded)

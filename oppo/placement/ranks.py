@@ -49,11 +49,7 @@ class Meeting(Protocol):
     """Where the copies of an instance meet."""
 
     def of(self, number: int, first: Child) -> str:
-        """Return the meeting of an instance, with this child as rank 0: see :meth:`Member.join`.
-
-        Raises:
-            Gone: the child is dead.
-        """
+        """Return the meeting of an instance, with this child as rank 0: see :meth:`Member.join`."""
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -67,7 +63,6 @@ class FileMeeting:
         self._folder = self._stack.enter_context(temporary("ranks"))
 
     def of(self, number: int, first: Child) -> str:
-        """Return a file that is not there yet."""
         del first
         return (self._folder / str(number)).as_uri()
 
@@ -119,7 +114,6 @@ class RankedChild(Child):
         return [packet for rank in self._ranks for packet in packed[type(rank)]]
 
     def create(self, number: int, orders: Sequence[Packet]) -> Outcome:
-        """Make a copy of an instance in each rank, and let the copies meet."""
         with self._turn:
             answer = self._ask_each(orders)
             if isinstance(answer, Failure):

@@ -43,7 +43,6 @@ class Block(mmap.mmap):
     _fd: int
 
     def __new__(cls, fd: int) -> Self:
-        """Return the block behind a file descriptor."""
         block = super().__new__(cls, fd, 0)
         block._fd = fd
         weakref.finalize(block, os.close, fd)
@@ -85,7 +84,6 @@ class Mirrored(Block):
     number: int
 
     def __new__(cls, fd: int) -> Self:
-        """Return the block behind a file descriptor."""
         block = super().__new__(cls, fd)
         block.number = next(_numbers)
         return block
@@ -106,7 +104,6 @@ class Notice(Mirrored):
     _watchers: list[Watch]
 
     def __new__(cls, fd: int) -> Self:
-        """Return the block behind a file descriptor."""
         block = super().__new__(cls, fd)
         block._turn, block._watchers = threading.Lock(), []
         return block
@@ -144,22 +141,18 @@ class Counts(Structure):
 
     @classmethod
     def new(cls) -> Self:
-        """Return counts that are all 0."""
         return cls.over(cls.memory.new(sizeof(cls)))
 
     @classmethod
     def over(cls, block: Block) -> Self:
-        """Return the counts that lie in ``block``."""
         counts = cls.from_buffer(block)
         counts.block = block
         return counts
 
     def copy(self) -> Self:
-        """Return the same counts in memory of their own."""
         copied = self.new()
         copied.block[:] = self.block[:]
         return copied
 
     def __reduce__(self) -> tuple[Callable[[Block], Self], tuple[Block]]:
-        """Cross to another process as the memory in which they lie."""
         return type(self).over, (self.block,)

@@ -32,16 +32,12 @@ _COUNT = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Create:
-    """The order to make an instance and hold it under a number."""
-
     number: int
     make: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """The order to call a function with an instance, or with none, and arguments."""
-
     instance: int | None
     work: Callable[..., object]
     args: tuple[object, ...] = ()
@@ -193,12 +189,11 @@ def packed(message: object, aside: Callable[[object], int | None]) -> bytes:
 
 
 def unpacked(data: bytes, fetch: Callable[[int], object]) -> object:
-    """Return what was :func:`packed`; ``fetch`` returns the object that a number replaced."""
     return _Unpacker(data, fetch).load()
 
 
 def pack(message: object) -> Packet:
-    """Return ``message``, which holds no blocks, ready to be sent; the fast way, as calls and answers are many."""
+    """Return ``message`` ready to be sent, without looking for blocks: the fast way, as calls and answers are many."""
     with _crossing():
         return Packet(dumps(message, HIGHEST_PROTOCOL))
 
@@ -284,7 +279,6 @@ class Callbacks:
         return Stub(len(self._callbacks) - 1, argument.oneway)
 
     def run(self, request: Request) -> Packet | None:
-        """Run a callback; return the message for the child: none for a one-way callback, or after a failure."""
         if self.error is not None:
             return None
         try:

@@ -137,7 +137,6 @@ class Requests:
 
 
 def search(path: Sequence[str]) -> None:
-    """Search for modules where the parent does."""
     sys.path[:] = path
 
 
@@ -148,7 +147,6 @@ def answer(
     bind: Callable[[object], object],
     seal: Callable[[object], Packet] = pack,
 ) -> Packet | None:
-    """Return the answer to an order; ``None`` for a refusal that came after its call."""
     start = observe.now()
     try:
         order = unpack(packet)

@@ -66,7 +66,6 @@ class Axes:
 def text(
     x: float, y: float, content: str, *, anchor: str = "start", colour: str = "currentColor", bold: bool = False
 ) -> str:
-    """Return a line of text that starts, is centred or ends at a point; nothing for an empty text."""
     weight = ' font-weight="600"' if bold else ""
     point = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
     return f'<text {point} fill="{colour}"{weight}>{escape(content)}</text>' if content else ""
@@ -80,7 +79,6 @@ def box(x: float, y: float, width: float, height: float, colour: str, *, title: 
 
 
 def rule(x1: float, y1: float, x2: float, y2: float, *, opacity: float = 0.2, dashes: str = "") -> str:
-    """Return a straight line in the colour of the text."""
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
     ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
     return f'<line {ends} stroke="currentColor" stroke-opacity="{opacity}"{dashed}/>'
@@ -101,12 +99,10 @@ def legend(x: float, y: float, entries: Iterable[tuple[str, str]], width: float)
 
 
 def placed(x: float, y: float, drawn: str) -> str:
-    """Return a drawing moved to the right and down."""
     return f'<g transform="translate({x} {y})">{drawn}</g>'
 
 
 def inline(width: float, height: float, title: str, drawn: str, *, size: int = 11) -> str:
-    """Return a picture for a page, with text of ``size`` pixels and ``title`` for screen readers."""
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}" '
         f'xmlns="http://www.w3.org/2000/svg" font-size="{size}">{drawn}</svg>'
@@ -114,7 +110,6 @@ def inline(width: float, height: float, title: str, drawn: str, *, size: int = 1
 
 
 def picture(width: float, height: float, drawn: str, *, size: int) -> str:
-    """Return the content of an SVG file: a drawing on white, with text of ``size`` pixels."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         f'font-size="{size}"><rect width="100%" height="100%" fill="white"/>{drawn}</svg>\n'
@@ -260,7 +255,6 @@ class Excerpt:
         return list({id(span): span for span in spans}.values())
 
     def rows(self) -> Mapping[str, Sequence[Span]]:
-        """Return the work of each model, in the order of the rows: models that decode, that score, that learn."""
         order = [*ROLES]
         found: dict[str, list[Span]] = {}
         for span in sorted(self.work, key=lambda span: (order.index(span.role or "other"), span.track)):
@@ -269,7 +263,6 @@ class Excerpt:
 
 
 def timeline(excerpts: Sequence[Excerpt]) -> str:
-    """Return the picture as SVG; an empty text if no model worked."""
     shown = [each for each in excerpts if each.steps and each.work]
     if not shown:
         return ""

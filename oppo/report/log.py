@@ -182,7 +182,6 @@ def _bottleneck(report: StepReport) -> dict[str, object]:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of the libraries that a run's numbers depend on."""
     found = {}
     for name in LIBRARIES:
         try:

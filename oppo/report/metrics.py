@@ -382,7 +382,6 @@ def step_metrics(report: StepReport) -> Metrics:
 
 
 def scalars(report: StepReport) -> dict[str, float]:
-    """Return the numbers of a step's line for trackers: all but the step's own and those that are not finite."""
     return {name: float(value) for name, value in step_metrics(report).items() if name != "step" and value is not None}
 
 
@@ -392,7 +391,6 @@ def finite(value: float) -> float | None:
 
 
 def metrics_of(run: Path) -> Sequence[Metrics]:
-    """Return the metrics of all steps from a run directory, by our names, without values that are no numbers."""
     return [
         {name: value for name, value in in_own_names(each).items() if value is None or isinstance(value, int | float)}
         for each in read(run / METRICS_FILE)
@@ -430,7 +428,6 @@ def hidden_fraction(records: Sequence[Mapping[str, float | None]]) -> float | No
 
 
 def column(records: Sequence[Mapping[str, float | None]], name: str) -> list[float]:
-    """Return one metric over the steps that have it."""
     return [value for each in records if (value := each.get(name)) is not None]
 
 
@@ -474,7 +471,6 @@ class Renamed(Observer):
         self._observers = observers
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Pass it on; the report of a step with other names."""
         item = self._with_names(item)
         notify(self._observers, lambda observer: observer.on_item(step, stage, item, at))
 
@@ -482,7 +478,6 @@ class Renamed(Observer):
         notify(self._observers, lambda observer: observer.on_span(span))
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Pass it on with other names."""
         result = self._with_names(result)
         notify(self._observers, lambda observer: observer.on_step(step, result, channels))
 

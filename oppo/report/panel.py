@@ -38,7 +38,6 @@ class Display:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write ``text``, or nothing once the stream is gone; return its length."""
         with self._enduring():
             try:
                 self._stream.write(text)
@@ -47,7 +46,6 @@ class Display:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream; does nothing once it is gone."""
         with self._enduring():
             self._stream.flush()
 
@@ -282,7 +280,6 @@ class Panel(Observer):
 
 
 def line(report: StepReport, done: int, steps: int) -> str:
-    """Return a step in one line."""
     metrics = report.metrics
     parts = [f"step {done}/{steps}", f"score {_short(report.score)}"]
     if "objective/kl" in metrics:

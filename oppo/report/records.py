@@ -48,12 +48,7 @@ LOCK = "running.lock"
 
 
 class Lock:
-    """Holds the lock of a directory until it is released.
-
-    Raises:
-        ConfigError: another run holds it.
-        OSError: the file cannot be written, or is a link: what it leads to is left alone.
-    """
+    """Holds the lock of a directory until it is released."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
@@ -78,14 +73,12 @@ class Lock:
             return False
 
     def release(self) -> None:
-        """Release the directory; idempotent."""
         if not self._file.closed:
             self._path.unlink(missing_ok=True)
             self._file.close()
 
 
 def is_locked(directory: Path) -> bool:
-    """Return whether a run holds the lock of the directory."""
     try:
         with opened(directory / LOCK, "r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -147,7 +140,6 @@ def read(path: Path, damaged: Damaged = lambda number, line: None) -> Iterator[R
 
 
 def line_of(record: Mapping[str, object]) -> str:
-    """Return the line of a record with the index of its step."""
     counted = {**record, "step": cast("int", record["step"]) + 1}
     return json.dumps(counted, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -204,9 +196,6 @@ def rewind(path: Path, steps: int) -> list[str]:
 
     Returns:
         A message if lines were damaged.
-
-    Raises:
-        OSError: the file cannot be read or written; it stays as it was.
     """
     numbers: list[int] = []
     aside = path.with_name(f"{path.name}.damaged")
@@ -235,7 +224,6 @@ def _kept(records: Iterator[Record], steps: int) -> Iterator[Record]:
 
 
 def gaps(path: Path, steps: int) -> list[str]:
-    """Return a message if a file lacks records of some of the first ``steps`` steps."""
     found = {record["step"] for record in read(path)}
     missing = [step + 1 for step in range(steps) if step not in found]
     return [f"{path}: no record of {_listed('step', missing)}, nor of what was trained then"] if missing else []
@@ -283,11 +271,7 @@ def ended(path: Path) -> int | None:
 
 
 def require_unused(path: Path) -> None:
-    """Check that a new run could write ``path``, which may have to be made.
-
-    Raises:
-        ConfigError: it holds steps of another run, is being written by one, is no directory, or cannot be written.
-    """
+    """Check that a new run could write ``path``, which may have to be made."""
     try:
         nearest = next(each for each in (path, *path.parents) if each.exists())
         writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
@@ -303,11 +287,7 @@ def require_unused(path: Path) -> None:
 
 
 def require_stepless(path: Path) -> None:
-    """Check that a directory holds at most the files of a run that made no step.
-
-    Raises:
-        ConfigError: it holds others, or records of steps.
-    """
+    """Check that a directory holds at most the files of a run that made no step."""
     used = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
     if STEPLESS.issuperset(used) and next(read(path / METRICS), None) is None:
         return
@@ -320,11 +300,7 @@ def require_stepless(path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Delete the files of a run that made no step, except its logs, which the next run continues.
-
-    Raises:
-        OSError: a file cannot be deleted.
-    """
+    """Delete the files of a run that made no step, except its logs, which the next run continues."""
     for name in STEPLESS - {"log.jsonl", "vllm.log"}:
         (path / name).unlink(missing_ok=True)
 
@@ -359,7 +335,6 @@ def journal_rounds(step: int, selected: Rounds, at: float) -> Iterator[Record]:
 
 
 def journal_endings(step: int, report: StepReport, at: float) -> Iterator[Record]:
-    """Yield a line for each rollout that a step trained or dropped."""
     for rollout in report.trained:
         yield _line(step, at, "trained", rollout, version=report.version)
     for drop in report.dropped:
@@ -367,7 +342,6 @@ def journal_endings(step: int, report: StepReport, at: float) -> Iterator[Record
 
 
 def journal_drain(step: int, at: float) -> Record:
-    """Return the line that says after which step the run drained."""
     return {"step": step, "at": round(at, 6), "event": DRAINED}
 
 
@@ -474,11 +448,6 @@ class Writer:
             self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Do ``job`` after those submitted before it.
-
-        Raises:
-            BaseException: an earlier job raised it.
-        """
         self._raise()
         if self._thread is None:
             self._do(job)
@@ -487,20 +456,12 @@ class Writer:
             self._jobs.put(job)
 
     def flush(self) -> None:
-        """Block until every job submitted so far is done or, after a failure, dropped.
-
-        Raises:
-            BaseException: a job raised it.
-        """
+        """Block until every job submitted so far is done or, after a failure, dropped."""
         self._jobs.join()
         self._raise()
 
     def close(self) -> None:
-        """Block until every job is done, and end the thread; idempotent.
-
-        Raises:
-            BaseException: a job raised it.
-        """
+        """Block until every job is done, and end the thread; idempotent."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()

@@ -367,9 +367,6 @@ def write_page(path: Path, excerpts: Sequence[Excerpt]) -> None:
     """Write ``report.html`` of a run from the records in its directory.
 
     ``excerpts`` fill the page's timeline, on one scale; those without a step are left out.
-
-    Raises:
-        OSError: a file cannot be read or written.
     """
     of_step = (list(group) for _, group in groupby(read(path / SAMPLES), key=itemgetter("step")))
     shown = [*islice(of_step, 1), *deque(of_step, _SHOWN_STEPS)]

@@ -77,7 +77,6 @@ class Timekeeper(Observer):
         return spans
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Keep the time of the step's last finish or deferral, and count its deferrals."""
         if stage == self._source and isinstance(item, Finish | Defer):
             cut = self._cuts.setdefault(step, _Cut())
             cut.at = at
@@ -159,7 +158,6 @@ class Trace:
         return f"{whole.track} ({free[0] + 1})" if free[0] else whole.track
 
     def take(self) -> tuple[str, str]:
-        """Return the text of the names of new tracks, and of the events, added since the last call."""
         names, events = _text(self._names), _text(self._events)
         self._names, self._events = [], []
         return names, events
@@ -198,11 +196,6 @@ class TraceFile:
         file.write("[\n")
 
     def write(self, names: str, events: str) -> None:
-        """Write a step.
-
-        Raises:
-            OSError: it cannot be written.
-        """
         self._file.write(names + events)
         if self._limit is None:
             return
@@ -217,11 +210,7 @@ class TraceFile:
             self._shorten()
 
     def close(self, names: str, events: str) -> None:
-        """Write the events after the last step, and remove the steps between the first and the last ones.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the events after the last step, and remove the steps between the first and the last ones."""
         self._shorten()
         self._file.write(f'{names}{events}{{"ph":"M","name":"process_labels","pid":1,"args":{{"labels":"oppo"}}}}\n]\n')
 

@@ -270,7 +270,6 @@ class _Part:
 
 
 def is_scorer(reward: object) -> bool:
-    """Return whether a reward is a scorer, not a function."""
     return not isinstance(reward, type) and all(hasattr(reward, name) for name in ("extend", "finish", "forget"))
 
 

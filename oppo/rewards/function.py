@@ -67,11 +67,7 @@ def is_placed(item: object) -> bool:
 
 
 def placed(item: object) -> Placed:
-    """Return such an answer as plain numbers, whatever the objects in it.
-
-    Raises:
-        ValueError: a reward is no finite number, or a position no whole one.
-    """
+    """Return such an answer as plain numbers, whatever the objects in it."""
     if isinstance(item, ByCharacter):
         return ByCharacter(_by_position(item.rewards))
     if isinstance(item, Mapping):
@@ -87,9 +83,6 @@ def token_rewards(rewards: Placed, response: Response, decode: Callable[[Sequenc
         rewards: as from :func:`placed`.
         response: of n tokens.
         decode: token ids to text, as the function was given it.
-
-    Raises:
-        ValueError: there is not one for each token, or one is for a position that is not there.
     """
     if isinstance(rewards, ByCharacter):
         rewards = _by_token(rewards.rewards, response.tokens.tolist(), decode)
@@ -192,11 +185,7 @@ class CallLog:
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
     def log_extra(self, column: str, values: Iterable[object]) -> None:
-        """Log a value for each completion, which the samples of a run show.
-
-        Raises:
-            ValueError: there are not as many.
-        """
+        """Log a value for each completion, which the samples of a run show."""
         items = list(values)
         if len(items) != self.count:
             raise ValueError(
@@ -205,11 +194,7 @@ class CallLog:
         self.extras[str(column)] = [_json(item) for item in items]
 
     def log_metric(self, name: str, value: SupportsFloat) -> None:
-        """Log a number, whose mean over the completions of a step is a metric of that step.
-
-        Raises:
-            ValueError: it is no finite number, or the run has a metric of this name.
-        """
+        """Log a number, whose mean over the completions of a step is a metric of that step."""
         if not (isinstance(name, str) and name):
             raise ValueError(f"log_metric(name, value) takes a text as the name; got {shown(name)}")
         from oppo.report.metrics import metric  # noqa: PLC0415 - a reward needs no terminal
@@ -263,7 +248,6 @@ class CalledFunction(CheckedFunction[Mapping[str, object], Sequence[int], tuple[
     logs: frozenset[str] = frozenset()
 
     def made(self, given: Mapping[str, object]) -> object:
-        """Call the function with these arguments."""
         count = max((len(each) for each in given.values() if isinstance(each, list)), default=0)
         log = CallLog(count)
         result = self.user.function(**given, **{name: getattr(log, name) for name in self.logs})
@@ -273,11 +257,9 @@ class CalledFunction(CheckedFunction[Mapping[str, object], Sequence[int], tuple[
         return await result, log
 
     def failure(self, what: str, where: Sequence[int]) -> RewardFailure:
-        """Return an error that names the function and the rollouts."""
         return RewardFailure(f"reward function {self.user.name!r} {what} (rollouts {', '.join(map(str, where))})")
 
     def checked(self, result: object, where: Sequence[int]) -> tuple[list[ReturnedScore], CallLog]:
-        """Return the scores."""
         result, log = cast("tuple[object, CallLog]", result)
         items, wrong = _items(result, len(where))
         if wrong:
@@ -346,9 +328,6 @@ def parameters_of(function: Callable[..., object], name: str) -> tuple[Sequence[
     """Return the parameters of a function that have names, and whether it takes any others.
 
     A builtin without a signature has ``prompts`` and ``completions``.
-
-    Raises:
-        RewardError: it takes none of :data:`ARGUMENTS`.
     """
     kinds = inspect.Parameter
     try:

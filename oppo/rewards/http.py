@@ -231,11 +231,7 @@ class HttpReward:
     async def __call__(
         self, prompts: Sequence[object], completions: Sequence[object], **columns: Sequence[object]
     ) -> object:
-        """Return the service's scores.
-
-        Raises:
-            ServiceFailure: it did not answer in time, or refused, or answered something else; or it is left alone.
-        """
+        """Return the service's scores."""
         body = self.request(prompts, completions, {name: columns[name] for name in columns if name not in ARGUMENTS})
         async with self._opened() as session, session.room, self._breaker.call() as asks_for_all:
             answer = await self._answered(session.client, body, 1 if asks_for_all else self.attempts)

@@ -256,9 +256,6 @@ class CodeChecker:
             tests: of each: Python that fails by an exception, ``{"input": ..., "output": ...}`` with the text that is
                 read and the one that is expected, without white space at the ends of lines; or a list of these.
             log_metric: is given the share of tests that passed.
-
-        Raises:
-            ValueError: there is no test, or one is something else.
         """
         scores = []
         for text, given in zip(map(text_of, completions), tests, strict=True):

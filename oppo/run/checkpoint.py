@@ -73,11 +73,6 @@ class Checkpoint:
     measure: str = "score"
 
     def state(self) -> State:
-        """Return the run's state.
-
-        Raises:
-            CheckpointError: it cannot be read, or is one after another step.
-        """
         state = read_state(self.path)
         run = state.get("run")
         if isinstance(run, Mapping) and (made := run.get("steps", self.step)) != self.step:
@@ -86,16 +81,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        directory: holds them; made with the first.
-        keep_last: how many of the newest are kept; older ones are deleted once a new one is whole.
-        keep_best: keep the one of the highest score too, among those of what the newest is a score of.
-
-    Raises:
-        CheckpointError: ``keep_last`` is less than 1.
-    """
+    """The checkpoints of one run: the newest ``keep_last`` and, with ``keep_best``, the one of the highest score."""
 
     def __init__(
         self,
@@ -185,7 +171,6 @@ class Checkpoints:
 
 
 def write_state(directory: Path, state: State) -> None:
-    """Write a state as ``state.json`` and ``state.safetensors``."""
     arrays: dict[str, Array] = {}
     plain = _split(state, "", arrays)
     with writing(directory / "state.json"):
@@ -196,7 +181,6 @@ def write_state(directory: Path, state: State) -> None:
 
 
 def read_state(directory: Path) -> State:
-    """Return what :func:`write_state` wrote; sequences come back as lists."""
     try:
         plain: object = json.loads(read_text(directory / "state.json"))
         state = _joined(plain, load_file(directory / "state.safetensors"))
@@ -343,7 +327,6 @@ class Provenance:
         return {"provenance": asdict(self)}
 
     def changed(self, files: Mapping[str, Path]) -> list[Path]:
-        """Return those of the run's files whose content is no longer the recorded one."""
         return [file for name, file in files.items() if digest(file) != self.files.get(name)]
 
 
@@ -414,7 +397,6 @@ def under_todays_keys(before: Mapping[str, str], rewards: Mapping[str, RewardSec
 
 
 def fingerprint(value: object) -> str:
-    """Return the digest of a setting's value."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
@@ -572,24 +554,13 @@ def require_same_run(
     *,
     accept_changed_code: bool,
 ) -> None:
-    """Check that a run goes on with the settings and the files that it had at a checkpoint.
-
-    Raises:
-        ConfigError: a setting has changed that may not.
-        DataError: a file has changed.
-        CheckpointError: the checkpoint does not say what its run was made of.
-    """
+    """Check that a run goes on with the settings and the files that it had at a checkpoint."""
     before = Provenance.restored(checkpoint.state(), settings.reward_tables)
     require_same(before.settings, settings, of="its checkpoint")
     require_continued(before, now, settings.files, accept_changed_code=accept_changed_code)
 
 
 def locked(directory: Path) -> Lock:
-    """Return the lock of a run directory, which other processes no longer change.
-
-    Raises:
-        ConfigError: another run holds the lock, or the directory cannot be written.
-    """
     try:
         return Lock(directory)
     except OSError as error:
@@ -597,13 +568,7 @@ def locked(directory: Path) -> Lock:
 
 
 def newest(run: RunSection, directory: Path, checkpoints: Checkpoints) -> Checkpoint | None:
-    """Return the checkpoint to resume from; ``None``: the run was killed before its first and begins anew.
-
-    Raises:
-        CheckpointError: no checkpoint is whole.
-        RunComplete: ``run.steps`` asks for no further steps. A run that was ended after its last step, before its
-            models were saved, is not complete.
-    """
+    """Return the checkpoint to resume from; ``None``: the run was killed before its first and begins anew."""
     found = checkpoints.newest()
     if found is None:
         if not checkpoints.begun and is_young(directory, run.checkpoint_every):

@@ -64,7 +64,6 @@ class Diagnosis:
     assumed: Hardware | None = None
 
     def lines(self) -> Iterator[str]:
-        """Yield the diagnosis for people."""
         yield versions()
         yield ""
         yield (
@@ -105,7 +104,6 @@ def examine(settings: Settings, assumed: Hardware | None = None) -> Diagnosis:
 
 
 def versions() -> str:
-    """Return what is installed, with its versions, and the machine's cores."""
     parts = [f"Python {platform.python_version()}"]
     for name in PACKAGES:
         try:
@@ -144,11 +142,6 @@ def longest_of(settings: Settings) -> Settings:
 
 
 def attempt(settings: Settings) -> Iterator[str]:
-    """Yield the outcome of a longest step, in lines for people.
-
-    Raises:
-        ConfigError: its prompts would be those of agents.
-    """
     if settings.agents.program:
         raise ConfigError("a longest step has no agents: train a step, or try one without agents.program")
     with Peak() as peak, prepare(longest_of(settings), dry_run=True) as session:
@@ -203,7 +196,6 @@ class Tried:
 
 
 async def rehearse(session: PreparedRun) -> list[str]:
-    """Return what was tried out, in lines for people, without secrets."""
     tokenizer = session.assembly.tokenizer
     prompts = session.prompts
     if not isinstance(prompts, PromptStream):

@@ -51,10 +51,6 @@ def compose(
     Args:
         make: makes another graph than that of ``step.algorithm``. Its stages ``generate`` and ``update`` are a
             :class:`Generate` and an :class:`Update`, whose environment and trainer may be its own.
-
-    Raises:
-        GraphError: it has no such stages.
-        ConfigError: an algorithm of a file makes none, or it has an environment, and so has ``environment.source``.
     """
     roles = roles_of(settings, assembly)
     graph = graph_of(settings.algorithm, roles) if make is None else make(roles)
@@ -102,7 +98,6 @@ def awaited(step: StepSection, after: Sequence[str]) -> tuple[str, ...]:
 
 
 def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
-    """Return the trainer of a graph, which a run checkpoints, saves and watches."""
     trainer = graph.stage("update", Update).trainer
     if lacking := [name for name in CHECKPOINTED if not hasattr(trainer, name)]:
         raise ConfigError(
@@ -119,7 +114,6 @@ def kind_of(trainer: ResumableTrainer) -> str:
 
 
 def require_trainer(state: State, trainer: ResumableTrainer) -> None:
-    """Check that a checkpoint is of a trainer of this kind."""
     was = state.get("trainer", kind_of(trainer))
     if was != kind_of(trainer):
         raise CheckpointError(
@@ -129,7 +123,6 @@ def require_trainer(state: State, trainer: ResumableTrainer) -> None:
 
 
 def roles_of(settings: Settings, assembly: Assembly) -> Roles:
-    """Return the models and the schedule of a run."""
     return Roles(
         policy=assembly.policy,
         reference=assembly.reference,
@@ -145,7 +138,6 @@ def roles_of(settings: Settings, assembly: Assembly) -> Roles:
 
 
 def admission_of(step: StepSection) -> Admission:
-    """Return the policy of ours that ``step.admission`` names."""
     most = step.most_overcommit
     if step.admission == "overcommit":
         return Overcommit(step.batch, most, step.max_deferrals)
@@ -160,7 +152,6 @@ def admission_of(step: StepSection) -> Admission:
 
 
 def chunks_of(step: StepSection, cap: int) -> ChunkSize:
-    """Return the chunk size that ``step.chunk`` names, for responses of up to ``cap`` tokens."""
     if step.chunk == "whole":
         return WholeRollout()
     return Tuned(cap) if step.chunk == "tuned" else Fixed(step.chunk)
@@ -174,12 +165,11 @@ SCORE: Final = "eval/score"
 
 
 def is_due(index: int, every: int, steps: int) -> bool:
-    """Return whether what is done after ``every`` so many steps, and after the last, is done after this; 0: never."""
+    """Whether step ``index`` is a multiple of ``every``, or the last; 0 disables it."""
     return every > 0 and ((index + 1) % every == 0 or index + 1 == steps)
 
 
 def evaluates(run: RunSection, section: EvalSection, steps: int, index: int) -> bool:
-    """Return whether a run of so many steps is evaluated after this one."""
     return is_due(index, section.every, steps) or (run.keep_best and is_due(index, run.checkpoint_every, steps))
 
 
@@ -194,10 +184,6 @@ def with_evaluations(
 
     Args:
         due: whether there is one after the step with an index.
-
-    Raises:
-        ConfigError: the policy of the graph cannot draw in other ways.
-        GraphError: a stage of the graph has the name of this one.
     """
     if not held_out:
         return graph
@@ -235,7 +221,6 @@ def _evaluation(settings: Settings, assembly: Assembly, generate: Generate, held
 
 
 def show_progress(graph: Graph[StepReport], progress: Progress) -> None:
-    """Tell ``progress`` of each held-out response from now on."""
     if (stage := _stage(graph)) is not None:
         stage.progress = progress
 

@@ -39,11 +39,7 @@ _AS_FUNCTION = (
 
 
 def adapter_of(models: ModelsSection) -> Path:
-    """Return where the files of ``models.adapter`` are, which says that it is for ``models.policy``; nothing is loaded.
-
-    Raises:
-        ConfigError: there is no such adapter, or it is for another model.
-    """
+    """Return where the files of ``models.adapter`` are, once they say that it is for ``models.policy``."""
     try:
         directory = located(models.adapter, weights=True)
         base = str(read_object(directory / ADAPTER).get("base_model_name_or_path"))
@@ -92,7 +88,6 @@ class RoleLoader:
         return actor
 
     def logprobs(self, name: str) -> Loadable:
-        """Return the causal language model of ``models.<name>``: the reference, or a teacher."""
         path = {"reference": self._models.reference, **self._models.teachers}[name]
         with self.attributed(name):
             return self._checked(path, self._served(name, "causal", path))
@@ -110,7 +105,6 @@ class RoleLoader:
             return model, self.tokenizer(path)
 
     def critic(self, path: str) -> PreTrainedModel:
-        """Return the critic that is trained, at ``path``; its head may be new."""
         with self.attributed("critic"):
             model = self._loaded("critic", partial(load_scalar, new_head=True), path)
             self.check_tokens(path, model)
@@ -128,11 +122,9 @@ class RoleLoader:
         return model, self._difference(path, model)
 
     def process_reward(self, key: str, path: str) -> Loadable:
-        """Return a token-classification model, which shares the policy's tokenizer."""
         return self._checked(path, self._served(key, "process", path))
 
     def encoder(self, key: str, path: str) -> Encoder:
-        """Return a model that reads whole texts."""
         if key.partition(".")[0] in self._devices.apart:
             raise self.not_here(key, path)
         logger.info(f"loading the {key} {path}")
@@ -158,7 +150,6 @@ class RoleLoader:
         )
 
     def not_here(self, key: str, path: str) -> ConfigError:
-        """Return the error of a model that reads text and is to be loaded in another process."""
         if key.partition(".")[0] not in self._devices.remote:
             return ConfigError(
                 f"{path} reads text, and on a GPU run.scorers = 'process' serves models that read the policy's tokens: "
@@ -188,7 +179,6 @@ class RoleLoader:
         return model
 
     def check_tokens(self, path: str, model: Loadable) -> None:
-        """Raise ``ConfigError`` unless a model reads the policy's tokens."""
         if (difference := self._difference(path, model)) is not None:
             raise ConfigError(f"{path} {difference}: expected a model with the policy's tokenizer")
 

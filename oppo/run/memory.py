@@ -104,7 +104,6 @@ class Expected:
         return f"{self.device} in the cluster" if self.remote else str(self.device)
 
     def with_activations(self, times: int) -> Expected:
-        """Return the same with so many times the activations."""
         return replace(self, bytes=replace(self.bytes, activations=times * self.bytes.activations))
 
     def at_rest(self) -> Expected:
@@ -118,8 +117,6 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Outlines:
-    """Makes the models of a run without their weights."""
-
     settings: Settings
 
     def actor(self) -> PreTrainedModel:
@@ -132,7 +129,6 @@ class Outlines:
         return actor
 
     def logprobs(self, name: str) -> PreTrainedModel:
-        """Return the causal language model of ``models.<name>``, the reference or a teacher."""
         models = self.settings.models
         path = {"reference": models.reference, **models.teachers}[name]
         on_base = name == "reference" and models.is_reference_on_base
@@ -160,7 +156,6 @@ class Outlines:
             yield replace(each, share=None)  # which is that of the policy's engine
 
     def scalar(self, key: str, source: str) -> PreTrainedModel:
-        """Return the model with one label at ``key`` of the settings."""
         return self._made(key, SCALAR, source)
 
     def kind(self, key: str, reward: ModelRewardSection) -> RewardKind:
@@ -201,7 +196,6 @@ class Outlines:
 
 
 def load_of(settings: Settings, prompt: int) -> Load:
-    """Return the most that a run asks of its models, with prompts of up to ``prompt`` tokens."""
     response, chunk = settings.sampling.max_new_tokens, settings.step.chunk
     # A stage has one step at a time, however many are alive: each model holds the rollouts of one, and the deferred.
     rollouts = (settings.step.batch + settings.step.most_overcommit) * settings.algorithm.responses
@@ -221,10 +215,6 @@ def expected(
         load: the most that is asked of them; ``None``: nothing, so that they hold weights, what training keeps, and the
             states of the policy's rollouts.
         assumed: the hardware that is meant; ``None``: this machine.
-
-    Raises:
-        ConfigError: there is no such model.
-        ModelRefused: one cannot be used.
     """
     return _planned(settings, devices, load, assumed)[1]
 
@@ -442,7 +432,6 @@ def _sampling(section: SamplingSection) -> Sampling:
 
 
 def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:
-    """Return what is needed on each device of this machine."""
     found: dict[torch.device, list[Expected]] = {}
     for each in needs:
         if each.remote:
@@ -452,7 +441,6 @@ def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:
 
 
 def is_of_training(need: Expected) -> bool:
-    """Return whether the memory is the trainer's, or that of a rank."""
     return need.model.startswith("trainer")
 
 
@@ -466,10 +454,7 @@ def at_worst(models: Sequence[Expected]) -> int:
 def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, spread: bool = False) -> list[str]:
     """Return a message about each device that has less memory than its models need.
 
-    Args:
-        needs: of the models.
-        assumed: the hardware that is meant, with that of a cluster; ``None``: this machine, without its cluster.
-        spread: whether each training rank in the cluster has a machine of its own.
+    ``spread``: each training rank in the cluster has a machine of its own.
     """
     messages = []
     for device, models in by_device(needs).items():
@@ -511,10 +496,6 @@ def share_beside(settings: Settings, devices: Devices) -> float | None:
     """Return the share of its GPUs' memory that an engine may take beside the models of a run, before they are loaded.
 
     ``None``: it takes what it would alone, or what ``[vllm]`` says.
-
-    Raises:
-        ConfigError: there is no such model, or they leave too little.
-        ModelRefused: one cannot be used.
     """
     # `vllm.gpu_memory_utilization` of vLLM itself is most of an empty GPU, which is refused where others have a part.
     if (
@@ -538,10 +519,7 @@ def share_beside(settings: Settings, devices: Devices) -> float | None:
 
 
 def require_memory(settings: Settings, devices: Devices) -> None:
-    """Check, before anything is loaded, that the weights of all models, what training keeps, and a policy's states fit.
-
-    What cannot be estimated is left to loading, which says what is wrong with it.
-    """
+    """Check, before anything is loaded, that all weights, what training keeps, and a policy's states fit."""
     try:
         with routed():
             found = crowded(expected(settings, devices, None))
@@ -552,7 +530,6 @@ def require_memory(settings: Settings, devices: Devices) -> None:
 
 
 def advice(settings: Settings, devices: Devices, load: Load | None, assumed: Hardware | None = None) -> str:
-    """Return what would need less memory, and whether that fits."""
     fitting, tried = [], [settings]
     for name, changes in _SMALLER:
         try:

@@ -124,8 +124,6 @@ class Assembly:
         return self.serving.policy
 
     def listen(self, *listeners: SpanListener) -> None:
-        """Pass every span of the models to each of ``listeners``."""
-
         def pass_on(span: Span) -> None:
             for listener in listeners:
                 listener(span)
@@ -144,7 +142,6 @@ class Assembly:
         return decoded, self.trainer.progress, *self.at_work()
 
     def at_work(self) -> tuple[str, ...]:
-        """Return the names of the calls in progress, of models and of a reward function."""
         calls = [worker.at_work for worker in self._workers]
         calls.append(capabilities_of(self.reward).at_work())
         calls.append(getattr(self.environment, "at_work", ""))
@@ -174,12 +171,7 @@ class Assembly:
 
 
 def policy_tokenizer(settings: Settings) -> HfTokenizer:
-    """Return the policy's tokenizer, which renders chats as the settings say.
-
-    Raises:
-        ConfigError: the tokenizer is missing or damaged, or needs code that is not trusted; or the policy is an
-            adapter; or chats cannot be rendered so.
-    """
+    """Return the policy's tokenizer, which renders chats as the settings say."""
     found, data = _own_tokenizer(settings.models), settings.data
     template = data.chat_template
     if "data.chat_template" in data.files:
@@ -262,12 +254,6 @@ def assemble(
         columns: of the data, of each kind of prompts; they are checked before a model is loaded.
         engine_log: the file for what an engine's processes write; ``None``: nowhere.
         environment: as :func:`oppo.run.rewards.environment_of` made it for the prompts; ``None``: it is made here.
-
-    Raises:
-        ConfigError: a device is missing or has too little memory, or a model cannot be loaded, or reads other token ids
-            than the policy.
-        RewardError: the reward function cannot be loaded, or asks for a column that the data does not have.
-        ModelRefused: a model cannot be served exactly.
     """
     devices = devices_of(settings)
     settings = with_types(settings, devices)
@@ -609,7 +595,6 @@ def load_critic(
     *,
     devices: Devices,
 ) -> Critic:
-    """Return the critic of an algorithm with one."""
     models = settings.models
     if not settings.algorithm.has_critic:
         return Critic()
@@ -652,7 +637,6 @@ class Saving:
         self.is_saving = False
 
     def of(self, trainer: ResumableTrainer) -> Saving:
-        """Return what writes another trainer's models in the same way."""
         return Saving(trainer, self._tokenizer, self._models, self._thread)
 
     async def checkpoint(self, checkpoints: Checkpoints, step: int, score: tuple[float, str], state: State) -> None:

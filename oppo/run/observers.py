@@ -103,7 +103,6 @@ def watching(
 
 
 def with_names(settings: Settings, *observers: Observer) -> Sequence[Observer]:
-    """Return observers that are told the metrics of a step by the names that ``run.metric_names`` chooses."""
     names = settings.run.metric_names
     if names == "trl" and not isinstance(settings.algorithm, GroupAlgorithm):
         return observers  # within the package metrics have the names of TRL's PPO
@@ -111,7 +110,6 @@ def with_names(settings: Settings, *observers: Observer) -> Sequence[Observer]:
 
 
 def panel_of(chosen: RunSection, console: Console, decode: Detokenize) -> Panel:
-    """Return the panel in the form that ``run.panel`` names."""
     shown = Console(quiet=True) if chosen.panel == "off" else console
     live = chosen.panel == "live" or (chosen.panel == "auto" and console.is_terminal)
     return Panel(shown, chosen.steps, live=live, decode=decode)
@@ -124,8 +122,6 @@ def watchdog_of(
     listeners: Sequence[Callable[[Stall], None]],
     last_resort: Callable[[HangError], None] | None,
 ) -> Watchdog:
-    """Return the watchdog with the limits of the settings."""
-
     def leave(error: HangError) -> None:
         try:
             directory.abandon()
@@ -152,7 +148,6 @@ EVENTS: Final = "tensorboard"
 
 
 def require_trackers(names: Sequence[TrackerName]) -> None:
-    """Check that the packages of some trackers are installed."""
     for name in names:
         require(name, f"run.track = [{name!r}]")
 

@@ -56,13 +56,6 @@ class ScorersOnVllm:
     scorers: list[VllmScorer[Any, Any]] = field(default_factory=list)
 
     def reward(self, key: str, reward: VllmRewardSection) -> ServedRewardModel:
-        """Return the reward model at ``key`` of the file, ``rewards.0``.
-
-        Raises:
-            ConfigError: the engine cannot be started with its arguments, or the server does not score; or the model has
-                another tokenizer than the policy.
-            ModelRefused: vLLM cannot score growing responses with the model.
-        """
         source, name = reward.source, named_reward(reward)
         with self.load.attributed(name, key):
             model = self.load.recipe(name, "scalar", source, self.devices.reward)
@@ -78,12 +71,6 @@ class ScorersOnVllm:
         return ServedRewardModel(source, scorer, model, may_be_critic=True)
 
     def logprobs(self, name: str, sampling: Sampling, *, top_k: int = 0) -> VllmLogprobs:
-        """Return the reference, or the teacher of this name.
-
-        Raises:
-            ConfigError: the engine cannot be started with its arguments, or the server gives no log-probs of prompts;
-                or the model has another tokenizer than the policy.
-        """
         models, key = self.settings.models, f"scorers.{name}"
         source = {"reference": models.reference, **models.teachers}[name]
         role = name.partition(".")[0]
@@ -98,7 +85,6 @@ class ScorersOnVllm:
         return scorer
 
     def close(self) -> None:
-        """End the engines."""
         for each in self.scorers:
             each.engine.close()
 

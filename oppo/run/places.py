@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 
 
 def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
-    """Return the device of each model, on this machine or on one that is assumed."""
     return Devices.found(
         {**settings.devices, "actor": (settings.actor_device,)},
         settings.placement.key_of,
@@ -86,7 +85,6 @@ def with_types(settings: Settings, devices: Devices, assumed: Hardware | None = 
 
 
 def scored(settings: Settings) -> list[str]:
-    """Return the models of a run that score on transformers, or are functions."""
     exist = {
         "reference": settings.has_reference and "reference" not in settings.on_vllm,
         "reward": True,
@@ -98,13 +96,6 @@ def scored(settings: Settings) -> list[str]:
 
 
 def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
-    """Return the places of a run.
-
-    Raises:
-        ConfigError: a process is chosen for models on a GPU that share memory with others; or the cluster that the
-            settings name cannot be used.
-        ModelError: the cluster has no room for the trainer's ranks.
-    """
     run, available = settings.run, available_cores()
     if (cores := run.cores or available) > available:
         logger.warning(
@@ -291,17 +282,10 @@ Serve: TypeAlias = Callable[[ServeRequest], Serving]
 
 
 def serve(request: ServeRequest) -> Serving:
-    """Return the policy on the engine that ``models.engine`` names, started.
-
-    Raises:
-        ConfigError: the engine cannot be started with its arguments.
-        ModelRefused: the engine cannot serve the model exactly.
-    """
     return ENGINES[request.settings.models.engine](request)
 
 
 def require_engine_installed(name: str) -> None:
-    """Raise ``ConfigError`` unless the engine of this name is installed."""
     if name == "vllm":
         from oppo.vllm.arguments import require_installed  # noqa: PLC0415 - likewise
 
@@ -558,7 +542,6 @@ class _StartedServers:
         return _server(url, request, api_key=self._key, file=None if path is None else HostedFile(path, load))
 
     def end(self) -> None:
-        """End the servers whose places live, and remove what was written for them."""
         from oppo.vllm.processes import ServerProcess  # noqa: PLC0415 - likewise
 
         for hosted in self._hosted.values():

@@ -69,7 +69,6 @@ class Supplied:
 
     @property
     def longest(self) -> int:
-        """Tokens in the longest prompt."""
         return max(self.most, self.stream.longest, *(len(prompt.tokens) for prompt in self.held_out), 0)
 
 
@@ -85,10 +84,6 @@ def supplied(
     Args:
         provenance: from before any file was read.
         begin: what the environment makes of each row; ``None``: nothing.
-
-    Raises:
-        DataError: a source cannot be used, or changed while it was read.
-        ConfigError: prompts are a program's rows, and there are none.
     """
     data, prompts, held_out = settings.data, rows.prompts, rows.held_out
     named_by = {"prompts": (prompts, data.prompts), "eval_prompts": (held_out, settings.eval.prompts)}
@@ -123,7 +118,6 @@ def supplied(
 
 
 def of_agents(stream: P, environment: object, data: DataSection) -> P | AgentPrompts:
-    """Return prompts: what agents of them ask first, if the environment is agents."""
     if not isinstance(environment, Agents):
         return stream
     refuses = data.over_long == "error"
@@ -153,7 +147,6 @@ def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStrea
 
 
 def read(source: PromptSource, encoding: Mapping[str, Any], rows: Rows | None = None) -> list[Prompt]:
-    """Return the prompts of a source, or of a program's rows."""
     if rows is None:
         logger.info(f"reading {source.path}")
     if rows is None and source.taskset:
@@ -169,7 +162,6 @@ def _encoding(settings: Settings) -> dict[str, Any]:
 
 
 def content_digest(prompts: Sequence[Prompt]) -> str:
-    """Return the SHA-256 of prompts, and of what their columns hold besides."""
     found = hashlib.sha256()
     for prompt in prompts:
         columns = json.dumps(prompt.columns, sort_keys=True, default=lambda value: type(value).__name__)
@@ -178,7 +170,6 @@ def content_digest(prompts: Sequence[Prompt]) -> str:
 
 
 def require_unfinished(directory: Path, lasts: int) -> None:
-    """Check that a complete run in ``directory`` made fewer than the ``lasts`` steps that its prompts last for."""
     made = ended(directory)
     if made is not None and lasts <= made:
         raise RunComplete(
@@ -214,7 +205,6 @@ def few(count: int, settings: Settings) -> str:
 
 
 def require_room(longest: int, max_new_tokens: int, positions: int) -> None:
-    """Check that the longest prompt and the longest response fit together into every model."""
     if longest + max_new_tokens > positions:
         raise ConfigError(
             f"a prompt of {longest} tokens and a response of sampling.max_new_tokens = {max_new_tokens} do not fit "

@@ -60,9 +60,6 @@ def push(run: Path, repo: str, *, private: bool = False, dry_run: bool = False, 
         private: make it a private one.
         dry_run: write the card only, and return its path.
         api: the hub's client; that of the environment unless given.
-
-    Raises:
-        ConfigError: the run has saved no policy, or the hub takes none; everything is still in the run directory.
     """
     from huggingface_hub import CommitOperationAdd, HfApi  # noqa: PLC0415 - with its HTTP clients, .2 s
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # noqa: PLC0415 - likewise
@@ -102,7 +99,6 @@ def push(run: Path, repo: str, *, private: bool = False, dry_run: bool = False, 
 
 
 def card(run: Path, settings: Settings, repo: str) -> ModelCard:
-    """Return the model card of a run."""
     from huggingface_hub import ModelCard, ModelCardData  # noqa: PLC0415 - with its HTTP clients, .2 s
 
     facts, actor = _read(run / SUMMARY), run / FINAL / "actor"

@@ -129,12 +129,7 @@ class UserCode:
         return cls(tables, environment, rewards)
 
     def check_columns(self, names: Collection[str]) -> None:
-        """Check that the data has the columns that the rewards need.
-
-        Raises:
-            RewardError: one is not there, or bears the name of an argument of a reward function.
-            ConfigError: a sentence encoder or the template of a judge names a column that is not there.
-        """
+        """Check that the data has the columns that the rewards, encoders and judges need."""
         for scorer in self.rewards.values():
             for function in scorer.functions if isinstance(scorer, Rewards) else [scorer]:
                 if isinstance(function, FunctionReward):
@@ -233,10 +228,6 @@ def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment
     Args:
         settings: of the run.
         tokenizer: the policy's, which shows the tools of one class or function; several classes have views of it.
-
-    Raises:
-        ConfigError: it cannot be made.
-        EnvironmentFailure: there is no such file or name.
     """
     section, agents = settings.environment, settings.agents
     if agents.program:
@@ -281,12 +272,7 @@ def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment
 
 
 def class_tools(key: str, spec: str) -> list[Callable[..., object]]:
-    """Return the tools of the class of environments that a setting names.
-
-    Raises:
-        ConfigError: it is no class, and makes no instance.
-        EnvironmentFailure: there is no such file or name.
-    """
+    """Return the tools of the class of environments that a setting names."""
     with naming(key, spec):
         return tools_of(made_by(_factory(spec)))
 
@@ -309,7 +295,6 @@ def _conversation(environment: AnyEnvironment | None) -> Callable[[Finish], Sequ
 
 
 def begin_of(environment: AnyEnvironment | None) -> Begin | None:
-    """Return what an environment makes of rows before they are prompts; ``None`` if it is no class."""
     if not isinstance(environment, EnvironmentClass | Environments):
         return None
     found = environment
@@ -330,12 +315,10 @@ FORMS: dict[Form, str] = {
 
 
 def named_reward(reward: RewardSection) -> str:
-    """Return the name of a reward among the models of a run: ``reward``, or ``reward.NAME``."""
     return "reward" if reward.name is None else f"reward.{reward.name}"
 
 
 def track_of(reward: RewardSection) -> str:
-    """Return the name of a reward model in traces and errors."""
     return "reward model" if reward.name is None else f"reward model {reward.name!r}"
 
 
@@ -386,12 +369,6 @@ class RewardModels:
     deterministic: bool
 
     def serve(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
-        """Return a reward model, loaded and served in ``place``.
-
-        Raises:
-            ConfigError: it cannot be loaded, or read in the form that the settings name.
-            ModelRefused: it cannot be served.
-        """
         with self.load.attributed(named_reward(reward), key):
             match kind_of(key, reward, self.load.reward_kind(reward.source)):
                 case "scalar":

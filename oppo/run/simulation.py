@@ -81,7 +81,6 @@ class Simulation:
         return replace(found, refused=self.refused)
 
     def verdict(self, found: Study) -> str:
-        """Return how well the simulation describes the run that it is calibrated on; empty where there is none."""
         if self.measured is None:
             return ""
         own = found.standings[self.baseline]
@@ -96,7 +95,6 @@ class Simulation:
 
 
 def of_profile(path: Path, overrides: Sequence[str] = ()) -> Simulation:
-    """Return the simulation of a profile."""
     profile = load_profile(path, overrides)
     given = profile.schedule
     schedules = ladder(
@@ -111,12 +109,7 @@ def of_profile(path: Path, overrides: Sequence[str] = ()) -> Simulation:
 
 
 def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
-    """Return the simulation of a run that has finished, calibrated on its records.
-
-    Raises:
-        ConfigError: the directory holds no run, one that has not finished, or one of a kind that is not simulated.
-        DataError: its records lack what a calibration needs.
-    """
+    """Return the simulation of a run that has finished, calibrated on its records."""
     record = RunRecord.read(directory)
     settings = load(directory / "config.toml")
     if settings.environment.answering or settings.agents.program:
@@ -199,8 +192,6 @@ def _measured(steps: Sequence[MeasuredStep]) -> float | None:
 
 
 class ProfileFile(BaseModel):
-    """The sections of a profile; ``[gpus.NAME]`` and ``[sizes.NAME]`` add to those that are known."""
-
     model_config = STRICT
 
     workload: Annotated[WorkloadSection, Table()]
@@ -247,7 +238,6 @@ def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
 
 
 def profile_of(document: Mapping[str, object], folder: Path) -> Profile:
-    """Return the profile of a parsed file that lies in ``folder``."""
     try:
         file = ProfileFile.model_validate(document)
     except ValidationError as error:

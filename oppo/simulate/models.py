@@ -281,11 +281,7 @@ class FakePlace:
     async def reserved(
         self, priority: Priority = IN_ORDER, track: str = "", label: str = "call"
     ) -> AsyncIterator[None]:
-        """Hold the place while the context lasts; its span has this track and label.
-
-        Raises:
-            Preempted: the call is preemptible and was not made.
-        """
+        """Hold the place while the context lasts; its span has this track and label."""
         call = _Pending(priority.claim(self), priority.preemption())
         heappush(self._pending, (not call.urgent, self._arrived, call))
         self._arrived += 1

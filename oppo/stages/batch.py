@@ -232,7 +232,6 @@ def scored_rollout(
 
 
 def require_score(score: object, finish: Finish) -> None:
-    """Raise ``ProtocolError`` unless ``score`` is one number, or one for each response token, finite or not."""
     if isinstance(score, TokenRewards):
         require_per_token(score.rewards, finish, "token reward")
         return
@@ -258,7 +257,6 @@ def finished_rollout(item: object) -> int | None:
 
 
 def flat(arrays: Sequence[FloatArray]) -> FloatArray:
-    """Return per-rollout float arrays end to end, as float32."""
     return np.concatenate([np.asarray(array, np.float32) for array in arrays] or [np.zeros(0, np.float32)])
 
 

@@ -88,7 +88,6 @@ class Conversations:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Cancel the calls that are still unanswered, and leave the environment."""
         tasks, self._tasks = self._tasks, None
         self._memories, self._calls = {}, {}
         async with self._opened:

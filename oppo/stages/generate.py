@@ -134,7 +134,6 @@ class Generate:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Give up every rollout that is still in flight."""
         in_flight, self._in_flight, self._ledger = self._in_flight, {}, Ledger(self.admission, self._may_branch)
         async with self._opened as closing:
             for rollout in in_flight.values():
@@ -514,12 +513,10 @@ class DecodingRound:
     _news: anyio.Event = field(default_factory=anyio.Event, init=False, repr=False)
 
     def begin(self, rollouts: Sequence[InFlightRollout]) -> None:
-        """Read rollouts that are decoded."""
         for rollout in rollouts:
             self.read(rollout)
 
     def note_end(self, rollout: InFlightRollout) -> None:
-        """Note that a rollout was read to its end, or to the cut."""
         self.meter.note_end(rollout)
         self._news.set()
 
@@ -564,7 +561,6 @@ class DecodingRound:
 
 
 def require_turns(policy: Policy) -> MultiTurnPolicy:
-    """Return a policy that can go on with a response after a turn; raise ``ConfigError`` for another one."""
     if not policy.capabilities.turns:
         raise ConfigError(
             f"an environment answers turns, and {type(policy).__name__} cannot go on after one: expected a policy with "
@@ -575,10 +571,7 @@ def require_turns(policy: Policy) -> MultiTurnPolicy:
 
 
 def require_piece(piece: Piece, policy: Policy, rollout: int, limit: int, oldest: int, *, turns: bool = False) -> None:
-    """Raise ``ProtocolError`` unless a piece of at most ``limit`` tokens can be the next of its rollout.
-
-    ``oldest``: the version that made the token before it; ``turns``: the end may come after the last token.
-    """
+    """Raise ``ProtocolError`` unless a piece can be the next of its rollout."""
     if fault := _fault_of(piece, limit, oldest, policy.version, turns):
         raise ProtocolError(f"rollout {rollout}: read({limit}) of {type(policy).__name__} returned {fault}")
 
@@ -643,7 +636,6 @@ class Ended:
     deferred: list[int] = field(default_factory=list)
 
     async def send(self, event: RolloutEvent, /) -> None:
-        """Note an event and send it."""
         if isinstance(event, Finish | Drop):
             self.ended.append(event.rollout)
         elif isinstance(event, Defer):

@@ -21,7 +21,6 @@ class Hold:
     """Holds a step's events until decoding has ended, then sends them, adjacent chunks of a rollout merged."""
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[RolloutEvent]) -> None:
-        """Send one step's events."""
         held: list[RolloutEvent] = []
         newest: dict[int, int] = {}  # index of the newest event of each rollout
         async for event in rollout:
@@ -44,10 +43,6 @@ def held(graph: Graph[StepReport], readers: Collection[str] | None = None) -> Gr
     Args:
         graph: with one stage that is a :class:`~oppo.stages.Generate`.
         readers: the stages for which it is held; ``None``: all that read it.
-
-    Raises:
-        GraphError: there is not one stage that generates, a stage has that name already, or the step could not end:
-            its groups are selected by scores while it is decoded, and scores wait for the end of decoding.
     """
     generating = [node for node in graph.nodes.values() if isinstance(node.stage, Generate)]
     if len(generating) != 1:

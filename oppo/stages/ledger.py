@@ -104,7 +104,6 @@ class Ledger:
 
     @property
     def restarts(self) -> bool:
-        """Whether deferred units restart instead of continuing."""
         return isinstance(self.admission, Restarting)
 
     def wanted(self, remaining: int, room: float = math.inf) -> int:
@@ -133,7 +132,6 @@ class Ledger:
 
     @property
     def refills(self) -> bool:
-        """Whether new units may join a step while it is decoded."""
         return isinstance(self.admission, Refilling)
 
     def refill(self, remaining: int) -> int:
@@ -220,7 +218,6 @@ class Ledger:
 
     @property
     def decoding(self) -> int:
-        """How many units are incomplete."""
         return self._decoding.total()
 
     def is_cut(self) -> bool:
@@ -252,10 +249,6 @@ class Ledger:
         return self.placed[kept:]
 
     def add(self, groups: Sequence[tuple[Prompt, ...]]) -> None:
-        """Let new units join the step.
-
-        Raises ``DataError`` for a new rollout that is in flight already.
-        """
         require_new((prompt for group in groups for prompt in group), self._unit_of)
         new = [Unit(prompts, 0, {prompt.rollout for prompt in prompts}) for prompts in groups]
         with self._changing:
@@ -264,7 +257,6 @@ class Ledger:
             self._decoding.update(unit.age for unit in new)
 
     def holds(self, admission: int) -> bool:
-        """Return whether the unit of an admission is in the step."""
         return any(unit.admission == admission for unit in self._live)
 
     def join(self, branch: Prompt) -> bool:
@@ -303,7 +295,6 @@ class Ledger:
         return self.deferred
 
     def restore(self, units: Iterable[tuple[tuple[Prompt, ...], int, set[int]]]) -> None:
-        """Carry the units of a resumed run, oldest first: prompts, age and unfinished rollouts of each."""
         self.deferred = [Unit(prompts, age, unfinished) for prompts, age, unfinished in units]
 
     def _overdue(self) -> int:
@@ -342,7 +333,6 @@ class InFlightRollout:
     grown: anyio.Event | None = None
 
     def append(self, piece: Chunk | ToolTokens) -> None:
-        """Append a piece that was read."""
         self.pieces.append(piece)
         self.length += len(piece.tokens)
         self.tool_tokens += len(piece.tokens) if isinstance(piece, ToolTokens) else 0
@@ -351,7 +341,6 @@ class InFlightRollout:
 
     @property
     def sampled(self) -> int:
-        """The tokens that the policy sampled."""
         return self.length - self.tool_tokens
 
     @property
@@ -360,25 +349,15 @@ class InFlightRollout:
         return next((int(each.versions[-1]) for each in reversed(self.pieces) if isinstance(each, Chunk)), 0)
 
     def response(self) -> Response:
-        """Return the pieces so far as one response."""
         return Response.of(self.prompt, self.pieces)
 
     def ending(self, answers: Sequence[Sequence[Mapping[str, object]]] = ()) -> Finish | Drop:
-        """Return the event that ends a complete rollout.
-
-        Args:
-            answers: the messages of its tool tokens.
-
-        Raises:
-            ProtocolError: it is being read.
-        """
         number = self.prompt.rollout
         if self.reason is None:
             raise ProtocolError(f"rollout {number} has a place in the batch but is still being read")
         return Drop(number, self.dropped) if self.dropped else Finish(number, self.response(), self.reason, answers)
 
     async def aclose(self) -> None:
-        """Give up its decode; an error names the rollout."""
         with noted(f"while closing rollout {self.prompt.rollout}"):
             await self.decode.aclose()
 
@@ -398,7 +377,6 @@ class RolloutSnapshot:
     dropped: str = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain values and arrays."""
         prompt, response = self.response.prompt, self.response
         return {
             "rollout": prompt.rollout,
@@ -422,7 +400,6 @@ class RolloutSnapshot:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> RolloutSnapshot:
-        """Return the snapshot of which :meth:`state_dict` returned ``state``."""
         prompt = Prompt(
             rollout=state["rollout"],
             admission=state["admission"],
@@ -450,11 +427,6 @@ _HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers
 
 
 def require_prompt(item: object) -> Prompt:
-    """Return ``item``, a prompt to generate for.
-
-    Raises:
-        DataError: it is something else, or its tokens are not int32 [P] with P of 1 or more.
-    """
     if not isinstance(item, Prompt):
         raise DataError(f"a graph reads prompts as oppo.Prompt, token ids with a number; got {item!r:.60}. {_HOW}")
     tokens: object = item.tokens
@@ -465,7 +437,6 @@ def require_prompt(item: object) -> Prompt:
 
 
 def require_new(prompts: Iterable[Prompt], in_flight: Iterable[int]) -> None:
-    """Raise ``DataError`` if a rollout to be opened is in flight, or is opened twice."""
     seen = set(in_flight)
     for prompt in prompts:
         if prompt.rollout in seen:

@@ -130,8 +130,6 @@ class ScorerAnswer:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """Metrics of a step by name; recorded by any stage."""
-
     values: Mapping[str, float]
 
     def __post_init__(self) -> None:
@@ -149,7 +147,6 @@ class Averaged:
 
 
 def step_metrics(step: Step) -> dict[str, float]:
-    """Return the metrics that the stages of a step recorded."""
     metrics = {name: value for _, each in step.recorded(StepMetrics) for name, value in each.values.items()}
     averaged: dict[str, list[float]] = {}
     for _, each in step.recorded(Averaged):
@@ -194,7 +191,6 @@ class DecodeMeter:
         return each.sampled - self._starts[each.prompt.rollout][0]
 
     def decoded(self) -> Decoded:
-        """Return what they have gained so far."""
         for unit in self._units:
             for each in unit:
                 self.note_end(each)
@@ -366,7 +362,6 @@ class LengthBias:
         return (sum(trained) / len(trained)) / (sum(self._complete) / len(self._complete))
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the lengths of the last steps."""
         return {
             "steps": [list(step) for step in self._steps],
             "complete": list(self._complete),
@@ -374,7 +369,6 @@ class LengthBias:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the lengths."""
         self._steps = deque(([int(length) for length in step] for step in state["steps"]), maxlen=WINDOW)
         self._complete = deque(int(length) for length in state["complete"])
         self._waiting = {int(rollout): int(length) for rollout, length in state["waiting"]}

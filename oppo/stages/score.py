@@ -48,7 +48,6 @@ class Backlog:
     _change: anyio.Event = field(default_factory=anyio.Event)
 
     def add(self, events: Iterable[RolloutEvent]) -> None:
-        """Add events."""
         for event in events:
             match event:
                 case Finish():
@@ -62,7 +61,6 @@ class Backlog:
         self._change.set()
 
     def end(self) -> None:
-        """Note that no more events come."""
         self._ended = True
         self._change.set()
 
@@ -80,13 +78,11 @@ class Backlog:
         return True
 
     def take_outcomes(self) -> Outcomes:
-        """Remove and return the outcomes, with the unread events of the finished rollouts."""
         outcomes, self._outcomes = self._outcomes, Outcomes()
         outcomes.unread = [event for finish in outcomes.finished for event in self.take_unread(finish.rollout)]
         return outcomes
 
     def take_unread(self, rollout: int) -> list[Growth]:
-        """Remove and return the unread events of a rollout."""
         return self._unread.pop(rollout, [])
 
     def portion(self, tokens: float) -> list[Growth]:

@@ -95,7 +95,6 @@ class Selection:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Forget the steps that did not end."""
         self._steps.clear()
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:

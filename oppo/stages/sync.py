@@ -59,7 +59,6 @@ class SyncedScorer:
 
     @property
     def stands_for(self) -> SyncedModel:
-        """The scorer."""
         return self.scorer
 
     @property
@@ -72,7 +71,6 @@ class SyncedScorer:
         return self._reading
 
     def serves(self, weights: Weights) -> bool:
-        """Return whether a tensor of ``weights`` is one that the scorer serves."""
         return isinstance(self.scorer, ServesByReference) and self.scorer.serves(weights)
 
     def tensors(self) -> frozenset[int]:
@@ -94,7 +92,6 @@ class SyncedScorer:
         return "" if self._newest or not step.lookahead or (can_wait and not self.together) else self._stage
 
     def given_in(self, step: Step) -> SyncedModel:
-        """Return what the weights of a step's update are synced to."""
         return _SyncedIn(self, step)
 
     async def settled(self) -> None:
@@ -108,12 +105,10 @@ class SyncedScorer:
         await anyio.sleep_forever()
 
     async def load(self, weights: Weights) -> None:
-        """Serve these weights, once nothing is being read."""
         async with self._reading:
             await self.scorer.load(weights)
 
     async def give(self, weights: Weights, step: Step) -> None:
-        """Take the weights of a step's update; they are served when they are due."""
         due = step.index <= self._returned - step.lookahead
         if due or self._newest or not (step.lookahead and self._stage) or self.awaited(step):
             await self.load(weights)
@@ -159,8 +154,6 @@ class SyncedScorer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SyncedIn:
-    """A synced model in one step."""
-
     following: SyncedScorer
     step: Step
 
@@ -278,7 +271,6 @@ def _require_in_flight(model: SyncedModel) -> None:
 
 
 def require_synced(trainer: Trainer, synced: Sequence[SyncedModel]) -> None:
-    """Raise ``ProtocolError`` unless every synced model has the trainer's version."""
     if any(model.version != trainer.version for model in synced):
         versions = ", ".join(f"{name_of(model)} has version {model.version}" for model in synced)
         raise ProtocolError(f"version {trainer.version} was synced, but {versions}: the synced models disagree")

@@ -220,7 +220,6 @@ class Update:
 
 
 def require_supports(synced: Sequence[SyncedModel]) -> None:
-    """Raise ``ConfigError`` if one is a policy whose tokens cannot be trained on."""
     for policy in synced:
         capabilities = getattr(policy, "capabilities", None)
         if isinstance(capabilities, Capabilities) and not capabilities.supports:
@@ -232,7 +231,6 @@ def require_supports(synced: Sequence[SyncedModel]) -> None:
 
 
 def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batch) -> None:
-    """Raise ``ProtocolError`` unless an update made the next version and names only rollouts of its batch."""
     if not isinstance(trained, Trained):
         raise ProtocolError(f"update() of the trainer must return oppo.Trained(metrics, ...); got {described(trained)}")
     if trainer.version != before + 1:

@@ -230,9 +230,6 @@ async def check_turns(make: Make[Policy], prompts: Sequence[Prompt], plain: Tria
         make: returns a fresh policy.
         prompts: whose tokens can be an answer.
         plain: the same prompts, decoded without turns.
-
-    Raises:
-        ProtocolError: what was expected and what came.
     """
     whole = await _dialogue(make, prompts)
     await whole.talk(limit=3)

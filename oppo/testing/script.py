@@ -190,11 +190,7 @@ class Player:
     struck: list[Fault] = field(default_factory=list)
 
     async def play(self, method: Method) -> Applied | None:
-        """Count a call and play its faults; return the fault that the caller must apply.
-
-        Raises:
-            Exception: the script makes the call fail.
-        """
+        """Count a call and play its faults; return the fault that the caller must apply."""
         call = self.calls[method]
         self.calls[method] += 1
         applied: Applied | None = None

@@ -128,11 +128,6 @@ RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def room_for(rank: int) -> int:
-    """Return the rank for which vLLM makes room, for an adapter of some rank.
-
-    Raises:
-        ConfigError: vLLM has no adapters of such a rank.
-    """
     if rank > RANKS[-1]:
         raise ConfigError(
             f"the adapter has rank {rank}, and vLLM has adapters up to rank {RANKS[-1]}: set models.lora_sync = "
@@ -142,12 +137,10 @@ def room_for(rank: int) -> int:
 
 
 def lora_arguments(rank: int) -> dict[str, object]:
-    """Return the arguments of an engine for one adapter of a rank."""
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for(rank)}
 
 
 def require_installed(asked: str = "models.engine = 'vllm'") -> None:
-    """Raise ``ConfigError`` unless vLLM is installed, which a setting asks for."""
     require("vllm", asked, install=INSTALL)
 
 
@@ -171,11 +164,7 @@ def require_arguments(
 
 
 def require_routed_experts(arguments: Mapping[str, object], *, on_cpu: bool) -> None:
-    """Check that an engine of these arguments can give the experts of a mixture, which vLLM refuses only at its start.
-
-    Raises:
-        ConfigError: it computes on a CPU, without prefix caching, or in pipeline or context parallelism.
-    """
+    """Check that an engine of these arguments can give a mixture's experts: vLLM refuses at its start."""
     if on_cpu:
         raise ConfigError(
             "vLLM gives no routed experts on a CPU: set trainer.router_replay = false, or models.engine = "
@@ -194,14 +183,12 @@ def require_routed_experts(arguments: Mapping[str, object], *, on_cpu: bool) -> 
 
 
 def computes_on_cpu() -> bool:
-    """Return whether the installed vLLM computes on a CPU."""
     from vllm.platforms import current_platform  # noqa: PLC0415 - takes seconds to import
 
     return bool(current_platform.is_cpu())
 
 
 def known_arguments() -> frozenset[str]:
-    """Return the names of the engine's arguments in the installed version."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds to import
 
     return frozenset(each.name for each in fields(AsyncEngineArgs))
@@ -224,7 +211,6 @@ def _fault(name: str, value: object, owned: Mapping[str, str], known: frozenset[
 
 
 def check_sleep(*, on_cpu: bool) -> None:
-    """Raise ``ConfigError`` unless vLLM can sleep, which it refuses only at its start."""
     if on_cpu:
         raise ConfigError(
             "vLLM does not sleep on a CPU, and an engine there takes no memory of the trainer's GPU: leave "
@@ -302,7 +288,6 @@ class Route:
 
 
 def workers_of(arguments: Mapping[str, object]) -> int:
-    """Return the number of an engine's workers."""
     return prod(int(str(arguments.get(size) or 1)) for size in SIZES)
 
 
@@ -324,10 +309,6 @@ def route_of(arguments: Mapping[str, object], trainer: torch.device, *, on_cpu: 
         trainer: the device that the weights come from.
         on_cpu: whether vLLM computes on a CPU.
         gpus: how many GPUs there are on the machine that is meant; ``None``: this one.
-
-    Raises:
-        ConfigError: trainer and workers are on GPUs between which weights cannot go, or there are too few GPUs; what to
-            set is named.
     """
     workers = workers_of(arguments)
     used = () if on_cpu else gpus_of(arguments, gpus)
@@ -353,15 +334,7 @@ def route_of(arguments: Mapping[str, object], trainer: torch.device, *, on_cpu: 
 
 
 def gpus_of(arguments: Mapping[str, object], gpus: int | None = None) -> Sequence[int]:
-    """Return the numbers of an engine's GPUs among those that are visible.
-
-    Args:
-        arguments: as :func:`route_of` has them.
-        gpus: likewise.
-
-    Raises:
-        ConfigError: there is no such GPU.
-    """
+    """Return the numbers of an engine's GPUs among those that are visible."""
     chosen, workers = arguments.get("device_ids"), workers_of(arguments)
     count = torch.cuda.device_count() if gpus is None else gpus
     if not isinstance(chosen, Sequence) or isinstance(chosen, str) or not chosen:
@@ -378,5 +351,4 @@ def gpus_of(arguments: Mapping[str, object], gpus: int | None = None) -> Sequenc
 
 
 def uuid_of(number: int) -> str:
-    """Return the UUID of a visible GPU."""
     return str(torch.cuda.get_device_properties(number).uuid)

@@ -108,7 +108,6 @@ class Engine(Closing):
 
     @property
     def closed(self) -> bool:
-        """Whether it was ended by :meth:`close`."""
         return self._closed
 
     @abstractmethod
@@ -142,7 +141,6 @@ class Engine(Closing):
         raise ProtocolError(f"{type(self).__name__} does not sleep, so {part} does not wake")
 
     def require_usable(self) -> None:
-        """Check that calls of the engine may be made here and now."""
         if self._closed:
             raise ProtocolError(f"the engine of {self.name} was closed, so nothing can use it: start another one")
         loop = running_loop()
@@ -343,7 +341,6 @@ def _adapter(name: str, path: str, replaces: bool) -> object:
 
 
 def served_by(config: VllmConfig) -> ServedWeights | None:
-    """Return the weights of an engine's model, if it generates and transformers can train it."""
     model = config.model_config
     if model.runner_type != "generate":
         return None

@@ -215,7 +215,6 @@ class HttpEngine:
         return self.error is not None
 
     def die(self, reason: str) -> ServerFault:
-        """Count the server as lost, and tell whoever waits for tokens."""
         self.error = self.error or ServerFault(f"{self._url} is lost: {reason}")
         for stream in self._open.values():
             stream.inbox.fail(self.error)
@@ -223,7 +222,6 @@ class HttpEngine:
 
     @asynccontextmanager
     async def streaming(self) -> AsyncIterator[None]:
-        """Read the streams, and watch the server, for as long as the context is open."""
         with as_itself():
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
@@ -252,7 +250,6 @@ class HttpEngine:
         return stream.inbox
 
     async def abort(self, request_id: Sequence[str]) -> None:
-        """End streams, as if the server had; those that are over are ignored."""
         found = [stream for each in request_id if (stream := self._closed(each)) is not None]
         for stream in found:
             stream.inbox.put(Completion([], [], "abort"))
@@ -298,7 +295,6 @@ class HttpEngine:
             self._begin(stream)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget the KV cache."""
         parameters = {"reset_running_requests": reset_running_requests}
         return bool((await self._call("POST", "/reset_prefix_cache", parameters)).get("success"))
 
@@ -331,7 +327,6 @@ class HttpEngine:
         await self._call("POST", "/update_weights", body={"update_info": request.update_info}, seconds=DEADLINE)
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End the update, and make sure that the server names its version."""
         body = {} if weight_version is None else {"weight_version": weight_version}
         await self._call("POST", "/finish_weight_update", body=body, seconds=DEADLINE)
         self._synced = True
@@ -340,7 +335,6 @@ class HttpEngine:
             await self._check_version()
 
     async def update_weight_version(self, new_version: str) -> None:
-        """Name the weights, and make sure that the server does."""
         await self._call("POST", "/update_weight_version", body={"new_version": new_version})
         self._version = new_version
         await self._check_version()
@@ -451,5 +445,4 @@ def _finite(logprob: float) -> float:
 
 
 def said(answer: httpx.Response) -> str:
-    """Return the status of an answer and the beginning of what it says."""
     return f"{answer.status_code} {answer.reason_phrase}: {shortened(' '.join(answer.text.split()), 300)}"

@@ -45,11 +45,6 @@ LISTED: Final = 20
 
 
 def check_log_probs(sampling: SamplingSettings, *, server: bool) -> None:
-    """Check that vLLM's log-probs are over the ids that the policy samples from.
-
-    Raises:
-        ConfigError: sampling leaves some out; or a server, which knows no temperature for prompts, would need one.
-    """
     left_out = {
         f"sampling.top_k = {sampling.top_k}": sampling.top_k > 0,
         f"sampling.top_p = {sampling.top_p}": sampling.top_p < 1,
@@ -97,9 +92,6 @@ class LogprobServer(ScoringServer):
         top_k: as :class:`VllmLogprobs` has it; the server needs ``--max-logprobs`` of as many.
         given: as for :class:`~oppo.vllm.scorers.ScoringServer`.
 
-    Raises:
-        ConfigError: there is no such server, or it gives no log-probs of prompts.
-
     Example:
         >>> teacher = VllmLogprobs(LogprobServer("http://host:8000", "large"), sampling=sampling)  # doctest: +SKIP
     """
@@ -112,11 +104,6 @@ class LogprobServer(ScoringServer):
         super().__init__(url, source, **given)
 
     async def rows(self, asked: Sequence[Asked]) -> list[tuple[Rows, int | None]]:
-        """Return the log-probs of the tokens of each rollout that are not read yet.
-
-        Raises:
-            RewardError: the server did not answer, or without a log-prob for each.
-        """
         service: Any = self.service
         found: dict[str, Rows] = {}
 

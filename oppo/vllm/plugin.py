@@ -61,12 +61,10 @@ def starter() -> int:
 
 
 def transfer_of(backend: str) -> str:
-    """Return the name by which vLLM knows the transfer of a backend."""
     return f"oppo-{backend}"
 
 
 def register_transfers() -> None:
-    """Make the transfers of :mod:`oppo.vllm.transfer` known to vLLM."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # noqa: PLC0415 - an extra
 
     for backend, name in TRANSFERS.items():

@@ -516,24 +516,19 @@ class VllmSampling:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The policy's capabilities under this sampling."""
         supports = reports_supports(self._sampling)
         return replace(self._policy.capabilities, supports=supports, varies_sampling=False, reports_progress=False)
 
     async def load(self, weights: Weights) -> None:
-        """Serve other weights, in the policy that it is of too."""
         await self._policy.load(weights)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
-        """Return a decode for each, as :meth:`VllmPolicy.open` does."""
         return [self._policy.opened(rollout, self._sampling, self._stopping) for rollout in rollouts]
 
     async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
-        """Return a decode for each whose response has turns, as :meth:`VllmPolicy.open_turns` does."""
         return [self._policy.opened(rollout, self._sampling, self._stopping, turns=True) for rollout in rollouts]
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
-        """Decode while the context is open, as :meth:`VllmPolicy.decoding` does."""
         return self._policy.decoding(live, cut)
 
 
@@ -562,11 +557,6 @@ class DecodingLoop:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Decode beside the body, which reads; afterwards every rollout that has not ended is deferred.
-
-        Raises:
-            Exception: what ended decoding, or the body's own error.
-        """
         for request in self._requests:
             request.rollout.begin()
         async with self._policy.engine.streaming(), anyio.create_task_group() as tasks:
@@ -612,20 +602,13 @@ class DecodingLoop:
         self.notice()
 
     def notice(self) -> None:
-        """Have the umpire look at the rollouts: one has ended, has failed or was closed."""
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """End decoding with an error."""
         self._collect(error)
         self.notice()
 
     async def add(self, decodes: Sequence[Decode]) -> None:
-        """Decode these as well, from the next decode step on; those that come after the cut stay deferred.
-
-        Raises:
-            ProtocolError: a decode is of another policy, was closed or has failed.
-        """
         for request in self._policy.unfinished(decodes) if self._cut is not None else ():
             request.rollout.begin()
             self._requests.append(request)

@@ -149,7 +149,6 @@ def guarded() -> Iterator[None]:
 
 
 def logging_config(file: str) -> dict[str, object]:
-    """Return the configuration of ``logging`` with which vLLM writes to ``file`` alone."""
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -225,13 +224,11 @@ class Children:
         self._before |= {child.pid for child in multiprocessing.active_children()}
 
     def kill(self) -> None:
-        """Kill all of them; safe to call from any thread."""
         for child in self._seen().values():
             with suppress(ProcessLookupError, ValueError):
                 child.kill()
 
     def join(self, seconds: float) -> None:
-        """Wait for their end, and kill those that outlast it."""
         for child in self._seen().values():
             child.join(seconds)
         self.kill()
@@ -268,7 +265,6 @@ def last_line(log: Path, containing: str = "") -> str:
 
 
 def failure(model: str | Path, error: BaseException, log: Path) -> str:
-    """Return what to say of an engine that could not be started."""
     cause = last_line(log, "Error: ") or one_line(error)
     share = "gpu_memory_utilization, or give the other models another GPU"
     hint = f"; lower vllm.{share}" if "GPU memory utilization" in cause else ""
@@ -292,9 +288,6 @@ class ServerProcess:
 
     Attributes:
         url: of the server.
-
-    Raises:
-        ConfigError: it could not be started.
     """
 
     def __init__(
@@ -361,7 +354,6 @@ class ServerProcess:
         return self.url, None if self._written is None else self._written.path
 
     def write(self, tensors: Mapping[str, Tensor], version: str) -> None:
-        """Write weights, or the adapter of a version, where the server finds them."""
         if isinstance(self._written, AdapterFolder):
             self._written.write(tensors, version)
         elif self._written is not None:

@@ -46,7 +46,6 @@ class RequestRoutes:
         self._rows += new
 
     def before(self, position: int) -> RoutedExperts:
-        """Return what the token at a position of the sequence has."""
         count = position - self.known
         rows = np.concatenate(self._rows) if self._rows else np.zeros((0, 0, 0), np.uint8)
         if len(rows) < count:
@@ -116,7 +115,6 @@ class Request:
 
     @property
     def idle(self) -> bool:
-        """Whether the engine has nothing to do for it: it has ended, or waits for an answer."""
         return self.finished or self.rollout.unanswered
 
     @property
@@ -152,13 +150,11 @@ class Request:
         return {"prompt_token_ids": [*self.prompt.tokens.tolist(), *self._tokens], "cache_salt": salt}
 
     def submitted(self, collector: Collector) -> None:
-        """Take what the engine makes for a new request from now on."""
         self.collector, self._made = collector, 0
         if self.routes is not None:
             self.routes.restart()
 
     def answered(self) -> None:
-        """Append an answer to the response; what follows it needs a new request."""
         self.collector = None  # what the engine made after a turn is not of the response
         self._tokens += self.rollout.pop_answer()
 
@@ -174,10 +170,6 @@ class Request:
 
         Returns:
             Whether the engine has ended the request.
-
-        Raises:
-            ModelError: a log-prob is not finite.
-            ProtocolError: the engine ended the request for a reason of its own.
         """
         (completion,) = output.outputs
         if self.routes is not None:
@@ -234,7 +226,6 @@ def reports_supports(sampling: Sampling) -> bool:
 
 
 def truncates(sampling: Sampling) -> bool:
-    """Return whether ids are excluded because they are unlikely; greedy decoding excludes none."""
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
@@ -248,12 +239,7 @@ def seed_of(seed: int, prompt: Prompt, start: int) -> int:
 
 
 def sampled(completion: Completion, sampling: Sampling, start: int) -> list[tuple[int, float, Support]]:
-    """Return each new token with its log-prob and its support.
-
-    Args:
-        completion: the new tokens.
-        start: length of the response before them.
-    """
+    """Return each new token with its log-prob and its support; ``start``: length of the response before them."""
     logprobs = completion.logprobs or [{}] * len(completion.token_ids)
     return [
         (int(token), _logprob(int(token), found), _support(found, int(token), sampling, start + position))

@@ -60,9 +60,6 @@ def _check_labels(name: str, config: Any) -> None:
 class RewardServer(ScoringServer):
     """A vLLM server that scores growing prefixes by its route ``/pooling``; see :class:`ScoringServer`.
 
-    Raises:
-        ModelRefused: the model has several labels.
-
     Example:
         >>> reward = VllmReward(RewardServer("http://localhost:8000", "models/reward"))  # doctest: +SKIP
     """
@@ -71,11 +68,6 @@ class RewardServer(ScoringServer):
     flags = " --runner pooling --convert classify"
 
     async def classify(self, asked: Sequence[Asked]) -> list[tuple[float, int | None]]:
-        """Return the score of each sequence.
-
-        Raises:
-            RewardError: the server did not answer, or without a finite number for each.
-        """
         service: Any = self.service
         found: list[list[float]] = await service([], [each.tokens for each in asked])
         if [len(each) for each in found] != [1] * len(asked) or not all(map(math.isfinite, chain(*found))):

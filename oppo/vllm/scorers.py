@@ -152,7 +152,6 @@ class Asked:
 
     @property
     def unread(self) -> list[int]:
-        """The tokens after those."""
         return self.tokens[self.read :]
 
 
@@ -191,7 +190,6 @@ class VllmScorer(ABC, Generic[T, A]):
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence that it reads."""
         return self._model.longest
 
     @property
@@ -201,35 +199,20 @@ class VllmScorer(ABC, Generic[T, A]):
 
     @property
     def version(self) -> int:
-        """Always 0: the model is frozen."""
         return 0
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
-        """Read more of some rollouts, as far as blocks of the cache are whole.
-
-        Raises:
-            ModelError: a token is outside the vocabulary, or a sequence is longer than the model reads.
-            ModelLost: the engine is dead.
-            ProtocolError: a rollout is opened twice, was never opened, or has a gap.
-        """
         grown = {event.rollout: self._received(event) for event in events}
         if self.block:
             await self._read("extend", [(session, self._cached_end(session)) for session in grown.values()])
 
     async def finish(self, finished: Sequence[Finish]) -> list[T]:
-        """Return each rollout's value, and forget it.
-
-        Raises:
-            ModelLost: the engine is dead.
-            ProtocolError: the tokens received are not the whole response.
-        """
         sessions = [self._sessions.whole(event.rollout, len(event.response)) for event in finished]
         await self._read("finish", [(session, self._last_end(session)) for session in sessions])
         await self.forget([session.rollout for session in sessions])
         return [self._value(session) for session in sessions]
 
     async def forget(self, rollouts: Sequence[int]) -> None:
-        """Drop sessions; unknown rollouts are fine. The engine keeps their cached blocks until it needs the room."""
         self._sessions.forget(rollouts)
 
     @abstractmethod
@@ -289,7 +272,6 @@ class EngineRequests:
         self._names = (f"score-{uuid4().hex[:8]}-{number}" for number in count())
 
     async def answered(self, prompts: Sequence[Mapping[str, object]]) -> list[Any]:
-        """Return vLLM's output for each prompt."""
         llm, names = self._engine.llm, list(islice(self._names, len(prompts)))
         try:
             async with answered(self._engine):
@@ -327,10 +309,6 @@ class ScoringServer(ABC):
         model: what a scorer needs to know.
         served: what it calls its model.
         service: makes the requests to score.
-
-    Raises:
-        ConfigError: there is no such server, or it does not score: what was expected, what came, what to do.
-        ModelRefused: the model cannot be served so.
     """
 
     ROUTE: ClassVar[str]

@@ -89,11 +89,6 @@ class ServerSettings:
 
     @classmethod
     def of(cls, table: Mapping[str, object]) -> Self | None:
-        """Return what a table says; ``None`` where it is of an engine that the run starts.
-
-        Raises:
-            ConfigError: a setting is of an engine, or is none; or a server is named twice.
-        """
         if "urls" not in table:
             return None
         own = [each.name for each in fields(cls)]
@@ -120,11 +115,6 @@ class ServerSettings:
         return found
 
     def api_key(self) -> str | None:
-        """Return the key that the environment holds.
-
-        Raises:
-            ConfigError: it holds none.
-        """
         if not self.api_key_env:
             return None
         if key := os.environ.get(self.api_key_env):
@@ -135,7 +125,6 @@ class ServerSettings:
         )
 
     def check_environment(self) -> None:
-        """Raise ``ConfigError`` unless httpx is installed and a key that is named is set."""
         require("http", "vllm.urls", module="httpx")
         self.api_key()
 
@@ -207,11 +196,7 @@ class Inspection:
         return f"start it, with oppo installed beside vLLM, as\n  {command}"
 
     def asked(self, method: str, path: str, body: object = None, *, status: int = 200) -> dict[str, Any]:
-        """Return the JSON of an answer; of one with another status, nothing, and a fault is noted.
-
-        Raises:
-            ConfigError: nothing answers, or something else than vLLM, or it asks for another key.
-        """
+        """Return the JSON of an answer; of one with another status, nothing, and a fault is noted."""
         import httpx  # noqa: PLC0415 - an extra
 
         try:
@@ -253,16 +238,10 @@ class Inspection:
             raise ConfigError(f"the vLLM server at {self.url} cannot serve this run:\n{listed}\n{self._start}")
 
     def check_version(self) -> None:
-        """Note a fault unless the server is of a version whose routes are known."""
         version = self.asked("GET", "/version").get("version")
         self.expect("the version of vLLM", VERSIONS, version, ok=_is_known(version))
 
     def config(self) -> dict[str, Any]:
-        """Return the server's own configuration, checked for what a policy needs.
-
-        Raises:
-            ConfigError: something is missing; all of it is named.
-        """
         self.check_version()
         config = self.asked("GET", "/server_info?config_format=json").get("vllm_config", {})
         if not config:
@@ -295,7 +274,6 @@ class Inspection:
         return dict(config)
 
     def vocabulary(self) -> int:
-        """Return the number of token ids of the model that is served; 0 where the server does not say."""
         refusal = self.asked("POST", "/inference/v1/generate", PROBE, status=400)
         if not refusal:
             self.faults.append("--enable-scale-out is missing, or the model generates no tokens")
@@ -306,7 +284,6 @@ class Inspection:
         return 0 if found is None else int(found[1])
 
     def agree(self, path: Path, model: str | Path | None, *, trust_remote_code: bool) -> None:
-        """Have the workers say whether they can read a file, and serve the model that is trained."""
         wanted = {} if model is None else compared(config_of(model, trust_remote_code=trust_remote_code))
         self.asked("POST", "/init_weight_transfer_engine", {"init_info": {"path": str(path), "model": wanted}})
 
@@ -454,11 +431,7 @@ def _adapter(name: str, path: str, replaces: bool) -> object:
 
 
 def address_of(url: str) -> str:
-    """Return the URL of a server, without a slash at its end.
-
-    Raises:
-        ConfigError: it is none, or holds more than an address.
-    """
+    """Return the URL of a server, without a slash at its end."""
     parts = split_url(url, "a vLLM server")
     if parts.username or parts.password or parts.query:
         raise ConfigError(
@@ -506,20 +479,17 @@ def _route(url: str, trainer: torch.device, workers: int) -> Route:
 
 
 def config_of(model: str | Path, *, trust_remote_code: bool) -> Any:
-    """Return transformers' config of a model."""
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
 
     return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
 
 
 def compared(config: Any) -> dict[str, object]:
-    """Return what :data:`COMPARED` names of a config."""
     text = config.get_text_config()
     return {name: value for name in COMPARED if (value := getattr(text, name, None)) is not None}
 
 
 def weights_of(model: str | Path, *, trust_remote_code: bool) -> ServedWeights | None:
-    """Return the weights of a model; ``None`` for one that transformers cannot train."""
     config = config_of(model, trust_remote_code=trust_remote_code)
     try:
         return ServedWeights.of(Path(model).name, config, trust_remote_code=trust_remote_code)

@@ -156,11 +156,7 @@ class StartedEngine(Protocol):
 
 @contextmanager
 def engine_calls(engine: StartedEngine) -> Iterator[None]:
-    """Turn whatever a call of the engine raises into :class:`~oppo.errors.ModelLost`, with what to do.
-
-    Raises:
-        ModelLost: the engine is dead, or refused the call.
-    """
+    """Turn whatever a call of the engine raises into :class:`~oppo.errors.ModelLost`, with what to do."""
     try:
         yield
     except OppoError:
@@ -175,13 +171,7 @@ def engine_calls(engine: StartedEngine) -> Iterator[None]:
 async def answered(engine: StartedEngine, *, shield: bool = False) -> AsyncIterator[None]:
     """Give up the body, calls of the engine, when the engine dies: it would never answer them.
 
-    Args:
-        engine: is started.
-        shield: a cancellation from outside waits for the end of the body.
-
-    Raises:
-        ModelLost: the engine is dead, or refused a call.
-        ProtocolError: the engine is closed, or works on another event loop.
+    ``shield``: a cancellation from outside waits for the end of the body.
     """
     engine.require_usable()
     died = False

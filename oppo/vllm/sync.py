@@ -70,15 +70,7 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
 class WeightFile:
     """A file without a name on Linux, so that nothing is left of it when this process ends, however it ends.
 
-    Attributes:
-        path: leads to it while this object lives, in every process of this user.
-
-    Example:
-        >>> from safetensors.torch import load_file
-        >>> file = WeightFile()
-        >>> file.write({"bias": torch.ones(2)})
-        >>> load_file(file.path)
-        {'bias': tensor([1., 1.])}
+    ``path`` leads to it while this object lives, in every process of this user.
     """
 
     def __init__(self) -> None:
@@ -95,7 +87,6 @@ class WeightFile:
         self._memory = torch.zeros(0, dtype=torch.uint8)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write these tensors in place of what was there; of tied ones the first."""
         kept = untied(tensors)
         header = _header(kept)
         end = len(header)
@@ -122,15 +113,9 @@ class WeightFile:
 
 
 class SharedFile:
-    """A file for each update, in a directory that a server on another machine has too, and a folder of its own there.
+    """A file for each update, in a directory that a server on another machine has too; ``path``: of the newest.
 
     No two have the same name, since a file system of several machines may go on reading what a name once held.
-
-    Attributes:
-        path: of the newest; there is no other.
-
-    Raises:
-        ConfigError: nothing can be written there.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -150,7 +135,6 @@ class SharedFile:
         return self._folder / f"{next(self._numbers)}.safetensors"
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write these tensors in place of what was there; of tied ones the first."""
         before, self.path = self.path, self._next()
         try:
             save_file(untied(tensors), self.path)
@@ -196,9 +180,6 @@ class AdapterFolder:
 
     Attributes:
         path: of the directory of all versions.
-
-    Raises:
-        ConfigError: nothing can be written there.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -216,7 +197,6 @@ class AdapterFolder:
         self._versions: dict[Path, WeightFile | None] = {}
 
     def write(self, tensors: Mapping[str, Tensor], version: str) -> Path:
-        """Write the adapter of a version, as PEFT does, and return where it lies."""
         for old in list(self._versions)[:-1]:
             rmtree(old, ignore_errors=True)
             del self._versions[old]
@@ -251,7 +231,6 @@ MATRICES: Final = "adapter_model.safetensors"
 
 
 def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors by name, the first of those that lie in the same memory."""
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     for name, tensor in tensors.items():
         first.setdefault((tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())), name)
@@ -316,7 +295,6 @@ class ServedWeights:
 
     @classmethod
     def of(cls, model: str, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
-        """Return the weights that transformers makes for a configuration; this takes no memory for them."""
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - it takes seconds
         from transformers.core_model_loading import Transpose, revert_weight_conversion  # noqa: PLC0415 - likewise
 
@@ -339,7 +317,6 @@ class ServedWeights:
         return cls(model, shapes, tuple(frozenset(names) for names in tied.values()), outline)
 
     def require(self, tensors: Mapping[str, Tensor]) -> None:
-        """Check weights before they are sent."""
         missing = [min(names) for names in self.needed if not names & tensors.keys()]
         unknown = [name for name in tensors if name not in self.shapes]
         other = [
@@ -373,15 +350,11 @@ DEADLINE: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class InitRequest:
-    """vLLM's ``WeightTransferInitRequest``, of which it reads this alone; vLLM takes seconds to import."""
-
     init_info: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """vLLM's ``WeightTransferUpdateRequest``, likewise."""
-
     update_info: dict[str, Any]
 
 
@@ -406,7 +379,6 @@ class FileSender:
         self._file = file or WeightFile()
 
     async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
-        """Write the file, and have the workers load it; see :class:`WeightSender`."""
         await anyio.to_thread.run_sync(self._file.write, tensors)
         prints = await anyio.to_thread.run_sync(fingerprints, untied(tensors))
         await self._load(llm, {"path": str(self._file.path), "prints": prints}, version)
@@ -445,7 +417,6 @@ class AdapterSender:
         self.adapter: object | None = None
 
     async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
-        """Write the adapter, and have the workers load it and compare what they hold; see :class:`WeightSender`."""
         path = await anyio.to_thread.run_sync(self._folder.write, tensors, version)
         prints = await anyio.to_thread.run_sync(fingerprints, tensors)
         async with in_time(self._deadline, version):
@@ -481,7 +452,6 @@ class Sent:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def metadata(self) -> list[Any]:
-        """Return vLLM's ``ParamMeta`` of each tensor, in the order of iteration."""
         from vllm.distributed.weight_transfer.base import ParamMeta  # noqa: PLC0415 - takes seconds to import
 
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
@@ -549,8 +519,6 @@ def plain(handles: Handles) -> list[dict[str, list[object]]]:
 
 
 def restored(handles: Handles) -> list[dict[str, list[object]]]:
-    """Return handles of :func:`plain` with the types themselves."""
-
     def meant(value: object) -> object:
         return _NAMED.get(value, value) if isinstance(value, str) else value
 
@@ -580,7 +548,6 @@ class DeviceSender:
         self._trainer: TrainerSide | None = None
 
     async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
-        """Send the weights and wait until all workers serve them; see :class:`oppo.vllm.sync.WeightSender`."""
         self._require_local(tensors)
         self._source.tensors = untied(tensors)
         client = self._client = self._client or BlockingClient(llm)
@@ -626,7 +593,6 @@ def current(device: torch.device) -> Iterator[None]:
 
 
 def init_info(route: Route) -> Any:
-    """Return how the trainer, as rank 0, and the workers meet."""
     if route.backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # noqa: PLC0415
 
@@ -639,7 +605,6 @@ def init_info(route: Route) -> Any:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

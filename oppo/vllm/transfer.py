@@ -66,7 +66,6 @@ class FileUpdate(WeightTransferUpdateInfo):
 
 
 def layers_of(model: torch.nn.Module) -> frozenset[str]:
-    """Return the names of the layers with parameters of their own; of tied ones the first."""
     return frozenset(name.rpartition(".")[0] for name, _ in model.named_parameters())
 
 
@@ -75,9 +74,6 @@ def check_taken(model: torch.nn.Module, layers: frozenset[str]) -> None:
 
     A model's loader passes over names that it does not know, or writes past the reload, and vLLM then goes on with the
     layer's old weights. A layer that took a part of its weights is not noticed.
-
-    Raises:
-        ValueError: a layer took none.
     """
     infos = {name: get_layerwise_info(layer) for name, layer in model.named_modules() if name in layers}
     if stale := [name for name, info in infos.items() if info.can_load() and not info.load_numel]:
@@ -85,11 +81,6 @@ def check_taken(model: torch.nn.Module, layers: frozenset[str]) -> None:
 
 
 def check_delivered(weights: Mapping[str, torch.Tensor], sent: Mapping[str, str]) -> None:
-    """Check, before anything is loaded, that these are the weights that were sent, and not those of another update.
-
-    Raises:
-        ValueError: they are not; it names the first tensor that differs.
-    """
     got = fingerprints(weights)
     if other := [name for name in {**sent, **got} if sent.get(name) != got.get(name)]:
         raise ValueError(
@@ -102,9 +93,6 @@ def check_adapter(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> N
     """Check that an adapter that is in use has these matrices, each in the dtype in which vLLM holds adapters.
 
     vLLM joins those of layers that it has joined, so they are compared as they are, without their names.
-
-    Raises:
-        ValueError: none has.
     """
     manager: Any = model.lora_manager
     dtype = manager.lora_config.lora_dtype
@@ -161,11 +149,6 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
     update_info_cls = FileUpdate
 
     def init_transfer_engine(self, init_info: FileInit) -> None:
-        """Have embeddings beside an output layer packed no more, as only the output layer multiplies.
-
-        Raises:
-            ValueError: the file cannot be read here, or another model or adapter is served.
-        """
         if init_info.adapter:
             weights = load_file(init_info.adapter)
             check_delivered(weights, init_info.prints)

@@ -27,7 +27,8 @@ from oppo.environments import EnvironmentClass, FunctionEnvironment
 from oppo.errors import HangError
 from oppo.events import Finish, Prompt, StepReport
 from oppo.graph import Graph, Snapshot, Wait
-from oppo.hf.chat import ChatFormat, ParsedTurn, ToolCall
+from oppo.hf.calls import ToolCall
+from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.liveness import Heartbeat, Stall, StallLimits, Vitals, Watchdog, watched
 from oppo.liveness.watchdog import GAP, _threads
 from oppo.observe import Span

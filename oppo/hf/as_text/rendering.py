@@ -30,9 +30,6 @@ class Rendering:
             after each. ``pair``: the same as two segments. ``response``: the response alone. A special token that a
             response or a message spells is ordinary text.
         reader: the model's tokenizer.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template, and needs one.
     """
 
     def __init__(self, form: Form, reader: HfTokenizer) -> None:
@@ -45,11 +42,7 @@ class Rendering:
         self._reader = reader
 
     def whole(self, prompt: PromptText, response: str) -> Rendered:
-        """Return the text of a prompt and its whole response.
-
-        Raises:
-            ConfigError: the chat template cannot render them.
-        """
+        """Return the text of a prompt and its whole response."""
         match self.form:
             case "chat":
                 return self._chat(prompt, response)
@@ -158,11 +151,7 @@ class Reader:
         return bool(self.tokenizer.inner.is_fast)
 
     def features(self, rendered: Rendered) -> Mapping[str, list[int]]:
-        """Return the model's inputs for a whole text, each one row.
-
-        Raises:
-            TooLong: it has more tokens than the model reads, and is not to be cut.
-        """
+        """Return the model's inputs for a whole text, each one row."""
         cut = self.over_long == "truncate"
         segments = self.tokenizer.segments(rendered)
         if len(segments) > 1:

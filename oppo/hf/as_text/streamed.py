@@ -160,11 +160,7 @@ class Retokenizer:
         return self._continued() or self._restarted()
 
     def finish(self) -> Edit:
-        """Return the edit from the tokens that were sent to the tokens of the whole text.
-
-        Raises:
-            TooLong: the text has more tokens than the model reads.
-        """
+        """Return the edit from the tokens that were sent to the tokens of the whole text."""
         response = self._decode(self._growing.tokens)
         self.whole = self._rendering.whole(self._prompt, response)
         return self._corrected([*self._reader.features(self.whole)["input_ids"], *self._closing])
@@ -321,11 +317,7 @@ class BridgeWorker(ABC, Generic[V]):
         ...
 
     def extend(self, inputs: ScorerInput) -> None:
-        """Receive more of some rollouts, and read of their text what is certain.
-
-        Raises:
-            ProtocolError: a rollout is opened twice, was never opened, or has a gap.
-        """
+        """Receive more of some rollouts, and read of their text what is certain."""
         self._prepare()
         grown: dict[int, list[int]] = {}
         for event in inputs.events:
@@ -335,12 +327,7 @@ class BridgeWorker(ABC, Generic[V]):
         self._read({rollout: self._sessions[rollout].retokenizer.grow(tokens) for rollout, tokens in grown.items()})
 
     def finish(self, lengths: Mapping[int, int]) -> list[Found[V]]:
-        """Return what came of each rollout, and forget it; ``lengths`` are the tokens of the responses, by rollout.
-
-        Raises:
-            ModelError: a rollout is longer than the model reads, and such rollouts are neither cut nor dropped.
-            ProtocolError: the tokens received are not the whole response.
-        """
+        """Return what came of each rollout, and forget it; ``lengths`` are the tokens of the responses, by rollout."""
         edits = {rollout: self._ended(rollout, length) for rollout, length in lengths.items()}
         complete = {rollout: edit for rollout, edit in edits.items() if isinstance(edit, Edit)}
         self._read(complete)

@@ -66,9 +66,6 @@ def text_ends(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], tex
     """Return where each token ends in the text of all of them, int32 [n], in characters.
 
     Of a character that several tokens spell, the last one has the end.
-
-    Raises:
-        Unaligned: the text of tokens changes with those that follow.
     """
     alone = {token: decode([token]) for token in {*tokens}}
     if "".join(alone[token] for token in tokens) == text:

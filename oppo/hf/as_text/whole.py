@@ -129,11 +129,7 @@ def reach(model: PreTrainedModel, tokenizer: HfTokenizer) -> int:
 
 
 def reads_beside(encoder: Encoder) -> bool:
-    """Return whether a text has the same outputs, up to rounding, when longer ones are read beside it.
-
-    Raises:
-        ModelRefused: the model reads no text at all.
-    """
+    """Return whether a text has the same outputs, up to rounding, when longer ones are read beside it."""
     ids = [number for number in range(len(encoder.tokenizer.inner)) if number != encoder.tokenizer.inner.pad_token_id]
     ends = encoder.model.config.eos_token_id
     end = ends[0] if isinstance(ends, Sequence) and ends else ends
@@ -188,11 +184,7 @@ class WholeReader(ABC):
         self._reader = Reader(encoder.tokenizer, encoder.limit, over_long)
 
     def finish(self, ended: Sequence[EndedRollout]) -> list[float | Drop]:
-        """Return the score of each rollout, or a ``Drop`` of one that is too long.
-
-        Raises:
-            ModelError: a text is longer than the model reads, and such rollouts are neither cut nor dropped.
-        """
+        """Return the score of each rollout, or a ``Drop`` of one that is too long."""
         texts: dict[int, list[Features]] = {}
         drops: dict[int, Drop] = {}
         for each in ended:
@@ -250,22 +242,13 @@ class WholeReward:
         return 0
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
-        """Check that the events follow one another.
-
-        Raises:
-            ProtocolError: a rollout is opened twice, was never opened, or has a gap.
-        """
+        """Check that the events follow one another."""
         del priority
         for event in events:
             self._sessions.receive(event)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> list[float | Drop]:
-        """Return each rollout's score, or a ``Drop``, and forget it.
-
-        Raises:
-            ModelError: a rollout is longer than the model reads, and such rollouts are neither cut nor dropped.
-            ProtocolError: the tokens received are not the whole response.
-        """
+        """Return each rollout's score, or a ``Drop``, and forget it."""
         for event in finished:
             self._sessions.whole(event.rollout, len(event.response))
         self._sessions.forget([event.rollout for event in finished])

@@ -127,9 +127,6 @@ class IncrementalPrefill:
 
         With ``deterministic`` those are whole blocks, and fewer: a block is read in one pass or not at all. What a
         scorer kept of tokens that are gone is the scorer's to drop.
-
-        Raises:
-            ProtocolError: the rollout was never opened.
         """
         state = self._states[rollout]
         if length >= state.read:

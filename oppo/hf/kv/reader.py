@@ -71,9 +71,6 @@ class Incremental:
         max_length: the longest sequence of a row, in tokens (:func:`~oppo.hf.introspection.longest`).
         routes: records the experts of each token read; ``None``, unless set: nothing does.
 
-    Raises:
-        ModelRefused: the model's attention cannot be served row by row, or the probe found that it cannot.
-
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -153,10 +150,6 @@ class Incremental:
 
         Returns:
             For each row [k_i, D].
-
-        Raises:
-            ModelError: a row would grow beyond ``max_length``; nothing has been read.
-            ProtocolError: a row is named twice, or has no tokens.
         """
         if self._states is not None and self._pads is None:
             self._make_states(self._states)
@@ -192,10 +185,6 @@ class Incremental:
         The rows of each segment move to the front of their slab, unless they are there already, so that keys and
         values are read as a view, up to the longest row of the segment. Rows are segmented anew when other rows are
         stepped, or after :meth:`extend` or :meth:`forget`; in between rows grow alike, and relative padding shrinks.
-
-        Raises:
-            ModelError: a row would grow beyond ``max_length``; nothing has been read.
-            ProtocolError: a row is named twice.
         """
         if self._states is not None and self._pads is None:
             self._make_states(self._states)

@@ -97,9 +97,6 @@ class Decoder:
         decode: returns the text of tokens, for stop strings.
         counters: continued; new ones unless given.
         routed_experts: give each token the experts of the model, a mixture.
-
-    Raises:
-        ModelRefused: the model is no mixture, or its routers do not say whom they choose.
     """
 
     def __init__(
@@ -130,9 +127,6 @@ class Decoder:
 
         A row whose turn has ended is paused too. In deterministic mode all are then, so that it joins the others where
         it left.
-
-        Raises:
-            ModelError: logits were not finite. The cache then holds none of ``rows``, as after any other error.
         """
         try:
             self._decode(rows, cut, signals, deliver)

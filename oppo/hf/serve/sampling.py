@@ -60,9 +60,6 @@ def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Se
         noise: float32 [n, V], standard Gumbel; ``None`` only when the temperature is 0.
         sampling: temperature, then ``top_k``, then ``top_p``, as in transformers' ``generate``.
         too_short: indices of the rows that must not end yet: they get no token of ``sampling.stop``.
-
-    Raises:
-        ValueError: the temperature is above 0 and ``noise`` is ``None``.
     """
     logits = logits.float()
     if sampling.temperature == 0:

@@ -132,11 +132,7 @@ class ActorCritic(nn.Module):
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     def trained(self) -> list[list[nn.Parameter]]:
-        """Return the parameters that are trained: the actor's, a shared trunk included, and the critic's.
-
-        Raises:
-            ModelRefused: a model has none or is in float16, or the critic has no single-label ``score`` head.
-        """
+        """Return the parameters that are trained: the actor's, a shared trunk included, and the critic's."""
         actor = _trained(self.actor, "actor")
         if self.critic is None:
             return [actor]

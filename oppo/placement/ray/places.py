@@ -62,11 +62,7 @@ class MakesRemotely(Protocol):
     """What makes an instance from memory of this process, and knows how another machine makes one."""
 
     def remote(self) -> Make[object]:
-        """Return what makes it where nothing is shared.
-
-        Raises:
-            ModelError: it does not know.
-        """
+        """Return what makes it where nothing is shared."""
 
 
 class _MachineDied(Gone):
@@ -92,7 +88,6 @@ class ActorStart:
         return RayChild(name, setup, self)
 
     def actor(self) -> ActorHandle[Any]:
-        """Ask Ray for an actor, without waiting for it."""
         room = self.room
         remote: Any = ray.remote  # whose types leave the groups out
         servant = remote(concurrency_groups=GROUPS)(Servant).options(
@@ -158,13 +153,7 @@ class RayChild(Child):
         return packet._replace(bulk=[self._how.cluster.put(part) for part in packet.bulk])
 
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
-        """Send an order and return its answer; see :meth:`Child.ask`. Its times are on the clock of this machine.
-
-        Raises:
-            Gone: the actor is dead, or dies meanwhile.
-            ModelError: no machine has room for it, or what it needs; or the order holds memory of this machine other
-                than a :class:`~oppo.placement.shared_memory.Mirrored`.
-        """
+        """Send an order and return its answer; see :meth:`Child.ask`. Its times are on the clock of this machine."""
         if not all(isinstance(block, Mirrored) for block in packet.blocks):
             raise ModelError("memory is not shared between machines")
         self._await_arrival()
@@ -179,7 +168,6 @@ class RayChild(Child):
         self.kill()
 
     def kill(self) -> None:
-        """Kill the actor, whatever it is doing."""
         self._killed = True
         with suppress(RayError, RuntimeError, ValueError):  # it is dead, or the cluster is
             ray.kill(self._actor)
@@ -447,7 +435,6 @@ class _PortMeeting:
         self._bundles = bundles
 
     def of(self, number: int, first: Child) -> str:
-        """Return a port of the driver's address in the cluster, at which rank 0 listens from now on."""
         del number
         return cast("str", first.ask(pack(Call(None, listen, (self._cluster.driver_address(),)))).result("rank 0"))
 

@@ -43,13 +43,7 @@ def versions() -> dict[str, str]:
 
 
 class Copy(NamedTuple):
-    """A block with one writer, for a machine that does not share its memory.
-
-    Attributes:
-        number: of the block, on the machine of the driver.
-        content: so far.
-        gauge: whether the writer is here; otherwise it is the caller.
-    """
+    """A block with one writer, for a machine that does not share its memory; ``gauge``: the writer is here."""
 
     number: int
     content: bytes
@@ -113,7 +107,6 @@ class Conversation:
             return fetched, self._over
 
     def reply(self, data: bytes) -> None:
-        """Keep a reply for the work."""
         with self._news:
             self._replies.append(data)
             self._news.notify_all()
@@ -142,22 +135,9 @@ class Servant:
         return Arrival(os.getpid(), ray.util.get_node_ip_address(), versions())
 
     def answer(self, data: bytes, copies: Sequence[Copy], *bulk: object) -> Answered:
-        """Return the answer to an order, what is large in it, and the gauges.
-
-        Args:
-            data: the order, pickled.
-            copies: of the gauges in it.
-            bulk: what is large in it, fetched from the object store.
-        """
         return self._answered(Packet(data, bulk=self._blocks(copies) or bulk), bind=_as_it_is)
 
     def converse(self, number: int, data: bytes, copies: Sequence[Copy], *bulk: object) -> Answered:
-        """Return the answer to an order that calls back, as :meth:`answer` does.
-
-        Args:
-            number: of the order, greater than that of the one before.
-            data, copies, bulk: see :meth:`answer`; copies may be of notices too.
-        """
         conversation = self._of(number)
         try:
             packet = Packet(data, bulk=self._blocks(copies, conversation) or bulk)
@@ -167,12 +147,6 @@ class Servant:
 
     @ray.method(concurrency_group="listen")
     def requests(self, number: int, patience: float) -> tuple[Sequence[bytes], bool, Gauges]:
-        """Return what the order in progress requests, whether that was all, and the gauges.
-
-        Args:
-            number: of the order.
-            patience: seconds in which a request should come.
-        """
         fetched, over = self._of(number).fetch(patience)
         return fetched, over, self._read()
 
