@@ -442,7 +442,8 @@ class Faults:
         kind, home, known = "key", f"[{place[0]}]", list(self._declared(place[0]))
         if len(place) == 1:
             kind, home, known = "section", "a configuration", list(self.sections)
-        guess = self._home_of(place) or self._of_a_peer(place, given) or did_you_mean(place[-1], known)
+        near, peer = did_you_mean(place[-1], known), self._of_a_peer(place, given)
+        guess = self._home_of(place) or (near or peer if kind == "section" else peer or near)
         return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {', '.join(known)}"
 
     def _of_a_peer(self, place: tuple[str, ...], given: object) -> str:

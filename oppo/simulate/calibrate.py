@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from oppo.admission import Observation, Scoring
 from oppo.errors import ConfigError, DataError, one_line
 from oppo.models import Passes
+from oppo.redact import excerpt
 from oppo.report.metrics import in_own_names
 from oppo.report.records import JOURNAL, METRICS, WORK, Record, Work, ended, observations, read
 from oppo.simulate.costs import STAGES, Decoder, Observed, Reader, ScorerName, System, Updater
@@ -307,17 +308,19 @@ class RunRecord:
     def _of(cls, directory: Path) -> RunRecord:
         seen = observations(directory / JOURNAL)
         metrics: dict[int, Mapping[str, Any]] = {
-            cast("int", each["step"]): in_own_names(each) for each in read(directory / METRICS)
+            cast("int", each["step"]): in_own_names(each) for each in read(directory / METRICS, _refuse)
         }
         if any(each.get("selection/rounds", 1) != 1 for each in metrics.values()):
             raise ConfigError(f"the run in {directory} replaces rejected groups, which a simulation does not know yet")
-        work = {cast("int", each["step"]): cast("Any", each.get("models", {})) for each in read(directory / WORK)}
+        work = {
+            cast("int", each["step"]): cast("Any", each.get("models", {})) for each in read(directory / WORK, _refuse)
+        }
         steps = [
             measured_step(seen[step], each, work.get(step, {}))
             for step, each in sorted(metrics.items())
             if step in seen and all(each.get(name) is not None for name in NEEDED)
         ]
-        journal = list(read(directory / JOURNAL))
+        journal = list(read(directory / JOURNAL, _refuse))
         prompts = [cast("int", each["prompt_tokens"]) for each in journal if each.get("event") == "admitted"]
         groups = lengths_of(journal)
         if not (steps and prompts and groups):
@@ -326,6 +329,10 @@ class RunRecord:
             )
         longest = max(max(group) for group in groups)
         return cls(steps, sum(prompts) / len(prompts), Observed(groups), longest)
+
+
+def _refuse(number: int, line: bytes) -> None:
+    raise ValueError(f"line {number}, {excerpt(line.decode(errors='replace'), 80)!r}, is no record of theirs")
 
 
 def measured_step(seen: Observation, metrics: Mapping[str, Any], work: Work) -> MeasuredStep:

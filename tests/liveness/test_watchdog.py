@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import anyio
 import anyio.to_thread
@@ -463,7 +463,7 @@ class Calling:
     """A chat format of fakes: every turn calls the tool."""
 
     roles = frozenset({"tool"})
-    tools = ("tool",)
+    tools: ClassVar[dict[str, dict[str, object]]] = {"tool": {}}
 
     def parse(self, turn: list[int]) -> ParsedTurn:
         return ParsedTurn("", tool_calls=(ToolCall("tool", {}),))

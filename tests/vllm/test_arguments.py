@@ -93,18 +93,18 @@ def test_values_that_cannot_work_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "shown"),
     [
-        ("enable_prefix_caching", False),
-        ("pipeline_parallel_size", 2),
-        ("decode_context_parallel_size", 2),
-        ("prefill_context_parallel_size", 2),
+        ("enable_prefix_caching", False, "false"),
+        ("pipeline_parallel_size", 2, "2"),
+        ("decode_context_parallel_size", 2, "2"),
+        ("prefill_context_parallel_size", 2, "2"),
     ],
 )
-def test_experts_are_not_replayed_where_vllm_gives_none(name: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=rf"trainer\.router_replay = true .*vllm\.{name} = {value}:"):
+def test_experts_are_not_replayed_where_vllm_gives_none(name: str, value: int, shown: str) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer\.router_replay = true .*vllm\.{name} = {shown}:"):
         require_routed_experts({name: value}, on_cpu=False)
-    with pytest.raises(ConfigError, match=rf"vllm\.{name} = {value}"):
+    with pytest.raises(ConfigError, match=rf"vllm\.{name} = {shown}"):
         engine_arguments("model", {"enable_return_routed_experts": True, name: value}, on_cpu=False, backend="nccl")
     require_routed_experts({name: 1}, on_cpu=False)
 
