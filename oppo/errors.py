@@ -233,33 +233,45 @@ def exits_told() -> Iterator[None]:
     In user code, see :func:`contained`, it raises ``SystemExit``. Elsewhere it writes to standard error where it was
     called, and never exits with code 0. In a process that was forked it does what it always does.
     """
-    process = os.getpid()
-
-    def tell(status: int) -> NoReturn:
-        if os.getpid() != process or sys._getframe(1).f_code.co_filename.startswith(_OURS):  # noqa: SLF001
-            _exit(status)
-        if _IN_USER_CODE.get():
-            raise SystemExit(f"os._exit({status})")
-        where = place_among(traceback.extract_stack()[:-1], foreign=True)
-        sys.stderr.write(f"error: the program was left by an os._exit({status}) that nothing asked for{where}\n")
-        sys.stderr.flush()
-        _exit(status or 1)
-
-    before, os._exit = os._exit, tell
+    with _TELLING:
+        _TOLD.append(os.getpid())
+        os._exit = _tell
     try:
         yield
     finally:
-        os._exit = before
+        with _TELLING:  # bodies in several threads need not end in order
+            _TOLD.pop()
+            if not _TOLD:
+                os._exit = _exit
+
+
+_TELLING: Final = threading.Lock()
+_TOLD: Final[list[int]] = []  # the process of each body
+
+
+def _tell(status: int) -> NoReturn:
+    if os.getpid() not in _TOLD or sys._getframe(1).f_code.co_filename.startswith(_OURS):  # noqa: SLF001
+        _exit(status)
+    if _IN_USER_CODE.get():
+        raise SystemExit(f"os._exit({status})")
+    try:
+        where = place_among(traceback.extract_stack()[:-1], foreign=True)
+        sys.stderr.write(f"error: the program was left by an os._exit({status}) that nothing asked for{where}\n")
+        sys.stderr.flush()
+    finally:  # there may be no standard error any more
+        _exit(status or 1)
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    # Python's own handler leaves no trace of itself; that of anybody else raised it where its traceback ends.
+    # Python's own handler leaves no trace of itself; one of anybody else, of any of these signals, is in it.
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False  # other threads get no signal
-    handler: Any = signal.getsignal(signal.SIGINT)
-    raised = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
-    own = getattr(getattr(handler, "func", handler), "__code__", None)  # asyncio's is a partial
-    return handler is signal.default_int_handler or raised == [own]
+    # where SIGINT is ignored, as in the background of a shell, another one comes
+    handlers: list[Any] = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    if handlers[0] is signal.default_int_handler:
+        return True
+    own = {getattr(getattr(each, "func", each), "__code__", None) for each in handlers}  # asyncio's is a partial
+    return any(frame.f_code in own for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 @types.coroutine

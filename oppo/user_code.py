@@ -185,10 +185,15 @@ def _importable(folder: str) -> None:
     if folder in sys.path[:behind]:
         return
     sys.path[behind:] = [folder, *(each for each in sys.path[behind:] if each != folder)]
-    for entry in Path(folder).iterdir():  # a namesake of another file's is not this file's neighbour
-        home = str(Path(getattr(sys.modules.get(entry.stem), "__file__", None) or "/").parent)
-        if home in _folders - {folder}:
-            del sys.modules[entry.stem]
+    neighbours: set[str] = set()
+    with suppress(OSError):  # a folder that may be searched need not be listed
+        neighbours = {entry.stem for entry in Path(folder).iterdir()} - {"__main__"}
+    for name in neighbours:  # a namesake of another file's is not this file's neighbour
+        file = Path(getattr(sys.modules.get(name), "__file__", None) or "/")
+        home = file.parent.parent if file.stem == "__init__" else file.parent
+        if str(home) in _folders - {folder}:
+            for each in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+                del sys.modules[each]
     _folders.add(folder)
 
 
@@ -336,7 +341,8 @@ class UserCalls(Generic[G, W, R]):
                     return outcome.result(until - waited)
                 if (waited := until) == notice:
                     notice *= 2
-                    logger.warning(f"{self._title} has not returned for {waited:g} s ({where}): a timeout would end it")
+                    ends = "a timeout would end it" if self._timeout == math.inf else f"it has {self._timeout:g} s"
+                    logger.warning(f"{self._title} has not returned for {waited:g} s ({where}): {ends}")
         raise self._checked.failure(f"took longer than {self._timeout:g} s", where)
 
     async def _made(self, virtual: bool, given: G, where: W) -> R:

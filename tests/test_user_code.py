@@ -205,7 +205,7 @@ def test_a_file_that_ends_the_program_when_it_is_loaded_is_refused(tmp_path: Pat
 
 
 def source(folder: Path, text: str, name: str = "mine.py") -> Path:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
     return folder / name
 
@@ -219,13 +219,15 @@ def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> Non
     assert pickle.loads(pickle.dumps(second())) == second()
 
 
+@pytest.mark.parametrize("neighbour", ["neighbour.py", "neighbour/__init__.py"])
 async def test_a_file_imports_its_neighbours_when_it_is_run_and_when_it_is_called_in_any_process(
-    tmp_path: Path,
+    tmp_path: Path, neighbour: str
 ) -> None:
     text = "from neighbour import N\ndef f(prompts, completions):\n    from {0} import late\n    return late(N)\n"
     for number, name in enumerate(("alpha", "beta")):
         source(tmp_path / name, text.format(f"late_{name}"))
-        source(tmp_path / name, f"N = {number}\n", "neighbour.py")
+        source((tmp_path / name / neighbour).parent, f"N = {number}\n", Path(neighbour).name)
+        source(tmp_path / name, "", "__main__.py")  # is no neighbour: the program's stays
         source(tmp_path / name, "def late(number): return [number, number]\n", f"late_{name}.py")
     with contextlib.ExitStack() as stack:
         rewards = {
@@ -237,6 +239,7 @@ async def test_a_file_imports_its_neighbours_when_it_is_run_and_when_it_is_calle
         }
         for (name, _), reward in rewards.items():
             assert await reward.finish(TWO) == [float(name == "beta")] * 2
+    assert "__main__" in sys.modules
 
 
 def test_a_file_is_run_once_however_many_of_its_names_are_loaded(tmp_path: Path) -> None:

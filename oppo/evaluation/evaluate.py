@@ -30,6 +30,7 @@ from oppo.events import (
     rollout_of,
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender, Step, where
+from oppo.log import logger
 from oppo.models import Decode, Policy, Scorer
 from oppo.observe import Observer, WorkContext, working_for
 from oppo.stages import Generate, Score, ScoredRollout, ScoredRollouts
@@ -448,6 +449,11 @@ class Evaluation:
             metrics = {**metrics, **of_sampled(sampled, self.samples, self.pass_score)}
             metrics["eval/dropped"] += len(sampled.dropped)
         seconds = {"eval/seconds": anyio.current_time() - start}
+        if self.greedy.version != version:
+            logger.warning(
+                f"weights of version {self.greedy.version} came while those of version {version} were evaluated, as "
+                "the policy had lost its engines: the held-out score is of both"
+            )
         return Evaluated(step, version, {**metrics, **seconds}, greedy.rollouts)
 
 

@@ -249,15 +249,16 @@ def _check_base(what: str, adapter: LoraConfig) -> None:
 def check_patterns(what: str, adapter: Mapping[str, Any], model: nn.Module) -> None:
     """Check that PEFT finds the modules of an adapter in time: its regular expressions may backtrack."""
     given = [adapter.get(key) or () for key in ("target_modules", "exclude_modules", "layers_pattern")]
-    texts = [each for each in given if isinstance(each, str)]
-    texts += [text for key in ("rank_pattern", "alpha_pattern") for text in adapter.get(key) or ()]
-    if not (patterns := [text for text in texts if re.search(r"[*+?{(\[\\]", text)]):
+    forms = {each: each for each in given if isinstance(each, str)}
+    for key in ("rank_pattern", "alpha_pattern"):
+        forms |= {text: rf"(.*\.)?({text})$" for text in adapter.get(key) or ()}  # as PEFT does
+    if not (patterns := [text for text in forms if re.search(r"[*+?{(\[\\]", text)]):
         return
     names = [name for name, _ in model.named_modules()]
     try:
         done = subprocess.run(  # noqa: S603 - our own code; in this process nothing could end it
             [sys.executable, "-I", "-c", _MATCHES],
-            input=json.dumps([patterns, names]),
+            input=json.dumps([[forms[text] for text in patterns], names]),
             capture_output=True,
             text=True,
             timeout=PATTERN_SECONDS,
@@ -266,7 +267,7 @@ def check_patterns(what: str, adapter: Mapping[str, Any], model: nn.Module) -> N
     except subprocess.TimeoutExpired:
         fault = f"takes longer than {PATTERN_SECONDS:g} s"
     else:
-        fault = done.stderr.strip().rpartition("\n")[2]
+        fault = done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
     if fault:
         raise ConfigError(
             f"{what} names modules by {shown(patterns[0] if len(patterns) == 1 else patterns)}, which on the names of "
@@ -279,7 +280,7 @@ PATTERN_SECONDS = 10.0
 
 _MATCHES: Final = (
     "import json, re, sys; patterns, names = json.load(sys.stdin); "
-    "[re.match(f'(.*\\\\.)?({each})$', name) or re.fullmatch(each, name) for each in patterns for name in names]"
+    "[re.fullmatch(each, name) for each in patterns for name in names]"
 )
 
 

@@ -94,8 +94,9 @@ def _bounded() -> Iterator[None]:
 
     sys.settrace(watch)
     try:
-        if narrowed:
-            resource.setrlimit(resource.RLIMIT_AS, (room, hard))
+        with suppress(OSError, ValueError):  # macOS has limits of its own
+            if narrowed:
+                resource.setrlimit(resource.RLIMIT_AS, (room, hard))
         yield
     except MemoryError:
         raise ConfigError("a line of it takes too much memory: expected a template that ends") from None

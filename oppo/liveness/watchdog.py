@@ -116,7 +116,7 @@ Part: TypeAlias = Callable[[], object]
 class Parts:
     """Calls the parts of a watchdog, none of which may keep it from ending the run.
 
-    Each is called in a thread, and has failed if it raises or does not return; one that hangs is left out from then on.
+    Each is called in a thread, and has failed if it raises or does not return; one that hangs is left out until it has.
 
     Attributes:
         faults: what failed, and how.
@@ -124,7 +124,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.faults: dict[str, str] = {}
-        self._hanging: set[str] = set()
+        self._hanging: dict[str, threading.Thread] = {}
 
     def call(self, name: str, part: Callable[[], T], default: T) -> T:
         """Return what a part returns, or ``default`` if it has failed."""
@@ -136,7 +136,7 @@ class Parts:
             except BaseException as error:  # noqa: BLE001 - the run is ended all the same
                 self.faults[name] = one_line(error)
 
-        if name in self._hanging:
+        if (hanging := self._hanging.get(name)) is not None and hanging.is_alive():
             return default
         thread = threading.Thread(target=answer, name=f"oppo-watchdog: {name}", daemon=True)
         try:
@@ -146,7 +146,7 @@ class Parts:
             return found[-1]
         thread.join(PART_SECONDS)
         if thread.is_alive():
-            self._hanging.add(name)
+            self._hanging[name] = thread
             self.faults[name] = f"it has not returned within {PART_SECONDS:g} s"
         return found[-1]
 

@@ -248,7 +248,8 @@ class WeightSync:
         # What is waited for may wait for the model, and the weights that it had no longer exist.
         while True:
             await model.starved()
-            await self._trainer.sync_weights(cast("SyncedModel", model))
+            with anyio.CancelScope(shield=True):  # what is waited for may end first: never half a load
+                await self._trainer.sync_weights(cast("SyncedModel", model))
 
 
 def _require_in_flight(model: SyncedModel) -> None:

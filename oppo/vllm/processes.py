@@ -315,12 +315,16 @@ class ServerProcess:
             "enable_scale_out": True,
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
-        self._kept = ExitStack()
-        files, (held, lifeline) = self._kept.enter_context(EngineFiles(log)), os.pipe()
-        self._lifeline: int | None = lifeline
+        self._lifeline: int | None = None
         self._written: WeightFile | AdapterFolder | None = None
         self._adapts = adapters > 0
-        with guarded(), environment(files, None, on_cpu=on_cpu), files.log.open("ab") as written:
+        self._kept = ExitStack()
+        files = self._kept.enter_context(EngineFiles(log))
+        held, lifeline = os.pipe()
+        with ExitStack() as unless_started, guarded(), environment(files, None, on_cpu=on_cpu):
+            unless_started.callback(self._kept.close)
+            for end in (held, lifeline):
+                unless_started.callback(os.close, end)
             chosen = {
                 "VLLM_SERVER_DEV_MODE": "1",
                 "VLLM_API_KEY": key,
@@ -328,16 +332,19 @@ class ServerProcess:
                 **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapters else {}),
                 **({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(cores)} if cores and on_cpu else {}),
             }
-            self._process = subprocess.Popen(  # noqa: S603 - our own arguments
-                command,
-                env={**os.environ, **chosen},
-                stdin=subprocess.DEVNULL,
-                stdout=written,
-                stderr=written,
-                pass_fds=(held,),
-                start_new_session=True,
-            )
+            with files.log.open("ab") as written:
+                self._process = subprocess.Popen(  # noqa: S603 - our own arguments
+                    command,
+                    env={**os.environ, **chosen},
+                    stdin=subprocess.DEVNULL,
+                    stdout=written,
+                    stderr=written,
+                    pass_fds=(held,),
+                    start_new_session=True,
+                )
+            unless_started.pop_all()
             os.close(held)
+            self._lifeline = lifeline
             try:
                 self._wait_until_ready(host, port)
             except BaseException as error:

@@ -497,8 +497,11 @@ def test_a_regular_expression_of_an_adapter_that_backtracks_without_end_is_refus
         load_lora(tiny.causal("llama", seed=1), tmp_path)
 
 
-def test_modules_of_an_adapter_may_be_named_by_a_regular_expression(tmp_path: Path) -> None:
-    saved(tmp_path, target_modules=r".*\.self_attn\.[qv]_proj")
+@pytest.mark.parametrize("spelled", [r".*\.self_attn\.[qv]_proj", r"(?i).*\.Self_Attn\.[qv]_proj"])
+def test_modules_of_an_adapter_may_be_named_by_any_regular_expression_that_peft_takes(
+    tmp_path: Path, spelled: str
+) -> None:
+    saved(tmp_path, target_modules=spelled)
     load_lora(model := tiny.causal("llama", seed=1), tmp_path)
     assert {name.split(".")[4] for name in trained(model)} == {"q_proj", "v_proj"}
 

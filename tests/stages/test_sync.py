@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
@@ -14,9 +16,10 @@ from numpy.typing import NDArray
 
 from oppo.errors import ConfigError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Scored, ToolTokens
-from oppo.graph import Graph
+from oppo.graph import Graph, Step
 from oppo.models import Capabilities, Loads, SyncedModel, Trained, Weights
 from oppo.stages import Score, Update, synced_models
+from oppo.stages.sync import WeightSync
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, run_virtual
 from oppo.weight_sync import ServesByReference, sync
 from tests.pipelines import Pipeline, Setting, settings
@@ -271,6 +274,59 @@ def test_a_stage_says_whether_its_scorer_serves_the_trained_tensors() -> None:
         model = Score(scorer).synced
         assert isinstance(model, ServesByReference)
         assert model.serves(Weights(3)) is serves
+
+
+class Starving(FakePolicy):
+    """Has lost what it could serve, once."""
+
+    served = False
+
+    async def settled(self) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    async def starved(self) -> None:
+        if self.served:
+            await anyio.sleep_forever()
+        self.served = True
+
+
+class Waits:
+    """A step whose later ones have returned after half a second."""
+
+    async def previous(self, *stages: str) -> None:
+        del stages
+
+    async def later(self, *stages: str) -> None:
+        del stages
+        await anyio.sleep(0.5)
+
+    def working(self, *work: str) -> AbstractContextManager[None]:
+        del work
+        return nullcontext()
+
+
+class Journal(FakeTrainer):
+    """A trainer that takes a second to sync, and notes both ends of it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seen: list[tuple[str, float]] = []
+
+    async def sync_weights(self, *synced: SyncedModel) -> None:
+        self.seen.append(("begun", anyio.current_time()))
+        await anyio.sleep(1)
+        await super().sync_weights(*synced)
+        self.seen.append(("ended", anyio.current_time()))
+
+
+def test_weights_that_come_early_come_whole() -> None:
+    trainer = Journal()
+
+    async def main() -> None:
+        await WeightSync(trainer, [Starving()], after=["generate"]).sync(cast("Step", Waits()))
+
+    run_virtual(main)
+    assert trainer.seen == [("begun", 0.0), ("ended", 1.0), ("begun", 1.0), ("ended", 2.0)]
 
 
 def test_no_scorer_follows_in_a_graph_without_one() -> None:
