@@ -264,6 +264,9 @@ class Decoding(Protocol):
     async def add(self, decodes: Sequence[Decode]) -> None:
         """Decode these as well, from the next decode step on; those that come after the cut stay deferred."""
 
+    def stop(self) -> None:
+        """End decoding after the decode step in progress, as if ``cut`` had returned true; idempotent."""
+
 
 @dataclass(frozen=True, slots=True)
 class FixedDecoding:
@@ -274,6 +277,9 @@ class FixedDecoding:
     """
 
     engine: str
+
+    def stop(self) -> None:
+        """Do nothing: the engine has the cut only."""
 
     async def add(self, decodes: Sequence[Decode]) -> None:
         """Refuse."""

@@ -125,8 +125,8 @@ class Branching(ABC):
         """Take back a branch whose unit was complete when it came."""
 
     @abstractmethod
-    def expect(self, branch: Prompt) -> None:
-        """Take a branch of a resumed run for the one that begins likewise, which is not returned again."""
+    def expect(self, prompt: Prompt) -> None:
+        """Note that a rollout is opened; a branch of a resumed run is the one that begins likewise, and comes once."""
 
     @abstractmethod
     def goes_on(self, prompt: Prompt) -> bool:

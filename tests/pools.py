@@ -123,7 +123,7 @@ class Mortal(FakePolicy):
         super()._end(ended)
         if self.ended >= self.fate.after:
             self.dead = True
-            self.stop([*self._live, *self._waiting])
+            self.defer([*self._live, *self._waiting])
 
     def kill(self) -> None:
         self.dead = True
@@ -137,7 +137,7 @@ class Mortal(FakePolicy):
             for lane in {decode.lane for decode in self._live if decode.lane is not None}:
                 lane.pause(1e5)
         else:
-            self.stop([*self._live, *self._waiting])
+            self.defer([*self._live, *self._waiting])
             if self.fate.how == "raises":
                 raise ModelLost("this engine has died while it decoded, as its fate was")
 

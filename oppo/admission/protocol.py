@@ -162,7 +162,7 @@ class CutView:
 
     Attributes:
         placed: complete units with a place in this step's batch.
-        decoding: units still being decoded.
+        decoding: units still being decoded, or of agents that may go on.
         overdue: those of them that may not be deferred again.
     """
 
@@ -177,7 +177,7 @@ class RefillView:
 
     Attributes:
         placed: complete units with a place in this step's batch.
-        decoding: units being decoded.
+        decoding: units being decoded, or of agents that may go on.
         unplaced: units without a place, those included and complete ones.
     """
 

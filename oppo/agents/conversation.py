@@ -48,6 +48,10 @@ class Refusal(Exception):  # noqa: N818 - an answer to an agent
         self.code = code
         self.status = status
 
+    def again(self) -> Refusal:
+        """Return one to raise: an exception holds the frames of each place that has raised it."""
+        return Refusal(str(self), code=self.code, status=self.status)
+
     def json(self) -> Json:
         """Return the answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -83,7 +87,7 @@ class Request:
         finally:
             self.waiting -= 1
         if isinstance(self.reply, Refusal):
-            raise Refusal(str(self.reply), code=self.reply.code, status=self.reply.status)
+            raise self.reply.again()
         assert self.reply is not None  # noqa: S101 - set before the event
         return self.reply
 
@@ -286,7 +290,7 @@ class Conversation:
     async def ask(self, fields: Json, messages: list[Json], digest: str, *, key: str, single: str) -> Request:
         """Take a request; ``single`` says why there is no other conversation that it may begin."""
         if self.full is not None:
-            raise self.full
+            raise self.full.again()
         if self.request is not None:
             raise Refusal(
                 f"a request of this key is unanswered, and another came: a key has one conversation, since {single}, "
@@ -297,7 +301,7 @@ class Conversation:
         read = partial(self._following, single=single) if self.begun else self._prompt
         tokens, answers = await apart(size, partial(read, messages, tools))
         if self.full is not None:  # meanwhile
-            raise self.full
+            raise self.full.again()
         ids, logprobs = bool(fields.get("return_token_ids")), bool(fields.get("logprobs"))
         self.last = Request(messages, np.array(tokens, np.int32), answers, digest, ids, logprobs, key)
         self.given = digest_of([self.given, tokens])
@@ -476,7 +480,8 @@ class Session:
         self.conversations = {0: Conversation(requests, rollout)}
         self.open = {0}  # those whose responses have no reward yet
         self.unopened: list[Conversation] = []  # those for which no response was begun
-        self.changes: list[str] = []  # how requests differed that changed what was said
+        self.changes = 0  # requests that changed what was said
+        self.change = ""  # how the first of them did
         self.rollout = rollout
         self._requests = requests
         self._timeout = math.inf if timeout is None else timeout
@@ -506,7 +511,7 @@ class Session:
             if (found := self._sent_before(digest, again=again, key=key)) is not None:
                 return found, True
             if self._closed:
-                raise ENDED
+                raise ENDED.again()
             return await self._take(body, digest, key), False
 
     async def _take(self, body: Json, digest: str, key: str) -> Request:
@@ -515,11 +520,12 @@ class Session:
         talk = max(self.conversations.values(), key=lambda each: each.continued_by(messages, tools))
         if self.first.begun and not talk.continued_by(messages, tools):
             nearest = max(self.conversations.values(), key=lambda each: each.held(messages))
-            self.changes += [change] if (change := nearest.change(messages, tools)) else []
+            change = nearest.change(messages, tools)
+            self.changes, self.change = self.changes + bool(change), self.change or change
             talk = self._another()
         request = await talk.ask(fields, messages, digest, key=key, single=self.single)
         if self._closed:  # meanwhile
-            raise ENDED
+            raise ENDED.again()
         if talk is not self.first and not talk.branch:
             self._begin(talk, request)
         self.notify()
@@ -553,7 +559,7 @@ class Session:
         if talk.branch in self._expected:
             self._expected.remove(talk.branch)
         elif self._full is not None:
-            raise self._full
+            raise self._full.again()
         else:
             self.unopened.append(talk)
         self.conversations[talk.branch] = talk

@@ -196,7 +196,7 @@ class Agents(Branching):
     def samples(self) -> Mapping[str, Sequence[float]]:
         """Return of each request since the last call whether it was refused, and whether it was sent again.
 
-        An evaluation is told of those of its own agents, and others of all else.
+        Those of an evaluation's agents are counted apart.
         """
         return self._samples.pop(_is_evaluated(), {})
 
@@ -219,6 +219,7 @@ class Agents(Branching):
         for key in list(self._sessions):
             self._end(key)
         self._server.stop()
+        tasks.cancel_scope.cancel()
         await tasks.__aexit__(None, None, None)
 
     @property
@@ -287,13 +288,13 @@ class Agents(Branching):
     def _note_conversations(self, session: Session) -> None:
         if not session.first.told:  # it was begun ahead
             return
-        conversations, changed = float(len(session.conversations)), float(len(session.changes))
+        conversations, changed = float(len(session.conversations)), float(session.changes)
         self._noted(session.evaluated, {"agents/conversations": conversations, "agents/history_changed": changed})
         if session.changes and not self._said:
             self._said = True
             logger.warning(
                 f"the agent of {session.rollout} began another conversation, or was refused, since its history had "
-                f"changed: {session.changes[0]}; send messages back as they came and as they were sent, so that one "
+                f"changed: {session.change}; send messages back as they came and as they were sent, so that one "
                 "conversation stays one response (agents/history_changed counts such requests; this is said once)"
             )
 
@@ -338,9 +339,11 @@ class Agents(Branching):
         self._sessions[_key(branch)].conversations[branch.branch].refuse(_FULL)
         self.close(branch)
 
-    def expect(self, branch: Prompt) -> None:
-        """Take the conversation of an agent that is run anew for the one that it has held."""
-        self._expected[_key(branch)].add(branch.branch)
+    def expect(self, prompt: Prompt) -> None:
+        """Run the agent of a rollout that is opened; a further conversation is taken for one that it has held."""
+        if prompt.branch:
+            self._expected[_key(prompt)].add(prompt.branch)
+        self._session(prompt, math.inf)
 
     def goes_on(self, prompt: Prompt) -> bool:
         """Return whether an agent may begin further conversations."""

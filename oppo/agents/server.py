@@ -50,9 +50,9 @@ class AgentServer:
         host: where it listens.
         port: likewise; 0: any that is free.
         public_url: the URL that agents are told; empty: that of the host, of this machine if it has all addresses.
-        sessions: those of the agents, by their keys.
+        sessions: of the agents, by their keys.
         asked: called once a session was asked for something.
-        noted: called after each request: with whether its row is one of an evaluation, and what metrics are told.
+        noted: called after each request with whether its row is held out, and its metrics.
 
     Attributes:
         url: of the API.

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,9 @@ class _Life:
     left: bool = False  # the response is complete
     making: anyio.Lock = field(default_factory=anyio.Lock)
 
+
+BEGUN: Final = 4096
+"""Instances that are kept of rows that were read, each until the first response to its row; others are made again."""
 
 ROUTE = "environment"
 """The column that names the environment of a row, where there are several."""
@@ -146,7 +150,7 @@ class EnvironmentClass(Tools):
         self._factory = factory
         self._reset = CalledReset(UserFunction.of(method_of(kind, "reset"), "reset", EnvironmentFailure))
         self._lives: dict[int, _Life] = {}
-        self._begun: dict[str, list[Any]] = {}  # that rows were read with, for the first response to each
+        self._begun = deque[tuple[str, Any]](maxlen=BEGUN)
         self._users = 0
         self._column: str | None = None
         self.gives_reward = hasattr(kind, "get_reward") and kind.get_reward is not None
@@ -175,7 +179,7 @@ class EnvironmentClass(Tools):
         prompt = row.get(column, [{"role": "user", "content": ""}])
         found = {**row, column: _with_observation(prompt, said) if said else prompt}
         if not self._is_left:
-            self._begun.setdefault(_content(found), []).append(owner)
+            self._begun.append((_content(found), owner))
         return found
 
     def rows(self, rows: Iterable[Mapping[str, object]], column: str = "prompt") -> Iterator[dict[str, object]]:
@@ -258,15 +262,14 @@ class EnvironmentClass(Tools):
         return life.owner
 
     async def _made(self, prompt: Prompt, calls: Sequence[tuple[str, Mapping[str, object]]]) -> object:
-        if self._begun and (begun := self._begun.get(key := _content(prompt.columns))):
-            owner = begun.pop(0)
-            if not begun:
-                del self._begun[key]
-        else:
-            owner, begun = self._factory(), None
+        key = _content(prompt.columns) if self._begun else ""
+        at = next((at for at, (content, _) in enumerate(self._begun) if content == key), None)
+        owner = self._factory() if at is None else self._begun[at][1]
+        if at is not None:
+            del self._begun[at]
         where = f"rollout {prompt.rollout}"
         try:
-            if begun is None:
+            if at is None:
                 said = await self._calls["reset"].make({"self": owner, **self._row(prompt.columns)}, where)
                 self._check_said(said, prompt, where)
             for name, arguments in calls:

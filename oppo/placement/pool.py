@@ -145,6 +145,11 @@ class _PooledDecoding(Round):
                     scope.cancel()
                 self._wake()
 
+    def stop(self) -> None:
+        with self._lock:
+            self.has_cut = True
+        self._wake()
+
     async def add(self, decodes: Sequence[Decode]) -> None:
         rollouts = _mine(self._members, decodes)
         if self.left:

@@ -210,7 +210,7 @@ class FakePolicy:
                     self._loops.cancel_scope.cancel()
         finally:
             self._over.set()
-            self.stop([*self._live, *self._waiting])
+            self.defer([*self._live, *self._waiting])
             self._cut, self._over, self._loops = None, None, None
 
     async def add(self, decodes: Sequence[Decode]) -> None:
@@ -265,7 +265,13 @@ class FakePolicy:
             if self._loops is not None and lane is not None:
                 self._loops.start_soon(lane.run)
 
-    def stop(self, decodes: Sequence[FakeDecode]) -> None:
+    def stop(self) -> None:
+        """End decoding."""
+        if self._cut is not None:
+            self._cut = None
+            self.defer([*self._live, *self._waiting])
+
+    def defer(self, decodes: Sequence[FakeDecode]) -> None:
         for decode in decodes:
             self._remove(decode)
         for decode in decodes:
@@ -310,7 +316,7 @@ class FakePolicy:
             decode.move_out()
         if self._cut(sorted(decode.prompt.rollout for decode in ended)):
             self._cut = None
-            self.stop([*self._live, *self._waiting])
+            self.defer([*self._live, *self._waiting])
 
 
 class FakeDecode:

@@ -98,7 +98,7 @@ class Conversations:
             self._over.clear()
 
     def begin(self, step: Step, ended: Sequence[int]) -> None:
-        """Begin a step, which adds to ``ended`` each rollout that ends; of those of complete steps nothing is asked."""
+        """Begin a step, which adds to ``ended`` each rollout that ends; of complete steps nothing more is asked."""
         for index in [each for each in self._over if each < step.observed]:
             self.release(self._over.pop(index))
         self._over[step.index] = ended
@@ -196,7 +196,8 @@ class Conversations:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         known = [each.name for each in fields(_Memory)]
-        self._memories = {int(key): _Memory(**{name: each[name] for name in known}) for key, each in state.items()}
+        whole = {key: {"said": [()] * each["answered"], **each} for key, each in state.items()}  # of earlier versions
+        self._memories = {int(key): _Memory(**{name: each[name] for name in known}) for key, each in whole.items()}
         self._tools = any(memory.calls for memory in self._memories.values())
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from types import TracebackType
@@ -164,7 +164,7 @@ class Generate:
         Raises:
             ConfigError: a response is incomplete, and the policy cannot continue it.
         """
-        units = [(unit["age"], [self._restore(each) for each in unit["rollouts"]]) for unit in state["units"]]
+        units = [(unit["age"], _without_dropped(map(self._restore, unit["rollouts"]))) for unit in state["units"]]
         self._restored = {
             snapshot.response.prompt.rollout: snapshot
             for _, rollouts in units
@@ -303,7 +303,7 @@ class Generate:
 
     async def _decode(self, prompts: Receiver[Prompt], out: Sender[RolloutEvent], step: Step) -> None:
         live = self._live
-        open_ended = [each for each in self._in_flight.values() if each.reason and self._may_branch(each.prompt)]
+        open_ended = [each for each in self._in_flight.values() if each.reason and self._branching is not None]
         if not (live or open_ended) or self._ledger.is_cut():
             return
         with blaming(f"{type(self.chunks).__name__}.size()"):
@@ -408,6 +408,10 @@ class Generate:
         decodes = await self._decodes(prompts)
         opened = [InFlightRollout(prompt, decode) for prompt, decode in zip(prompts, decodes, strict=True)]
         self._in_flight |= {rollout.prompt.rollout: rollout for rollout in opened}
+        if self._branching is not None:
+            for prompt in prompts:
+                if not prompt.branch:
+                    self._branching.expect(prompt)
         return opened
 
     async def _reopen(self) -> None:
@@ -425,7 +429,7 @@ class Generate:
                 dropped=snapshot.dropped,
                 tool_tokens=int((~response.sampled).sum()),
             )
-            if self._branching is not None and prompt.branch:
+            if self._branching is not None and not snapshot.dropped:
                 self._branching.expect(prompt)
             self._tell_end(self._in_flight[prompt.rollout])
 
@@ -469,13 +473,14 @@ class Generate:
         # A unit is complete once its responses and its agents have ended: until then these may begin others.
         if self._branching is not None:
             if self._ledger.is_cut():
-                round_.cut.set()
+                round_.note_cut()
             if self._branching.goes_on(rollout.prompt):
                 await round_.unless_cut(partial(self._branching.settled, rollout.prompt))
         unit = self._ledger.place_of(rollout.prompt.rollout)
+        round_.note_change()
         if unit and not unit.sent and all(self._in_flight[prompt.rollout].reason for prompt in unit.prompts):
             if self._branching is not None and self._ledger.is_cut():
-                round_.cut.set()
+                round_.note_cut()
             await self._finish(unit, out)
 
     def _tell_end(self, rollout: InFlightRollout) -> None:
@@ -518,7 +523,15 @@ class DecodingRound:
 
     def note_end(self, rollout: InFlightRollout) -> None:
         self.meter.note_end(rollout)
+        self.note_change()
+
+    def note_change(self) -> None:
         self._news.set()
+
+    def note_cut(self) -> None:
+        """Note that the step is cut, of which the engine knows nothing if an agent has ended last."""
+        self.cut.set()
+        self.engine.stop()
 
     async def unless_cut(self, wait: Callable[[], Awaitable[None]]) -> None:
         """Wait for this, at most until the step is cut."""
@@ -558,6 +571,17 @@ class DecodingRound:
                 return
             if not wanted:
                 await self._news.wait()
+
+
+def _without_dropped(rollouts: Iterable[RolloutSnapshot]) -> list[RolloutSnapshot]:
+    # An agent one of whose conversations is dropped has ended: the others are dropped too, and it is not run anew.
+    found = list(rollouts)
+    why = {each.response.prompt.first: each.dropped for each in found if each.dropped}
+    gone = [why.get(each.response.prompt.first, "") for each in found]
+    return [
+        replace(each, reason=each.reason or "stop", dropped=each.dropped or reason) if reason else each
+        for each, reason in zip(found, gone, strict=True)
+    ]
 
 
 def require_turns(policy: Policy) -> MultiTurnPolicy:

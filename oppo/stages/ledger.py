@@ -7,8 +7,8 @@ A unit (a rollout, or a group of them) takes a place in the batch when it is com
 - a complete unit without a place is deferred like an unfinished one, and is the first to be placed in the next step.
 
 Finish order is the order in which the policy's engine reports: decode step, then admission number; never that of the
-scores. Everything here is synchronous; :meth:`Ledger.finished` may be called from the engine's thread, also while units
-join.
+scores. A unit of agents is complete when they have ended too. Everything here is synchronous; :meth:`Ledger.finished`
+may be called from the engine's thread, also while units join.
 
 Between steps no task owns an :class:`InFlightRollout`. Its snapshot is plain values, and a checkpoint loses no token.
 """

@@ -465,6 +465,22 @@ async def _check_joining(make: Make[Policy], prompts: Sequence[Prompt], expected
     if adds:
         require(trial.tokens == expected, "rollouts that joined others have other tokens")
         await _check_joining_late(make, prompts, expected)
+        await _check_stopping(make, prompts, expected)
+
+
+async def _check_stopping(
+    make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]
+) -> None:
+    trial = await _trial(make, prompts)
+    with as_itself():
+        async with trial.policy.decoding(trial.decodes, trial.cut) as decoding:
+            decoding.stop()
+            async with anyio.create_task_group() as readers:
+                for k in range(len(prompts)):
+                    readers.start_soon(trial.read, k, 3)
+    require(any(each.state == "cut" for each in trial.transcripts), "stop() did not end decoding")
+    await trial.decode(limit=3)
+    require(trial.tokens == expected, "rollouts that stop() has deferred have other tokens")
 
 
 async def _check_joining_late(

@@ -614,6 +614,10 @@ class DecodingLoop:
             self._requests.append(request)
             self.note_answer(request)
 
+    def stop(self) -> None:
+        self._cut = None
+        self.notice()
+
     def note_answer(self, request: Request) -> None:
         """Have a decode that was added, or whose turn was answered, join the others, or end."""
         self._answered.append(request)

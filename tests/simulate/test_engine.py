@@ -108,7 +108,7 @@ def test_jumps_change_no_time_no_token_and_no_version(given: list[Rollout], load
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(read, k)
                 await anyio.sleep_until(given[k].paused)
-                policy.stop([decodes[k]])
+                policy.defer([decodes[k]])
 
         async def read(k: int) -> None:
             while (await decodes[k].read(limit)).state == "live":

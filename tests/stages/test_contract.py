@@ -67,7 +67,7 @@ class Early(FakePolicy):
 
     async def stop_soon(self) -> None:
         await anyio.sleep(0.025)
-        self.stop(list(self._live))
+        self.defer(list(self._live))
 
 
 class Silent(FakePolicy):
