@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections import Counter
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import cache, wraps
 from typing import Any, ClassVar, Self, cast
+from weakref import WeakSet
 
 import anyio
 import numpy as np
@@ -265,6 +267,25 @@ def test_an_instance_is_reset_once_a_response_also_where_its_prompt_was_made_of_
     silent = begun(environment, 2, secret=8)
     assert silent.reward() == 0.0
     assert Counting.resets == 3
+
+
+def test_instances_that_rows_were_read_with_are_kept_for_the_latest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = WeakSet[object]()
+
+    class Remembered(Counting):
+        def reset(self, secret: int, **row: object) -> str | None:
+            alive.add(self)
+            return super().reset(secret, **row)
+
+    monkeypatch.setattr("oppo.environments.classes.BEGUN", 3)
+    environment = EnvironmentClass(Remembered, chat())
+    games = [begun(environment, at, secret=at, number=at) for at in range(9)]
+    gc.collect()
+    assert len(alive) == 3
+    Remembered.resets = 0
+    for at, resets in (8, 0), (0, 1):
+        assert games[at].reward() == 0.0
+        assert Remembered.resets == resets
 
 
 def test_what_reset_says_must_depend_on_the_row_alone() -> None:

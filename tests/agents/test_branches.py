@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -16,11 +18,14 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from oppo import Overcommit, grpo
-from oppo.admission import Admission, TailBatched
+from oppo.admission import Admission, Continuous, TailBatched
 from oppo.agents import Agents
+from oppo.agents.conversation import ENDED
+from oppo.agents.rollouts import _FULL
 from oppo.evaluation import Evaluated, Evaluation
 from oppo.events import Batch, BatchPart, Chunk, FloatArray, Prompt, Response, StepReport
 from oppo.models import Capabilities
+from oppo.simulate.policy import FakeDecode
 from oppo.stages import GroupRelative, InParts, Selection
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from tests.agents.test_agents import tokenizer
@@ -34,9 +39,9 @@ class Chief:
     """An agent with helpers, each a conversation of its own, between its first turn and its second.
 
     Attributes:
-        seconds: before each request, by row, conversation and turn.
+        seconds: before each request, by row, conversation and turn; the first one's third turn is the agent's end.
         together: helpers are asked at once; else one after the other.
-        faults: rows whose agent raises when its helpers are done.
+        faults: rows whose agent raises when its helpers are done, or after so much ``patience`` with them.
         leaving: rows whose agent does not go on with its first conversation then, as after a summary.
         summing: once its first conversation has no room, it goes on in another.
     """
@@ -44,6 +49,7 @@ class Chief:
     seconds: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
     together: bool = False
     faults: Sequence[int] = ()
+    patience: float = math.inf
     leaving: Sequence[int] = ()
     summing: bool = False
     answered: Counter[str] = field(default_factory=Counter)
@@ -74,29 +80,31 @@ class Chief:
 
             main = [{"role": "user", "content": str(row["number"])}]
             await turn(main, 0, 0)
-            if self.together:
-                async with anyio.create_task_group() as helpers:
+            with anyio.move_on_after(self.patience if row["number"] in self.faults else math.inf):
+                if self.together:
+                    async with anyio.create_task_group() as helpers:
+                        for number in range(1, 1 + row["helpers"]):
+                            helpers.start_soon(help_, number)
+                else:
                     for number in range(1, 1 + row["helpers"]):
-                        helpers.start_soon(help_, number)
-            else:
-                for number in range(1, 1 + row["helpers"]):
-                    await help_(number)
+                        await help_(number)
             if row["number"] in self.faults:
                 raise OSError
             if row["number"] not in self.leaving and not await turn(main, 0, 1) and self.summing:
                 assert await turn([{"role": "user", "content": str(2000 + row["number"])}], 9, 0)
+            await anyio.sleep(self.seconds.get((row["number"], 0, 2), 0))
         return float(sum(said))
 
 
 class Rows(Iterator[Prompt]):
-    """Rows from ``at`` on, which a resumed run reads on."""
+    """Rows from ``at`` on, which a resumed run reads on, each with fewer helpers than so many."""
 
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
+    def __init__(self, at: int = 0, helpers: int = 3) -> None:
+        self.at, self.helpers = at, helpers
 
     def __next__(self) -> Prompt:
         at, self.at = self.at, self.at + 1
-        return Prompt(at, at, np.array([0], np.int32), group=at, columns={"number": at, "helpers": at % 3})
+        return Prompt(at, at, np.array([0], np.int32), group=at, columns={"number": at, "helpers": at % self.helpers})
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
@@ -110,17 +118,27 @@ def length(prompt: Prompt) -> int:
     return 9 + 20 * (prompt.admission % 4 == 0 and helper(prompt) == 1)
 
 
+def turns(prompt: Prompt) -> list[int]:
+    return [3] if helper(prompt) != 1 else []
+
+
 def policy(*, adds: bool = True, **options: Any) -> FakePolicy:
     can = Capabilities(turns=True, adds_while_decoding=adds)
-    return FakePolicy(
-        length=length, turns=lambda prompt: [3] if helper(prompt) != 1 else [], capabilities=can, **options
-    )
+    return FakePolicy(**{"length": length, "turns": turns, **options}, capabilities=can)
 
 
-def graph_of(chief: Chief, trainer: FakeTrainer, admission: Admission, *, samples: int = 2, **options: Any) -> Any:
+def graph_of(
+    chief: Chief,
+    trainer: FakeTrainer,
+    admission: Admission,
+    *,
+    samples: int = 2,
+    decoding: FakePolicy | None = None,
+    **options: Any,
+) -> Any:
     agents = chief.agents
     return grpo(
-        policy=policy(**options),
+        policy=decoding or policy(**options),
         reward=agents.reward,
         trainer=trainer,
         admission=admission,
@@ -130,13 +148,13 @@ def graph_of(chief: Chief, trainer: FakeTrainer, admission: Admission, *, sample
 
 
 def trained(
-    chief: Chief, admission: Admission, steps: int = 4, **options: Any
+    chief: Chief, admission: Admission, steps: int = 4, *, helpers: int = 3, **options: Any
 ) -> tuple[list[Batch], list[dict[str, float]], list[str]]:
     trainer = FakeTrainer()
     graph = graph_of(chief, trainer, admission, **options)
 
     async def main() -> tuple[list[dict[str, float]], list[str]]:
-        async with graph.open(chief.agents.prompts(Rows())) as run:
+        async with graph.open(chief.agents.prompts(Rows(helpers=helpers))) as run:
             reports = [report async for report in run.steps(steps)]
         return [{**each.metrics} for each in reports], [drop.reason for each in reports for drop in each.dropped]
 
@@ -298,6 +316,71 @@ def test_a_conversation_without_room_goes_on_as_another_after_a_summary(adaptive
     assert (sum(each["deferral/deferred"] for each in metrics) > 0) == adaptive
 
 
+@pytest.mark.parametrize("overcommit", [1, 2, 4])
+def test_units_join_where_others_are_complete_since_their_agents_have_ended(overcommit: int) -> None:
+    batches, _, reasons = trained(Chief(), Continuous(batch=4, overcommit=overcommit), helpers=1, cap=2)
+    assert reasons == []
+    assert [len(batch.responses) for batch in batches] == [4 * 2] * 4
+
+
+class Opening(FakePolicy):
+    """Its rollouts take a while to be opened, in which agents of deferred ones end."""
+
+    async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
+        await anyio.sleep(0.5)
+        return await super().open_turns(rollouts)
+
+
+def test_a_deferred_unit_whose_agents_end_while_rollouts_are_opened_fills_the_batch_and_no_other_is_deferred() -> None:
+    chief = Chief({(2, 0, 2): 0.3, (3, 0, 2): 0.01, (5, 0, 2): 0.01}, leaving=range(60))
+    decoding = Opening(
+        length=lambda prompt: 100 if prompt.admission < 2 else 5, turns=lambda _: [], capabilities=policy().capabilities
+    )
+    admission = Overcommit(batch=2, overcommit=1, max_deferrals=1)
+    batches, _, _ = trained(chief, admission, steps=5, helpers=1, decoding=decoding)
+    assert [len(batch.responses) for batch in batches] == [2 * 2] * 5
+
+
+def test_a_step_waits_for_no_tool_once_the_end_of_an_agent_has_filled_its_batch() -> None:
+    slow = range(2, 60, 3)
+    chief = Chief(
+        {(at, 0, 1): 100.0 for at in slow} | {(at, 0, 2): 0.001 for at in range(60)},
+        leaving=[at for at in range(60) if at not in slow],
+    )
+    options = {"length": lambda _: 20, "turns": lambda prompt: [4] * (prompt.admission in slow), "cap": 10}
+    graph = graph_of(chief, FakeTrainer(), Overcommit(batch=4, overcommit=2), **options)
+
+    async def main() -> tuple[StepReport, float]:
+        async with graph.open(chief.agents.prompts(Rows(helpers=1))) as run:
+            return await anext(run.steps(3)), anyio.current_time()
+
+    report, seconds = run_virtual(main)
+    assert report.trained == (0, 1, 2, 3, 6, 7, 8, 9)
+    assert seconds < 1
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_conversation_without_room_of_whatever_sample_goes_on_as_another(full: int) -> None:
+    def fills(prompt: Prompt) -> bool:
+        return prompt.sample == full and not prompt.branch
+
+    options = {
+        "length": lambda prompt: 100 if fills(prompt) else 5,
+        "turns": lambda prompt: [] if fills(prompt) else [3],
+        "cap": 100,
+    }
+    batches, _, reasons = trained(Chief(summing=True), Overcommit(batch=2), helpers=1, **options)
+    assert reasons == []
+    check_summaries(batches, 1)
+
+
+def test_refusals_that_are_given_again_hold_no_frames() -> None:
+    chief = Chief()
+    trained(chief, Overcommit(batch=4), cap=2)
+    assert chief.answered["context_length_exceeded"] > 0
+    assert [each.__traceback__ for each in (_FULL, ENDED)] == [None, None]
+
+
 def test_an_agent_that_raises_loses_all_its_conversations() -> None:
     batches, _, reasons = trained(Chief(faults=(1, 5)), Overcommit(batch=4))
     left = {each.prompt.admission for batch in batches for each in batch.responses}
@@ -349,21 +432,57 @@ def test_a_held_out_row_whose_agent_raises_is_dropped_as_one_response_to_it() ->
     assert sorted({*shown}) == [(done, 5 * (1 + 2)) for done in range(1 + 5 * (1 + 2))]
 
 
-def resumed(chiefs: Sequence[Chief], killed: int, steps: int, cap: int) -> list[Batch]:
-    """Return the batches of a run that is killed after so many steps and resumed with the other agents."""
-    trainers, admission, state, at = [FakeTrainer(), FakeTrainer()], Overcommit(batch=3, overcommit=3), None, 0
+def resumed(
+    chiefs: Sequence[Chief],
+    admission: Admission,
+    killed: int,
+    steps: int,
+    *,
+    left: int = 0,
+    helpers: int = 3,
+    **options: Any,
+) -> list[Batch]:
+    """Return the batches of a run that is killed after so many steps and resumed with the other agents.
 
-    async def part(number: int, count: int) -> tuple[Any, int]:
-        prompts = chiefs[number].agents.prompts(Rows(at))
-        async with graph_of(chiefs[number], trainers[number], admission, cap=cap).open(prompts) as run:
+    Units are deferred then; likewise at the end if steps are ``left``.
+    """
+    trainers, state, at = [FakeTrainer(), FakeTrainer()], None, 0
+
+    async def part(number: int, count: int, left: int) -> tuple[Any, int]:
+        prompts, trainer, decoding = (
+            chiefs[number].agents.prompts(Rows(at, helpers)),
+            trainers[number],
+            policy(**options),
+        )
+        async with graph_of(chiefs[number], trainer, admission, decoding=decoding).open(prompts) as run:
             if state is not None:
                 run.load_state_dict(state)
-            assert len([report async for report in run.steps(count)]) == count
+                trainer.version = killed
+                await trainer.sync_weights(decoding)
+            reports = run.steps(count + left, drain_after=lambda step: step + 1 == (number and killed) + count)
+            for _ in range(count):
+                await anext(reports)
             return copy.deepcopy(run.state_dict()), prompts.state_dict()["at"]
 
-    state, at = run_virtual(part, 0, killed)
-    run_virtual(part, 1, steps - killed)
+    state, at = run_virtual(part, 0, killed, steps - killed + left)
+    run_virtual(part, 1, steps - killed, left)
     return [*trainers[0].batches, *trainers[1].batches]
+
+
+def test_a_resumed_run_drops_what_an_agent_had_begun_that_raised_before() -> None:
+    chiefs = [Chief(faults=(2,), patience=0.015) for _ in range(2)]
+    batches = resumed(chiefs, Overcommit(batch=2, overcommit=2, max_deferrals=5), 1, 5)
+    found = [each.prompt.admission for batch in batches for each in batch.responses]
+    assert {*found} >= {0, 1, 3}
+    assert 2 not in found
+
+
+def test_a_run_is_left_while_an_agent_that_is_run_anew_has_yet_to_ask() -> None:
+    chiefs = [Chief({(2, 0, 2): 1000.0}, leaving=range(60)), Chief({(2, 0, 0): 1000.0}, leaving=range(60))]
+    admission = Overcommit(batch=2, overcommit=2, max_deferrals=5)
+    options = {"length": lambda prompt: 2 if prompt.admission == 2 else 5, "turns": lambda _: []}
+    batches = resumed(chiefs, admission, 1, 2, left=3, helpers=1, **options)
+    assert len(described(batches)) == 2 * 2 * 2
 
 
 TIMES = st.dictionaries(
@@ -373,23 +492,41 @@ TIMES = st.dictionaries(
 )
 
 
+@cache
+def serial_rows() -> dict[int, Row]:
+    return described(trained(Chief(), Overcommit(batch=3), steps=6)[0])
+
+
 ROOM = 1000
 CAPS = st.sampled_from([2, 5, 8, ROOM, ROOM, ROOM])
 
 
 @pytest.mark.schedules
-@given(seconds=TIMES, together=st.booleans(), killed=st.integers(1, 3), cap=CAPS, summing=st.booleans())
+@given(
+    seconds=TIMES,
+    kind=st.tuples(*[st.booleans()] * 2),
+    killed=st.integers(1, 3),
+    cap=CAPS,
+    admission=st.sampled_from([Overcommit(batch=3, overcommit=3), Continuous(batch=3, overcommit=3)]),
+)
+@example({}, (False, False), 2, 2, Continuous(batch=3, overcommit=2))
+@example({(2, 0, 1): 0.5}, (False, True), 1, 5, Overcommit(batch=3, overcommit=3))
 def test_a_resumed_run_tells_an_agent_that_is_run_anew_the_turns_of_all_its_conversations(
-    seconds: Mapping[tuple[int, int, int], float], together: bool, killed: int, cap: int, summing: bool
+    seconds: Mapping[tuple[int, int, int], float],
+    kind: tuple[bool, bool],
+    killed: int,
+    cap: int,
+    admission: Admission,
 ) -> None:
-    batches = resumed([Chief(seconds, together, summing=summing) for _ in range(2)], killed, 4, cap)
+    together, summing = kind
+    batches = resumed([Chief(seconds, together, summing=summing) for _ in range(2)], admission, killed, 4, cap=cap)
     one = described(batches)
     assert len({rollout for rollout in one if rollout < 2**32}) == 4 * 3 * 2
     if summing and cap < 8:
         check_summaries(batches)
     if cap == ROOM:
         check(batches)
-        other = described(trained(Chief(), Overcommit(batch=3), steps=6)[0])
+        other = serial_rows()
         assert all(one[rollout] == other[rollout] for rollout in one.keys() & other.keys())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +19,7 @@ from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Drop, Finish, Prompt
 from oppo.models import Capabilities
 from oppo.stages import Generate
+from oppo.stages.conversations import Conversations
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts, run_virtual
 from oppo.turns import Answer, Answered, Turn, turns_answered
 from tests.known import known
@@ -361,3 +363,10 @@ def test_a_conversation_goes_on_in_a_resumed_run(setting: Setting, data: st.Data
 def some_turns(prompt: Prompt) -> Sequence[int]:
     """Return where turns end: none, one or three of them."""
     return ((), (2,), (1, 2, 9))[prompt.rollout % 3]
+
+
+def test_conversations_of_checkpoints_that_do_not_hold_what_was_said_go_on() -> None:
+    conversations = Conversations(Tool())
+    old = {"answered": 2, "state": "[3]", "calls": 1, "failures": 0}
+    conversations.load_state_dict({"5": {**old, "ended": False}})
+    assert json.loads(json.dumps(conversations.state_dict())) == {"5": {**old, "said": [[], []]}}
