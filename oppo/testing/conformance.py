@@ -51,15 +51,12 @@ async def _made(make: Make[T]) -> T:
 
 
 def require(holds: bool, message: str) -> None:
-    """Raise a :class:`ProtocolError` with ``message`` unless ``holds``."""
     if not holds:
         raise ProtocolError(message)
 
 
 @dataclass
 class Transcript:
-    """The pieces read of one rollout."""
-
     pieces: list[Piece] = field(default_factory=list)
 
     @property
@@ -69,12 +66,10 @@ class Transcript:
 
     @property
     def ended(self) -> bool:
-        """Whether the response has."""
         return self.state not in {"live", "cut"}
 
     @property
     def state(self) -> str:
-        """The state of the last piece."""
         return self.pieces[-1].state if self.pieces else "live"
 
     def first_half(self, prompt: Prompt) -> Response:
@@ -88,11 +83,9 @@ class Transcript:
 
 @dataclass
 class Trial:
-    """One policy and its decodes.
+    """One policy and its decodes, what was read of each, and the rollouts that were reported to the cut.
 
     Attributes:
-        transcripts: what was read of each.
-        reported: the rollouts that were reported to the cut.
         cut_at: the number of these at which it answers true.
         turns: whether a response may end after its last token.
     """
@@ -111,12 +104,10 @@ class Trial:
 
     @property
     def live(self) -> list[int]:
-        """The indexes of those that have not ended."""
         return [k for k, transcript in enumerate(self.transcripts) if not transcript.ended]
 
     @property
     def tokens(self) -> list[list[tuple[int, bool]]]:
-        """The tokens of each so far."""
         return [transcript.tokens for transcript in self.transcripts]
 
     def cut(self, finished: Sequence[int]) -> bool:
@@ -162,7 +153,6 @@ class Trial:
 def check_piece(
     rollout: int, piece: Piece, limit: int, policy: Policy, earlier: Sequence[Piece], *, turns: bool = False
 ) -> None:
-    """Raise :class:`ProtocolError` unless a piece can be the next of its rollout."""
     sampled = [before.versions[-1] for before in earlier if len(before.versions) and not before.from_tool]
     require_piece(piece, policy, rollout, limit, int(sampled[-1]) if sampled else 0, turns=turns)
     n = len(piece.tokens)
@@ -610,14 +600,10 @@ async def _decided(
     last: int = _STEPS,
     state: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
 ) -> tuple[list[StepReport], tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Return the reports of some steps, and the state of the run and its prompts after them.
+    """Return the reports of steps ``first`` to ``last``, and the state of the run and its prompts after them.
 
     Args:
-        admission: decides.
-        lengths: of responses.
-        seen: the observations that it is given, by step; those of other steps are made, and added.
-        first: step, which ``state`` is needed for.
-        last: the step after the last.
+        seen: the observations that the admission is given, by step; those of other steps are made, and added.
         state: of the run and its prompts after the steps before.
     """
     can, recorder = Capabilities(adds_while_decoding=True), Recorder()
