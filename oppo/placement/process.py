@@ -132,6 +132,9 @@ _PROGRAM: Final = (
 )
 """The child runs this program, not the parent's: no script or notebook of a user runs twice."""
 
+KILLED: Final = "was killed by this process"
+"""The death of a child that its owner has killed, whatever status the system reports."""
+
 _GRACE: Final = 5.0
 """Seconds until a child whose socket is closed at either end is killed."""
 
@@ -162,6 +165,7 @@ class ChildProcess(Child):
             )
         self._connection: Connection[bytes, bytes] = Connection(ours.detach())
         self._unanswered = 0
+        self._killed = False
         with suppress(Gone):  # the first order raises it again
             for packet in packets:
                 self._send(packet)
@@ -195,6 +199,7 @@ class ChildProcess(Child):
         self._reap()
 
     def kill(self) -> None:
+        self._killed |= self._process.poll() is None
         self._process.kill()
         self._process.wait()
 
@@ -218,11 +223,13 @@ class ChildProcess(Child):
         try:
             return self._process.wait(_GRACE)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.kill()
             return self._process.wait()
 
     def _death(self) -> str:
         code = self._reap()
+        if self._killed:
+            return KILLED
         if code >= 0:
             return f"ended with exit code {code}"
         name = signal.Signals(-code).name

@@ -161,7 +161,7 @@ class RankedChild(Child):
         self._meeting.close()
 
     def kill(self) -> None:
-        self._lost = self._lost or Gone("were killed", who=f"the ranks of {self._name!r}")
+        self._lost = self._lost or Gone("were killed by this process", who=f"the ranks of {self._name!r}")
         for rank in self._ranks:
             rank.kill()
 

@@ -21,7 +21,7 @@ from oppo.declared import require_whole
 from oppo.errors import ModelError, one_line
 from oppo.log import logger
 from oppo.placement.place import Make
-from oppo.placement.process import Child, ChildProcess, Gone, Process, Setup, Start
+from oppo.placement.process import KILLED, Child, ChildProcess, Gone, Process, Setup, Start
 from oppo.placement.ranks import RankedChild, listen
 from oppo.placement.ray.cluster import ONE_CORE, Cluster, Room
 from oppo.placement.ray.servant import GROUPS, Answered, Arrival, Copy, Gauges, Servant, versions
@@ -293,6 +293,8 @@ class RayChild(Child):
         except RayTaskError as error:
             raise self._unable(error) from error
         except RayError as error:
+            if self._killed:
+                raise Gone(KILLED) from None
             if isinstance(error, ActorDiedError) and error.actor_init_failed:
                 raise self._unable(error) from error
             found = _WHY.search(str(error))
