@@ -99,7 +99,7 @@ BUDGETS = {
     "liveness": 620,
     "losses": 1_154,
     "oppo": 6_196,
-    "placement": 4_304,
+    "placement": 4_313,
     "report": 3_027,
     "rewards": 1_926,
     "run": 5_150,
