@@ -95,7 +95,7 @@ BUDGETS = {
     "environments": 1_333,
     "evaluation": 564,
     "graph": 2_493,
-    "hf": 12_466,
+    "hf": 11_918,
     "liveness": 620,
     "losses": 1_154,
     "oppo": 6_196,
