@@ -114,7 +114,7 @@ Part: TypeAlias = Callable[[], object]
 
 
 class Parts:
-    """Calls the parts of a watchdog, each in a thread: one that raises or hangs does not keep it from ending the run."""
+    """Calls the parts of a watchdog in threads: one that raises or hangs does not keep it from ending the run."""
 
     def __init__(self) -> None:
         self.faults: dict[str, str] = {}
@@ -202,7 +202,7 @@ CPU_SECONDS = 10.0
 
 
 class LastWord:
-    """A timer of the operating system that ends the process unless it is wound up, with the tracebacks of all threads."""
+    """A timer of the operating system that ends the process with all tracebacks unless it is wound up."""
 
     # Processor time, so a suspended process is not ended; no interpreter lock is needed.
 

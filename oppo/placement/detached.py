@@ -30,8 +30,9 @@ GRACE = 2.0
 
 
 class Detached(Generic[R_co]):
-    """Runs ``work`` in a daemon thread, in the caller's context, for a caller that may give up: the thread then goes on, and
-    keeps neither the run nor the process from ending.
+    """Runs ``work`` in a daemon thread, in the caller's context.
+
+    A caller may give up: the thread then goes on, and keeps neither the run nor the process from ending.
     """
 
     def __init__(self, name: str, work: Callable[[], R_co]) -> None:
@@ -78,11 +79,11 @@ def _context_without_loop() -> Context:
 class DisposableProcess(Generic[T]):
     """An object in a child process of its own, for code that may also hold the interpreter lock or crash.
 
-    Calls are made one at a time. The first starts the child, unless :meth:`start` has; a dead child is replaced at the next.
+    Calls are made one at a time. The first starts the child, unless :meth:`start` has; the next replaces a dead one.
 
     Args:
         instance: can be pickled, importable by name.
-        timeout: seconds of a call, without the start. The call is then interrupted; a child that does not heed it within
+        timeout: seconds of a call, without the start. The call is then interrupted; a child that goes on for
             :data:`GRACE` is killed.
     """
 

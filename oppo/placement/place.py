@@ -365,7 +365,7 @@ class CallQueue:
         self._may_be_held = True
 
     def put(self, begin: Callable[[], None], withdraw: Callable[[], None], priority: Priority) -> None:
-        """Queue a call; an urgent one holds the queue from now on. ``withdraw`` is called instead of ``begin`` if it is preempted."""
+        """Queue a call, which holds the queue if it is urgent; if it is preempted, ``withdraw`` is called instead."""
         call = _Pending(priority.claim(self), begin, priority.preemption(), withdraw)
         with self._change:
             heappush(self._pending, (not call.urgent, self._arrived, call))

@@ -99,7 +99,7 @@ class Child(ABC):
 
     @abstractmethod
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
-        """Send an order and return its answer; a failed setup is the answer to the first. Callbacks run here, in this thread."""
+        """Send an order and return its answer, to the first a failed setup; run its callbacks here, in this thread."""
 
     @abstractmethod
     def end(self) -> None:

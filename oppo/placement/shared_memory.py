@@ -33,8 +33,8 @@ Watch: TypeAlias = Callable[[bytes], object]
 class Block(mmap.mmap):
     """Bytes that every process that receives this block can read and change. A block takes two file descriptors."""
 
-    # The memory has no name and lies in no directory: it is freed when its processes end, however they end, and the small
-    # /dev/shm of a container is no limit. Any buffer over a block keeps it alive.
+    # The memory has no name and lies in no directory: it is freed when its processes end, however they end, and the
+    # small /dev/shm of a container is no limit. Any buffer over a block keeps it alive.
 
     _fd: int
 

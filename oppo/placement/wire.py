@@ -138,7 +138,7 @@ class Bulk:
 
 
 class Packet(NamedTuple):
-    """A pickled message, its shared memory, and large things in it, or what stands for them in a store that the child reads."""
+    """A pickled message, its shared memory, and its large things, or references to them in a store."""
 
     data: bytes
     blocks: Sequence[Block] = ()

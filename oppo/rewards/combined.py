@@ -176,8 +176,8 @@ class Rewards(Scorer["float | Drop"]):
         ]
 
     async def _have(self, work: Callable[[_Part], Coroutine[Any, Any, None]], parts: Sequence[_Part]) -> None:
-        # Parts that take turns begin when it is the turn of all: if one began before another, its urgent call would keep
-        # their common place from the call that the other still waits for.
+        # Parts that take turns begin when it is the turn of all: if one began before another, its urgent call would
+        # keep their common place from the call that the other still waits for.
         waiting = [part for part in parts if part.takes_turns]
         with as_itself():
             async with anyio.create_task_group() as tasks:

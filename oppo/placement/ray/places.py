@@ -300,7 +300,7 @@ class RayChild(Child):
 
 
 def on_this_clock(outcome: Outcome, sent: float, received: float) -> Outcome:
-    """Return an outcome of another machine with its times on this one's clock; ``sent``, ``received``: of its order, here."""
+    """Return an outcome of another machine with its times on this one's clock, of an order ``sent`` from here."""
     # As in the network time protocol, an order and its answer are taken to be equally long under way.
     ahead = (outcome.start + outcome.end - sent - received) / 2
     return replace(outcome, start=outcome.start - ahead, end=outcome.end - ahead)

@@ -88,7 +88,7 @@ class Conversation:
             self._news.notify_all()
 
     def fetch(self, patience: float) -> tuple[list[bytes], bool]:
-        """Return the requests that were not fetched before, and whether there will be no more; wait ``patience`` s for either."""
+        """Return new requests, and whether there will be no more; wait ``patience`` seconds for either."""
         with self._news:
             self._news.wait_for(lambda: self._requests or self._over, patience)
             if self._requests:
