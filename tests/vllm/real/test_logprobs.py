@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 from vllm import SamplingParams
 
+from oppo.errors import ConfigError
 from oppo.hf.serve.scorers import ReferenceLogprobs, TeacherLogprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
@@ -109,7 +111,13 @@ async def test_a_server_gives_the_log_probs_of_transformers(
     model: LlamaForCausalLM, saved: Path, tmp_path: Path, thread: Thread
 ) -> None:
     sampling, made = Sampling(max_new_tokens=128), responses(8)
+    with torch.no_grad():
+        probabilities = model(torch.zeros(1, 2, dtype=torch.long)).logits[0, -1].softmax(-1)
+    padding = float(probabilities[SAMPLED:].max()) * (VOCABULARY - SAMPLED)
     with scoring_server(saved, tmp_path, "--no-enable-chunked-prefill") as url:
+        with pytest.raises(ConfigError, match="cannot leave the others out") as refused:
+            LogprobServer(url, saved, vocabulary=SAMPLED)
+        assert float(str(refused.value).rpartition(" ")[2]) == pytest.approx(padding, rel=0.1)
         for top_k in (0, 5):
             library = (
                 TeacherLogprobs(model, sampling=sampling, place=thread, top_k=top_k)
