@@ -106,7 +106,7 @@ BUDGETS = {
     "simulate": 3_284,
     "stages": 3_900,
     "testing": 1_657,
-    "vllm": 5_026,
+    "vllm": 5_063,
 }
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 
