@@ -25,5 +25,4 @@ All of them run from a checkout and measure its ``oppo``; ``harness`` is what th
 from pathlib import Path
 from typing import Final
 
-CHECKOUT: Final = Path(__file__).parents[1]
-"""The root of the repository."""
+CHECKOUT: Final = Path(__file__).parents[1]  # the root of the repository

@@ -47,32 +47,22 @@ SIZES = {"3B": MODELS["qwen2.5-3b"], "7B": MODELS["qwen2.5-7b"], "70B": MODELS["
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How fast models run.
-
-    Attributes:
-        launch: seconds below which no decode step falls, by actor.
-        weights: seconds a decode step needs to read the weights, by actor.
-        row: seconds for each live row.
-        context: seconds for each token of context of the live rows.
-        padded: whether forward passes are padded to the longest row.
-        reading, forward, training: reached fraction of the peak.
-        call: seconds of one call of the reward model.
-        overhead, weight_sync: seconds a step.
-    """
-
-    launch: dict[str, float]
-    weights: dict[str, float]
-    row: dict[str, float]
-    context: dict[str, float]
-    padded: bool
+    launch: dict[str, float]  # seconds below which no decode step falls, by actor
+    weights: dict[str, float]  # seconds a decode step needs to read the weights, by actor
+    row: dict[str, float]  # seconds for each live row
+    context: dict[str, float]  # seconds for each token of context of the live rows
+    padded: bool  # whether forward passes are padded to the longest row
+    # reading, forward, training: reached fraction of the peak
     reading: float
     forward: float
     training: float
-    call: float
+    call: float  # seconds of one call of the reward model
+    # overhead, weight_sync: seconds a step
     overhead: float
     weight_sync: float
 
 
+# `modern`: a serving engine that decodes; `plain`: `generate` in a loop bound by launches, padded passes
 ENGINES = {
     "modern": Engine(
         launch={"3B": 0.0, "7B": 0.0},
@@ -101,35 +91,23 @@ ENGINES = {
         weight_sync=2.0,
     ),
 }
-"""``modern``: a serving engine that decodes; ``plain``: ``generate`` in a loop bound by launches, padded passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """A workload.
-
-    Attributes:
-        reward: size of the reward model; ``None``: a rule that costs nothing.
-        median: of the lengths, at the beginning and at the end of the run; they are lognormal.
-        sigma: spread of their logarithm.
-        cap: the longest response.
-        runaways: fraction of the responses that run to the cap regardless of the lognormal.
-    """
-
     name: str
     actor: str
-    reward: str | None
+    reward: str | None  # size of the reward model; `None`: a rule that costs nothing
     batch: int
     prompt: int
-    median: tuple[float, float]
-    sigma: float
-    cap: int
+    median: tuple[float, float]  # of the lengths, at the beginning and at the end of the run; they are lognormal
+    sigma: float  # spread of their logarithm
+    cap: int  # the longest response
     epochs: int = 2
-    runaways: float = 0.0
+    runaways: float = 0.0  # fraction of the responses that run to the cap regardless of the lognormal
 
     @property
     def workload(self) -> Workload:
-        """What is trained."""
         lengths = Lognormal(median=self.median, sigma=self.sigma, cap=self.cap, runaways=self.runaways)
         return Workload(batch=self.batch, lengths=lengths, cap=self.cap, prompt=self.prompt)
 
@@ -181,19 +159,15 @@ def system(regime: Regime, engine: Engine) -> System:
 
 RESULTS = CHECKOUT / "benchmarks" / "results" / "controllers.json"
 
-FIXED = (0, 4, 8, 16)
-"""Values of Delta on the frontier."""
+FIXED = (0, 4, 8, 16)  # values of Delta on the frontier
 
 STEPS, SKIPPED = 80, 15
 
-GRAIN, CHUNK = 8, 256
-"""Tokens for which a fake token stands, and tokens of a chunk."""
+GRAIN, CHUNK = 8, 256  # tokens for which a fake token stands, and tokens of a chunk
 
-SEEDS = (0, 1, 2)
-"""Seeds of the lengths; the first is for all controllers, the others show the spread."""
+SEEDS = (0, 1, 2)  # seeds of the lengths; the first is for all controllers, the others show the spread
 
-FULL = "modern"
-"""The engine on which all controllers are compared."""
+FULL = "modern"  # the engine on which all controllers are compared
 
 CONTROLLERS: dict[str, Callable[[int], Admission]] = {
     "tail": TailAdaptive,
@@ -205,26 +179,17 @@ CONTROLLERS: dict[str, Callable[[int], Admission]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run.
-
-    Attributes:
-        controller: a name of :data:`CONTROLLERS`, or ``fixed N``.
-        seed: of the lengths.
-    """
-
     engine: str
     regime: str
-    controller: str
-    seed: int = 0
+    controller: str  # a name of `CONTROLLERS`, or `fixed N`
+    seed: int = 0  # of the lengths
 
     def admission(self, batch: int) -> Admission:
-        """Return a new controller."""
         if self.controller.startswith("fixed "):
             return Overcommit(batch, int(self.controller.removeprefix("fixed ")))
         return CONTROLLERS[self.controller](batch)
 
     def run(self) -> ScheduleOutcome:
-        """Make the run."""
         regime = next(regime for regime in REGIMES if regime.name == self.regime)
         costs = system(regime, ENGINES[self.engine])
         return SimulatedRun(costs, regime.workload, self.schedule(regime.batch), STEPS, SKIPPED, self.seed, GRAIN).run()
@@ -248,33 +213,24 @@ def cells(engine: str) -> Iterator[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A controller in one regime, against fixed Delta.
-
-    Attributes:
-        speed: seconds of a step with Delta = 0, over its own.
-        frontier: the speed of a fixed Delta of the same staleness, interpolated.
-    """
+    """A controller in one regime, against fixed Delta."""
 
     regime: str
-    speed: float
+    speed: float  # seconds of a step with Delta = 0, over its own
     staleness: float
-    frontier: float
+    frontier: float  # the speed of a fixed Delta of the same staleness, interpolated
     outcome: ScheduleOutcome
 
 
 class Results(Outcomes[Cell]):
-    """All outcomes so far, by cell."""
-
     def __init__(self, path: Path = RESULTS) -> None:
         super().__init__(path, Cell)
 
     def frontier(self, engine: str, regime: str, seed: int = 0) -> list[tuple[float, float]]:
-        """Return staleness and speed of each fixed Delta, by rising staleness."""
         fixed = [self[Cell(engine, regime, name, seed)] for name in FRONTIER]
         return sorted((outcome.staleness, fixed[0].seconds / outcome.seconds) for outcome in fixed)
 
     def standings(self, engine: str, controller: str, seed: int = 0) -> list[Standing]:
-        """Return the standing of a controller in every regime it was run in."""
         found = []
         for regime in REGIMES:
             cell = Cell(engine, regime.name, controller, seed)
@@ -368,7 +324,6 @@ def page(results: Results) -> str:
 
 
 def seeds(results: Results) -> Iterator[str]:
-    """Yield the table of all engines and seeds, a line for each pair."""
     yield (
         "## `TailAdaptive` with other lengths, and on both engines\n\n"
         "Geometric means of speed and arithmetic means of staleness over the eight regimes; *frontier* and\n"

@@ -23,25 +23,20 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.run.train import PreparedRun, prepare
 
 WAYS = ("recompute", "keep")
-SKIPPED = 2
-"""First steps, which do not count: nothing is deferred into the first, and memory is allocated."""
+SKIPPED = 2  # first steps, which do not count: nothing is deferred into the first, and memory is allocated
 
 
 @dataclass(slots=True, eq=False)
 class StepSeries:
-    """Figures of a run, step by step."""
-
     session: PreparedRun
     seconds: list[float] = field(default_factory=list)
     rollouts: list[float] = field(default_factory=list)
     metrics: list[Mapping[str, float]] = field(default_factory=list)
 
     def mean(self, name: str) -> float:
-        """Return the mean of a metric over the steps."""
         return fmean(each[name] for each in self.metrics)
 
     def row(self) -> list[str]:
-        """Return the row of the table."""
         stale = ("mismatch/kl", "mismatch/kl_current", "mismatch/ess", "staleness/stale_tokens")
         policy = self.session.assembly.policy
         if not isinstance(policy, HfPolicy):
@@ -55,7 +50,6 @@ class StepSeries:
 
 
 async def alternate(sessions: Sequence[PreparedRun], steps: int) -> list[StepSeries]:
-    """Return the series of ``steps`` steps of each session, made in turn."""
     measured = [StepSeries(session) for session in sessions]
     async with AsyncExitStack() as stack:
         runs = [await stack.enter_async_context(s.graph.open(s.prompts)) for s in sessions]

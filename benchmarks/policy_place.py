@@ -40,15 +40,11 @@ LAYERS, CHUNK = 28, 24
 
 
 def never(finished: Sequence[int]) -> bool:
-    """Cut nothing."""
     return not finished
 
 
 class Questioner:
-    """Asks one question after another."""
-
     def ask(self, question: Callable[[Sequence[int]], bool], count: int) -> float:
-        """Return the seconds of a question with its answer."""
         start = now()
         for _ in range(count):
             question([1, 2])
@@ -56,7 +52,6 @@ class Questioner:
 
 
 def saved(folder: str, layers: int = 2) -> ModelRecipe:
-    """Return a model whose decode steps cost little more than Python."""
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4
     )
@@ -76,7 +71,6 @@ async def step_seconds(policy: HfPolicy) -> float:
 
 @contextmanager
 def busy_thread() -> Iterator[None]:
-    """Keep the interpreter of this process busy with Python code."""
     over = threading.Event()
 
     def work() -> None:
@@ -112,7 +106,6 @@ async def measure(places: Sequence[Place], model: ModelRecipe) -> None:
 
 
 async def reading(reference: ReferenceLogprobs, over: anyio.Event, passes: list[int]) -> None:
-    """Let a reference read rollouts in chunks, one after another, until ``over``."""
     while not over.is_set():
         events: list[Prompt | Chunk] = [Prompt(n, n, np.arange(1, 9, dtype=np.int32)) for n in range(ROWS)]
         await reference.extend(events)

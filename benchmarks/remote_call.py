@@ -24,8 +24,7 @@ from oppo.observe import now
 from oppo.placement import Hosted, Inline, Place, Process, Thread
 from oppo.placement.ray import Cluster, RayPlace
 
-STORE: Final = 80 * 2**20
-"""Bytes of an object store; Ray takes no less than 75 MB."""
+STORE: Final = 80 * 2**20  # bytes of an object store; Ray takes no less than 75 MB
 
 
 @contextmanager
@@ -44,24 +43,19 @@ def two_raylets() -> Iterator[tuple[Cluster, NodeAffinitySchedulingStrategy]]:
 
 PROGRAM: Final = "benchmarks.remote_call"
 CHUNK: Final = np.arange(64, dtype=np.int32)
-WARM: Final = 50
-"""Calls that are not counted."""
+WARM: Final = 50  # calls that are not counted
 
 
 class Length:
-    """Counts tokens."""
-
     def __init__(self) -> None:
         self.total = 0
 
     def extend(self, tokens: NDArray[np.int32]) -> int:
-        """Return how many there have been."""
         self.total += len(tokens)
         return self.total
 
 
 async def milliseconds(place: Place, calls: int) -> list[float]:
-    """Return the milliseconds of each call, one after the other."""
     length: Hosted[Length] = place.host(Length)
     took = []
     for _ in range(WARM + calls):

@@ -33,6 +33,7 @@ from oppo.report.metrics import metrics_of
 from oppo.report.records import read
 from tests.workplace import furnish
 
+# Short responses of different lengths, three rollouts more in flight than are trained, several micro-batches
 DETERMINISTIC: Final = {
     "run.exact": "true",
     "run.cores": "1",
@@ -55,10 +56,10 @@ DETERMINISTIC: Final = {
     "trainer.learning_rate": "1e-3",
     "trainer.micro_batch_tokens": "64",
 }
-"""Short responses of different lengths, three rollouts more in flight than are trained, several micro-batches."""
 
 GROUPS: Final = {"step.samples": "3", "step.batch": "2", "step.extra": "2"}
 
+# The changes of each run; a key without a value is left out
 RUNS: Final[Mapping[str, Mapping[str, str]]] = {
     "ppo": {},
     "ppo-kept": {"step.on_publish": '"keep"'},
@@ -81,12 +82,12 @@ RUNS: Final[Mapping[str, Mapping[str, str]]] = {
     "masked": {"step.weight": '"mask_sequence"', "step.weight_low": "0.99"},
     "kl-in-loss": {"step.kl_in": '"loss"', "step.kl_estimator": '"k3"', "trainer.entropy_coefficient": "0.01"},
 }
-"""The changes of each run; a key without a value is left out."""
 
+# Made a second time, and resumed from the checkpoint of their second step
 RESUMED: Final = ("ppo", "grpo", "lora", "shared-trunk", "proximal")
-"""Made a second time, and resumed from the checkpoint of their second step."""
 RESUMED_SUFFIX: Final = "-resumed"
 
+# Names of keys today, by those above. `models.reward` needs none: today's code reads it as an earlier version's
 RENAMED: Final[Mapping[str, str]] = {
     "run.exact": "run.deterministic",
     "run.samples": "run.logged_samples",
@@ -104,20 +105,19 @@ RENAMED: Final[Mapping[str, str]] = {
     "step.weight_low": "algorithm.is_low",
     "trainer.entropy_coefficient": "algorithm.entropy_coefficient",
 }
-"""Names of keys today, by those above. ``models.reward`` needs none: today's code reads it as an earlier version's."""
 
+# Keys whose default is not what commits did that do not know them, and the value that is
 ADDED: Final[Mapping[str, str]] = {"algorithm.aggregation": '"tokens"'}
-"""Keys whose default is not what commits did that do not know them, and the value that is."""
 
-TIMED_KEYS: Final = ("at", "seen")
-"""Keys of a journal's record that depend on time."""
+TIMED_KEYS: Final = ("at", "seen")  # keys of a journal's record that depend on time
 
+# Prefixes of metrics that depend on time or the machine
 TIMES: Final = (
     "seconds", "timing_s/", "throughput/", "overlap/", "queue/", "bottleneck/", "loop/", "memory/", "perf/",
     "admission/",
 )  # fmt: skip
-"""Prefixes of metrics that depend on time or the machine."""
 
+# The program that runs each commit in an interpreter of its own
 SIDE: Final = """
 import json, sys
 from oppo.cli import main
@@ -125,7 +125,6 @@ for arguments in json.load(sys.stdin):
     if (code := main(arguments)) != 0:
         sys.exit(f"oppo {' '.join(arguments)}: exit code {code}")
 """
-"""The program that runs each commit in an interpreter of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,6 @@ class Made:
 
     @classmethod
     def read(cls, run: Path) -> Made:
-        """Read a run directory."""
         final = run / "checkpoints" / "final"
         tensors = {
             f"{path.relative_to(final)}:{name}": tensor
@@ -173,7 +171,6 @@ class Made:
 
 
 def _changed(record: str, other: str) -> str:
-    """Return the part of a record that another one has not."""
     there = json.loads(other)
     return json.dumps({key: value for key, value in json.loads(record).items() if there.get(key, ...) != value})[:300]
 
@@ -185,7 +182,6 @@ def _lines(records: Iterable[Mapping[str, object]]) -> Iterator[str]:
 
 
 def make_runs(source: Path, workplace: Path, runs: Sequence[str]) -> dict[str, Made]:
-    """Make the runs with the code in ``source``, and return their results."""
     known = (source / "docs" / "settings.md").read_text(encoding="utf-8")
     directory = workplace / "runs"
     again = {f"{name}{RESUMED_SUFFIX}": RUNS[name] for name in runs if name in RESUMED}

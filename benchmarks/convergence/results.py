@@ -13,21 +13,11 @@ from oppo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all runs of a study have in common.
-
-    Attributes:
-        steps: of PPO.
-        batch: rollouts trained in a step.
-        examined: held-out prompts that the final policy of every run answers.
-        small: the demo's tiny models, for tests.
-        jobs: runs made at a time, which share the cores: it decides how sums are rounded, and what seconds mean.
-    """
-
-    steps: int = 24
-    batch: int = 32
-    examined: int = 256
-    small: bool = False
-    jobs: int = 1
+    steps: int = 24  # of PPO
+    batch: int = 32  # rollouts trained in a step
+    examined: int = 256  # held-out prompts that the final policy of every run answers
+    small: bool = False  # the demo's tiny models, for tests
+    jobs: int = 1  # runs made at a time, which share the cores: it decides how sums are rounded, and what seconds mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,53 +45,33 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class OffPolicy:
-    """How far what was trained was from the policy that was trained.
+    """How far what was trained was from the policy that was trained."""
 
-    Attributes:
-        lags: mean versions between a token and its update, by step.
-        samples: effective sample size of the tokens as importance samples, as a fraction of them, by step.
-        largest: lag of any token.
-        kl: of the policy that wrote a stale token to the one that was trained on it, nats a token, mean over the steps.
-        clipped: fraction of the tokens whose loss was clipped, mean over the steps.
-    """
-
-    lags: tuple[float, ...]
+    lags: tuple[float, ...]  # mean versions between a token and its update, by step
+    # effective sample size of the tokens as importance samples, as a fraction of them, by step
     samples: tuple[float, ...]
-    largest: float
+    largest: float  # lag of any token
+    # of the policy that wrote a stale token to the one that was trained on it, nats a token, mean over the steps
     kl: float
-    clipped: float
+    clipped: float  # fraction of the tokens whose loss was clipped, mean over the steps
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """Return what a record holds."""
         return cls(**{**record, **{name: tuple(record[name]) for name in ("lags", "samples")}})
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one run.
-
-    Attributes:
-        answers: of the final policy.
-        seconds: of each step.
-        scores: mean score of the rollouts that each step trained.
-        extra: mean number of rollouts kept in flight beyond the batch.
-        lag: mean versions between a token and its update.
-        late: fraction of the trained rollouts that had been deferred.
-        off_policy: ``None`` in files from before it was kept.
-    """
-
-    answers: Answers
-    seconds: tuple[float, ...]
-    scores: tuple[float, ...]
-    extra: float
-    lag: float
-    late: float
-    off_policy: OffPolicy | None = None
+    answers: Answers  # of the final policy
+    seconds: tuple[float, ...]  # of each step
+    scores: tuple[float, ...]  # mean score of the rollouts that each step trained
+    extra: float  # mean number of rollouts kept in flight beyond the batch
+    lag: float  # mean versions between a token and its update
+    late: float  # fraction of the trained rollouts that had been deferred
+    off_policy: OffPolicy | None = None  # `None` in files from before it was kept
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """Return the outcome that a record holds."""
         curves = {name: tuple(record[name]) for name in ("seconds", "scores")}
         off_policy = record.get("off_policy")
         parts = {
@@ -112,11 +82,6 @@ class Outcome:
 
     @property
     def known_off_policy(self) -> OffPolicy:
-        """How far what was trained was from the policy that was trained.
-
-        Raises:
-            ValueError: it was not kept.
-        """
         if self.off_policy is None:
             raise ValueError("this outcome is from before lags were kept for each step: make the run again")
         return self.off_policy
@@ -136,23 +101,14 @@ class Cell:
 
 @dataclass(slots=True)
 class Results:
-    """The results so far.
-
-    Attributes:
-        arms: that make a seed whole, by name.
-        machine: of the study.
-        start: answers of the base policy; ``None`` before they are sampled.
-    """
-
-    arms: tuple[str, ...]
+    arms: tuple[str, ...]  # that make a seed whole, by name
     plan: Plan
-    machine: Mapping[str, object] = field(default_factory=dict)
-    start: Answers | None = None
+    machine: Mapping[str, object] = field(default_factory=dict)  # of the study
+    start: Answers | None = None  # answers of the base policy; `None` before they are sampled
     outcomes: dict[Cell, Outcome] = field(default_factory=dict)
 
     @classmethod
     def load(cls, file: Path, arms: Iterable[str]) -> Self:
-        """Return the results in a file."""
         content = json.loads(file.read_text(encoding="utf-8"))
         return cls(
             tuple(arms),
@@ -164,11 +120,7 @@ class Results:
 
     @classmethod
     def go_on(cls, file: Path, arms: Iterable[str], plan: Plan) -> Self:
-        """Return the results in a file; empty ones without the file.
-
-        Raises:
-            ConfigError: it is of another plan.
-        """
+        """Return the results in a file; empty ones without the file."""
         if not file.exists():
             return cls(tuple(arms), plan)
         found = cls.load(file, arms)
@@ -196,11 +148,6 @@ class Results:
 
     @property
     def known_start(self) -> Answers:
-        """The answers of the base policy.
-
-        Raises:
-            ValueError: it has not been examined.
-        """
         if self.start is None:
             raise ValueError("the base policy has not been examined, so that nobody knows what was gained")
         return self.start
@@ -211,5 +158,4 @@ class Results:
         return [seed for seed in seeds if all(Cell(seed, arm) in self.outcomes for arm in self.arms)]
 
     def of(self, arm: str) -> list[Outcome]:
-        """Return the outcomes of an arm, by seed."""
         return [self.outcomes[Cell(seed, arm)] for seed in self.whole()]

@@ -36,31 +36,22 @@ from benchmarks.harness import markdown
 from oppo.config.settings import Settings
 from oppo.report.charts import Axes, picture, placed
 
-COLUMNS: Final = 120
-"""Columns of the page."""
+COLUMNS: Final = 120  # columns of the page
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One schedule; models, prompts, noise and learning are the same for all arms of a study.
-
-    Attributes:
-        colour: of its line in the figure.
-        dashed: draw that line in dashes.
-        share: rollouts kept in flight beyond the batch, as a fraction of it; ``None``: left to the admission.
-        held: scoring waits until decoding has ended (:class:`oppo.stages.hold.Hold`), and then has all cores.
-        step: other changes to the demo's ``[step]``.
-        algorithm: changes to its ``[algorithm]``.
-    """
+    """One schedule; models, prompts, noise and learning are the same for all arms of a study."""
 
     name: str
     about: str
-    colour: str
-    dashed: bool = False
+    colour: str  # of its line in the figure
+    dashed: bool = False  # draw that line in dashes
+    # rollouts kept in flight beyond the batch, as a fraction of it; `None`: left to the admission
     share: float | None = 0.0
-    held: bool = False
-    step: Mapping[str, object] = field(default_factory=dict)
-    algorithm: Mapping[str, object] = field(default_factory=dict)
+    held: bool = False  # scoring waits until decoding has ended (`oppo.stages.hold.Hold`), and then has all cores
+    step: Mapping[str, object] = field(default_factory=dict)  # other changes to the demo's `[step]`
+    algorithm: Mapping[str, object] = field(default_factory=dict)  # changes to its `[algorithm]`
 
     def settings(self, demo: Settings, batch: int) -> Settings:
         """Return the demo's settings in this schedule, without the files that a study does not read."""
@@ -70,11 +61,9 @@ class Arm:
         return demo.changed({"step": step, "algorithm": self.algorithm, "run": quiet})
 
 
+# What scores are drawn against. `updates`: those that the policy had seen that wrote the rollouts; `update seconds`:
+# when these had been made
 Axis: TypeAlias = Literal["steps", "seconds", "updates", "update seconds"]
-"""What scores are drawn against.
-
-``updates``: those that the policy had seen that wrote the rollouts; ``update seconds``: when these had been made.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,48 +81,34 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A question to training, whose arms are its possible answers.
-
-    Attributes:
-        arms: by name, in the order of the table.
-        file: name of the file of results.
-        picture: name of the figure, beside the page and beside the results.
-        panels: of the figure.
-        section: returns the section of ``benchmarks/convergence/README.md``, with its heading.
-        findings: returns what was found, an item each.
-        table: returns the results as a table.
-    """
+    """A question to training, whose arms are its possible answers."""
 
     name: str
-    arms: Mapping[str, Arm]
-    file: str
-    picture: str
-    panels: Sequence[Panel]
-    table: Callable[[Results], str]
-    findings: Callable[[Results], str]
-    section: Callable[[Results], str]
+    arms: Mapping[str, Arm]  # by name, in the order of the table
+    file: str  # name of the file of results
+    picture: str  # name of the figure, beside the page and beside the results
+    panels: Sequence[Panel]  # of the figure
+    table: Callable[[Results], str]  # returns the results as a table
+    findings: Callable[[Results], str]  # returns what was found, an item each
+    section: Callable[[Results], str]  # returns the section of `benchmarks/convergence/README.md`, with its heading
 
     @property
     def begin(self) -> str:
-        """The line of the page after which the section is."""
         return f"<!-- python -m benchmarks.convergence --study {self.name} --page -->\n"
 
 
 def items(lines: Iterable[str]) -> str:
-    """Return the lines as items of a list, wrapped as the page is."""
     return "\n".join(
         fill(line, COLUMNS, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False) for line in lines
     )
 
 
 def percent(found: Difference) -> str:
-    """Return a relative difference with its interval."""
     relative = found.relative
     return f"{relative.mean:+.1%} ({relative.low:+.1%} to {relative.high:+.1%})"
 
 
 def shared(results: Results) -> str:
-    """Return the machine, and how its runs shared it."""
     machine, jobs = results.machine, results.plan.jobs
     runs = "all of them for one run at a time" if jobs == 1 else f"{jobs} runs at a time"
     return f"{machine['cpu']}, {machine['cores']} cores, {runs}"
@@ -157,12 +132,11 @@ ADAPTIVE: Final = Arm(
 )
 STALE: Final = Arm("stale", "streamed, B deferred, up to 8 times", "#d97706", share=1.0, step={"max_deferrals": 8})
 
+# `chunk` differs from `serial` in rounding only, `stale` should do harm
 SCHEDULE_ARMS: Final = {arm.name: arm for arm in (SERIAL, CHUNK, FIXED, ADAPTIVE, STALE)}
-"""``chunk`` differs from ``serial`` in rounding only, ``stale`` should do harm."""
 
 
 def schedules_section(results: Results) -> str:
-    """Return the section with its heading."""
     plan, seeds = results.plan, len(results.whole())
     return f"""\
 ## What was measured
@@ -197,7 +171,6 @@ def schedules_table(results: Results) -> str:
 
 
 def schedules_row(results: Results, arm: Arm) -> list[str]:
-    """Return an arm's row of the table."""
     outcomes = results.of(arm.name)
     score, kl = (
         "-" if arm is SERIAL else percent(difference(results, arm.name, SERIAL.name, quantity))
@@ -217,7 +190,6 @@ def schedules_row(results: Results, arm: Arm) -> list[str]:
 
 
 def schedules_findings(results: Results) -> str:
-    """Return the findings, an item each."""
     harm = {
         -1: "does harm: all of the interval of its score lies below serial's",
         None: f"is not judged by fewer than {LEAST} seeds",
@@ -233,7 +205,6 @@ def schedules_findings(results: Results) -> str:
 
 
 def conclusion(results: Results, arm: str) -> str:
-    """Return whether an arm learns as serial does, in a message."""
     late = fmean(each.late for each in results.of(arm))
     score, kl = (difference(results, arm, SERIAL.name, quantity).conclusion for quantity in (SCORE, KL))
     return (
@@ -259,12 +230,10 @@ COLOURS: Final = {0: "#111827", 1: "#2563eb", 2: "#059669", 4: "#dc2626"}
 
 
 def cut(n: int) -> Arm:
-    """Return lookahead n, synced between two steps."""
     return Arm(f"n{n}", f"lookahead {n}", COLOURS[n], step={"lookahead": n})
 
 
 def weighted(n: int) -> Arm:
-    """Return lookahead n with truncated importance weights."""
     return Arm(
         f"n{n}-tis",
         f"lookahead {n}, truncated weights",
@@ -290,31 +259,26 @@ IN_FLIGHT: Final = Arm(
     step={"lookahead": 2, "weight_sync": "in-flight"},
 )
 
+# By name. No arm defers anything, so lookahead is the only cause of staleness; without it weights would change nothing
 LOOKAHEAD_ARMS: Final = {
     arm.name: arm
     for arm in (BASELINE, *(cut(n) for n in (1, 2, 4)), *(weighted(n) for n in (1, 2, 4)), BEHAVIOUR, IN_FLIGHT)
 }
-"""By name.
 
-No arm defers anything, so lookahead is the only cause of staleness; without it weights would change nothing.
-"""
-
+# Two arms with one difference between them, and its name
 PAIRS: Final = (
     *((f"n{n}-tis", f"n{n}", f"The weights at lookahead {n}") for n in (1, 2, 4)),
     ("n4-tis-b", "n4", "The weights alone at lookahead 4, the ratio still that to the behaviour policy"),
     ("n4-tis", "n4-tis-b", "With them, the ratio to the proximal policy instead"),
     ("n2-flight", "n2", "Weight sync in flight at lookahead 2"),
 )
-"""Two arms with one difference between them, and its name."""
 
-RUNAWAY: Final = 2
-"""Times the largest KL of the baseline's runs, beyond which a run is counted."""
+RUNAWAY: Final = 2  # times the largest KL of the baseline's runs, beyond which a run is counted
 
 QUANTITIES: Final = {"final score": SCORE, "score of the first half": FIRST_HALF, "final KL": KL}
 
 
 def lookahead_section(results: Results) -> str:
-    """Return the section with its heading."""
     plan, base = results.plan, results.known_start.score.mean
     return f"""\
 ## What lookahead costs
@@ -356,7 +320,6 @@ def lookahead_table(results: Results) -> str:
 
 
 def lookahead_row(results: Results, arm: Arm) -> list[str]:
-    """Return an arm's row of the table."""
     outcomes = results.of(arm.name)
     score, first_half, kl = (
         "-" if arm is BASELINE else percent(against(results, arm.name, BASELINE.name, quantity))
@@ -390,12 +353,10 @@ def count(number: float, last: float) -> str:
 
 
 def against(results: Results, arm: str, other: str, quantity: Quantity) -> Difference:
-    """Return the difference of two arms, in parts of what the baseline gained."""
     return difference(results, arm, other, quantity, BASELINE.name)
 
 
 def lookahead_findings(results: Results) -> str:
-    """Return the findings, an item each."""
     arms = [name for name in LOOKAHEAD_ARMS if name != BASELINE.name]
     intervals = len(QUANTITIES) * (len(arms) + len(PAIRS))
     return items(
@@ -444,7 +405,6 @@ def worth(results: Results, arms: Sequence[str]) -> tuple[str, str]:
 
 
 def times(taken: Taken) -> str:
-    """Return how many times as much as the baseline an arm takes, with the interval."""
     mean, low, high = (count(each, taken.last_ratio) for each in astuple(taken.ratio))
     return f"{mean} ({low} to {high})"
 
@@ -465,7 +425,6 @@ def runaways(results: Results, arms: Sequence[str]) -> str:
 
 
 def listed(arms: Sequence[str]) -> str:
-    """Return names in a row."""
     *others, last = (f"`{arm}`" for arm in arms)
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -493,13 +452,12 @@ LOOKAHEAD: Final = Study(
     section=lookahead_section,
 )
 
+# By name; the first is made where none is named
 STUDIES: Final = {study.name: study for study in (SCHEDULES, LOOKAHEAD)}
-"""By name; the first is made where none is named."""
 
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 400, 260, 50, 44, 60
-APART: Final = 90
-"""Pixels from the beginning of a name in the legend to that of the next."""
+APART: Final = 90  # pixels from the beginning of a name in the legend to that of the next
 
 SCORES: Final[Mapping[Axis, Callable[[Outcome], Sequence[float]]]] = {
     "steps": lambda outcome: outcome.scores,
@@ -508,11 +466,11 @@ SCORES: Final[Mapping[Axis, Callable[[Outcome], Sequence[float]]]] = {
     "update seconds": by_updates,
 }
 
+# When a score was there, in seconds from the start of the run
 ENDS: Final[Mapping[Axis, Callable[[Outcome], Sequence[float]]]] = {
     "seconds": lambda outcome: made_at(outcome)[1:],
     "update seconds": made_at,
 }
-"""When a score was there, in seconds from the start of the run."""
 
 
 def figure(study: Study, results: Results) -> str:
@@ -530,7 +488,6 @@ def figure(study: Study, results: Results) -> str:
 
 
 def points(results: Results, arm: str, axis: Axis) -> tuple[list[float], list[Interval]]:
-    """Return x and score of the points of an arm's line."""
     scores = curve(results, arm, SCORES[axis])
     if axis in ENDS:
         ends = curve(results, arm, ENDS[axis])
@@ -540,7 +497,6 @@ def points(results: Results, arm: str, axis: Axis) -> tuple[list[float], list[In
 
 
 def legend(study: Study, results: Results) -> str:
-    """Return the names of the arms in their colours, and the meaning of the lines."""
     entries = [
         f'<text x="{LEFT + APART * k}" y="18" fill="{arm.colour}" font-weight="600">{name}</text>'
         for k, (name, arm) in enumerate(study.arms.items())
@@ -563,7 +519,6 @@ def panel_of(
 
 
 def line(axes: Axes, x: Sequence[float], y: Sequence[Interval], arm: Arm) -> str:
-    """Return an arm's mean as a line, over its interval as a band."""
     points = list(zip(x, y, strict=True))
     middle = "L".join(axes.at(at, each.mean) for at, each in points)
     upper = [axes.at(at, each.high) for at, each in points]
