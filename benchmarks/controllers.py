@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import CHECKOUT
-from benchmarks.harness import command, markdown
+from benchmarks.harness import command, markdown, placed as in_page
 from benchmarks.simulate.outcomes import Outcomes
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.errors import ConfigError
@@ -263,55 +263,7 @@ PAGE = RESULTS.with_suffix(".md")
 COLOURS = {"tail": "#dc2626", "text": "#2563eb", "algorithm 1": "#7c3aed", "tail batched": "#059669"}
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 190, 130, 44, 40, 62
 
-PREFACE = """\
-# Controllers of overcommit, compared
-
-Made by `python -m benchmarks.controllers` from `benchmarks/results/controllers.json`: do not edit. Every figure comes
-from the real graph of stages (`Generate`, `Score`, `GAE`, `Update`) in virtual time, with models that only cost time.
-**Nothing was measured on a device.** The costs are in `benchmarks/controllers.py`, and the lengths are assumptions.
-Compare ratios within one engine, not seconds.
-
-- *Speed* is over the same run with nothing deferred, which streams already.
-- *Staleness* is the mean number of versions between a rollout's first token and its update. It comes out as Delta / B
-  (Little's law). No rollout is deferred more than twice.
-- *Frontier* is the speed over that of a fixed Delta with the same staleness, interpolated. Above 1, no fixed Delta in
-  between does as well.
-
-![speed against staleness](controllers.svg)
-"""
-
-AFTERWORD = """\
-## How `TailAdaptive` decides
-
-From the last 8 steps it estimates the survival function S of the lengths (Kaplan and Meier; deferred rollouts are
-censored), the seconds for each decode step and token, the work of each scorer, and the rest. For each Delta from 0 to
-B / 4, the number N of decode steps between two cuts solves
-
-    N(Delta) = integral over x >= 0 of  1 - P[Poisson(deferred(x)) <= Delta] * P[Poisson(overdue(x)) = 0]
-    deferred(x) = B * sum over k < max_deferrals of S(k N + x),    overdue(x) = B * S(max_deferrals * N + x)
-
-The predicted step takes `max(decode + tail, busy)` of the slowest scorer, plus the rest. The controller takes the
-smallest Delta whose `seconds * (1 + price * Delta / B)` is within 1.15 % of the lowest. It decides from the second step
-on: one step is enough, together with a prior for the cost of decoding.
-
-## How `SlopeAdaptive` decides
-
-By the sign of the score's slope over 10 steps, as the OPPO paper writes it: once in its text and once, differently, in
-its Algorithm 1. The sum of the differences telescopes, so two noisy scores decide. On a plateau overcommit wanders
-around the middle of its range and does not decay. Where scoring, the update or the cap takes the time, it makes tokens
-stale for nothing.
-
-## Where `TailAdaptive` does not win
-
-"""
-
-ALWAYS = """\
-- Where scoring is the bottleneck, a reward model reads deferred rollouts during the update. Fixed 8 gains by that, with
-  staleness. `TailAdaptive` does not count on it, because it depends on the order in which the reward model works.
-- In one stationary regime it ties with a tuned Delta: no rule that varies Delta beats the best constant.
-- The window is 8 steps, so it reacts late to lengths that change faster. Small batches (B = 32) make single predictions
-  noisy.
-"""
+BEGIN = "<!-- python -m benchmarks.controllers -->\n"
 
 
 def write(results: Results) -> None:
@@ -320,17 +272,12 @@ def write(results: Results) -> None:
 
 
 def page(results: Results) -> str:
-    return "\n".join([PREFACE, *tables(results, FULL), *seeds(results), AFTERWORD + losses(results, FULL)])
+    content = "\n".join([*tables(results, FULL), *seeds(results)])
+    return in_page(PAGE.read_text(encoding="utf-8"), BEGIN, f"\n{content}")
 
 
 def seeds(results: Results) -> Iterator[str]:
-    yield (
-        "## `TailAdaptive` with other lengths, and on both engines\n\n"
-        "Geometric means of speed and arithmetic means of staleness over the eight regimes; *frontier* and\n"
-        "*predicted / realised* have their lowest and highest value. *Worth* is the geometric mean of\n"
-        "speed / (1 + staleness), the speed at a price of 1; the best fixed Delta is the one of the highest worth.\n"
-        "Seed 0 is that of the tables above. Where more is deferred than with fixed 16, fixed 16 is the frontier.\n"
-    )
+    yield "## `TailAdaptive` with other lengths, and on both engines\n"
     head = [
         "engine",
         "seed",
@@ -406,24 +353,6 @@ def tables(results: Results, engine: str) -> Iterator[str]:
         ],
     )
     yield ""
-
-
-def losses(results: Results, engine: str) -> str:
-    """Return a line for each regime in which it is slower than a fixed Delta of 8 or behind the frontier."""
-    lines = []
-    for fixed, tail in zip(results.standings(engine, "fixed 8"), results.standings(engine, "tail"), strict=True):
-        lines += list(_lost(fixed, tail))
-    return "\n".join([*lines, ALWAYS])
-
-
-def _lost(fixed: Standing, tail: Standing) -> Iterator[str]:
-    if tail.speed < 0.995 * fixed.speed:
-        yield (
-            f"- {tail.regime}: {1 - tail.speed / fixed.speed:.1%} slower than fixed 8, at a staleness of "
-            f"{tail.staleness:.3f} instead of {fixed.staleness:.3f}."
-        )
-    if tail.speed < 0.995 * tail.frontier:
-        yield f"- {tail.regime}: {1 - tail.speed / tail.frontier:.1%} behind a fixed Delta of the same staleness."
 
 
 def figure(results: Results, engine: str) -> str:

@@ -17,7 +17,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Annotated, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import anyio
 import numpy as np
@@ -37,6 +38,8 @@ from oppo.placement import Callback, Place, Process, Thread
 PROGRAM: Final = "benchmarks.policy_place"
 ROWS, TOKENS, ROUNDS, QUESTIONS = 8, 120, 9, 2000
 LAYERS, CHUNK = 28, 24
+
+one_core = partial(use_cores, 1)
 
 
 def never(finished: Sequence[int]) -> bool:
@@ -141,27 +144,43 @@ async def measure_scorers(acting: Place, scoring: Sequence[Place], model: ModelR
         )
 
 
+@contextmanager
+def second_raylet() -> Iterator[Place]:
+    """Return a place in an actor on a raylet of this machine that is not this process's own."""
+    from ray.cluster_utils import Cluster as Raylets  # noqa: PLC0415 - Ray is an extra
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
+
+    from oppo.placement.ray import Cluster, RayPlace  # noqa: PLC0415
+
+    room: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+    Path("/tmp/ray").mkdir(exist_ok=True)
+    raylets = Raylets(initialize_head=True, head_node_args=room)
+    try:
+        node: Any = raylets.add_node(**room)
+        with Cluster(raylets.address) as cluster:
+            other = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+            with RayPlace("actor", cluster, setup=one_core, strategy=other, restarts=0) as place:
+                yield place
+    finally:
+        raylets.shutdown()
+
+
 def compare(*, ray: Annotated[bool, Parameter(negative=())] = False) -> None:
     """Print what decoding costs in a thread and in a process.
 
     Args:
         ray: in an actor on another raylet too.
     """
-    one = partial(use_cores, 1)
     with ExitStack() as stack:
         places: list[Place] = [
-            stack.enter_context(Thread("thread", setup=one)),
-            stack.enter_context(Process("process", setup=one)),
+            stack.enter_context(Thread("thread", setup=one_core)),
+            stack.enter_context(Process("process", setup=one_core)),
         ]
         if ray:
-            from benchmarks.remote_call import two_raylets  # noqa: PLC0415 - Ray is an extra
-            from oppo.placement.ray import RayPlace  # noqa: PLC0415
-
-            cluster, other = stack.enter_context(two_raylets())
-            places.append(stack.enter_context(RayPlace("actor", cluster, setup=one, strategy=other, restarts=0)))
+            places.append(stack.enter_context(second_raylet()))
         model = saved(stack.enter_context(tempfile.TemporaryDirectory()))
         anyio.run(measure, places, model)
-        scoring = [stack.enter_context(kind(kind.__name__.lower(), setup=one)) for kind in (Thread, Process)]
+        scoring = [stack.enter_context(kind(kind.__name__.lower(), setup=one_core)) for kind in (Thread, Process)]
         deep = saved(stack.enter_context(tempfile.TemporaryDirectory()), LAYERS)
         anyio.run(measure_scorers, places[0], scoring, deep)
 

@@ -11,13 +11,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.convergence.results import Answers, Estimate, Outcome, Results
+from benchmarks.convergence.results import Answers, Outcome, Results
 
 LEVEL: Final = 0.9
-BAND: Final = 0.1  # differences within this fraction of the baseline's own gain count as none
-
-LEAST: Final = 5  # least seeds for a decision: fewer show too little of their spread
-
 DRAWS: Final = 10_000
 
 # The part of the baseline's gain by which the pace of learning is told: the last of it is slow and noisy for all
@@ -36,9 +32,8 @@ class Interval:
         """Return the interval divided by ``unit`` > 0."""
         return Interval(self.mean / unit, self.low / unit, self.high / unit)
 
-    def within(self, band: float) -> bool:
-        """Return whether the interval lies within ``band`` of 0."""
-        return -band <= self.low and self.high <= band
+    def __str__(self) -> str:
+        return f"{self.mean:+.1%} ({self.low:+.1%} to {self.high:+.1%})"
 
 
 def resampled(seeds: int) -> NDArray[np.int64]:
@@ -82,52 +77,13 @@ FIRST_HALF: Final = Quantity(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A quantity of an arm against that of another."""
-
-    seeds: int  # pairs that were compared
-    gain: float  # mean gain of the baseline
-    relative: Interval  # the arm's value less the other's, as a fraction of that gain
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether the interval lies within the band; ``None``: too few seeds, or the baseline gained nothing."""
-        if self.seeds < LEAST or not self.gain > 0:
-            return None
-        return self.relative.within(BAND)
-
-    @property
-    def conclusion(self) -> str:
-        return {True: "holds", False: "does not hold", None: "is undecided"}[self.holds]
-
-    @property
-    def sign(self) -> int | None:
-        """1 or -1 where all of the interval lies above or below 0, else 0; ``None`` as for ``holds``."""
-        if self.holds is None:
-            return None
-        return (self.relative.low > 0) - (self.relative.high < 0)
-
-
-def difference(results: Results, arm: str, against: str, quantity: Quantity, baseline: str = "") -> Difference:
-    """Return the difference of an arm to another, over the seeds of which every arm has been run."""
-    ours, others, unit = (results.of(name) for name in (arm, against, baseline or against))
+def difference(results: Results, arm: str, against: str, quantity: Quantity) -> Interval:
+    """Return a quantity of an arm less that of another, paired by seed, as a fraction of what the other has gained."""
+    ours, others = results.of(arm), results.of(against)
     if not ours:
         raise ValueError("nothing can be compared before all arms of one seed have been run")
-    start = results.known_start
-    gain = fmean(quantity.gained(each, start) for each in unit)
-    pairs = [quantity.of(a) - quantity.of(b) for a, b in zip(ours, others, strict=True)]
-    return Difference(len(pairs), gain, bootstrap(pairs).in_parts_of(gain))
-
-
-def examination_error(
-    results: Results, arm: str, against: str, quantity: Quantity, estimate: Callable[[Answers], Estimate]
-) -> float:
-    """Return the standard error of a relative difference that is due to the number of examined responses alone."""
-    pairs = zip(results.of(arm), results.of(against), strict=True)
-    squares = [estimate(each.answers).error ** 2 for pair in pairs for each in pair]
-    found = difference(results, arm, against, quantity)
-    return float(np.sqrt(sum(squares))) / found.seeds / abs(found.gain)
+    gain = fmean(quantity.gained(each, results.known_start) for each in others)
+    return bootstrap([quantity.of(a) - quantity.of(b) for a, b in zip(ours, others, strict=True)]).in_parts_of(gain)
 
 
 def curve(results: Results, arm: str, of: Callable[[Outcome], Sequence[float]]) -> list[Interval]:

@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
+
+from pydantic import TypeAdapter
 
 from oppo.errors import ConfigError
 
@@ -30,17 +32,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Statistics of the answers to held-out prompts, sampled with the same noise for every policy.
+    """Statistics of the answers to held-out prompts, sampled with the same noise for every policy."""
 
-    Attributes:
-        score: the reward model's.
-        kl: nats a response, from the base policy.
-        length: tokens.
-    """
-
-    score: Estimate
-    kl: Estimate
-    length: Estimate
+    score: Estimate  # the reward model's
+    kl: Estimate  # nats a response, from the base policy
+    length: Estimate  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +51,6 @@ class OffPolicy:
     kl: float
     clipped: float  # fraction of the tokens whose loss was clipped, mean over the steps
 
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Self:
-        return cls(**{**record, **{name: tuple(record[name]) for name in ("lags", "samples")}})
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -70,25 +62,11 @@ class Outcome:
     late: float  # fraction of the trained rollouts that had been deferred
     off_policy: OffPolicy | None = None  # `None` in files from before it was kept
 
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Self:
-        curves = {name: tuple(record[name]) for name in ("seconds", "scores")}
-        off_policy = record.get("off_policy")
-        parts = {
-            "answers": answers_of(record["answers"]),
-            "off_policy": None if off_policy is None else OffPolicy.of(off_policy),
-        }
-        return cls(**{**record, **curves, **parts})
-
     @property
     def known_off_policy(self) -> OffPolicy:
         if self.off_policy is None:
             raise ValueError("this outcome is from before lags were kept for each step: make the run again")
         return self.off_policy
-
-
-def answers_of(record: Mapping[str, Mapping[str, float]]) -> Answers:
-    return Answers(**{name: Estimate(**each) for name, each in record.items()})
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -109,14 +87,11 @@ class Results:
 
     @classmethod
     def load(cls, file: Path, arms: Iterable[str]) -> Self:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return cls(
-            tuple(arms),
-            Plan(**content["plan"]),
-            content["machine"],
-            None if content["start"] is None else answers_of(content["start"]),
-            {Cell(**each["cell"]): Outcome.of(each["outcome"]) for each in content["runs"]},
-        )
+        content = json.loads(file.read_bytes())
+        start = TypeAdapter(Answers | None).validate_python(content["start"])
+        runs = [(run["cell"], run["outcome"]) for run in content["runs"]]
+        outcomes = dict(TypeAdapter(list[tuple[Cell, Outcome]]).validate_python(runs))
+        return cls(tuple(arms), Plan(**content["plan"]), content["machine"], start, outcomes)
 
     @classmethod
     def go_on(cls, file: Path, arms: Iterable[str], plan: Plan) -> Self:

@@ -20,10 +20,11 @@ from typing import Any, Final, cast
 
 import anyio
 import numpy as np
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from benchmarks import CHECKOUT
-from benchmarks.convergence.results import Answers, Cell, Estimate, OffPolicy, Outcome, Plan, Results, answers_of
+from benchmarks.convergence.results import Answers, Cell, Estimate, OffPolicy, Outcome, Plan, Results
 from benchmarks.convergence.studies import STUDIES, Arm
 from benchmarks.harness import cores_here
 from oppo.demo.assets import Assets, cache_directory, make_assets
@@ -153,11 +154,12 @@ def line(cell: Cell, found: Outcome) -> str:
 
 async def outcome(study: str, plan: Plan, cell: Cell) -> Outcome:
     """Return the outcome of a run in a process of its own, which ends if it is cancelled."""
-    return Outcome.of(await _answer(plan, {"study": study, "arm": cell.arm, "seed": cell.seed}))
+    request = {"study": study, "arm": cell.arm, "seed": cell.seed}
+    return TypeAdapter(Outcome).validate_python(await _answer(plan, request))
 
 
 async def start(plan: Plan) -> Answers:
-    return answers_of(await _answer(plan, {}))
+    return TypeAdapter(Answers).validate_python(await _answer(plan, {}))
 
 
 async def _answer(plan: Plan, request: Mapping[str, object]) -> Mapping[str, Any]:

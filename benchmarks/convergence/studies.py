@@ -6,28 +6,21 @@ and without importance weights. A figure shows the score of what was trained: me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from statistics import fmean, median
-from textwrap import fill
 from typing import Final, Literal, TypeAlias
 
 from benchmarks.convergence.comparison import (
-    BAND,
     FIRST_HALF,
     KL,
-    LEAST,
     SCORE,
-    TARGET,
-    Difference,
     Interval,
-    Quantity,
     Taken,
     by_updates,
     curve,
     difference,
-    examination_error,
     made_at,
     pace,
 )
@@ -35,8 +28,6 @@ from benchmarks.convergence.results import Outcome, Results
 from benchmarks.harness import markdown
 from oppo.config.settings import Settings
 from oppo.report.charts import Axes, picture, placed
-
-COLUMNS: Final = 120  # columns of the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,39 +80,20 @@ class Study:
     picture: str  # name of the figure, beside the page and beside the results
     panels: Sequence[Panel]  # of the figure
     table: Callable[[Results], str]  # returns the results as a table
-    findings: Callable[[Results], str]  # returns what was found, an item each
-    section: Callable[[Results], str]  # returns the section of `benchmarks/convergence/README.md`, with its heading
 
     @property
     def begin(self) -> str:
         return f"<!-- python -m benchmarks.convergence --study {self.name} --page -->\n"
 
-
-def items(lines: Iterable[str]) -> str:
-    return "\n".join(
-        fill(line, COLUMNS, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False) for line in lines
-    )
-
-
-def percent(found: Difference) -> str:
-    relative = found.relative
-    return f"{relative.mean:+.1%} ({relative.low:+.1%} to {relative.high:+.1%})"
-
-
-def shared(results: Results) -> str:
-    machine, jobs = results.machine, results.plan.jobs
-    runs = "all of them for one run at a time" if jobs == 1 else f"{jobs} runs at a time"
-    return f"{machine['cpu']}, {machine['cores']} cores, {runs}"
-
-
-def noise(results: Results, arm: str, baseline: str) -> str:
-    """Return what examining few responses adds to every difference, with that of an arm as the example."""
-    score = examination_error(results, arm, baseline, SCORE, lambda answers: answers.score)
-    kl = examination_error(results, arm, baseline, KL, lambda answers: answers.kl)
-    return (
-        f"Examining only {results.plan.examined} responses gives every difference a standard error of {score:.1%} "
-        f"for the score and {kl:.1%} for the KL."
-    )
+    def shown(self, results: Results) -> str:
+        """Return the part of the page that is made from the results: the runs, the figure and the table."""
+        plan, machine, seeds = results.plan, results.machine, len(results.whole())
+        at_once = "one run at a time" if plan.jobs == 1 else f"{plan.jobs} runs at a time"
+        return (
+            f"\n{plan.steps} steps of {plan.batch} rollouts, {seeds} seeds; {plan.examined} held-out prompts; "
+            f"{machine['cpu']}, {machine['cores']} cores, {at_once}.\n\n"
+            f"![score of what was trained, by arm]({self.picture})\n\n{self.table(results)}\n"
+        )
 
 
 SERIAL: Final = Arm("serial", "decode, then score, then train", "#111827", held=True, step={"chunk": "whole"})
@@ -134,25 +106,6 @@ STALE: Final = Arm("stale", "streamed, B deferred, up to 8 times", "#d97706", sh
 
 # `chunk` differs from `serial` in rounding only, `stale` should do harm
 SCHEDULE_ARMS: Final = {arm.name: arm for arm in (SERIAL, CHUNK, FIXED, ADAPTIVE, STALE)}
-
-
-def schedules_section(results: Results) -> str:
-    plan, seeds = results.plan, len(results.whole())
-    return f"""\
-## What was measured
-
-The demo's task, {plan.steps} steps of {plan.batch} rollouts, with {seeds} seeds of prompts, noise and training, the
-same for all schedules; {shared(results)}. Each final
-policy answers the same {plan.examined} held-out prompts with the same noise. Differences are paired by seed, with 90 %
-bootstrap intervals, in parts of what serial gained. `serial` is the streamed engine with scoring held until decoding
-has ended.
-
-![score against steps and against seconds](convergence.svg)
-
-{schedules_table(results)}
-
-{schedules_findings(results)}
-"""
 
 
 def schedules_table(results: Results) -> str:
@@ -173,8 +126,7 @@ def schedules_table(results: Results) -> str:
 def schedules_row(results: Results, arm: Arm) -> list[str]:
     outcomes = results.of(arm.name)
     score, kl = (
-        "-" if arm is SERIAL else percent(difference(results, arm.name, SERIAL.name, quantity))
-        for quantity in (SCORE, KL)
+        "-" if arm is SERIAL else str(difference(results, arm.name, SERIAL.name, quantity)) for quantity in (SCORE, KL)
     )
     return [
         arm.name,
@@ -189,30 +141,6 @@ def schedules_row(results: Results, arm: Arm) -> list[str]:
     ]
 
 
-def schedules_findings(results: Results) -> str:
-    harm = {
-        -1: "does harm: all of the interval of its score lies below serial's",
-        None: f"is not judged by fewer than {LEAST} seeds",
-    }.get(difference(results, STALE.name, SERIAL.name, SCORE).sign, "shows no harm to the score beyond chance")
-    return items(
-        (
-            conclusion(results, ADAPTIVE.name),
-            conclusion(results, FIXED.name),
-            f"`{STALE.name}` {harm}.",
-            noise(results, ADAPTIVE.name, SERIAL.name),
-        )
-    )
-
-
-def conclusion(results: Results, arm: str) -> str:
-    late = fmean(each.late for each in results.of(arm))
-    score, kl = (difference(results, arm, SERIAL.name, quantity).conclusion for quantity in (SCORE, KL))
-    return (
-        f"That `{arm}`, which deferred {late:.0%}, ends within {BAND:.0%} of serial's gain **{score}** for the "
-        f"score and **{kl}** for the KL."
-    )
-
-
 SCHEDULES: Final = Study(
     name="schedules",
     arms=SCHEDULE_ARMS,
@@ -220,8 +148,6 @@ SCHEDULES: Final = Study(
     picture="convergence.svg",
     panels=(Panel("steps", "steps", tuple(SCHEDULE_ARMS)), Panel("seconds", "seconds", tuple(SCHEDULE_ARMS))),
     table=schedules_table,
-    findings=schedules_findings,
-    section=schedules_section,
 )
 
 
@@ -265,54 +191,10 @@ LOOKAHEAD_ARMS: Final = {
     for arm in (BASELINE, *(cut(n) for n in (1, 2, 4)), *(weighted(n) for n in (1, 2, 4)), BEHAVIOUR, IN_FLIGHT)
 }
 
-# Two arms with one difference between them, and its name
-PAIRS: Final = (
-    *((f"n{n}-tis", f"n{n}", f"The weights at lookahead {n}") for n in (1, 2, 4)),
-    ("n4-tis-b", "n4", "The weights alone at lookahead 4, the ratio still that to the behaviour policy"),
-    ("n4-tis", "n4-tis-b", "With them, the ratio to the proximal policy instead"),
-    ("n2-flight", "n2", "Weight sync in flight at lookahead 2"),
-)
-
-RUNAWAY: Final = 2  # times the largest KL of the baseline's runs, beyond which a run is counted
-
-QUANTITIES: Final = {"final score": SCORE, "score of the first half": FIRST_HALF, "final KL": KL}
-
-
-def lookahead_section(results: Results) -> str:
-    plan, base = results.plan, results.known_start.score.mean
-    return f"""\
-## What lookahead costs
-
-The same task and {plan.steps} steps of {plan.batch} rollouts, with {len(results.whole())} seeds; {shared(results)}.
-Nothing is deferred, so lookahead is the only cause of staleness: with `step.lookahead = n` the weights after update
-max(0, k - n) sample the rollouts of step k. All arms of a seed train the same prompts in the same batches,
-and as often. Each final policy answers the same {plan.examined} held-out prompts; the base policy scores
-{base:.2f} on them. Differences are paired by seed, with 90 % bootstrap intervals, in parts of what
-`{BASELINE.name}` gained.
-
-- `-tis` adds truncated importance weights: `algorithm.ratio_base = "proximal"` and
-  `algorithm.is_correction = "truncated"`. Without lookahead no token is stale, and they change no bit.
-- `-tis-b` adds the weights alone: the ratio stays that to the behaviour policy, and so does the clip.
-- `-flight` is `step.weight_sync = "in-flight"`.
-- The first half is the mean score of what was trained, by the number of updates of the policy that sampled it, from 1
-  to {plan.steps // 2}. By steps the curve of lookahead n would come n steps later, whatever is learned.
-- Updates is how many it takes until the mean score of what was trained has {TARGET:.0%} of `{BASELINE.name}`'s final
-  gain, and seconds is the time until then, from the start of the run.
-- KL is the median over seeds, and the largest; its difference is of means.
-- Staleness, mismatch, effective sample size (ESS) and the share of clipped tokens are means over the steps of
-  `staleness/mean`, `mismatch/kl`, `mismatch/ess` and `policy/clipfrac_avg`.
-
-![score against the updates of the policy that sampled, and against seconds](convergence-lookahead.svg)
-
-{lookahead_table(results)}
-
-{lookahead_findings(results)}
-"""
-
 
 def lookahead_table(results: Results) -> str:
     learned = ["score", "against n0", "first half, against n0"]
-    taken = ["updates", "seconds", "s a run"]
+    taken = ["updates", "times n0's", "seconds", "times n0's", "s a run"]
     written = ["KL, nats", "against n0", "tokens", "staleness (largest)", "mismatch", "ESS", "clipped"]
     return markdown(
         ["", "schedule", *learned, *taken, *written], [lookahead_row(results, arm) for arm in LOOKAHEAD_ARMS.values()]
@@ -322,7 +204,7 @@ def lookahead_table(results: Results) -> str:
 def lookahead_row(results: Results, arm: Arm) -> list[str]:
     outcomes = results.of(arm.name)
     score, first_half, kl = (
-        "-" if arm is BASELINE else percent(against(results, arm.name, BASELINE.name, quantity))
+        "-" if arm is BASELINE else str(difference(results, arm.name, BASELINE.name, quantity))
         for quantity in (SCORE, FIRST_HALF, KL)
     )
     taken = pace(results, arm.name, BASELINE.name)
@@ -334,8 +216,7 @@ def lookahead_row(results: Results, arm: Arm) -> list[str]:
         f"{fmean(each.answers.score.mean for each in outcomes):.2f}",
         score,
         first_half,
-        count(taken.updates.mean, taken.updates.last),
-        count(taken.seconds.mean, taken.seconds.last),
+        *(worth for each in (taken.updates, taken.seconds) for worth in (count(each.mean, each.last), times(each))),
         f"{fmean(sum(each.seconds) for each in outcomes):.1f}",
         f"{median(kls):.1f} ({max(kls):.1f})",
         kl,
@@ -352,88 +233,8 @@ def count(number: float, last: float) -> str:
     return f"{number:.1f}" if isfinite(number) else f"over {last:.1f}"
 
 
-def against(results: Results, arm: str, other: str, quantity: Quantity) -> Difference:
-    return difference(results, arm, other, quantity, BASELINE.name)
-
-
-def lookahead_findings(results: Results) -> str:
-    arms = [name for name in LOOKAHEAD_ARMS if name != BASELINE.name]
-    intervals = len(QUANTITIES) * (len(arms) + len(PAIRS))
-    return items(
-        (
-            *(verdict(results, arms, quantity) for quantity in QUANTITIES),
-            *worth(results, arms),
-            runaways(results, arms),
-            *(f"{name}: {changes(results, arm, other)}." for arm, other, name in PAIRS),
-            f"One interval in ten misses the true difference, and there are {intervals} here.",
-            noise(results, arms[0], BASELINE.name),
-        )
-    )
-
-
-def verdict(results: Results, arms: Sequence[str], quantity: str) -> str:
-    """Return which arms come within the band of the baseline, and which differ beyond chance, in two messages."""
-    found = {arm: against(results, arm, BASELINE.name, QUANTITIES[quantity]) for arm in arms}
-    by_conclusion = {
-        words: [arm for arm, each in found.items() if each.holds is holds]
-        for holds, words in ((True, "within"), (False, "not shown to be within"), (None, "not judged to be within"))
-    }
-    within = "; ".join(
-        f"{words} {BAND:.0%} of `{BASELINE.name}`'s gain for {listed(those)}"
-        for words, those in by_conclusion.items()
-        if those
-    )
-    beyond = " and ".join(
-        f"{words} for {listed(those)}"
-        for sign, words in ((-1, "lower"), (1, "higher"))
-        if (those := [arm for arm, each in found.items() if each.sign == sign])
-    )
-    judged = any(each.sign is not None for each in found.values())
-    words = f" Beyond chance it is {beyond or 'no different for any'}." if judged else ""
-    return f"The {quantity} is {within}.{words}"
-
-
-def worth(results: Results, arms: Sequence[str]) -> tuple[str, str]:
-    """Return how much longer than the baseline each arm takes to learn, with intervals: in updates, then in seconds."""
-    found = {arm: pace(results, arm, BASELINE.name) for arm in arms}
-    updates = "; ".join(f"`{arm}` {times(each.updates)}" for arm, each in found.items())
-    seconds = "; ".join(f"`{arm}` {times(each.seconds)}" for arm, each in found.items())
-    return (
-        f"To get {TARGET:.0%} of the gain no later, a step has to be N times as fast: {updates}.",
-        f"Here that took N times the seconds of `{BASELINE.name}`: {seconds}.",
-    )
-
-
 def times(taken: Taken) -> str:
-    mean, low, high = (count(each, taken.last_ratio) for each in astuple(taken.ratio))
-    return f"{mean} ({low} to {high})"
-
-
-def runaways(results: Results, arms: Sequence[str]) -> str:
-    """Return how many runs of each arm ended far beyond the KL of every run of the baseline."""
-
-    def kls(arm: str) -> list[float]:
-        return [each.answers.kl.mean for each in results.of(arm)]
-
-    bound = RUNAWAY * max(kls(BASELINE.name))
-    beyond = {arm: sum(kl > bound for kl in kls(arm)) for arm in arms}
-    told = [f"`{arm}` {count}" for arm, count in beyond.items() if count]
-    return (
-        f"Runs of {len(results.whole())} that ended with more than {RUNAWAY} times the largest KL of "
-        f"`{BASELINE.name}`: {', '.join(told) or 'none of any arm'}."
-    )
-
-
-def listed(arms: Sequence[str]) -> str:
-    *others, last = (f"`{arm}`" for arm in arms)
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def changes(results: Results, arm: str, other: str) -> str:
-    """Return what the only difference between two arms changes, and by how much."""
-    words = {1: "higher", 0: "no different beyond chance", -1: "lower", None: f"not judged by fewer than {LEAST} seeds"}
-    found = {name: against(results, arm, other, quantity) for name, quantity in QUANTITIES.items()}
-    return "; ".join(f"the {name} is {words[each.sign]}, {percent(each)}" for name, each in found.items())
+    return " to ".join(count(each, taken.last_ratio) for each in (taken.ratio.low, taken.ratio.high))
 
 
 LOOKAHEAD: Final = Study(
@@ -448,8 +249,6 @@ LOOKAHEAD: Final = Study(
         Panel("update seconds", "seconds until these updates had been made", ("n0", "n1", "n1-tis", "n2", "n4")),
     ),
     table=lookahead_table,
-    findings=lookahead_findings,
-    section=lookahead_section,
 )
 
 # By name; the first is made where none is named
