@@ -99,10 +99,10 @@ def scoring_server(directory: Path, folder: Path, *flags: str) -> Iterator[str]:
         "VLLM_CPU_OMP_THREADS_BIND": "0",
         "PYTHONWARNINGS": "ignore",
     }
-    with TemporaryDirectory() as sockets, log.open("ab") as file:  # it is killed, and leaves them
+    with TemporaryDirectory() as own, log.open("ab") as file:  # it is killed, and leaves its sockets and files
         process = subprocess.Popen(
             [*command, "--port", str(port), *flags, *small.split()],
-            env={**environment, "VLLM_RPC_BASE_PATH": sockets},
+            env={**environment, "VLLM_RPC_BASE_PATH": own, "TMPDIR": own},
             stdout=file,
             stderr=file,
             start_new_session=True,
