@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from annotated_types import Gt, Le
 from pydantic import Field, PlainValidator, ValidationError
 
 from oppo.algorithms import ALGORITHMS
@@ -312,11 +311,6 @@ class RunSection:
         "auto",
         "where the models that score work: in a thread beside the actor's, or in a process, which is restarted "
         "if it dies; auto: a process on a CPU with several cores, else a thread",
-    )
-    scorers_gpu_share: Annotated[float, Gt(0), Le(1)] = setting(
-        1.0,
-        "share of a GPU's multiprocessors for a process of scorers there, so that decoding keeps the others; below 1 "
-        "it needs NVIDIA MPS",
     )
     trainer: Literal["thread", "process"] = setting("thread", "where updates are made")
     panel: Literal["auto", "live", "lines", "off"] = setting(

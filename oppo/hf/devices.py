@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
 from typing import Concatenate, Final, Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
@@ -40,22 +39,9 @@ def use_cores(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def use_gpu_share(cores: int, share: float) -> None:
-    """Let this process compute on so many cores, and on a share of its GPU: to be called before it uses CUDA.
-
-    NVIDIA MPS reads the share when the process connects to it.
-    """
-    os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{100 * share:g}"
-    use_cores(cores)
-
-
 def use_device(cores: int, device: torch.device) -> None:
     use_cores(cores)
     use_stream(device, first=True)
-
-
-def mps_runs() -> bool:
-    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()  # noqa: S108 - its own
 
 
 def available_cores() -> int:
@@ -390,7 +376,6 @@ class DeviceLayout:
         policy: Home = "thread",
         trainer: Home = "thread",
         restarts: int = 3,
-        gpu_share: float = 1.0,
         remote: RemotePlaces | None = None,
     ) -> DeviceLayout:
         """Return places that share ``cores``, for models on ``devices``.
@@ -403,7 +388,6 @@ class DeviceLayout:
             policy: place of the actor. A dead process is not replaced: its rows, and their KV cache, are lost.
             trainer: place of the updates, unless there are several ranks; a dead process is not replaced.
             restarts: how many dead processes of the scorers are replaced in an hour.
-            gpu_share: of the multiprocessors of a GPU, for processes of scorers there.
             remote: places on other machines, which the layout closes.
         """
         remote, replicas = remote or RemotePlaces(), devices.replicas
@@ -417,8 +401,6 @@ class DeviceLayout:
                 first = name == "actor"
                 return DeviceThread(name, device, setup=setup, time_slice=slice_, lends=lends, first=first)
             logger.info(f"starting the process of the {name}")
-            if device.type == "cuda" and gpu_share < 1:
-                setup = partial(use_gpu_share, share, gpu_share)
             return Process(name, setup=setup, time_slice=slice_, restarts=restarts)
 
         def replica(number: int) -> Place:

@@ -33,9 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from oppo.config.load import OF_REWARDS, OLD, RENAMED, load
+from oppo.config.load import load
 from oppo.config.placement import PlacementSection
-from oppo.config.rewards import RewardSection
 from oppo.config.sections import EvalSection, RunSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
@@ -310,8 +309,8 @@ class Provenance:
         return replace(self, files={**self.files, **digests})
 
     @classmethod
-    def restored(cls, state: State, rewards: Mapping[str, RewardSection]) -> Self:
-        """Return the provenance from :meth:`state`, of a run with these rewards."""
+    def restored(cls, state: State) -> Self:
+        """Return the provenance from :meth:`state`."""
         try:
             recorded, files, libraries = (
                 dict[str, str](state["provenance"][name]) for name in ("settings", "files", "libraries")
@@ -321,7 +320,7 @@ class Provenance:
                 f"the checkpoint does not say what its run was made of ({type(error).__name__}: {error}): it is of "
                 "another version of oppo, or was edited; start a new run"
             ) from error
-        return cls(under_todays_keys(recorded, rewards), under_todays_keys(files, rewards), libraries)
+        return cls(recorded, files, libraries)
 
     def state(self) -> State:
         return {"provenance": asdict(self)}
@@ -371,31 +370,6 @@ def fingerprints(settings: Settings) -> dict[str, str]:
     return {name: fingerprint(value) for name, value in flat.items()}
 
 
-def under_todays_keys(before: Mapping[str, str], rewards: Mapping[str, RewardSection]) -> dict[str, str]:
-    """Return digests that an earlier version recorded under the keys of today; those of today as they are.
-
-    Args:
-        rewards: of the run, by where they are.
-    """
-    homes = {f"models.reward.{each.name}": key for key, each in rewards.items()}
-    several = any(key.startswith("models.reward.") for key in before)
-    found, absent = dict[str, str](), fingerprint(None)
-    for key, value in sorted(before.items(), reverse=True):  # first what was for all rewards, models.reward_...
-        table, _, last = key.rpartition(".")
-        if key in homes:  # a file
-            found[f"{homes[key]}.source"] = value
-        elif table in homes:
-            if value != absent:
-                found[f"{homes[table]}.{OF_REWARDS.get(last, last)}"] = value
-        elif key == "models.reward":
-            found["rewards" if several else "rewards.0.source"] = value
-        elif key in OLD and key not in RENAMED:
-            found |= {OLD[key].replace("rewards.N", home): value for home in homes.values()}
-        else:
-            found[RENAMED.get(key, key)] = value
-    return found
-
-
 def fingerprint(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
@@ -431,7 +405,6 @@ MAY_CHANGE = frozenset(
         "run.watchdog_seconds",
         "run.call_timeout",
         "run.scorer_restarts",
-        "run.scorers_gpu_share",
         "run.trainer",
         "run.max_empty",
         "run.max_nonfinite",
@@ -555,7 +528,7 @@ def require_same_run(
     accept_changed_code: bool,
 ) -> None:
     """Check that a run goes on with the settings and the files that it had at a checkpoint."""
-    before = Provenance.restored(checkpoint.state(), settings.reward_tables)
+    before = Provenance.restored(checkpoint.state())
     require_same(before.settings, settings, of="its checkpoint")
     require_continued(before, now, settings.files, accept_changed_code=accept_changed_code)
 
