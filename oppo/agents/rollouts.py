@@ -75,8 +75,6 @@ class _Visit:
 
 @dataclass(frozen=True)
 class CalledAgent(CheckedFunction[_Visit, str, float | Drop]):
-    """An agent as it is run, and its reward, checked."""
-
     kind: ClassVar[str] = "agent"
     error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
     user: UserFunction
@@ -568,7 +566,6 @@ class AgentPrompts(AsyncIterator[Prompt]):
         self._state = self._position()
 
     async def __anext__(self) -> Prompt:
-        """Return the next prompt."""
         fault = ""
         for _ in range(FAILURES):
             await self._begin()

@@ -55,7 +55,7 @@ class AgentsSection:
     port: Annotated[int, Ge(0), Le(65535)] = setting(0, "of the server; 0: any that is free", resume="free")
     public_url: Annotated[str, OneOf((), "a URL such as http://machine:8000/v1", _URL)] = setting(
         "",
-        "the URL that agents are told, such as `http://machine:8000/v1`, where they reach the server by another "
+        "the URL that agents get, such as `http://machine:8000/v1`, where they reach the server by another "
         "address than `host`: from other machines, with a `host` of all addresses (`0.0.0.0`, `::`); empty: of "
         "`host`",
         resume="free",

@@ -61,13 +61,12 @@ Placed: TypeAlias = TokenRewards | ByCharacter | Mapping[int, float]
 
 
 def is_placed(item: object) -> bool:
-    """Return whether a function's answer for one completion has the form of rewards at places, not of a number."""
+    """Whether a score has the form of rewards at places."""
     one_row = isinstance(item, np.ndarray) and item.ndim == 1
     return one_row or isinstance(item, TokenRewards | ByCharacter | Mapping | list | tuple)
 
 
 def placed(item: object) -> Placed:
-    """Return such an answer as plain numbers, whatever the objects in it."""
     if isinstance(item, ByCharacter):
         return ByCharacter(_by_position(item.rewards))
     if isinstance(item, Mapping):
@@ -77,13 +76,6 @@ def placed(item: object) -> Placed:
 
 
 def token_rewards(rewards: Placed, response: Response, decode: Callable[[Sequence[int]], str]) -> TokenRewards:
-    """Return the rewards of the tokens of a response.
-
-    Args:
-        rewards: as from :func:`placed`.
-        response: of n tokens.
-        decode: token ids to text, as the function was given it.
-    """
     if isinstance(rewards, ByCharacter):
         rewards = _by_token(rewards.rewards, response.tokens.tolist(), decode)
     if isinstance(rewards, Mapping):
@@ -173,19 +165,13 @@ class TrainerState:
 
 @dataclass(slots=True)
 class CallLog:
-    """What a reward function logs while it is called for ``count`` completions.
-
-    Attributes:
-        extras: for each completion, by column, as JSON values.
-        metrics: by name.
-    """
+    """What a reward function logs while it is called for ``count`` completions."""
 
     count: int
     extras: dict[str, list[object]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
     def log_extra(self, column: str, values: Iterable[object]) -> None:
-        """Log a value for each completion, which the samples of a run show."""
         items = list(values)
         if len(items) != self.count:
             raise ValueError(
@@ -194,7 +180,6 @@ class CallLog:
         self.extras[str(column)] = [_json(item) for item in items]
 
     def log_metric(self, name: str, value: SupportsFloat) -> None:
-        """Log a number, whose mean over the completions of a step is a metric of that step."""
         if not (isinstance(name, str) and name):
             raise ValueError(f"log_metric(name, value) takes a text as the name; got {shown(name)}")
         from oppo.report.metrics import metric  # noqa: PLC0415 - a reward needs no terminal
@@ -234,12 +219,7 @@ class RewardFailure(RewardError):  # noqa: N818 - it says what happened
 
 @dataclass(frozen=True)
 class CalledFunction(CheckedFunction[Mapping[str, object], Sequence[int], tuple[list[ReturnedScore], CallLog]]):
-    """A reward function as it is called, with the check of its scores: one for each rollout; and what it logs.
-
-    Attributes:
-        optional: whether it may return ``None``.
-        logs: which of :data:`LOGS` it is given.
-    """
+    """A reward function with the check of its scores, and what it logs. ``logs``: which of :data:`LOGS` it is given."""
 
     kind: ClassVar[str] = "reward function"
     error: ClassVar[type[RewardFailure]] = RewardFailure
@@ -299,10 +279,7 @@ class CalledFunction(CheckedFunction[Mapping[str, object], Sequence[int], tuple[
 
 
 def _items(result: object, count: int) -> tuple[Sequence[object], str]:
-    """Return the items of a function's result, and the fault of it as a whole, or an empty string.
-
-    A generator is read up to one item too many: it may raise, and it may never end.
-    """
+    # The items of a result and the fault of the whole. A generator is read up to one item too many: it may never end.
     ordered = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping | AbstractSet)
     if not ordered:
         return (), shown(result)
@@ -325,10 +302,7 @@ def load_function(spec: str) -> RewardFunction:
 
 
 def parameters_of(function: Callable[..., object], name: str) -> tuple[Sequence[inspect.Parameter], bool]:
-    """Return the parameters of a function that have names, and whether it takes any others.
-
-    A builtin without a signature has ``prompts`` and ``completions``.
-    """
+    """The parameters of a function that have names, and whether it takes any others."""
     kinds = inspect.Parameter
     try:
         signature = inspect.signature(function)

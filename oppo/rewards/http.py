@@ -123,11 +123,7 @@ def from_table(answer: JSON) -> object:
 
 
 class _Passing(ServiceFailure):
-    """A failure that may pass.
-
-    Attributes:
-        pause: seconds that the service asks for; ``None`` if it does not say.
-    """
+    """A failure that may pass; the service asks for a pause of so many seconds, or does not say."""
 
     def __init__(self, message: str, pause: float | None = None) -> None:
         super().__init__(message)
@@ -136,8 +132,6 @@ class _Passing(ServiceFailure):
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """The connections of a reward, and the room for its requests."""
-
     client: httpx.AsyncClient
     room: anyio.CapacityLimiter
 
@@ -209,7 +203,7 @@ class HttpReward:
 
     @property
     def __name__(self) -> str:
-        """The URL, without what may be secret in it."""
+        """The URL without what may be secret in it."""
         parts = urlsplit(self.url)
         port = "" if parts.port is None else f":{parts.port}"
         return f"{parts.scheme}://{parts.hostname}{port}{parts.path}"
@@ -231,7 +225,6 @@ class HttpReward:
     async def __call__(
         self, prompts: Sequence[object], completions: Sequence[object], **columns: Sequence[object]
     ) -> object:
-        """Return the service's scores."""
         body = self.request(prompts, completions, {name: columns[name] for name in columns if name not in ARGUMENTS})
         async with self._opened() as session, session.room, self._breaker.call() as asks_for_all:
             answer = await self._answered(session.client, body, 1 if asks_for_all else self.attempts)
