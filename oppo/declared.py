@@ -123,7 +123,7 @@ def _declared(record: Any) -> Mapping[str, Declared]:
     for each in (each for each in fields(record) if each.init):
         default = each.default if each.default_factory is MISSING else each.default_factory()
         told = [vars(base).get("__dataclass_fields__", {}).get(each.name) for base in record.__mro__]
-        about = next((of.metadata for of in told if of and "description" in of.metadata), {})
+        about: Mapping[str, Any] = next((of.metadata for of in told if of and "description" in of.metadata), {})
         found[each.name] = Declared(
             kinds[each.name], default, about.get("description", ""), about.get("resume", "fixed")
         )
