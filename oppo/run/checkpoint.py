@@ -33,12 +33,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from oppo.config.load import OF_REWARDS, OLD, RENAMED, load
-from oppo.config.placement import PlacementSection
-from oppo.config.rewards import RewardSection
-from oppo.config.sections import EvalSection, RunSection
-from oppo.config.settings import Settings
-from oppo.declared import declared
+from oppo.config.load import load
+from oppo.config.sections import RunSection
+from oppo.config.settings import Settings, changeable
 from oppo.durable import is_plain, read_text, remove, whole, writing
 from oppo.errors import CheckpointError, ConfigError, DataError, OppoError, RunComplete, one_line
 from oppo.log import logger
@@ -59,13 +56,7 @@ _NAME = re.compile(r"^step-(\d{6,})$")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint on disk.
-
-    Attributes:
-        step: steps that the run had made.
-        score: of the last of them; NaN without one.
-        measure: what that is a score of; only scores of the same are compared.
-    """
+    """A whole checkpoint on disk after ``step`` steps; scores are compared where their ``measure`` is the same."""
 
     path: Path
     step: int
@@ -99,10 +90,8 @@ class Checkpoints:
 
     @contextmanager
     def writing(self, step: int, score: float = math.nan, measure: str = "score") -> Iterator[Path]:
-        """Yield a directory to write into; it becomes the checkpoint of ``step`` if no error ends the context.
-
-        Older checkpoints than are kept are deleted then, and so are those of later steps, which a resumed run gave up.
-        """
+        """Yield a directory that becomes the checkpoint of ``step`` if no error ends the context."""
+        # Then those beyond what is kept are deleted, and those of later steps, which a resumed run gave up.
         path = self._directory / _named(step)
         try:
             if os.path.lexists(path):
@@ -120,7 +109,6 @@ class Checkpoints:
         self._prune(path)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole and can be read; log each newer one."""
         for path in reversed(self._paths()):
             try:
                 found = _usable(path)
@@ -133,7 +121,7 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        """Whether a checkpoint has ever been named here, whole or not; the models of ``final`` are none."""
+        """Whether a checkpoint has ever been named here, whole or not."""
         return bool(self._paths())
 
     @property
@@ -290,13 +278,7 @@ HELD_OUT = "eval.prompts"
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Settings, files and libraries of a run, models apart.
-
-    Attributes:
-        settings: a digest of each, under ``section.key``.
-        files: SHA-256 of each file, directory, or other source of prompts, under the setting that names it.
-        libraries: their versions.
-    """
+    """Digests of a run's settings, by ``section.key``, and files, by the setting that names each; library versions."""
 
     settings: Mapping[str, str]
     files: Mapping[str, str]
@@ -310,8 +292,7 @@ class Provenance:
         return replace(self, files={**self.files, **digests})
 
     @classmethod
-    def restored(cls, state: State, rewards: Mapping[str, RewardSection]) -> Self:
-        """Return the provenance from :meth:`state`, of a run with these rewards."""
+    def restored(cls, state: State) -> Self:
         try:
             recorded, files, libraries = (
                 dict[str, str](state["provenance"][name]) for name in ("settings", "files", "libraries")
@@ -321,7 +302,7 @@ class Provenance:
                 f"the checkpoint does not say what its run was made of ({type(error).__name__}: {error}): it is of "
                 "another version of oppo, or was edited; start a new run"
             ) from error
-        return cls(under_todays_keys(recorded, rewards), under_todays_keys(files, rewards), libraries)
+        return cls(recorded, files, libraries)
 
     def state(self) -> State:
         return {"provenance": asdict(self)}
@@ -333,13 +314,7 @@ class Provenance:
 def require_continued(
     before: Provenance, now: Provenance, files: Mapping[str, Path], *, accept_changed_code: bool
 ) -> None:
-    """Check that a resumed run has the files it began with; report the differences that are accepted.
-
-    Args:
-        before: recorded in the checkpoint.
-        files: of the run, by their settings.
-        accept_changed_code: accept another content of a file of code.
-    """
+    """Check that a resumed run has the files it began with; log the differences that are accepted."""
     for name, digest_now in now.files.items():
         if before.files.get(name) == digest_now:
             continue
@@ -362,38 +337,10 @@ def require_continued(
 
 
 def fingerprints(settings: Settings) -> dict[str, str]:
-    """Return a digest of every setting, under ``section.key``: a value may hold a secret, in a URL for example.
-
-    Those of the rewards are under ``rewards.0.key`` and so on; ``rewards`` is which there are.
-    """
+    """Return a digest of every setting, by ``section.key`` and ``rewards.0.key``; a value may hold a secret."""
     flat = {f"{name}.{key}": value for name, values in settings.tables().items() for key, value in values.items()}
     flat["rewards"] = sorted(each.name or "" for each in settings.rewards)
     return {name: fingerprint(value) for name, value in flat.items()}
-
-
-def under_todays_keys(before: Mapping[str, str], rewards: Mapping[str, RewardSection]) -> dict[str, str]:
-    """Return digests that an earlier version recorded under the keys of today; those of today as they are.
-
-    Args:
-        rewards: of the run, by where they are.
-    """
-    homes = {f"models.reward.{each.name}": key for key, each in rewards.items()}
-    several = any(key.startswith("models.reward.") for key in before)
-    found, absent = dict[str, str](), fingerprint(None)
-    for key, value in sorted(before.items(), reverse=True):  # first what was for all rewards, models.reward_...
-        table, _, last = key.rpartition(".")
-        if key in homes:  # a file
-            found[f"{homes[key]}.source"] = value
-        elif table in homes:
-            if value != absent:
-                found[f"{homes[table]}.{OF_REWARDS.get(last, last)}"] = value
-        elif key == "models.reward":
-            found["rewards" if several else "rewards.0.source"] = value
-        elif key in OLD and key not in RENAMED:
-            found |= {OLD[key].replace("rewards.N", home): value for home in homes.values()}
-        else:
-            found[RENAMED.get(key, key)] = value
-    return found
 
 
 def fingerprint(value: object) -> str:
@@ -401,10 +348,8 @@ def fingerprint(value: object) -> str:
 
 
 def digest(path: Path, *, linked: bool = True) -> str:
-    """Return the SHA-256 of a file, or why it cannot be read; a pipe, which may never end, is not opened.
-
-    That of a directory is the SHA-256 of its files' names and digests. What a link leads to is read if ``linked``.
-    """
+    """Return the SHA-256 of a file, or of a directory's names and digests; or why it cannot be read."""
+    # a pipe may never end, and is not opened
     try:
         if path.is_dir():
             found = {file.relative_to(path).as_posix(): digest(file) for file in path.rglob("*") if file.is_file()}
@@ -420,76 +365,17 @@ def digest(path: Path, *, linked: bool = True) -> str:
 CHECKPOINTS = "checkpoints"
 """The checkpoints in a run directory."""
 
-MAY_CHANGE = frozenset(
-    {
-        "run.steps",
-        "run.panel",
-        "run.logged_samples",
-        "run.metric_names",
-        "run.track",
-        "run.trace",
-        "run.watchdog_seconds",
-        "run.call_timeout",
-        "run.scorer_restarts",
-        "run.scorers_gpu_share",
-        "run.trainer",
-        "run.max_empty",
-        "run.max_nonfinite",
-        "run.checkpoint_every",
-        "run.keep_last",
-        "run.keep_best",
-        "agents.host",
-        "agents.port",
-        "agents.public_url",
-        "agents.timeout",
-        "environment.concurrency",
-        "environment.process",
-        "environment.timeout",
-        "models.share_weights",
-        "placement.spread",
-        "rewards.N.concurrency",
-        "rewards.N.process",
-        "rewards.N.timeout",
-        "rewards.N.attempts",
-        "rewards.N.api_key_env",
-        "rewards.N.url",
-        *(f"eval.{key}" for key in declared(EvalSection)),
-    }
-)
-"""Settings that may change when a run is resumed: none of them changes what a step computes.
-
-``run.steps`` may change under a constant schedule of the learning rate, which does not depend on it.
-"""
-
-DRAINING = frozenset({"run.checkpoint_every"})
-"""Those that may not change with ``step.lookahead``: they decide after which steps none is in flight."""
-
-ROUNDING = frozenset(
-    {
-        "run.cores",
-        "run.policy",
-        "run.scorers",
-        "models.device",
-        "rewards.N.engine",
-        "rewards.N.vllm",
-        "trainer.micro_batch_tokens",
-        "trainer.gradient_checkpointing",
-        *(f"placement.{key}" for key in declared(PlacementSection) if key != "spread"),
-    }
-)
-"""Settings that decide how sums are rounded: they may change too, except in deterministic runs.
-
-Of ``placement.cluster`` that is whether there is one, and not its address.
-"""
-
 CLUSTER = "placement.cluster"
+"""It may change the rounding of sums by whether there is one, and not by its address."""
+
+DRAINING = "run.checkpoint_every"
+"""It may not change with ``step.lookahead``: it decides after which steps none is in flight."""
 
 ENGINE_ARGUMENTS = "vllm."
 """Before the arguments of vLLM's engine: they may change, as another machine may need others."""
 
 
 def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
-    """Return the settings of the run in ``directory``, with ``section.key=value`` overrides."""
     file = directory / "config.toml"
     if not is_plain(file):
         raise ConfigError(f"there is no run to resume in {directory}: expected the file {file}")
@@ -505,27 +391,26 @@ def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
 def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "") -> None:
     """Check that a resumed run has the settings it began with, except for those that may change.
 
-    Args:
-        before: the former :func:`fingerprints`; settings that they lack are not compared.
-        of: what recorded ``before``, unless the run's ``config.toml`` did.
+    ``of`` names what recorded ``before``, unless the run's ``config.toml`` did.
     """
     now = fingerprints(settings)
     changed = {
         key for key, value in before.items() if now.get(key, value) != value and not key.startswith(ENGINE_ARGUMENTS)
     }
     deterministic, schedule = settings.run.deterministic, settings.trainer.schedule
-    free = MAY_CHANGE - DRAINING if settings.step.lookahead else MAY_CHANGE
+    free, rounding = changeable("free"), changeable("rounding")
+    free -= {DRAINING} if settings.step.lookahead else set()
     where = f", and {of} was written with other values than config.toml has" if of else ""
-    if refused := sorted(key for key in changed if of_rewards(key) not in free | ROUNDING):
+    if refused := sorted(key for key in changed if of_rewards(key) not in free | rounding):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed{where}: put it back as it was, or start a new "
-            f"run; what may change is {', '.join(sorted(free if deterministic else free | ROUNDING))}"
+            f"run; what may change is {', '.join(sorted(free if deterministic else free | rounding))}"
             + ", and what [vllm] holds"
             * (settings.models.engine == "vllm")
         )
     if fingerprint("") not in (before.get(CLUSTER), now[CLUSTER]):
         changed -= {CLUSTER}
-    if deterministic and (refused := sorted(changed & ROUNDING)):
+    if deterministic and (refused := sorted(changed & rounding)):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed that is deterministic{where}: sums would be "
             "rounded in another order, and every bit is to be that of an uninterrupted run; start a new run for that"
@@ -554,8 +439,7 @@ def require_same_run(
     *,
     accept_changed_code: bool,
 ) -> None:
-    """Check that a run goes on with the settings and the files that it had at a checkpoint."""
-    before = Provenance.restored(checkpoint.state(), settings.reward_tables)
+    before = Provenance.restored(checkpoint.state())
     require_same(before.settings, settings, of="its checkpoint")
     require_continued(before, now, settings.files, accept_changed_code=accept_changed_code)
 
@@ -590,6 +474,5 @@ def newest(run: RunSection, directory: Path, checkpoints: Checkpoints) -> Checkp
 
 
 def is_young(directory: Path, every: int) -> bool:
-    """Return whether a run that writes checkpoints has made too few steps for its first."""
     made = sum(1 for _ in read(directory / METRICS))
     return 0 < every >= made
