@@ -1,8 +1,8 @@
 """Whole runs of pairs of settings: every two features meet in one of about a hundred runs of tiny models.
 
-A run trains to its end. If it is deterministic, the same run with whole responses in place of chunks ends with the same
-weights, samples and journal, and so does one that is killed at some moment and resumed. As a program, it writes the
-digests of all runs to a file, so that two commits can be compared::
+A run trains to its end. A deterministic one is run again with whole responses in place of chunks and with threads in
+place of processes, and once more, killed at some moment and resumed: both end with the same weights, samples and
+journal. As a program, this writes the digests of all runs to a file, so that two commits can be compared::
 
     python -m tests.run.matrix --digests FILE [--rows 3,14]
 """
@@ -158,6 +158,7 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "minibatches": ("trainer.epochs=2", "trainer.minibatches=2"),
         "warmup": ("trainer.critic_warmup=1",),
         "checkpointing": ("trainer.gradient_checkpointing=1",),
+        "cosine": ("trainer.schedule=cosine", "trainer.warmup_steps=1"),
     },
     "sampling": {
         "default": (),
@@ -165,6 +166,7 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "top-k": ("sampling.top_k=20",),
         "top-p": ("sampling.top_p=0.9",),
         "longer": ("sampling.min_new_tokens=3",),
+        "strings": ('sampling.stop_strings=["a", "0 "]',),
     },
     "data": {"one": (), "mixed": ('data.prompts=[{path="prompts.jsonl",weight=2},{path="held_out.jsonl",weight=1}]',)},
     "timing": {
@@ -223,6 +225,10 @@ CLASHES: tuple[tuple[Mapping[str, str], str], ...] = (
     ({"policy": "mixture-replayed", "correction": "truncated|mask|sequence|mask_sequence"}, "trainer.router_replay"),
 )
 """Values, by ``|``, that do not go together, and a word of the error that refuses them."""
+
+
+PLACES = ("rewards", "trainer", "decoding", "scorers")
+"""Axes that say by ``process`` where something works."""
 
 
 def fits(row: Row) -> bool:
@@ -370,7 +376,7 @@ def tried(row: Row, workplace: Path, folder: Path, seed: object = 0, *, only_unc
         only_uncut: train once, undisturbed.
     """
     deterministic = row["timing"] == "deterministic"
-    trial = _Trial(overrides(row), workplace, folder, comparable=deterministic and row["kv"] == "recompute")
+    trial = _Trial(row, overrides(row), workplace, folder, comparable=deterministic and row["kv"] == "recompute")
     try:
         items, expected = trial.uncut()
         if not deterministic:
@@ -387,6 +393,7 @@ def tried(row: Row, workplace: Path, folder: Path, seed: object = 0, *, only_unc
 
 @dataclass(frozen=True)
 class _Trial:
+    row: Row
     settings: list[str]
     workplace: Path
     folder: Path
@@ -402,7 +409,10 @@ class _Trial:
 
     def whole(self, expected: Mapping[str, str]) -> None:
         place = _copied(self.workplace, self.folder / "whole")
-        self._require_equal(lived(place, "config.toml", [*self.settings, "step.chunk=whole"]), place, expected, "whole")
+        usual = {axis: next(iter(values)) for axis, values in AXES.items()}
+        threads = {axis: usual[axis] for axis in PLACES if self.row[axis] == "process"}
+        life = lived(place, "config.toml", [*overrides({**self.row, **threads}), "step.chunk=whole"])
+        self._require_equal(life, place, expected, "whole responses in threads")
 
     def killed(self, moment: int, expected: Mapping[str, str]) -> None:
         place = _copied(self.workplace, self.folder / "killed")
