@@ -21,7 +21,7 @@ from tests.kit.pairs import Row, pairs_of
 from tests.run.matrix import AXES, BASE, CLASHES, fits, overrides, rows, tried
 
 DAY = int(os.environ.get("OPPO_MATRIX", datetime.now(UTC).toordinal()))
-ROWS = 131
+ROWS = 128
 
 
 def _rows() -> Iterator[ParameterSet]:
