@@ -182,7 +182,7 @@ def _speak(said: Sequence[int]) -> None:
 
 
 def _server() -> Any:
-    return forkserver._forkserver  # type: ignore[attr-defined]
+    return forkserver._forkserver
 
 
 def _address(forks: bool) -> str | None:
