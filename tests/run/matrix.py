@@ -447,15 +447,18 @@ def _copied(workplace: Path, folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the digests of the matrix's runs, one line of JSON a row.")
+    parser = argparse.ArgumentParser(
+        description="Add the digests of the matrix's runs to a file, one line of JSON a row."
+    )
     parser.add_argument("--digests", type=Path, required=True)
     parser.add_argument("--rows", default="", help="numbers, by commas; default: all")
     chosen = parser.parse_args()
     os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""})
     numbers = [int(each) for each in chosen.rows.split(",")] if chosen.rows else range(len(rows()))
+    there = {line["row"] for line in read_lines(chosen.digests)} if chosen.digests.exists() else set()
     with tempfile.TemporaryDirectory() as made, chosen.digests.open("a", encoding="utf-8") as file:
         workplace = furnish(Path(made, "workplace"))
-        for number in numbers:
+        for number in (each for each in numbers if each not in there):
             row = rows()[number]
             outcome = tried(row, workplace, Path(made, str(number)), only_uncut=True)
             values: dict[str, Any] = {axis: value for axis, value in row.items() if value != next(iter(AXES[axis]))}

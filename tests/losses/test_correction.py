@@ -13,7 +13,6 @@ import torch
 from numpy.testing import assert_allclose
 from torch import Tensor
 
-from oppo.errors import ConfigError
 from oppo.events import BoolArray, FloatArray
 from oppo.losses import ClippedLoss, Input, Inputs, Whole, importance_weights
 from oppo.returns import SEQUENCE_BAND, TOKEN_BAND, Correction, Level, RatioBase, TokenWeight
@@ -142,20 +141,3 @@ def test_a_mismatch_too_large_for_a_float_is_truncated_and_masked_all_the_same()
         truncated = weighed(Correction(weight="truncated", ratio_base=base), BEHAVIOUR, far, ALL, [4])
         assert truncated.tolist() == [2.0 if base == "proximal" else 0.0] * 4
         assert not weighed(Correction(weight="mask", ratio_base=base), BEHAVIOUR, far, ALL, [4]).any()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"cap": 0.9}, "cap must be at least 1, not 0.9"),
-        ({"cap": math.inf}, "cap of Correction must be a finite number, not inf"),
-        ({"low": 1.1}, "low must be at most 1, not 1.1"),
-        ({"high": 0.9}, "high must be at least 1, not 0.9"),
-        ({"k3": 0.0}, "k3"),
-        ({"weight": "mask", "level": "product"}, "masks every long one by the product"),
-        ({"weight": "some"}, "weight must be 'none', 'truncated' or 'mask', not 'some'"),
-    ],
-)
-def test_what_would_change_current_tokens_is_refused(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Correction(**arguments)  # type: ignore[arg-type] # wrong on purpose
