@@ -341,14 +341,15 @@ def _weights(run: Path) -> Iterator[bytes]:
                 yield tensor.contiguous().numpy().tobytes()
 
 
-TIMES = frozenset({"at", "seconds", "seen", "eval/seconds"})
-"""What a record says of the clock."""
-
-
 def _records(run: Path, name: str) -> list[bytes]:
+    """Return the lines of a file without what they say of the clock, in an order of their own."""
     lines = read_lines(run / name) if (run / name).exists() else []
-    kept = [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
-    return sorted(json.dumps(line, sort_keys=True).encode() for line in kept if line.get("event") != "observed")
+    kept = [
+        {key: value for key, value in line.items() if key != "at" and not key.endswith("seconds")}
+        for line in lines
+        if line.get("event") != "observed"
+    ]
+    return sorted(json.dumps(line, sort_keys=True).encode() for line in kept)
 
 
 def trained_twice(run: Path) -> list[int]:
