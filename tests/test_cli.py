@@ -39,11 +39,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_here() -> None:
-    torch.set_num_threads(1)
-
-
 def test_training_leaves_a_run_directory_and_loadable_models(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

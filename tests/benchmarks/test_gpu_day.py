@@ -16,7 +16,6 @@ from oppo.errors import ConfigError
 def test_each_part_stands_beside_its_prediction_and_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.set_num_threads(1)
     out = tmp_path / "day.json"
     assert gpu_day(device="cpu", parts="decode,launches,agree,score,update", out=out) == 0
     parts = json.loads(out.read_text())["parts"]

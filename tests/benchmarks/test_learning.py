@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import learning
 from benchmarks.harness import END
@@ -42,7 +41,6 @@ def test_lags_are_compared_by_seed_in_parts_of_what_none_gained() -> None:
 
 
 def test_a_run_writes_results_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     shown = Task("tool", "sums", 2, 1e-2, learning.beginning, lambda _: learning.checked(), tool=True)
     monkeypatch.setattr(learning, "tasks", lambda: [shown])
     monkeypatch.setattr(learning, "HELD_OUT", 8)
