@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from oppo.vllm.engine import Engine
     from oppo.vllm.processes import ServerProcess
     from oppo.vllm.server import ServerSettings
-    from oppo.vllm.sync import WrittenFile
+    from oppo.vllm.sync import HostedFiles
 
 
 def devices_of(settings: Settings, assumed: Hardware | None = None) -> Devices:
@@ -526,7 +526,7 @@ class _StartedServers:
 
     def __call__(self, number: int) -> VllmServer:
         from oppo.vllm.processes import ServerProcess  # noqa: PLC0415 - takes seconds to import
-        from oppo.vllm.sync import HostedFile  # noqa: PLC0415
+        from oppo.vllm.sync import HostedFiles  # noqa: PLC0415
 
         request, places = self._request, self._request.places
         place = places.replaced(number) if number in self._hosted else places.acting[number]
@@ -539,7 +539,7 @@ class _StartedServers:
         remote = "policy" in request.devices.remote
         url, path = anyio.run(partial(hosted.call, "start", ServerProcess.whereabouts, writes=remote))
         self._hosted[number] = hosted
-        return _server(url, request, api_key=self._key, file=None if path is None else HostedFile(path, load))
+        return _server(url, request, api_key=self._key, files=None if path is None else HostedFiles(path, load))
 
     def end(self) -> None:
         from oppo.vllm.processes import ServerProcess  # noqa: PLC0415 - likewise
@@ -580,7 +580,7 @@ def _server(
     *,
     api_key: str | None,
     weights_directory: str | None = None,
-    file: WrittenFile | None = None,
+    files: HostedFiles | None = None,
     timeout: float = 60.0,
 ) -> VllmServer:
     from oppo.vllm import VllmServer  # noqa: PLC0415 - takes seconds to import
@@ -593,7 +593,7 @@ def _server(
         api_key=api_key,
         adapters=_adapter_rank(request),
         weights_directory=weights_directory,
-        file=file,
+        files=files,
         timeout=timeout,
         trust_remote_code=models.trust_remote_code,
     )

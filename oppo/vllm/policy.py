@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal, cast
 from uuid import uuid4
 
 import anyio
@@ -37,9 +37,8 @@ from oppo.models import Capabilities, Cut, Decode, Decoding, Detokenize, Samplin
 from oppo.observe import Reporter
 from oppo.rollout_buffer import raise_first, response_to, unfinished
 from oppo.turns import StopCriteria
-from oppo.vllm.engine import Engine
+from oppo.vllm.engine import GRACE, Engine, NewTokens, cancelled_after
 from oppo.vllm.requests import Request, VllmDecode, reports_supports
-from oppo.vllm.surface import GRACE, Output, answered, cancelled_after, engine_calls
 from oppo.vllm.sync import untied
 
 TOLERATED: Final = 0.01
@@ -202,7 +201,7 @@ class VllmPolicy:
         """
         if self._loop is not None:
             raise ProtocolError("the policy is decoding already: leave that context before opening another")
-        if self.engine.adapters is not None and self.engine.adapters.adapter is None:
+        if self.engine.adapts and not self.engine.adapter:
             raise ProtocolError(
                 f"{self.model_name} was started for adapters and has none yet: load those that are trained first, as "
                 "oppo train does (policy.load)"
@@ -252,12 +251,9 @@ class VllmPolicy:
         request.id = f"{self._nonce}-{next(self._numbers)}"
         self._submitted[request] = None
         self.engine.requests.add(request.id)
-        prompt = request.sequence(self._label(self.version))
-        params = self.engine.params(request.params(self.engine.vocabulary))
-        adapters = self.engine.adapters
-        named = {} if adapters is None else {"lora_request": adapters.adapter}
-        async with answered(self.engine, shield=True):
-            request.submitted(await self.engine.llm.add_request(request.id, prompt, params, **named))
+        salt, params = self._label(self.version), request.params(self.engine.vocabulary)
+        async with self.engine.answered(shield=True):
+            request.submitted(await self.engine.submit(request.id, request.sequence, salt, params))
 
     def collect(self) -> None:
         """Do nothing: pumps put tokens into the buffers as they come."""
@@ -283,9 +279,9 @@ class VllmPolicy:
         ids = [request.id for request in requests if request.id]
         for request in requests:
             self._forget(request)
-        if ids and not self.engine.closed and not self.engine.llm.errored:
-            async with answered(self.engine, shield=True):
-                await self.engine.llm.abort(ids)
+        if ids and not self.engine.closed and not self.engine.errored:
+            async with self.engine.answered(shield=True):
+                await self.engine.discard(ids)
 
     def _forget(self, request: Request) -> None:
         self.engine.requests.discard(request.id)
@@ -308,11 +304,11 @@ class VllmPolicy:
         await self._pause()
         if self._prepared:
             return
-        async with answered(self.engine, shield=True):
+        async with self.engine.answered(shield=True):
             if left := sorted(self.engine.requests):
                 self.engine.requests.clear()
-                await self.engine.llm.abort(left)
-            await self.engine.llm.update_weight_version(self._label(self.version))
+                await self.engine.discard(left)
+            await self.engine.name_version(self._label(self.version))
         self._prepared = True
 
     async def pause(self) -> None:
@@ -335,8 +331,8 @@ class VllmPolicy:
 
     async def _pause(self) -> None:
         if not self._paused:
-            async with answered(self.engine, shield=True):
-                await self.engine.llm.pause_generation(mode="keep", clear_cache=False)
+            async with self.engine.answered(shield=True):
+                await self.engine.pause()
             self._paused = True
         self._drain()
 
@@ -344,25 +340,25 @@ class VllmPolicy:
         if self._lost or self._loop is None or not self._loop.wants_tokens or not self._paused:
             return
         await self.abort([request for request in self._submitted if request.idle])
-        if not self.engine.llm.errored:
+        if not self.engine.errored:
             await self.engine.wake("weights", "kv_cache")
-            async with answered(self.engine, shield=True):
-                await self.engine.llm.resume_generation()
+            async with self.engine.answered(shield=True):
+                await self.engine.resume()
             self._paused = False
 
     def _drain(self) -> None:
         for request in list(self._submitted):
             if request.collector is not None and not request.idle and not request.error:
                 try:
-                    with engine_calls(self.engine):
-                        output = request.collector.get_nowait()
-                    if output is not None:
-                        self.take(request, output)
+                    with self.engine.as_lost():
+                        new = request.collector.get_nowait()
+                    if new is not None:
+                        self.take(request, new)
                 except Exception as error:  # noqa: BLE001 - raised by the decoding that it spoils
                     request.error = error
                     self.notice()
 
-    def take(self, request: Request, output: Output) -> None:
+    def take(self, request: Request, new: NewTokens) -> None:
         """Take what is new of a rollout.
 
         Each token is counted to the weights that the engine names: its output may come when others are served already.
@@ -373,9 +369,7 @@ class VllmPolicy:
         """
         before = request.written
         try:
-            state = self._state(request)
-            starts = self._starts(state, output)
-            if request.take(output, partial(self._version_at, starts), getattr(state, "routed_experts_chunks", ())):
+            if request.take(new, partial(self._version_at, new.starts)):
                 self._forget(request)
         finally:
             self.tokens += request.written - before
@@ -394,11 +388,11 @@ class VllmPolicy:
             ProtocolError: the engine is closed, or works on another event loop.
         """
         with self.reporter.reported("load"):
-            by_adapters = self.engine.adapters is not None or weights.merge is not None
+            by_adapters = self.engine.adapts or weights.merge is not None
             adapted = bool(weights.actor) and by_adapters
             actor = await anyio.to_thread.run_sync(self._adapted, weights) if adapted else weights.actor
             tensors = cast("Mapping[str, Tensor]", actor)
-            if tensors and self.engine.weights is not None and self.engine.adapters is None:
+            if tensors and self.engine.weights is not None and not self.engine.adapts:
                 self.engine.weights.require(tensors)
                 if self.engine.weights.outline is not None:
                     tensors = await anyio.to_thread.run_sync(self.engine.weights.as_saved, tensors)
@@ -418,7 +412,7 @@ class VllmPolicy:
         from oppo.hf.lora import adapter_rounding_loss, rounding_loss  # noqa: PLC0415
 
         engine = self.engine
-        if engine.adapters is None:
+        if not engine.adapts:
             actor = weights.standalone()
             lost = rounding_loss(weights.actor, actor, engine.dtype)
         elif weights.adapters is None:
@@ -430,7 +424,7 @@ class VllmPolicy:
             actor = weights.adapters()
             lost = adapter_rounding_loss(cast("Mapping[str, Tensor]", actor), engine.dtype)
         self._synced["sync/rounding_loss"] = lost
-        if lost and engine.adapters is None and not engine.dtype_chosen:
+        if lost and not engine.adapts and not engine.dtype_chosen:
             raise ModelError(
                 f"adapters are merged into the weights of {engine.name}, which vLLM has in {engine.dtype}, and that "
                 f"rounds {lost:.0%} of what they add away: start the engine with dtype = 'float32', or, if "
@@ -464,25 +458,14 @@ class VllmPolicy:
                 self._loop.fail(self._lost)
 
     async def _transfer(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        llm = self.engine.llm
-        async with answered(self.engine):
+        async with self.engine.answered():
             if tensors:
-                await self.engine.sender.send(llm, tensors, self._label(version))
+                await self.engine.sender.send(self.engine, tensors, self._label(version))
             else:
-                await llm.update_weight_version(self._label(version))
+                await self.engine.name_version(self._label(version))
             self.version = version
-            if tensors and self._recompute and not await llm.reset_prefix_cache(reset_running_requests=True):
+            if tensors and self._recompute and not await self.engine.recompute():
                 raise ModelLost(f"vLLM has kept the KV cache of the weights before version {version}")
-
-    def _state(self, request: Request) -> Any:
-        states = self.engine.llm.output_processor.request_states
-        return None if request.collector is None else states.get(request.collector.request_id)
-
-    @staticmethod
-    def _starts(state: Any, output: Output) -> Sequence[tuple[str, int]]:
-        if spans := getattr(output.outputs[0], "weight_versions", None):
-            return [(span.version, span.start) for span in spans]
-        return () if state is None else cast("Sequence[tuple[str, int]]", state.weight_version_starts)
 
     def _version_at(self, starts: Sequence[tuple[str, int]], index: int) -> int:
         label = next((label for label, start in reversed(starts) if start <= index), self._label(self.version))
@@ -593,10 +576,10 @@ class DecodingLoop:
         collector = request.collector
         try:
             while collector is not None and request.collector is collector and not request.idle and not request.error:
-                with engine_calls(self._policy.engine):
-                    output = collector.get_nowait() or await collector.get()
+                with self._policy.engine.as_lost():
+                    new = await collector.get()
                 if request.collector is collector:  # else it was closed
-                    self._policy.take(request, output)
+                    self._policy.take(request, new)
         except Exception as error:  # noqa: BLE001 - raised by the umpire
             request.error = error
         self.notice()

@@ -29,7 +29,7 @@ from torch import Tensor
 from oppo.durable import temporary
 from oppo.errors import ConfigError, one_line
 from oppo.vllm.plugin import LIFELINE, LOG, PARENT, transfer_of
-from oppo.vllm.sync import AdapterFolder, WeightFile, free_port
+from oppo.vllm.sync import WeightFiles, free_port
 
 DEFAULTS: Final = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -316,7 +316,7 @@ class ServerProcess:
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
         self._lifeline: int | None = None
-        self._written: WeightFile | AdapterFolder | None = None
+        self._written: WeightFiles | None = None
         self._adapts = adapters > 0
         self._kept = ExitStack()
         files = self._kept.enter_context(EngineFiles(log))
@@ -357,14 +357,12 @@ class ServerProcess:
     def whereabouts(self, *, writes: bool) -> tuple[str, Path | None]:
         """Return the URL of the server and, if :meth:`write` is to be called, where that writes."""
         if writes:
-            self._written = AdapterFolder() if self._adapts else WeightFile()
+            self._written = WeightFiles(adapters=self._adapts)
         return self.url, None if self._written is None else self._written.path
 
     def write(self, tensors: Mapping[str, Tensor], version: str) -> None:
-        if isinstance(self._written, AdapterFolder):
+        if self._written is not None:
             self._written.write(tensors, version)
-        elif self._written is not None:
-            self._written.write(tensors)
 
     def _wait_until_ready(self, host: str, port: int) -> None:
         while self._process.poll() is None:

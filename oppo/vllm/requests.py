@@ -14,7 +14,7 @@ from oppo.events import UNROUTED, UNTRUNCATED, FinishReason, Prompt, Response, R
 from oppo.models import PieceState, Sampling
 from oppo.rollout_buffer import DecodedToken, DecodeEngine, RolloutBuffer
 from oppo.turns import StopCriteria, turn_ended
-from oppo.vllm.surface import Collector, Completion, Logprob, Output
+from oppo.vllm.engine import Collector, Logprob, NewTokens
 
 RoutedRows: TypeAlias = NDArray[Any]
 """Ids of experts, [positions, layers, top_k]."""
@@ -145,9 +145,10 @@ class Request:
             **({} if self.routes is None else {"routed_experts_prompt_start": self.routes.known}),
         }
 
-    def sequence(self, salt: str) -> dict[str, object]:
-        """Return its prompt: token ids, and a salt that keeps it from the KV cache of other weights."""
-        return {"prompt_token_ids": [*self.prompt.tokens.tolist(), *self._tokens], "cache_salt": salt}
+    @property
+    def sequence(self) -> list[int]:
+        """All there is to read."""
+        return [*self.prompt.tokens.tolist(), *self._tokens]
 
     def submitted(self, collector: Collector) -> None:
         self.collector, self._made = collector, 0
@@ -158,24 +159,16 @@ class Request:
         self.collector = None  # what the engine made after a turn is not of the response
         self._tokens += self.rollout.pop_answer()
 
-    def take(self, output: Output, version_at: Callable[[int], int], routed: Sequence[RoutedRows] = ()) -> bool:
-        """Take what is new of the request; of a response that ends, all of it is withheld until :meth:`release`.
+    def take(self, new: NewTokens, version_at: Callable[[int], int]) -> bool:
+        """Take what is new, and return whether the engine has ended the request; it may come late, after a deferral.
 
-        It may come late, when the rollout is deferred already.
-
-        Args:
-            output: of the request.
-            version_at: returns the version of the weights that made a token, by its index in the request.
-            routed: what the engine has given of its experts in each decode step of the request so far.
-
-        Returns:
-            Whether the engine has ended the request.
+        Of a response that ends, all of it is withheld until :meth:`release`. ``version_at`` returns the version of the
+        weights that made a token, by its index in the request.
         """
-        (completion,) = output.outputs
         if self.routes is not None:
-            self.routes.receive(routed, getattr(completion, "routed_experts", None))
+            self.routes.receive(new.steps, new.routed)
         fresh = []
-        for token, logprob, support in sampled(completion, self.sampling, self.written):
+        for token, logprob, support in sampled(new, self.sampling, self.written):
             position = len(self.prompt.tokens) + self.written
             experts = UNROUTED if self.routes is None else self.routes.before(position)
             fresh.append(DecodedToken(token, logprob, version_at(self._made), support, experts))
@@ -185,10 +178,10 @@ class Request:
             if self.finished:
                 break
         turn = self._reason if self.rollout.turns and self._reason != "length" else None
-        over = completion.finish_reason is not None
+        over = new.reason is not None
         if over and not self.finished:
             raise ProtocolError(
-                f"vLLM ended rollout {self.prompt.rollout} with reason {completion.finish_reason!r} after "
+                f"vLLM ended rollout {self.prompt.rollout} with reason {new.reason!r} after "
                 f"{self.written} of {self.rollout.limit} tokens, and none of them ends a response"
             )
         if turn is not None:
@@ -238,12 +231,11 @@ def seed_of(seed: int, prompt: Prompt, start: int) -> int:
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def sampled(completion: Completion, sampling: Sampling, start: int) -> list[tuple[int, float, Support]]:
+def sampled(new: NewTokens, sampling: Sampling, start: int) -> list[tuple[int, float, Support]]:
     """Return each new token with its log-prob and its support; ``start``: length of the response before them."""
-    logprobs = completion.logprobs or [{}] * len(completion.token_ids)
     return [
         (int(token), _logprob(int(token), found), _support(found, int(token), sampling, start + position))
-        for position, (token, found) in enumerate(zip(completion.token_ids, logprobs, strict=True))
+        for position, (token, found) in enumerate(zip(new.tokens, new.logprobs, strict=True))
     ]
 
 

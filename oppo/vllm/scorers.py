@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -24,67 +23,11 @@ from oppo.events import Chunk, Finish, Prompt, ToolTokens
 from oppo.libraries import require
 from oppo.observe import Reporter
 from oppo.scorers import RolloutSession, RolloutSessions
+from oppo.vllm.async_llm import VllmEngine
 from oppo.vllm.server import Inspection, address_of, config_of
-from oppo.vllm.surface import StartedEngine, answered
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 T = TypeVar("T")
 A = TypeVar("A")
-
-
-class ScoringCollector(Protocol):
-    """Holds the answer to one request until it is taken: vLLM's ``RequestOutputCollector``."""
-
-    def get_nowait(self) -> Any:
-        """Return the answer, a ``PoolingRequestOutput`` or ``RequestOutput``, if it is there."""
-
-    async def get(self) -> Any:
-        """Wait for the answer; safe to cancel."""
-
-
-class ScoringLLM(Protocol):
-    """The calls of vLLM's ``AsyncLLM`` that scoring needs."""
-
-    @property
-    def errored(self) -> bool:
-        """Whether the engine is dead."""
-
-    async def add_request(self, request_id: str, prompt: Mapping[str, object], params: object) -> ScoringCollector:
-        """Submit a request."""
-
-    async def abort(self, request_id: Sequence[str]) -> None:
-        """Discard requests; those that are over are ignored."""
-
-    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> object:
-        """Call a method of each worker."""
-
-
-class ScoringEngine(StartedEngine, Protocol):
-    """A started engine: :class:`oppo.vllm.VllmEngine`."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was ended."""
-
-    @property
-    def llm(self) -> ScoringLLM:
-        """Its ``AsyncLLM``."""
-
-    @property
-    def name(self) -> str:
-        """The name of its model."""
-
-    @property
-    def config(self) -> VllmConfig:
-        """Its configuration."""
-
-    def abort(self) -> None:
-        """Kill it."""
-
-    def close(self) -> None:
-        """End it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +119,7 @@ class VllmScorer(ABC, Generic[T, A]):
     """
 
     def __init__(
-        self, engine: ScoringEngine | ScoringServer, model: ScoringModel, ask: Asks[A], *, key: str, track: str
+        self, engine: VllmEngine | ScoringServer, model: ScoringModel, ask: Asks[A], *, key: str, track: str
     ) -> None:
         self.engine, self.tokens, self.reporter = engine, ReadTokens(), Reporter(track)
         self._key, self._model, self._ask = key, model, ask
@@ -261,30 +204,6 @@ class VllmScorer(ABC, Generic[T, A]):
     ) -> None:
         if isinstance(self.engine, ScoringServer):
             await self.engine.__aexit__(kind, error, tb)
-
-
-class EngineRequests:
-    """Requests to an engine, which batches them; those that nobody waits for any more are discarded."""
-
-    def __init__(self, engine: ScoringEngine, params: object) -> None:
-        self._engine = engine
-        self._params = params
-        self._names = (f"score-{uuid4().hex[:8]}-{number}" for number in count())
-
-    async def answered(self, prompts: Sequence[Mapping[str, object]]) -> list[Any]:
-        llm, names = self._engine.llm, list(islice(self._names, len(prompts)))
-        try:
-            async with answered(self._engine):
-                collectors = [
-                    await llm.add_request(name, {"type": "token", **prompt}, self._params)
-                    for name, prompt in zip(names, prompts, strict=True)
-                ]
-                return [collector.get_nowait() or await collector.get() for collector in collectors]
-        except BaseException:
-            if not self._engine.closed and not llm.errored:
-                async with answered(self._engine, shield=True):
-                    await llm.abort(names)
-            raise
 
 
 SERVED_BLOCK: Final = 16

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from oppo.signals import SIGNALS, Stopped, stoppable
-from oppo.vllm.engine import heeded
+from oppo.vllm.async_llm import heeded
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,8 @@ from oppo.events import Prompt
 from oppo.models import Sampling, Weights
 from oppo.testing import check_policy, run_virtual
 from oppo.vllm import VllmPolicy
-from oppo.vllm.http import Completion, Inbox, Logprob
+from oppo.vllm.engine import NewTokens
+from oppo.vllm.http import Inbox, Logprob
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import VOCABULARY, FakeAsyncLLM, Request, running
 from tests.vllm.fake_server import FakeServer, described, server_of
@@ -264,7 +265,7 @@ def test_an_update_that_an_earlier_run_has_left_open_is_ended() -> None:
     async def main() -> None:
         await bench.llm.start_weight_update()
         await bench.policy.load(Weights(1, WEIGHTS))
-        assert len(bench.llm.updates) == 2
+        assert len(bench.llm.updates) == 1
         bench.fake.instead["/start_weight_update"] = httpx.Response(500, json={"error": "another"})
         with pytest.raises(ModelLost, match="/start_weight_update answered 500"):
             await bench.policy.load(Weights(2, WEIGHTS))
@@ -389,12 +390,12 @@ def test_a_closed_server_is_left_to_others() -> None:
 
 def test_an_error_waits_behind_the_tokens_before_it() -> None:
     async def main() -> None:
-        inbox = Inbox("a")
-        inbox.put(Completion([1], [{1: Logprob(-1.0)}]))
-        inbox.put(Completion([2], [{2: Logprob(-1.0)}], "stop"))
+        inbox = Inbox()
+        inbox.put(NewTokens([1], [{1: Logprob(-1.0)}]))
+        inbox.put(NewTokens([2], [{2: Logprob(-1.0)}], "stop"))
         inbox.fail(ValueError("gone"))
-        (completion,) = (await inbox.get()).outputs
-        assert (completion.token_ids, completion.finish_reason) == ([1, 2], "stop")
+        new = await inbox.get()
+        assert (new.tokens, new.reason) == ([1, 2], "stop")
         with pytest.raises(ValueError, match="gone"):
             await inbox.get()
 

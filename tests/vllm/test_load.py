@@ -9,7 +9,6 @@ import os
 import sys
 from pathlib import Path
 from subprocess import PIPE, Popen
-from types import SimpleNamespace
 
 import anyio
 import numpy as np
@@ -21,8 +20,8 @@ from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt
 from oppo.log import routed
 from oppo.models import Weights
-from oppo.vllm.surface import GRACE
-from oppo.vllm.sync import AdapterFolder, AdapterSender, ServedWeights, fingerprints
+from oppo.vllm.engine import GRACE, ServedWeights
+from oppo.vllm.sync import FILES, FileSender, WeightFiles, fingerprints
 from tests.hf import tiny
 from tests.vllm.bench import WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender
@@ -324,8 +323,8 @@ def test_a_closed_engine_is_named_and_its_rollouts_can_be_closed() -> None:
     bench.run(main)
 
 
-def made(name: str, path: str, replaces: bool) -> SimpleNamespace:
-    return SimpleNamespace(name=name, path=path, replaces=replaces)
+def adapting(folder: Path, **given: FakeAsyncLLM) -> Bench:
+    return Bench(sender=FileSender(WeightFiles(folder, adapters=True), adapts=True), adapts=True, **given)
 
 
 def adapted(version: int) -> Weights:
@@ -340,7 +339,7 @@ def adapted(version: int) -> Weights:
 
 
 def test_adapters_alone_are_sent_each_version_by_a_path_of_its_own(tmp_path: Path) -> None:
-    bench = Bench(sender=AdapterSender(made, AdapterFolder(tmp_path)))
+    bench = adapting(tmp_path)
     bench.engine.weights = ServedWeights("fake", {"other": (1,)}, (frozenset({"other"}),))
     seen: list[dict[str, torch.Tensor]] = []
 
@@ -350,7 +349,7 @@ def test_adapters_alone_are_sent_each_version_by_a_path_of_its_own(tmp_path: Pat
             await bench.step(decodes)
         for version in (1, 2, 3):
             await bench.policy.load(adapted(version))
-            seen.append(load_file(Path(bench.llm.adapters[-1].path) / "adapter_model.safetensors"))
+            seen.append(load_file(Path(bench.llm.adapters[-1].path) / FILES[True]))
             await bench.step(decodes, cut_at=1)
             decodes = [each for each in decodes if not each.ended]
         await bench.policy.load(Weights(4))
@@ -368,13 +367,13 @@ def test_adapters_alone_are_sent_each_version_by_a_path_of_its_own(tmp_path: Pat
     assert json.loads((folder / labels[2] / "adapter_config.json").read_text())["target_modules"] == ["q_proj"]
     checked = bench.llm.agreed[-1].init_info
     assert checked == {
-        "adapter": str(folder / labels[2] / "adapter_model.safetensors"),
+        "adapter": str(folder / labels[2] / FILES[True]),
         "prints": fingerprints(seen[-1]),
     }
 
 
 def test_an_adapter_is_synced_while_its_requests_decode_and_its_bytes_are_counted(tmp_path: Path) -> None:
-    bench = Bench(sender=AdapterSender(made, AdapterFolder(tmp_path)), llm=FakeAsyncLLM(length=lambda prompt: 15))
+    bench = adapting(tmp_path, llm=FakeAsyncLLM(length=lambda prompt: 15))
 
     async def main() -> None:
         await bench.policy.load(adapted(1))
@@ -392,7 +391,7 @@ def test_an_adapter_is_synced_while_its_requests_decode_and_its_bytes_are_counte
 
 
 def test_an_engine_of_adapters_refuses_weights_without_and_goes_on_with_the_old_one(tmp_path: Path) -> None:
-    bench = Bench(sender=AdapterSender(made, AdapterFolder(tmp_path)))
+    bench = adapting(tmp_path)
 
     def in_the_way(name: str) -> None:
         (folder,) = tmp_path.iterdir()
@@ -403,7 +402,7 @@ def test_an_engine_of_adapters_refuses_weights_without_and_goes_on_with_the_old_
         with pytest.raises(ModelError, match=r"fake was started for adapters, and these weights have none"):
             await bench.policy.load(Weights(2, WEIGHTS))
         in_the_way(bench.policy._label(3))
-        with pytest.raises(ModelError, match=r"could not be written to .* goes on with the old one"):
+        with pytest.raises(ModelError, match=r"could not be written to .* goes on serving the old ones"):
             await bench.policy.load(adapted(3))
         await bench.step(await bench.policy.open(varied(1)))
 
@@ -412,16 +411,16 @@ def test_an_engine_of_adapters_refuses_weights_without_and_goes_on_with_the_old_
 
 
 def test_a_directory_for_adapters_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"adapters on their way to vLLM cannot be written to .*nowhere"):
-        AdapterFolder(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"weights on their way to vLLM cannot be written to .*nowhere"):
+        WeightFiles(tmp_path / "nowhere")
 
 
 def test_directories_for_adapters_that_killed_runs_left_go_and_those_in_use_stay(tmp_path: Path) -> None:
-    first = AdapterFolder(tmp_path)
+    first = WeightFiles(tmp_path)
     (used,) = tmp_path.iterdir()
     left = tmp_path / f"{used.name[:-8]}leftover"
     (left / "version").mkdir(parents=True)
-    second = AdapterFolder(tmp_path)
+    second = WeightFiles(tmp_path)
     assert len([*tmp_path.iterdir()]) == 2
     assert used.exists()
     assert not left.exists()
@@ -432,7 +431,7 @@ def test_directories_for_adapters_that_killed_runs_left_go_and_those_in_use_stay
 
 def test_matrices_in_memory_go_with_their_process_however_it_ends_and_what_names_them_with_the_next() -> None:
     program = (
-        "import os, signal, torch\nfrom oppo.vllm.sync import AdapterFolder\nfolder = AdapterFolder()\n"
+        "import os, signal, torch\nfrom oppo.vllm.sync import WeightFiles\nfolder = WeightFiles(adapters=True)\n"
         "print(folder.write({'a.lora_A.weight': torch.ones(2, 1)}, '1') / 'adapter_model.safetensors', flush=True)\n"
         "os.read(0, 1)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -443,7 +442,7 @@ def test_matrices_in_memory_go_with_their_process_however_it_ends_and_what_names
         killed.communicate("x")
     assert not file.exists()
     assert file.is_symlink()
-    folder = AdapterFolder()
+    folder = WeightFiles(adapters=True)
     assert not file.is_symlink()
     path = folder.path
     del folder
@@ -454,15 +453,17 @@ def test_matrices_in_memory_go_with_their_process_however_it_ends_and_what_names
 def test_two_adapters_stay_and_a_lack_of_memory_leaves_the_one_that_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder, matrices = AdapterFolder(), {"a.lora_A.weight": torch.ones(2, 1)}
+    folder, matrices = WeightFiles(adapters=True), {"a.lora_A.weight": torch.ones(2, 1)}
     paths = [folder.write(matrices, str(version)) for version in range(3)]
-    assert [load_file(each / "adapter_model.safetensors").keys() for each in paths[1:]] == [matrices.keys()] * 2
+    assert [load_file(each / FILES[True]).keys() for each in paths[1:]] == [matrices.keys()] * 2
     assert not paths[0].exists()
 
     def full(descriptor: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(ModelError, match=r"could not be written to .*, and vLLM goes on with the old one .*no memory"):
+    with pytest.raises(
+        ModelError, match=r"could not be written to .*, and vLLM goes on serving the old ones .*no memory"
+    ):
         folder.write(matrices, "3")
-    assert [each.name for each in folder.path.iterdir()] == ["2"]
+    assert {each.name for each in folder.path.iterdir()} == {"1", "2"}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,32 +18,19 @@ from oppo.returns import TopLogprobs
 from oppo.testing import check_scorer
 from oppo.vllm.logprobs import LogitsOfPrompts, LogprobServer, VllmLogprobs
 from tests.responses import VOCABULARY, answered, responses, stream
-from tests.vllm import fake_pooling
-from tests.vllm.fake_pooling import BLOCK, FakePrompts, FakeScoringServer, StartedEngine, logprobs_after
+from tests.vllm.fake_engine import BLOCK, FakeAsyncLLM, engine_of, logprobs_after
+from tests.vllm.fake_server import FakeServer
 
 LONGEST = 160
 SAMPLING = Sampling(max_new_tokens=128)
 
 
-@pytest.fixture(autouse=True)
-def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm = ModuleType("vllm")
-    vllm.__dict__["SamplingParams"] = fake_pooling.SamplingParams
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-
-
-def config(*, runner: str = "generate", prefix: bool = True) -> SimpleNamespace:
-    """Return a ``VllmConfig`` as far as it is read."""
-    model = SimpleNamespace(runner_type=runner, max_model_len=LONGEST + 1, get_vocab_size=lambda: VOCABULARY)
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(enable_prefix_caching=prefix, block_size=BLOCK), model_config=model
-    )
-
-
 def served(
-    llm: FakePrompts | None = None, *, sampling: Sampling = SAMPLING, top_k: int = 0, **changes: Any
+    llm: FakeAsyncLLM | None = None, *, sampling: Sampling = SAMPLING, top_k: int = 0, **facts: Any
 ) -> VllmLogprobs:
-    return VllmLogprobs(StartedEngine(llm or FakePrompts(), config(**changes)), sampling=sampling, top_k=top_k)
+    llm = llm or FakeAsyncLLM()
+    llm.facts = {"model": "tiny", "vocabulary": VOCABULARY, "longest": LONGEST + 1, **facts}
+    return VllmLogprobs(engine_of(llm), sampling=sampling, top_k=top_k)
 
 
 def wanted(response: Response, vocabulary: int = VOCABULARY, temperature: float = 1.0) -> list[FloatArray]:
@@ -75,7 +61,7 @@ async def test_the_contract_is_kept() -> None:
 @pytest.mark.parametrize("uninitialised", [True, False], ids=["numbers-without-meaning", "no-places"])
 @pytest.mark.parametrize("seed", range(5))
 async def test_any_arrival_pattern_gives_the_log_probs_of_the_whole_sequence(seed: int, uninitialised: bool) -> None:
-    engine, made = FakePrompts(uninitialised=uninitialised), responses()
+    engine, made = FakeAsyncLLM(uninitialised=uninitialised), responses()
     reference = served(engine)
     values = await stream(reference, made, seed)
     for each in made:
@@ -87,7 +73,7 @@ async def test_any_arrival_pattern_gives_the_log_probs_of_the_whole_sequence(see
 
 
 async def test_blocks_are_read_with_the_token_behind_them_and_the_rest_at_the_end() -> None:
-    engine = FakePrompts()
+    engine = FakeAsyncLLM()
     reference = served(engine)
     response = answered(0, [5] * 3, list(range(10, 31)))
     await reference.extend([response.prompt])
@@ -125,7 +111,7 @@ async def test_a_rollout_that_comes_again_has_a_cache_of_its_own_again() -> None
 
 
 async def test_what_the_cache_has_lost_is_read_again() -> None:
-    reference = served(FakePrompts(room=1))
+    reference = served(FakeAsyncLLM(room=1))
     made = responses()
     values = await stream(reference, made, 1)
     for each in made:
@@ -134,7 +120,7 @@ async def test_what_the_cache_has_lost_is_read_again() -> None:
 
 
 async def test_without_a_prefix_cache_each_rollout_is_read_when_it_has_ended() -> None:
-    engine, made = FakePrompts(), responses()
+    engine, made = FakeAsyncLLM(), responses()
     values = await stream(served(engine, prefix=False), made, 2)
     assert len(engine.sequences) == len(made)
     for each in made:
@@ -142,7 +128,7 @@ async def test_without_a_prefix_cache_each_rollout_is_read_when_it_has_ended() -
 
 
 async def test_an_answer_about_other_tokens_is_a_lost_model_and_not_a_number() -> None:
-    engine = FakePrompts()
+    engine = FakeAsyncLLM()
     reference = served(engine)
     response = answered(0, [5] * 10, [6] * 10)
     await reference.extend([response.prompt, response.chunk()])
@@ -152,7 +138,7 @@ async def test_an_answer_about_other_tokens_is_a_lost_model_and_not_a_number() -
 
 
 async def test_temperature_and_ids_that_are_never_sampled_are_the_policy_s() -> None:
-    engine, made = FakePrompts(), responses()
+    engine, made = FakeAsyncLLM(), responses()
     reference = served(engine, sampling=Sampling(max_new_tokens=128, temperature=0.7, vocabulary=96))
     values = await stream(reference, made, 0)
     assert engine.tempers == [(0.7, 96)]
@@ -179,7 +165,7 @@ def test_a_worker_s_logits_are_divided_and_cut_once_however_often_it_is_told() -
 @pytest.mark.parametrize("on", ["engine", "server"])
 async def test_a_teacher_lists_the_likeliest_ids_and_what_the_others_have_together(on: str, source: Path) -> None:
     made, k = responses(3), 4
-    teacher = served(top_k=k) if on == "engine" else on_server(FakeScoringServer(), source, top_k=k)
+    teacher = served(top_k=k) if on == "engine" else on_server(scoring(), source, top_k=k)
     values = await stream(teacher, made, 0)
     for each in made:
         found, rows = values[each.prompt.rollout], wanted(each)
@@ -200,7 +186,7 @@ async def test_more_ids_than_the_policy_has_are_refused() -> None:
 
 async def test_a_server_that_lists_an_id_which_the_policy_lacks_is_refused(source: Path) -> None:
     sampling = Sampling(max_new_tokens=128, vocabulary=VOCABULARY // 2)
-    teacher = on_server(FakeScoringServer(), source, top_k=4, sampling=sampling)
+    teacher = on_server(scoring(), source, top_k=4, sampling=sampling)
     with pytest.raises(RewardError, match=r"lists the id \d+ .* the policy knows the 48 below 48: .* leave url out"):
         await stream(teacher, responses(), 0)
 
@@ -239,8 +225,12 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "served"
 
 
+def scoring(**given: Any) -> FakeServer:
+    return FakeServer(FakeAsyncLLM(facts={"vocabulary": VOCABULARY}), **given)
+
+
 def on_server(
-    fake: FakeScoringServer, source: Path, *, top_k: int = 0, sampling: Sampling = SAMPLING, **given: Any
+    fake: FakeServer, source: Path, *, top_k: int = 0, sampling: Sampling = SAMPLING, **given: Any
 ) -> VllmLogprobs:
     server = LogprobServer(URL, source, top_k=top_k, transport=fake, **given)
     server.service.pause = 0.0
@@ -248,7 +238,7 @@ def on_server(
 
 
 async def test_a_server_reads_each_response_once_when_it_has_ended(source: Path) -> None:
-    fake, made = FakeScoringServer(key="secret"), responses()
+    fake, made = scoring(key="secret"), responses()
     async with on_server(fake, source, api_key="secret") as teacher:
         values = await stream(teacher, made, 3)
     for each in made:
@@ -258,7 +248,7 @@ async def test_a_server_reads_each_response_once_when_it_has_ended(source: Path)
 
 
 async def test_a_request_to_a_server_is_made_again_and_a_malformed_answer_is_an_error(source: Path) -> None:
-    fake, response = FakeScoringServer(failing=1), answered(0, [5, 6], [7, 8])
+    fake, response = scoring(failing=1), answered(0, [5, 6], [7, 8])
     teacher = on_server(fake, source, attempts=2)
     await teacher.extend([response.prompt, response.chunk()])
     (value,) = await teacher.finish([Finish(0, response, "eos")])
@@ -287,7 +277,7 @@ def test_a_server_without_log_probs_of_prompts_is_refused_with_the_command(
     source: Path, instead: dict[str, httpx.Response], faults: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        on_server(FakeScoringServer(instead=instead), source, top_k=30)
+        on_server(scoring(instead=instead), source, top_k=30)
     said = str(caught.value)
     assert all(fault in said for fault in faults), said
     if "is no vLLM server" not in said:
@@ -295,6 +285,6 @@ def test_a_server_without_log_probs_of_prompts_is_refused_with_the_command(
 
 
 def test_a_server_knows_no_temperature_for_prompts(source: Path) -> None:
-    server = LogprobServer(URL, source, transport=FakeScoringServer())
+    server = LogprobServer(URL, source, transport=scoring())
     with pytest.raises(ConfigError, match=r"sampling\.temperature = 0\.7 divides the logits, .*: set it to 1"):
         VllmLogprobs(server, sampling=Sampling(max_new_tokens=8, temperature=0.7))

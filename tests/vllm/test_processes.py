@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from oppo.errors import ConfigError
 from oppo.vllm import plugin
 from oppo.vllm.processes import EngineFiles, ServerProcess, environment
-from oppo.vllm.sync import MATRICES
+from oppo.vllm.sync import FILES
 from tests.placement.instances import Total
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +156,7 @@ def test_a_server_is_reached_when_it_is_made_and_ends_with_its_process(tmp_path:
     assert {name: found["environment"][name] for name in wanted} == wanted
     assert path is not None
     server.write({"layers.0.q_proj.lora_A.weight": torch.ones(2, 1)}, "7")
-    assert load_file(path / "7" / MATRICES).popitem()[1].tolist() == [[1.0], [1.0]]
+    assert load_file(path / "7" / FILES[True]).popitem()[1].tolist() == [[1.0], [1.0]]
     assert log.read_text().startswith("it listens")
     for _ in range(2):
         server.end()

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import anyio
@@ -18,37 +16,16 @@ from oppo.observe import Span
 from oppo.testing import check_scorer, run_virtual
 from oppo.vllm.reward import RewardServer, VllmReward
 from tests.responses import EOS, PADDING, VOCABULARY, answered, chunk, endings, responses, stream
-from tests.vllm import fake_pooling
-from tests.vllm.fake_pooling import BLOCK, FakePooling, FakeScoringServer, StartedEngine, score
+from tests.vllm.fake_engine import BLOCK, FakeAsyncLLM, engine_of, score
+from tests.vllm.fake_server import FakeServer
 
 LONGEST = 160
 
 
-@pytest.fixture(autouse=True)
-def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm = ModuleType("vllm")
-    vllm.__dict__["PoolingParams"] = fake_pooling.PoolingParams
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-
-
-def config(**changes: object) -> SimpleNamespace:
-    """Return a ``VllmConfig`` as far as it is read."""
-    facts = {"labels": 1, "pooling": "LAST", "prefix": True, "mean": None, "pools": True, "padding": PADDING, **changes}
-    pooler = SimpleNamespace(seq_pooling_type=facts["pooling"], logit_mean=facts["mean"], logit_sigma=None)
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(enable_prefix_caching=facts["prefix"], block_size=BLOCK),
-        model_config=SimpleNamespace(
-            pooler_config=pooler if facts["pools"] else None,
-            hf_config=SimpleNamespace(num_labels=facts["labels"]),
-            hf_text_config=SimpleNamespace(pad_token_id=facts["padding"]),
-            max_model_len=LONGEST,
-            get_vocab_size=lambda: VOCABULARY,
-        ),
-    )
-
-
-def served(llm: FakePooling | None = None, /, **changes: object) -> VllmReward:
-    return VllmReward(StartedEngine(llm or FakePooling(), config(**changes)))
+def served(llm: FakeAsyncLLM | None = None, /, key: str = "", **facts: object) -> VllmReward:
+    llm = llm or FakeAsyncLLM()
+    llm.facts = {"model": "tiny", "runner": "pooling", "vocabulary": VOCABULARY, "longest": LONGEST, **facts}
+    return VllmReward(engine_of(llm), key=key)
 
 
 def whole(response: Response) -> list[int]:
@@ -65,7 +42,7 @@ async def test_the_contract_is_kept() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_any_arrival_pattern_gives_the_score_of_the_whole_sequence_and_computes_no_token_twice(seed: int) -> None:
-    engine, made = FakePooling(), responses()
+    engine, made = FakeAsyncLLM(), responses()
     reward = served(engine)
     values = await stream(reward, made, seed)
     assert values == {each.prompt.rollout: score(whole(each)) for each in made}
@@ -73,7 +50,7 @@ async def test_any_arrival_pattern_gives_the_score_of_the_whole_sequence_and_com
 
 
 async def test_whole_blocks_are_read_while_a_rollout_grows_and_only_the_rest_when_it_ends() -> None:
-    engine = FakePooling()
+    engine = FakeAsyncLLM()
     reward = served(engine)
     response = answered(0, [5] * 3, list(range(10, 26)))
     await reward.extend([response.prompt])
@@ -87,7 +64,7 @@ async def test_whole_blocks_are_read_while_a_rollout_grows_and_only_the_rest_whe
 
 
 async def test_a_sequence_of_whole_blocks_is_not_asked_for_again() -> None:
-    engine = FakePooling()
+    engine = FakeAsyncLLM()
     reward = served(engine)
     response = answered(0, [5] * 4, [6] * 12)
     await reward.extend([response.prompt, response.chunk()])
@@ -96,7 +73,7 @@ async def test_a_sequence_of_whole_blocks_is_not_asked_for_again() -> None:
 
 
 async def test_what_the_cache_has_lost_is_computed_and_counted_again() -> None:
-    engine = FakePooling(room=1)
+    engine = FakeAsyncLLM(room=1)
     reward = served(engine)
     first, second = answered(0, [5] * 8, [6] * 4), answered(1, [7] * 8, [8] * 4)
     await reward.extend([first.prompt])
@@ -136,7 +113,7 @@ async def test_events_out_of_place_are_errors() -> None:
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
 async def test_a_token_of_another_vocabulary_never_reaches_the_engine(token: int) -> None:
-    engine = FakePooling()
+    engine = FakeAsyncLLM()
     reward = served(engine)
     with pytest.raises(ModelError, match=f"rollout 3 has token ids from .* of tiny has {VOCABULARY}: policy and scor"):
         await reward.extend([Prompt(3, 3, np.full(BLOCK, token, np.int32))])
@@ -150,7 +127,7 @@ async def test_a_sequence_too_long_is_named() -> None:
 
 
 def test_a_cancelled_call_leaves_no_request_behind() -> None:
-    engine = FakePooling(seconds=10)
+    engine = FakeAsyncLLM(answers_after=10)
 
     async def main() -> None:
         with anyio.move_on_after(1) as scope:
@@ -158,11 +135,11 @@ def test_a_cancelled_call_leaves_no_request_behind() -> None:
         assert scope.cancelled_caught
 
     run_virtual(main)
-    assert (len(engine.sequences), len(engine.open)) == (3, 0)
+    assert (len(engine.sequences), len(engine.asking)) == (3, 0)
 
 
 def test_an_engine_that_dies_while_it_owes_a_score_is_a_lost_model() -> None:
-    engine = FakePooling(seconds=1000)
+    engine = FakeAsyncLLM(answers_after=1000)
 
     async def main() -> None:
         async def die() -> None:
@@ -178,7 +155,7 @@ def test_an_engine_that_dies_while_it_owes_a_score_is_a_lost_model() -> None:
 
 
 async def test_a_dead_engine_is_a_lost_model() -> None:
-    engine = FakePooling(errored=True)
+    engine = FakeAsyncLLM(errored=True)
     reward = served(engine)
     with pytest.raises(ModelLost, match=r"vLLM has failed, .*EngineDeadError: EngineCore .* newest checkpoint"):
         await reward.extend([Prompt(0, 0, np.full(BLOCK, 5, np.int32))])
@@ -195,7 +172,7 @@ def test_the_facts_of_a_model_are_those_of_its_engine() -> None:
         ({"pooling": "MEAN"}, "tiny pools MEAN with a prefix cache, so it cannot be read as rollouts grow"),
         ({"prefix": False}, "tiny pools LAST without a prefix cache"),
         ({"mean": 0.5}, r"tiny scales its score \(logit_mean 0.5, logit_sigma None\)"),
-        ({"pools": False}, 'tiny generates: start its engine with runner="pooling"'),
+        ({"runner": "generate"}, 'tiny generates: start its engine with runner="pooling"'),
     ],
 )
 def test_a_model_that_cannot_score_growing_prefixes_is_refused(changes: dict[str, object], reason: str) -> None:
@@ -204,8 +181,8 @@ def test_a_model_that_cannot_score_growing_prefixes_is_refused(changes: dict[str
 
 
 def test_its_work_is_reported_and_its_errors_name_the_table() -> None:
-    engine, spans = FakePooling(seconds=5), list[Span]()
-    reward = VllmReward(StartedEngine(engine, config()), key="rewards.1")
+    engine, spans = FakeAsyncLLM(answers_after=5), list[Span]()
+    reward = served(engine, key="rewards.1")
     reward.reporter.listener = spans.append
 
     async def main() -> None:
@@ -233,13 +210,13 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "served"
 
 
-def on_server(fake: FakeScoringServer, source: Path, **given: Any) -> VllmReward:
+def on_server(fake: FakeServer, source: Path, **given: Any) -> VllmReward:
     return VllmReward(RewardServer(URL, source, transport=fake, **given), key="rewards.0")
 
 
 async def test_a_server_keeps_the_contract_and_gives_the_score_of_the_whole_sequence(source: Path) -> None:
     async def make() -> VllmReward:
-        return on_server(FakeScoringServer(), source)
+        return on_server(FakeServer(), source)
 
     finished = [Finish(each.prompt.rollout, each, "eos") for each in responses() if len(each) >= 4]
     await check_scorer(make, finished, lambda a, b: a == b)
@@ -248,18 +225,18 @@ async def test_a_server_keeps_the_contract_and_gives_the_score_of_the_whole_sequ
 
 
 async def test_all_that_grow_together_are_one_request_for_logits(source: Path) -> None:
-    fake = FakeScoringServer(key="secret")
+    fake = FakeServer(key="secret")
     reward = on_server(fake, source, api_key="secret")
     await reward.extend([Prompt(n, n, np.full(20, 5 + n, np.int32)) for n in range(3)])
     assert fake.bodies[1:] == [
-        {"model": "served", "task": "classify", "use_activation": False, "input": [[5 + n] * 16 for n in range(3)]}
+        {"model": "fake", "task": "classify", "use_activation": False, "input": [[5 + n] * 16 for n in range(3)]}
     ]
     await reward.extend([Prompt(9, 9, np.full(3, 5, np.int32))])
     assert len(fake.bodies) == 2, "no whole block, no request"
 
 
 async def test_a_request_that_may_pass_is_made_again_and_one_that_still_fails_names_the_table(source: Path) -> None:
-    fake = FakeScoringServer(failing=1)
+    fake = FakeServer(failing=1)
     reward = on_server(fake, source, attempts=2)
     assert isinstance(reward.engine, RewardServer)
     reward.engine.service.pause = 0.0
@@ -290,7 +267,7 @@ def test_a_server_that_does_not_score_is_refused_with_the_command_that_does(
     source: Path, instead: dict[str, httpx.Response], faults: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        on_server(FakeScoringServer(instead=instead), source)
+        on_server(FakeServer(instead=instead), source)
     said = str(caught.value)
     assert all(fault in said for fault in faults), said
     if "401" not in said and "is no vLLM server" not in said:
@@ -302,4 +279,4 @@ def test_a_server_of_a_model_with_labels_is_refused(tmp_path: Path) -> None:
     several.num_labels = 3
     several.save_pretrained(tmp_path / "several")
     with pytest.raises(ModelRefused, match="several has 3 labels"):
-        on_server(FakeScoringServer(), tmp_path / "several")
+        on_server(FakeServer(), tmp_path / "several")

@@ -17,7 +17,7 @@ from oppo.log import routed
 from oppo.models import Sampling, Weights
 from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.server import ServerSettings
-from oppo.vllm.sync import FileSender, SharedFile
+from oppo.vllm.sync import FILES, FileSender, WeightFiles
 from tests.vllm.bench import varied
 from tests.vllm.fake_engine import VOCABULARY, running
 from tests.vllm.fake_server import URL, FakeServer, server_of
@@ -164,22 +164,19 @@ def test_a_server_on_another_machine_gets_its_weights_through_a_directory_that_b
     fake = FakeServer()
     server = VllmServer("http://far:8000", transport=fake, weights_directory=tmp_path)
     assert isinstance(server.sender, FileSender)
-    assert tmp_path in Path(fake.init["path"]).parents
+    assert Path(fake.init["path"]).parent == tmp_path
     assert "cannot be written" in refused(FakeServer(), "http://far:8000", weights_directory=tmp_path / "none")
 
 
 def test_a_shared_file_has_a_new_name_each_time_and_is_removed_in_the_end(tmp_path: Path) -> None:
-    file = SharedFile(tmp_path)
-    seen = set()
+    files = WeightFiles(tmp_path)
     for value in (1.0, 2.0):
         weight = torch.full((2,), value)
-        file.write({"a": weight, "tied": weight})
-        assert load_file(file.path)["a"].tolist() == [value, value]
-        assert list(file.path.parent.iterdir()) == [file.path]
-        seen.add(file.path)
-    assert len(seen) == 2
-    assert file.path.parent.stat().st_mode & 0o777 == 0o755, "the server may be another user's"
-    del file
+        path = files.write({"a": weight, "tied": weight}, str(value))
+        assert load_file(path / FILES[False])["a"].tolist() == [value, value]
+        assert list(files.path.iterdir()) == [path]
+    assert files.path.stat().st_mode & 0o777 == 0o755, "the server may be another user's"
+    del files
     assert not list(tmp_path.iterdir())
 
 
@@ -187,7 +184,7 @@ def test_a_shared_file_has_a_new_name_each_time_and_is_removed_in_the_end(tmp_pa
 def test_a_server_that_takes_weights_by_nccl_needs_a_trainer_on_a_gpu(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oppo.vllm.server.require", lambda *given, **more: None)
+    monkeypatch.setattr("oppo.vllm.http.require", lambda *given, **more: None)
     fake = FakeServer(instead={"/get_world_size": httpx.Response(200, json={"world_size": 4})})
     fake.config["weight_transfer_config"]["backend"] = "oppo-nccl"
     if device == "cpu":
@@ -245,7 +242,7 @@ def test_a_server_for_adapters_has_room_for_their_rank_and_loads_them_while_it_r
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in said
     assert "--enable-lora --max-lora-rank 8" in said
     fake.config["lora_config"], fake.loads = {"max_lora_rank": 8}, True
-    assert VllmServer(URL, transport=fake, adapters=4).adapters is not None
+    assert VllmServer(URL, transport=fake, adapters=4).adapts
     assert "--enable-lora should be False, and is True" in refused(fake)
 
 
@@ -268,6 +265,4 @@ def test_a_server_serves_the_newest_adapter_and_no_older_one(tmp_path: Path) -> 
     labels = [policy._label(version) for version in (1, 2, 3)]
     assert fake.adapters == labels[2:]
     assert [body["model"] for body in fake.bodies] == labels
-    assert {each.name for each in tmp_path.glob("oppo-adapters-*/*")} == {*labels[1:]}, (
-        "that before is served meanwhile"
-    )
+    assert {each.name for each in tmp_path.glob("oppo-weights-*/*")} == {*labels[1:]}, "that before is served meanwhile"

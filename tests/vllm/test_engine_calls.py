@@ -1,19 +1,42 @@
-"""An engine that dies never answers what it owes, and is a lost model nevertheless."""
+"""The fake passes what the real engine passes; one that dies never answers what it owes, and is a lost model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from oppo.errors import ModelError, ModelLost
 from oppo.models import Weights
 from oppo.testing import run_virtual
+from oppo.vllm.engine import LOOK
 from oppo.vllm.processes import failure
-from oppo.vllm.surface import LOOK, answered
+from tests.vllm import scenario
 from tests.vllm.bench import WEIGHTS, Bench, varied
-from tests.vllm.fake_engine import FakeAsyncLLM, engine_of
+from tests.vllm.fake_engine import BLOCK, FakeAsyncLLM, engine_of, running
+
+
+@pytest.mark.parametrize(("overrun", "late"), [(0, 0.0), (2, 0.0), (0, 0.002)])
+def test_the_fake_generates_as_vllm_does(overrun: int, late: float) -> None:
+    llm = FakeAsyncLLM(length=lambda prompt: 1, overrun=overrun, late=late)
+
+    async def main() -> None:
+        async with running(llm):
+            await scenario.generating(engine_of(llm), {})
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_the_fake_scores_and_reads_prompts_as_vllm_does(seconds: float) -> None:
+    async def main() -> None:
+        engines = [engine_of(FakeAsyncLLM(answers_after=seconds)) for _ in range(2)]
+        await scenario.pooling(engines[0], BLOCK, anyio.lowlevel.checkpoint)
+        await scenario.reading(engines[1], BLOCK)
+
+    run_virtual(main)
 
 
 class Silent(FakeAsyncLLM):
@@ -55,14 +78,14 @@ def test_syncing_ends_when_the_engine_dies_in_a_call(call: str) -> None:
 def test_a_call_that_is_answered_takes_no_time_and_raises_its_own_error() -> None:
     async def main() -> None:
         engine, start = engine_of(FakeAsyncLLM()), anyio.current_time()
-        async with answered(engine):
+        async with engine.answered():
             await anyio.sleep(3 * LOOK)
         assert anyio.current_time() == pytest.approx(start + 3 * LOOK)
         with pytest.raises(ModelError, match="its own"):
-            async with answered(engine):
+            async with engine.answered():
                 raise ModelError("its own")
         with pytest.raises(ModelLost, match="KeyError: 'unknown'"):
-            async with answered(engine, shield=True):
+            async with engine.answered(shield=True):
                 raise KeyError("unknown")
 
     run_virtual(main)
@@ -73,7 +96,7 @@ def test_a_cancellation_from_outside_waits_for_a_shielded_call_only() -> None:
         for shield, took in ((False, 1.0), (True, 5.0)):
             start = anyio.current_time()
             with anyio.move_on_after(1.0):
-                async with answered(engine_of(FakeAsyncLLM()), shield=shield):
+                async with engine_of(FakeAsyncLLM()).answered(shield=shield):
                     await anyio.sleep(5.0)
             assert anyio.current_time() == pytest.approx(start + took)
 
