@@ -440,22 +440,26 @@ class VllmPolicy:
 
     async def _send(self, tensors: Mapping[str, Tensor], version: int) -> None:
         # Unless it is known which weights the engine serves afterwards, it is lost.
-        self._lost = ModelLost(
-            f"syncing version {version} was cancelled before vLLM had its weights, so which it serves is unknown: "
-            f"{self.engine.advice}"
-        )
         try:
             await self._transfer(tensors, version)
-            self._lost = None
         except ModelLost as error:
-            self._lost = error
+            self._lose(error)
             raise
         except ModelError:  # the old ones are served
-            self._lost = None
             raise
-        finally:
-            if self._lost is not None and self._loop is not None:
-                self._loop.fail(self._lost)
+        except BaseException:
+            self._lose(
+                ModelLost(
+                    f"syncing version {version} was cancelled before vLLM had its weights, so which it serves is "
+                    f"unknown: {self.engine.advice}"
+                )
+            )
+            raise
+
+    def _lose(self, error: ModelLost) -> None:
+        self._lost = error
+        if self._loop is not None:
+            self._loop.fail(error)
 
     async def _transfer(self, tensors: Mapping[str, Tensor], version: int) -> None:
         async with self.engine.answered():
