@@ -102,7 +102,7 @@ async def generating(engine: Engine, weights: dict[str, Any]) -> None:
     await engine.update(weights)
     await engine.finish_update()
     assert await engine.recompute()
-    gone = await begun(engine, "gone", prompt, 2 * MADE)
+    gone = await begun(engine, "gone", prompt, 4 * MADE)
     await engine.resume()
     await gone.until(3)
     assert gone.starts == [("two", 0)]
