@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 from anyio.abc import TaskGroup
 
-from oppo.agents.bounds import BODY, apart, read_json
-from oppo.agents.conversation import ENDED, MODEL, Json, Refusal, Session
+from oppo.agents.conversation import ENDED, Session
+from oppo.agents.requests import BODY, MODEL, Json, Refusal, apart, read_json
 from oppo.errors import ConfigError, as_itself, shortened
 from oppo.log import logger
 
