@@ -87,7 +87,7 @@ MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
     "admission": 1_449,
-    "agents": 1_672,
+    "agents": 1_709,
     "algorithms": 1_052,
     "config": 3_863,
     "data": 868,
