@@ -15,7 +15,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 
 from oppo import Overcommit
 from oppo.agents import Agents
-from oppo.agents.conversation import ChatRequests
+from oppo.agents.requests import ChatRequests
 from oppo.events import Chunk, Drop
 from oppo.hf.calls import ToolCall
 from oppo.hf.chat import ParsedTurn

@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import httpx
 import numpy as np
+from numpy.typing import NDArray
 
 from oppo.vllm import VllmServer
 from tests.vllm.fake_engine import (
@@ -59,6 +60,7 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
         forgets: it takes updates without naming their version.
         loads: it loads adapters while it runs.
         adapters: names of those that it has.
+        likely: ids that have all of the probability; 0: all ids.
         failing: so many requests to score are answered with 503 first.
         init: what the last ``/init_weight_transfer_engine`` said.
         asked: paths, in order.
@@ -71,6 +73,7 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
     key: str = ""
     forgets: bool = False
     loads: bool = False
+    likely: int = 0
     failing: int = 0
     adapters: list[str] = field(default_factory=list)
     init: Mapping[str, Any] = field(default_factory=dict)
@@ -128,15 +131,25 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
         if "input" in body:
             scored = [{"index": at, "object": "pooling", "data": [score(each)]} for at, each in enumerate(sequences)]
             return httpx.Response(200, json={"object": "list", "model": "fake", "data": scored})
-        (sequence,), known = sequences, self.llm.vllm_config.model_config.get_vocab_size()
+        (sequence,) = sequences
         places: list[dict[str, Any] | None] = [None]
         for at in range(1, len(sequence)):
-            found = logprobs_after(sequence[:at], known)
+            found = self._logprobs_after(sequence[:at])
             order = np.argsort(-found, kind="stable").tolist()
             listed = {sequence[at]: order.index(sequence[at]) + 1}
             listed |= {each: n + 1 for n, each in enumerate(order[: body["prompt_logprobs"]])}
             places.append({str(each): {"logprob": float(found[each]), "rank": n} for each, n in listed.items()})
-        return httpx.Response(200, json={"choices": [{"index": 0, "text": "", "prompt_logprobs": places}]})
+        choice: dict[str, Any] = {"index": 0, "text": "", "prompt_logprobs": places}
+        if allowed := body.get("allowed_token_ids"):
+            choice["logprobs"] = {"token_logprobs": [float(self._logprobs_after(sequence)[allowed].max())]}
+        return httpx.Response(200, json={"choices": [choice]})
+
+    def _logprobs_after(self, prefix: list[int]) -> NDArray[np.float32]:
+        known = self.llm.vllm_config.model_config.get_vocab_size()
+        found = np.full(known, -9999.0, np.float32)
+        likely = self.likely or known
+        found[:likely] = logprobs_after(prefix, likely)
+        return found
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         path, body = request.url.path, json.loads(request.content or b"{}")
