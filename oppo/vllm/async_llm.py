@@ -382,10 +382,7 @@ class _Heard(BaseException):
 
 @contextmanager
 def heeded() -> Iterator[None]:
-    """Let a signal end the body, and only then call its handler.
-
-    Handlers of Python are replaced meanwhile; off the main thread there are none.
-    """
+    """Let a signal end the body, and only then call its handler of Python; off the main thread there are none."""
     on_main_thread = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in SIGNALS if on_main_thread}
     handlers = {number: handler for number, handler in before.items() if callable(handler)}

@@ -38,11 +38,10 @@ class NewTokens:
     """What is new of a request.
 
     Attributes:
-        tokens: their ids.
         logprobs: of each token: log-probs by id, its own among them.
-        reason: ``stop``, ``length``, or what else ended the request; ``None`` while it goes on.
+        reason: what ended the request; ``None`` while it goes on.
         starts: versions behind the request's tokens so far, each with the index of its first token.
-        steps: ids of the experts of each decode step of the request so far, [positions, layers, top_k].
+        steps: experts of each decode step of the request so far, [positions, layers, top_k].
         routed: those of the whole request, when it has ended.
     """
 
@@ -55,10 +54,8 @@ class NewTokens:
 
 
 class Collector(Protocol):
-    """Holds what is new of a request until it is taken."""
-
     def get_nowait(self) -> NewTokens | None:
-        """Take what is there."""
+        """Take what is new of a request, if anything."""
 
     async def get(self) -> NewTokens:
         """Wait for something, and take it; safe to cancel."""
@@ -78,8 +75,6 @@ class ServedWeights:
     """Names and shapes of a model's weights.
 
     Attributes:
-        model: its name, for errors.
-        shapes: of everything in its ``state_dict``.
         needed: names of parameters; of those that are tied to one another, one is enough.
         outline: transformers' model of the same config, without weights, if a checkpoint has them in another form.
     """
@@ -144,20 +139,14 @@ class Engine(Closing):
     """What a policy decodes on. Between two decodings it is paused; paused, it takes weights.
 
     Attributes:
-        sender: sends it the weights of an update.
-        adapts: the weights of an update are adapters alone.
-        adapter: the label of the adapter that requests use; empty before the first.
-        name: of its model.
-        vocabulary: upper bound of token ids.
-        longest: the longest sequence, prompt and response, in tokens.
-        dtype: of the weights that it serves.
+        adapts: the weights of an update are adapters alone; ``adapter``: the label of the newest.
+        vocabulary: upper bound of token ids; ``longest``: of prompt and response together.
         dtype_chosen: its arguments say so; else the model does.
         kv_tokens: the tokens for which its KV cache has room; ``None`` where it does not say.
         requests: ids of the requests that policies have open.
         weights: those of its model; ``None`` for one that transformers cannot train, or that pools.
         sleeps: while nothing is decoded, so that others have its GPUs' memory.
         asleep: the parts that have no memory now, in the order in which they wake.
-        defers: how requests go on after a pause, as :class:`oppo.models.Capabilities` has it.
     """
 
     sleeps: bool = False
@@ -208,10 +197,7 @@ class Engine(Closing):
 
     @abstractmethod
     async def submit(self, request: str, tokens: list[int], salt: str, params: Mapping[str, Any]) -> Collector:
-        """Begin a request, with the newest adapter; a paused engine holds it.
-
-        ``salt`` keeps it from the KV cache of other weights, ``params`` are keywords of vLLM's ``SamplingParams``.
-        """
+        """Begin a request; a paused engine holds it. ``salt`` keeps it from the KV cache of other weights."""
 
     @abstractmethod
     async def discard(self, requests: Sequence[str]) -> None:
@@ -260,7 +246,6 @@ class Engine(Closing):
         """Take the memory of parts again; with the last that is asleep the engine goes on, as if it were resumed."""
 
     def require_usable(self) -> None:
-        """Raise ``ProtocolError`` unless its calls may be made here and now."""
         if self._closed:
             raise ProtocolError(f"the engine of {self.name} was closed, so nothing can use it: start another one")
         loop = running_loop()
@@ -273,7 +258,7 @@ class Engine(Closing):
 
     @contextmanager
     def as_lost(self) -> Iterator[None]:
-        """Turn whatever a call of vLLM raises into :class:`~oppo.errors.ModelLost`, with what to do."""
+        """Turn whatever a call of vLLM raises into ``ModelLost``, with what to do."""
         try:
             yield
         except OppoError:

@@ -59,14 +59,10 @@ class ServerFault(Exception):  # noqa: N818 - it says what happened
 
 
 class Logprob(NamedTuple):
-    """vLLM's ``Logprob``."""
-
     logprob: float
 
 
 class Inbox:
-    """What is new of a request, until it is taken."""
-
     def __init__(self) -> None:
         self._new: NewTokens | None = None
         self._error: Exception | None = None

@@ -74,7 +74,7 @@ def check_log_probs(sampling: SamplingSettings, *, server: bool) -> None:
 
 
 class LogitsOfPrompts:
-    """What a worker of vLLM can do besides: its logits are those of ids that may be sampled, at a temperature."""
+    """An extension of vLLM's workers: logits of the ids that may be sampled, at a temperature."""
 
     model_runner: Any
 
@@ -97,16 +97,9 @@ class LogitsOfPrompts:
 class LogprobServer(ScoringServer):
     """A vLLM server that gives the log-probs of whole sequences by its route ``/v1/completions``.
 
-    It reads each rollout when that has ended, since it does not say what its cache held.
-
-    Args:
-        top_k: as :class:`VllmLogprobs` has it; the server needs ``--max-logprobs`` of as many.
-        vocabulary: ids of the policy; 0: all of the server's model. A server cannot leave the others out (rows that pad
-            its table), so it is asked for the likeliest of them behind each response.
-        given: as for :class:`~oppo.vllm.scorers.ScoringServer`.
-
-    Example:
-        >>> teacher = VllmLogprobs(LogprobServer("http://host:8000", "large"), sampling=sampling)  # doctest: +SKIP
+    It reads each rollout when that has ended, since it does not say what its cache held. ``top_k``: the server needs
+    ``--max-logprobs`` of as many. ``vocabulary``: ids of the policy; a server cannot leave the others out (rows that
+    pad its table), so it is asked for the likeliest of them behind each response.
     """
 
     ROUTE = "/v1/completions"

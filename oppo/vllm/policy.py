@@ -522,10 +522,7 @@ class VllmSampling:
 class DecodingLoop:
     """Decodes rollouts until the cut returns true or its context is left.
 
-    Args:
-        policy: has the engine.
-        requests: of rollouts that have not ended; the engine may have finished some in the overrun of an earlier cut.
-        cut: called with the rollouts that ended together.
+    The engine may have finished some of ``requests`` in the overrun of an earlier cut.
     """
 
     def __init__(self, policy: VllmPolicy, requests: Sequence[Request], cut: Cut) -> None:
@@ -539,7 +536,6 @@ class DecodingLoop:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether decoding goes on: it was not cut, has not failed, and a rollout is unfinished."""
         return self._cut is not None and any(each.rollout.live and not each.idle for each in self._requests)
 
     @asynccontextmanager

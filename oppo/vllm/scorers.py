@@ -32,10 +32,9 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class ScoringModel:
-    """The engine's model, as a scorer needs to know it.
+    """The model of an engine or a server.
 
     Attributes:
-        name: for errors.
         vocabulary: upper bound of token ids; vLLM itself dies of a larger one.
         longest: tokens of a sequence that it reads.
         block: tokens of a block of the prefix cache; 0: each rollout is read when it has ended.
@@ -51,12 +50,7 @@ class ScoringModel:
 
 @dataclass(slots=True)
 class ReadTokens:
-    """Tokens that were read; those of a server are not known.
-
-    Attributes:
-        computed: tokens that the engine computed; the others were in its cache.
-        again: those among them that it had computed for the same rollout before, and had lost from its cache.
-    """
+    """Tokens that an engine ``computed``, and among them those that it had computed before and lost from its cache."""
 
     computed: int = 0
     again: int = 0
@@ -64,14 +58,7 @@ class ReadTokens:
 
 @dataclass(slots=True, eq=False)
 class ReadRollout(RolloutSession, Generic[A]):
-    """One rollout while it grows.
-
-    Attributes:
-        tokens: received, prompt and response.
-        salt: names it among all sessions that there were.
-        read: tokens that were read.
-        answers: to its requests, in order.
-    """
+    """One rollout while it grows; ``salt`` names it among all sessions, ``read`` counts its read tokens."""
 
     tokens: list[int] = field(default_factory=list)
     salt: str = field(default_factory=lambda: uuid4().hex)
@@ -81,13 +68,7 @@ class ReadRollout(RolloutSession, Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request about the beginning of a rollout.
-
-    Attributes:
-        salt: names the session.
-        tokens: to read, from the first one of the prompt on.
-        read: those among them that requests before have read, or at least the prompt.
-    """
+    """A request about the beginning of a rollout; requests before have ``read`` tokens, or at least the prompt."""
 
     salt: str
     tokens: list[int]
@@ -99,8 +80,6 @@ class Asked:
 
 
 class Asks(Protocol[A]):
-    """Has vLLM answer requests, all at the same time: an engine, or a server."""
-
     def __call__(self, asked: Sequence[Asked]) -> Awaitable[list[tuple[A, int | None]]]:
         """Return each answer, and how many tokens of its request were not computed, if that is known."""
 
@@ -109,13 +88,8 @@ class VllmScorer(ABC, Generic[T, A]):
     """Reads each rollout while it grows, and returns its value at the end.
 
     It computes whole blocks of vLLM's prefix cache while a rollout grows, and the rest when it is finished. Nothing is
-    computed twice while the cache has room for the open rollouts; ``tokens`` counts what was.
-    The engine belongs to this scorer alone, so its calls take no priority: nothing shares their place.
-
-    Attributes:
-        engine: an engine, or a server.
-        tokens: that were read so far.
-        reporter: reports its work.
+    computed twice while the cache has room for the open rollouts; ``tokens`` counts what was. No other scorer uses its
+    engine.
     """
 
     def __init__(
@@ -216,18 +190,11 @@ class ScoringServer(ABC):
     A request that fails in a way that may pass is made again, as those of :class:`~oppo.rewards.http.HttpReward` are.
 
     Args:
-        url: of the server.
         source: the model that it serves, a directory or hub name; its configuration is read here.
         api_key: what the server was started with, as ``--api-key``.
         timeout: seconds for a request.
         attempts: for a request, the first included.
-        trust_remote_code: the configuration may come with code.
         transport: of httpx, for tests; it is used for blocking calls too.
-
-    Attributes:
-        model: what a scorer needs to know.
-        served: what it calls its model.
-        service: makes the requests to score.
     """
 
     ROUTE: ClassVar[str]
@@ -289,10 +256,9 @@ class ScoringServer(ABC):
 
     @abstractmethod
     def _scores(self, answer: Any) -> object:
-        """Return what an answer says, of each sequence; raises ``LookupError``, ``TypeError`` or ``ValueError``."""
+        """Return what an answer says of each sequence; raises ``LookupError``, ``TypeError`` or ``ValueError``."""
 
     def _most_bytes(self, longest: int) -> int:
-        """Return how long an answer may be."""
         del longest
         return 10_000_000
 

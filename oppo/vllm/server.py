@@ -51,14 +51,7 @@ COMPARED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What the table ``[vllm]`` says of servers.
-
-    Attributes:
-        urls: of servers, over which rollouts are spread.
-        api_key_env: the environment variable that holds their key; empty: they ask for none.
-        weights_directory: a directory that this machine and theirs have; empty: they are on this machine.
-        timeout: seconds for each call that moves no weights.
-    """
+    """The keys of ``[vllm]`` that are about servers; ``timeout`` is for each call that moves no weights."""
 
     urls: Annotated[tuple[str, ...], MinLen(1)]
     api_key_env: str = ""
@@ -129,7 +122,7 @@ LOAD: Final = "/v1/load_lora_adapter"
 def start_command(
     model: str | Path, url: str, *, backend: str = "file", on_cpu: bool = False, adapters: int = 0
 ) -> str:
-    """Return the command that starts a server for a run; on a CPU vLLM's other command finds no package of its name."""
+    # On a CPU vLLM's other command finds no package of its name.
     program = "python -m vllm.entrypoints.openai.api_server --model" if on_cpu else "vllm serve"
     port = urlsplit(url).port
     config = shlex.quote(json.dumps({"backend": transfer_of(backend)}))
@@ -144,16 +137,13 @@ def start_command(
 
 @dataclass
 class Inspection:
-    """Asks a server for what a run needs, and collects what is missing.
+    """Asks a server for what a run needs, and collects what is missing in ``faults``.
 
     Attributes:
         model: the one that is trained, as the server's command would name it.
         keyed: whether requests carry a key.
-        backend: by which weights should come.
-        on_cpu: whether the server is known to compute there.
         adapters: rank of the adapters that are synced by themselves; 0: none are.
         command: that starts it; empty: as the policy needs it.
-        faults: what is missing.
     """
 
     url: str
@@ -205,12 +195,10 @@ class Inspection:
         return found if isinstance(found, dict) else {}
 
     def expect(self, what: str, expected: object, came: object, *, ok: bool | None = None) -> None:
-        """Note a fault unless what came is what was expected."""
         if not (came == expected if ok is None else ok):
             self.faults.append(f"{what} should be {expected}, and is {came}")
 
     def settle(self) -> None:
-        """Raise ``ConfigError`` if there are faults."""
         if self.faults:
             listed = "\n".join(f"- {fault}" for fault in self.faults)
             raise ConfigError(f"the vLLM server at {self.url} cannot serve this run:\n{listed}\n{self._start}")

@@ -64,11 +64,9 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
 
 
 class MemoryFile:
-    """A file of tensors without a name, which every process of this user reads by ``path`` while this object lives.
+    """A file of tensors in memory, which every process of this user reads by ``path`` while this object lives."""
 
-    Nothing is left of it when this process ends, however it ends. ``save_file`` of safetensors cannot write it, since
-    that renames a file beside it.
-    """
+    # `save_file` of safetensors cannot write it, since that renames a file beside it.
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("oppo-weights")
@@ -178,12 +176,7 @@ def _adapter_config(tensors: Mapping[str, Tensor]) -> dict[str, object]:
 
 
 class HostedFiles:
-    """:class:`WeightFiles` on another machine, of an instance that is hosted there.
-
-    Args:
-        path: of them there.
-        load: gives the instance tensors to write and their version, as :meth:`oppo.placement.place.Hosted.load` does.
-    """
+    """:class:`WeightFiles` of an instance that is hosted on another machine; ``load`` gives it tensors to write."""
 
     def __init__(self, path: Path, load: Callable[[SentWeights, str], Coroutine[object, object, None]]) -> None:
         self.path = self.probe = path
@@ -207,12 +200,7 @@ SAMPLED: Final = 256
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what tells each tensor from another of its name: dtype, shape, and a checksum of elements all over it.
-
-    Example:
-        >>> fingerprints({"bias": torch.ones(2)})
-        {'bias': 'float32 [2] d5065190'}
-    """
+    """Return what tells each tensor from another of its name: dtype, shape, and a checksum of elements all over it."""
     found = {}
     for name, tensor in tensors.items():
         step = max(1, -(-tensor.numel() // SAMPLED))
@@ -243,13 +231,7 @@ DEADLINE: Final = 600.0
 
 
 class FileSender:
-    """Sends weights, or adapters alone, through files: one safetensors file a version, which vLLM's workers map.
-
-    Args:
-        files: carry them; by default in memory, for workers on this machine.
-        adapts: they are adapters: the workers put their products beside the base, which they keep.
-        deadline: seconds that the engine has.
-    """
+    """Sends weights, or adapters alone, through files. Adapters go beside the base, which the workers keep."""
 
     def __init__(
         self, files: WeightFiles | HostedFiles | None = None, *, adapts: bool = False, deadline: float = DEADLINE
@@ -312,11 +294,7 @@ class Sent:
 
 
 class BlockingClient:
-    """vLLM's ``VLLMWeightSyncClient``: the calls of an engine, from any thread.
-
-    Attributes:
-        portal: leads to the engine's event loop, during an update.
-    """
+    """vLLM's ``VLLMWeightSyncClient``: the calls of an engine, from any thread, during an update."""
 
     def __init__(self, engine: Engine) -> None:
         self.portal: BlockingPortal | None = None
@@ -384,12 +362,7 @@ class TrainerSide(Protocol):
 
 
 class DeviceSender:
-    """Sends weights from the trainer's GPU to those of vLLM's workers.
-
-    Args:
-        route: ``ipc`` or ``nccl``.
-        deadline: seconds that a transfer has.
-    """
+    """Sends weights from the trainer's GPU to those of vLLM's workers, by CUDA IPC or NCCL."""
 
     def __init__(self, route: Route, deadline: float = DEADLINE) -> None:
         self._route = route
