@@ -152,10 +152,8 @@ class VllmPolicy:
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
         """Return a decode for each; decoding, and the use of memory, begins with :meth:`decoding`.
 
-        A response continues after its tokens: the model reads them, and the decode does not return them.
-
-        Raises:
-            ModelError: a prompt is empty, leaves no room for a response, or holds an id outside of the vocabulary.
+        A response continues after its tokens: the model reads them, and the decode does not return them. A prompt that
+        the model cannot read is a ``ModelError``.
         """
         return [self.opened(rollout, self.sampling, self._stopping) for rollout in rollouts]
 
@@ -169,11 +167,7 @@ class VllmPolicy:
     def opened(
         self, rollout: Prompt | Response, sampling: Sampling, stopping: StopCriteria, *, turns: bool = False
     ) -> VllmDecode:
-        """Return the decode of a rollout that is sampled so.
-
-        Raises:
-            ModelError: the model cannot read the prompt.
-        """
+        """Return the decode of a rollout that is sampled so."""
         engine = self.engine
         response = response_to(rollout, engine.name, vocabulary=engine.vocabulary, longest=engine.longest)
         room = engine.longest - len(response.prompt.tokens)
@@ -197,7 +191,6 @@ class VllmPolicy:
         Raises:
             ProtocolError: a decode is of another policy, was closed or has failed; or the policy decodes already.
             ModelLost: the engine died.
-            Exception: whatever else ended decoding, with a note that names the rollouts.
         """
         if self._loop is not None:
             raise ProtocolError("the policy is decoding already: leave that context before opening another")
@@ -224,30 +217,18 @@ class VllmPolicy:
                     await self.engine.fall_asleep()
 
     def unfinished(self, live: Sequence[Decode]) -> list[Request]:
-        """Return the requests of rollouts that have not ended.
-
-        Raises:
-            ProtocolError: a decode is of another policy, was closed or has failed.
-        """
+        """Return the requests of rollouts that have not ended."""
         return [rollout.row for rollout in unfinished(live, self)]
 
     async def submit(self, requests: Sequence[Request]) -> None:
-        """Have the engine, which is paused, hold these requests and no other.
-
-        Raises:
-            ModelLost: the engine is dead.
-        """
+        """Have the engine, which is paused, hold these requests and no other."""
         await self.abort([each for each in self._submitted if each not in requests or each.collector is None])
         for request in requests:
             if not request.idle and not request.id:
                 await self.request(request)
 
     async def request(self, request: Request) -> None:
-        """Have the engine go on with a response.
-
-        Raises:
-            ModelLost: the engine is dead.
-        """
+        """Have the engine go on with a response."""
         request.id = f"{self._nonce}-{next(self._numbers)}"
         self._submitted[request] = None
         self.engine.requests.add(request.id)
@@ -289,12 +270,7 @@ class VllmPolicy:
         self._submitted.pop(request, None)
 
     async def prepare(self) -> None:
-        """Pause the engine; before its first use, discard what an earlier policy has left in it.
-
-        Raises:
-            ModelLost: the engine is dead, or serves unknown weights.
-            ProtocolError: the engine is closed, or works on another event loop.
-        """
+        """Pause the engine; before its first use, discard what an earlier policy has left in it."""
         async with self._gate:
             await self._prepare()
 
@@ -312,20 +288,12 @@ class VllmPolicy:
         self._prepared = True
 
     async def pause(self) -> None:
-        """Stop the engine between two decode steps, and drain what it made; it may be paused already.
-
-        Raises:
-            ModelLost: the engine is dead, or serves unknown weights.
-        """
+        """Stop the engine between two decode steps, and drain what it made; it may be paused already."""
         async with self._gate:
             await self._pause()
 
     async def resume(self) -> None:
-        """Let the engine go on, unless decoding has ended meanwhile.
-
-        Raises:
-            ModelLost: the engine is dead.
-        """
+        """Let the engine go on, unless decoding has ended meanwhile."""
         async with self._gate:
             await self._resume()
 
@@ -359,14 +327,7 @@ class VllmPolicy:
                     self.notice()
 
     def take(self, request: Request, new: NewTokens) -> None:
-        """Take what is new of a rollout.
-
-        Each token is counted to the weights that the engine names: its output may come when others are served already.
-
-        Raises:
-            ModelError: a log-prob is not finite, or the engine ended the request for a reason of its own.
-            ProtocolError: the engine says that other weights made a token.
-        """
+        """Take what is new of a rollout, which may come when other weights are served already."""
         before = request.written
         try:
             if request.take(new, partial(self._version_at, new.starts)):
@@ -377,7 +338,7 @@ class VllmPolicy:
                 self.notice()
 
     async def load(self, weights: Weights) -> None:
-        """Serve the actor's weights from the next decode step on, adapters merged or alone; the engine is paused.
+        """Serve the actor's weights from the next decode step on, adapters merged or alone.
 
         An empty ``weights.actor`` changes the version only: the actor was not trained. A cancellation waits
         :data:`GRACE` seconds for the engine to have the weights.
@@ -385,7 +346,6 @@ class VllmPolicy:
         Raises:
             ModelError: the weights are not those of the engine's model, or could not be sent; the old ones are served.
             ModelLost: it is not known which weights are served, or the engine is dead; nothing is decoded any more.
-            ProtocolError: the engine is closed, or works on another event loop.
         """
         with self.reporter.reported("load"):
             by_adapters = self.engine.adapts or weights.merge is not None
