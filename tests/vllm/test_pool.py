@@ -23,7 +23,7 @@ from oppo.vllm.sync import HostedFiles
 from tests.vllm.bench import SAMPLING, WEIGHTS, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, engine_of, running
 from tests.vllm.fake_server import URL, FakeServer
-from tests.vllm.test_load import adapted
+from tests.vllm.test_sync import adapted
 
 
 @asynccontextmanager
