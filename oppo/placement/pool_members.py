@@ -36,7 +36,6 @@ class Member:
     Attributes:
         serving: it has weights of the pool and takes rollouts.
         version: of the weights that it was given last.
-        rollouts: those that live here.
     """
 
     def __init__(self, index: int, policy: Policy, *, serving: bool) -> None:
@@ -51,7 +50,6 @@ class Member:
         self._drawing: dict[Sampling, Policy] = {}
 
     async def load(self, weights: Weights) -> None:
-        """Give its policy the weights."""
         await self.policy.load(weights)
         if self.policy.version != weights.version:
             raise ModelLost(f"it was given version {weights.version}, but has {self.policy.version}")
@@ -62,12 +60,11 @@ class Member:
 
     @property
     def free(self) -> int | None:
-        """Tokens for which its engine has room, where it says so."""
         found: int | None = getattr(self.policy, "free_kv_tokens", None)
         return found
 
     def drawing(self, sampling: Sampling | None) -> Policy:
-        """Return its policy, or the one on the same engine that draws so."""
+        """The policy on its engine that samples so."""
         if sampling is None:
             return self.policy
         if sampling not in self._drawing:
