@@ -240,7 +240,7 @@ class Inline(Place):
 
 
 class Thread(Place):
-    """One thread, for one model or for several that take turns.
+    """One thread, for one model or shared by several.
 
     Args:
         name, listener, time_slice: see :class:`Place`.

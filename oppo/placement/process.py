@@ -239,7 +239,7 @@ class Instance:
 
 
 class Process(Place):
-    """One child process, for one model or for several that take turns.
+    """One child process, for one model or shared by several.
 
     An instance is made in the child at its first call; its :mod:`oppo.placement.shared_memory` is shared. Its methods
     are called in one thread, in the order of their priorities (:mod:`oppo.scheduling`). Spans are timed by the child,

@@ -307,7 +307,7 @@ def on_this_clock(outcome: Outcome, sent: float, received: float) -> Outcome:
 
 
 class RayPlace(Process):
-    """One actor, for one model or for several that take turns.
+    """One actor, for one model or shared by several.
 
     As a :class:`~oppo.placement.Process`, but machines share no memory: the model of an instance is loaded where it
     lives, and later weights cross by Ray's object store.
