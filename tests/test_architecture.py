@@ -104,7 +104,7 @@ BUDGETS = {
     "rewards": 1_813,
     "run": 5_035,
     "simulate": 3_286,
-    "stages": 3_900,
+    "stages": 3_888,
     "testing": 1_657,
     "vllm": 5_063,
 }
