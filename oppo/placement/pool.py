@@ -41,8 +41,7 @@ from oppo.models import (
     Weights,
     require_count,
 )
-from oppo.placement.pool_members import Member, Members, Round, Start, is_refusal
-from oppo.placement.pool_rollout import PooledDecode
+from oppo.placement.pool_members import Member, Members, PooledDecode, Round, Start, is_refusal
 from oppo.turns import MultiTurnPolicy
 from oppo.weight_sync import ServesByReference
 
