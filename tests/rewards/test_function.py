@@ -127,17 +127,6 @@ async def test_a_column_of_scores_is_a_score_for_each_completion(scores: Callabl
     assert await FunctionReward(reward, decode).finish(TWO) == [0.25, 2.0]
 
 
-async def test_a_function_that_raises_is_named_with_its_rollouts() -> None:
-    def reward(prompts: list[str], completions: list[str]) -> list[float]:
-        raise KeyError("gold")
-
-    with pytest.raises(
-        RewardError, match=r"'reward' raised KeyError: 'gold' at .*test_function.py:\d+ in reward \(rollouts 3, 8\)"
-    ) as caught:
-        await FunctionReward(reward, decode).finish(TWO)
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
 async def test_a_column_that_is_asked_for_but_not_there_is_named() -> None:
     def reward(prompts: list[str], completions: list[str], gold: list[str]) -> list[float]:
         raise AssertionError
@@ -215,16 +204,6 @@ async def test_a_failure_is_dropped_for_the_rollouts_it_concerns_and_no_others()
     assert sorted(calls) == [1, 1, 2], "after a failure each rollout is asked for alone"
 
 
-async def test_what_is_no_score_is_dropped_with_its_reason() -> None:
-    def reward(prompts: list[str], completions: list[str]) -> list[float]:
-        return [float("nan") if completion == "7" else 2.0 for completion in completions]
-
-    good, bad = await FunctionReward(reward, decode, on_failure="drop").finish(TWO)
-    assert good == 2.0
-    assert isinstance(bad, Drop)
-    assert bad.reason.endswith("for rollout 8 it returned nan (float)")
-
-
 @pytest.mark.parametrize("policy", ["drop", "retry"])
 async def test_a_function_that_does_not_fit_the_data_is_a_fault_under_every_policy(policy: OnFailure) -> None:
     def reward(prompts: list[str], completions: list[str], gold: list[str]) -> list[float]:
@@ -259,24 +238,6 @@ def test_the_last_retry_fails_with_the_number_of_attempts() -> None:
         run_virtual(reward.finish, TWO)
     assert caught.value.__notes__ == ["it was the last of 4 attempts"]
     assert called == [0.0, 1.0, 6.0, 31.0]
-
-
-async def test_a_function_that_never_returns_does_not_keep_a_cancelled_run() -> None:
-    entered, release = threading.Event(), threading.Event()
-
-    def reward(prompts: list[str], completions: list[str]) -> list[float]:
-        entered.set()
-        release.wait(60)
-        return [0.0 for _ in completions]
-
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(FunctionReward(reward, decode).finish, TWO)
-            await anyio.to_thread.run_sync(entered.wait, 60)
-            tasks.cancel_scope.cancel()
-        assert not release.is_set()
-    finally:
-        release.set()
 
 
 def dropping(lengths: tuple[int, ...], on_failure: OnFailure = "drop") -> Sequence[Batch]:
