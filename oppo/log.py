@@ -104,7 +104,7 @@ def routed(*sinks: Sink, onward: bool = False) -> Iterator[None]:
 
 
 def with_route(work: Callable[P, R]) -> Callable[P, R]:
-    """Return ``work`` for another thread: its messages go where those of this code go."""
+    """Return ``work`` for another thread: its messages go the way of this code."""
     route = _ROUTE.get()
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -250,7 +250,7 @@ class Heartbeat:
                 tasks.cancel_scope.cancel()
 
     def take(self) -> float:
-        """Return the worst delay since the last call in seconds, that of an overdue beat included, and reset it."""
+        """Return the worst delay since the last call in seconds, an overdue beat included, and reset it."""
         worst, self._worst = max(self._worst, self._late()), 0.0
         self._beat = self._clock()
         return worst

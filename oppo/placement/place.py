@@ -49,7 +49,7 @@ class Hosted(Protocol[T_co]):
         """
 
     def at(self, priority: Priority) -> Hosted[T_co]:
-        """Return a handle whose calls have this priority; those of other handles are made in order of arrival.
+        """Return a handle whose calls have this priority; calls of other handles are made in order of arrival.
 
         A place without a queue, such as :class:`~oppo.placement.Inline`, makes every call at once.
         """

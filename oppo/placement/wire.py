@@ -3,7 +3,7 @@
 Each order has one answer, in order. Before the answer to a call the child may send requests for its callbacks; each
 has a reply, unless it is one-way. Messages are pickled, which is safe here and nowhere else: the socket has no name,
 only the child holds its other end, and no pickle is ever written to or read from a file. Blocks of shared memory travel
-beside the pickle, as file descriptors; where memory is not shared, what is large (:class:`Bulk`) travels beside it.
+beside the pickle, as file descriptors; where memory is not shared, large things (:class:`Bulk`) travel beside it.
 Packing a message that cannot go to another process raises a ``ModelError``.
 """
 

@@ -56,7 +56,7 @@ class ByCharacter:
 
 
 Placed: TypeAlias = TokenRewards | ByCharacter | Mapping[int, float]
-"""Rewards of tokens, by the position of a character, or by that of a token."""
+"""Rewards by token, by the position of a character, or by the position of a token."""
 
 
 def is_placed(item: object) -> bool:

@@ -33,7 +33,7 @@ from oppo.rewards.function import Message, text_of
 Completion: TypeAlias = str | Sequence[Message]
 
 LIBRARY: Final = "reasoning-gym"
-"""Its name, and in settings that of its verifiers as a reward."""
+"""The name of the library, and of its verifiers as a reward in settings."""
 
 INSTRUCTION: Final = (
     "Answer the question. Put your final answer, and nothing else, between <answer> and </answer> tags."

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from functools import partial
 
 import anyio
 import pytest
 
-from oppo.errors import ModelLost
 from oppo.observe import Span
 from oppo.placement import Thread
-from tests.placement.instances import Total
 
 
 class Work:
@@ -114,21 +111,3 @@ async def test_a_setup_that_fails_is_the_callers_error_and_is_tried_again() -> N
             await thread.call("work", int)
         assert [await thread.call("work", int), await thread.call("work", int)] == [0, 0]
     assert attempts == [0, 1]
-
-
-async def test_a_closed_thread_says_what_it_cannot_do() -> None:
-    thread = Thread("reward")
-    thread.close()
-    thread.close()
-    with pytest.raises(ModelLost, match="the thread of 'reward' is closed, so it cannot do 'extend'"):
-        await thread.call("extend", int)
-
-
-async def test_an_instance_is_worked_on_in_the_thread_on_its_own_track() -> None:
-    spans: list[Span] = []
-    with Thread("scorers", listener=spans.append) as thread:
-        total, plain = thread.host(partial(Total, 1), track="critic"), thread.host(lambda: None)
-        assert await total.call("add", Total.add, 2, times=3) == 7
-        await total.load(Total.add, 1)
-        assert await plain.call("look", lambda _: threading.get_ident()) != threading.get_ident()
-    assert [(span.track, span.label) for span in spans] == [("critic", "add"), ("critic", "load"), ("scorers", "look")]

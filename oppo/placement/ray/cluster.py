@@ -55,7 +55,7 @@ class Cluster(Closing):
     installed. When this process ends, however it does, Ray ends the actors that it has started.
 
     Args:
-        address: ``host:port`` of the head, or ``auto``: that of ``RAY_ADDRESS``, or of the cluster that was started on
+        address: ``host:port`` of the head, or ``auto``: ``RAY_ADDRESS``, or the cluster that was started on
             this machine with ``ray start``.
 
     Raises:

@@ -47,7 +47,7 @@ PATIENCE: Final = 300.0
 """Seconds that an actor may wait for room on some machine; a cluster may have to start one."""
 
 SILENCE: Final = 10.0
-"""Seconds of waiting for room, or for a process to start, after which that is told."""
+"""Seconds of waiting for room, or for a process to start, after which a message is logged."""
 
 QUIET: Final = 1.0
 """Seconds after which an order that requests nothing is asked again: how old the gauges can be meanwhile."""
@@ -194,7 +194,7 @@ class RayChild(Child):
                 self.kill()
 
     def _in_time(self, coming: ray.ObjectRef[Arrival], deadline: float) -> Arrival:
-        # A long wait is told once.
+        # A long wait is logged once.
         left = max(0.0, deadline - observe.now())
         if left > SILENCE:
             with suppress(GetTimeoutError):
