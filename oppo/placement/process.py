@@ -305,11 +305,6 @@ class Process(Place):
     def pids(self) -> tuple[int, ...]:
         return self._child.pids
 
-    @property
-    def count(self) -> int:
-        """The number of child processes, more than 1 for ranks."""
-        return len(self._child.pids)
-
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
         """Return the handle to an instance in the child; see :meth:`Hosting.host`.
 

@@ -25,7 +25,6 @@ from oppo.events import Batch, Chunk, Drop, Finish, Prompt, Response
 from oppo.log import logger, routed
 from oppo.models import Scorer
 from oppo.rewards import FunctionReward, OnFailure, RewardFailure, Rewards, Weighted, load_function, load_reward
-from oppo.simulate.engine import run_virtual
 from oppo.testing import (
     FakeCritic,
     FakePolicy,
