@@ -48,7 +48,7 @@ DEPTH: Final = 100
 """The most levels of lists and objects."""
 
 LONG: Final = 20_000
-"""Bytes or characters above which what is done with them is done in a thread."""
+"""Bytes or characters above which they are processed in a thread."""
 
 
 class Refusal(Exception):  # noqa: N818 - an answer to an agent
@@ -71,7 +71,7 @@ class Refusal(Exception):  # noqa: N818 - an answer to an agent
 @dataclass(slots=True, eq=False)
 class Request:
     messages: list[Json]
-    tokens: IntArray  # the prompt, or what is read after the turn before
+    tokens: IntArray  # the prompt, or the tokens after the last turn
     answers: int  # messages of tools behind that
     digest: str
     shows_ids: bool

@@ -62,24 +62,23 @@ class _Astray(EnvironmentFailure):
 class Agents(RunningAgents, Branching):
     """A function that is an agent, as the prompts, the environment and the reward of rollouts.
 
-    It is run once for each rollout. Its first request is the prompt, the policy's turns are what it is answered, and
-    the number that it returns is the reward. Responses to one row begin with the same messages. An agent of a run that
-    is resumed is run anew, and told the turns that the policy has written: one that then asks for something else is
-    dropped.
+    It runs once for each rollout. Its first request is the prompt, the policy's turns are its answers, and its result
+    is the reward. Responses to one row begin with the same messages. A resumed run runs its agents anew, and answers
+    them with the turns that the policy has written: one that then sends something else is dropped.
 
     Args:
-        run: ``f(row, base_url, api_key)``, or its ``file.py:name``: returns the reward of the conversation that it has
-            held with the server at this URL, or :meth:`oppo.Drop.because` of a reason. An async function runs on the
-            event loop, and must not block it; a sync one in a thread of its own.
+        run: ``f(row, base_url, api_key)``, or its ``file.py:name``: returns the reward of its conversation with the
+            server at this URL, or :meth:`oppo.Drop.because` of a reason. An async function runs on the event loop, and
+            must not block it; a sync one in a thread of its own.
         tokenizer: the policy's, with its chat template.
         sampling: of the run: a request for another is refused.
-        on_failure: an agent that raises, hangs, or asks for nothing: ``fail`` ends the run, ``drop`` drops the rollout,
-            or leaves the row out.
-        timeout: seconds in which an agent asks for something or returns, after it was started or answered; ``None``:
-            any number.
+        on_failure: of an agent that raises, hangs, or sends no request: ``fail`` ends the run, ``drop`` drops the
+            rollout, or leaves the row out.
+        timeout: seconds in which an agent sends a request or returns, after it was started or answered; ``None``: no
+            limit.
         host: where the server listens; agents on other machines cannot reach the default.
         port: likewise; 0: any that is free.
-        public_url: the URL of the API that agents are told where another address than the host leads to this port.
+        public_url: the URL of the API that agents get where another address than the host leads to this port.
 
     Attributes:
         drops: whether failures drop rollouts.
@@ -123,7 +122,6 @@ class Agents(RunningAgents, Branching):
 
     @property
     def reward(self) -> AgentReward:
-        """What agents return, as a scorer."""
         return AgentReward(self)
 
     async def asked(self, session: Session) -> Request:
@@ -138,7 +136,6 @@ class Agents(RunningAgents, Branching):
         return request
 
     async def branch(self, holds: Callable[[int], bool]) -> Prompt:
-        """Return the prompt of the next further conversation; see :class:`oppo.turns.Branching`."""
         while True:
             begun = self._begun
             for (admission, sample), session in self._sessions.items():
@@ -162,12 +159,10 @@ class Agents(RunningAgents, Branching):
         self._session(prompt, math.inf)
 
     def goes_on(self, prompt: Prompt) -> bool:
-        """Return whether an agent may begin further conversations."""
         session = self._sessions.get(key_of(prompt))
         return session is not None and session.outcome is None and not session.single
 
     async def settled(self, prompt: Prompt) -> None:
-        """Wait until an agent has ended."""
         self._waiting += 1
         try:
             await self._sessions[key_of(prompt)].ended()
@@ -175,7 +170,6 @@ class Agents(RunningAgents, Branching):
             self._waiting -= 1
 
     def ended(self, finish: Finish) -> None:
-        """Tell the agent of the end of a response, if that was no turn."""
         assert self._tasks is not None  # noqa: S101 - responses end in a run only
         session = self._session(finish.response.prompt, math.inf)
         self._tasks.start_soon(self._told_end, session, finish, name=f"end of rollout {finish.rollout}")
@@ -224,7 +218,7 @@ class Agents(RunningAgents, Branching):
         self._notify()
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
-        """Return what the agent says after a turn, ``None`` once it has returned, or a ``Drop``.
+        """Return the agent's messages after a turn, ``None`` once it has returned, or a ``Drop``.
 
         Raises:
             EnvironmentFailure: the agent failed, and failures are not dropped.
@@ -274,7 +268,7 @@ class Agents(RunningAgents, Branching):
         return talk
 
     async def earned(self, finish: Finish) -> float | Drop:
-        """Return what the agent of a complete response returns, once it was told the end of it.
+        """Return the result of the agent of a complete response, once it was told the end of it.
 
         Raises:
             EnvironmentFailure: the agent failed, and failures are not dropped.
@@ -305,12 +299,12 @@ class Agents(RunningAgents, Branching):
         max_prompt_tokens: int = 512,
         over_long: Literal["filter", "error"] = "filter",
     ) -> AgentPrompts:
-        """Return the first requests of agents as prompts, one for each of ``source``, whose columns it is given.
+        """Return the first requests of agents as prompts, one for each of ``source``, whose columns they have.
 
         Args:
             source: its tokens are not read.
-            max_prompt_tokens: a prompt of more tokens is over-long.
-            over_long: what becomes of those.
+            max_prompt_tokens: a prompt of more tokens is left out, or an error.
+            over_long: which of the two.
         """
         self.longest = max_prompt_tokens
         return AgentPrompts(self, source, max_prompt_tokens, over_long)
@@ -331,11 +325,7 @@ def _difference(now: IntArray, before: IntArray) -> str:
 
 
 class AgentPrompts(AsyncIterator[Prompt]):
-    """Prompts that are the first requests of agents; see :meth:`Agents.prompts`.
-
-    Attributes:
-        longest: the most tokens that a prompt may have.
-    """
+    """Prompts that are the first requests of agents; see :meth:`Agents.prompts`."""
 
     def __init__(
         self,
@@ -366,7 +356,6 @@ class AgentPrompts(AsyncIterator[Prompt]):
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where other prompts of the same source were."""
         self._source.load_state_dict(state)
         self._state = self._position()
 
@@ -409,7 +398,7 @@ class AgentPrompts(AsyncIterator[Prompt]):
 
 
 class AgentReward:
-    """What agents return as the reward of their responses, as a scorer."""
+    """The results of agents as the reward of their responses, as a scorer."""
 
     version = 0
 
@@ -421,11 +410,6 @@ class AgentReward:
         """Read nothing: the agent has seen the turns."""
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[float | Drop]:
-        """Return the reward of each response.
-
-        Raises:
-            EnvironmentFailure: an agent failed, and failures are not dropped.
-        """
         earned: dict[int, float | Drop] = {}
 
         async def earn(finish: Finish) -> None:

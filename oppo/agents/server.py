@@ -47,7 +47,7 @@ class AgentServer:
     """Serves the requests of agents.
 
     Args:
-        public_url: the URL that agents get; empty: that of the host, of this machine if it listens at all addresses.
+        public_url: the URL that agents get; empty: the host, or this machine if it listens at all addresses.
         sessions: by the keys of agents.
         asked: called once a session has a new request.
         noted: called after each request with whether its row is held out, and its metrics.
