@@ -264,7 +264,7 @@ def test_an_update_that_returns_a_dictionary_is_refused() -> None:
     pipeline = Pipeline(SETTING)
     pipeline.trainer = Careless()
     message, _ = refused(pipeline)
-    assert message.startswith("update() of the trainer must return oppo.Trained(metrics, ...); got {'loss/fake'")
+    assert message.startswith("update() of the trainer must return Trained(metrics, ...); got {'loss/fake'")
 
 
 class Mute(FakeScorer[float]):
