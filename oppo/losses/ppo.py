@@ -104,7 +104,6 @@ class ClippedLoss:
         return frozenset[Input]({"entropies", "reference"}) - self.reads
 
     def __call__(self, inputs: Inputs) -> LossValue:
-        """Return the policy loss, with TRL's metrics."""
         weighs = self.correction.weighs
         weights = importance_weights(self.correction, inputs, of_rows=self.of_rows) if weighs else None
         policy, clipped = self.policy_term(inputs, weights)
@@ -183,7 +182,6 @@ class PPOLoss(ClippedLoss):
         return super().reads | OF_A_CRITIC
 
     def __call__(self, inputs: Inputs) -> LossValue:
-        """Return the sum of both losses, with TRL's metrics."""
         policy = super().__call__(inputs)
         values, old, returns = inputs["values"], inputs["old_values"], inputs["returns"]
         value = value_loss(values, old, returns, inputs.mask, self.value_clip, total=inputs.whole.tokens)

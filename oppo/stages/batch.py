@@ -241,7 +241,6 @@ def require_score(score: object, finish: Finish) -> None:
 
 
 def require_per_token(values: object, finish: Finish, what: str, *, last: bool = False) -> None:
-    """Raise ``ProtocolError`` unless ``values`` are numbers, one for each response token; ``last``: maybe one more."""
     n = len(finish.response)
     shapes = {(n,), (n + last,)}
     if not isinstance(values, np.ndarray) or values.shape not in shapes or values.dtype.kind not in "fiu":

@@ -497,14 +497,7 @@ class Generate:
 
 @dataclass(eq=False)
 class DecodingRound:
-    """The rollouts of one decoding.
-
-    Attributes:
-        engine: decodes them.
-        meter: measures them.
-        read: starts to read a rollout, in a task of its own.
-        cut: set once the step is known to be cut.
-    """
+    """The rollouts of one decoding; ``read`` starts the reader of one, ``cut`` is set once the step is cut."""
 
     engine: Decoding
     meter: DecodeMeter
@@ -529,7 +522,6 @@ class DecodingRound:
         self.engine.stop()
 
     async def unless_cut(self, wait: Callable[[], Awaitable[None]]) -> None:
-        """Wait for this, at most until the step is cut."""
         async with anyio.create_task_group() as tasks:
 
             async def stop() -> None:
@@ -547,11 +539,8 @@ class DecodingRound:
         take: Callable[[int], Awaitable[Groups]],
         open_: Callable[[Groups], Awaitable[Sequence[InFlightRollout]]],
     ) -> None:
-        """Let units join until the step is cut, or no more can: the prompts or the remaining steps do not reach.
-
-        What was read of the prompts by the time of the cut is deferred, unwritten: reading them is not cancelled, since
-        that would end an async generator.
-        """
+        # Until the step is cut, or no more can join: the prompts or the remaining steps do not reach. What was read of
+        # the prompts by the cut is deferred, unwritten: cancelling the read would end an async generator.
         while not ledger.is_cut():
             self._news = anyio.Event()
             wanted = ledger.refill(remaining)
@@ -590,7 +579,6 @@ def require_turns(policy: Policy) -> MultiTurnPolicy:
 
 
 def require_piece(piece: Piece, policy: Policy, rollout: int, limit: int, oldest: int, *, turns: bool = False) -> None:
-    """Raise ``ProtocolError`` unless a piece can be the next of its rollout."""
     if fault := _fault_of(piece, limit, oldest, policy.version, turns):
         raise ProtocolError(f"rollout {rollout}: read({limit}) of {type(policy).__name__} returned {fault}")
 
@@ -665,7 +653,6 @@ class Ended:
         await self.out.send(event)
 
     def fault_of(self, batch: Batch | None) -> str:
-        """Return the fault of a step's batch that does not have each of these rollouts once, or among its drops."""
         trained, drops, deferred = ((), (), ()) if batch is None else (batch.rollouts, batch.dropped, batch.deferred)
         for what, have, came in (
             ("ended", (*trained, *(drop.rollout for drop in drops)), self.ended),

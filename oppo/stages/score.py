@@ -53,11 +53,10 @@ class Backlog:
         self._change.set()
 
     def is_urgent(self) -> bool:
-        """Return whether a rollout has finished or was dropped, so that the step waits; callable from any thread."""
+        # A rollout has finished or was dropped, so that the step waits; called from any thread.
         return bool(self._finished or self._dropped)
 
     async def has_work(self) -> bool:
-        """Wait for an event and return true; return false if none is left and none comes."""
         while not (self.is_urgent() or self._deferred or self._unread):
             if self._ended:
                 return False
@@ -74,10 +73,7 @@ class Backlog:
         return self._unread.pop(rollout, [])
 
     def portion(self, tokens: float) -> list[Growth]:
-        """Return unread events of at most ``tokens`` tokens together, and one event at least.
-
-        They stay until :meth:`mark_read`. The rollouts that have waited longest come first.
-        """
+        """Return the longest-waiting unread events of at most ``tokens`` tokens, and one at least."""
         portion: list[Growth] = []
         for event in chain.from_iterable(self._unread.values()):
             tokens -= len(event.tokens)
@@ -102,12 +98,9 @@ _LOST: Final = -1
 
 @dataclass(slots=True, eq=False)
 class ReadRollout(RolloutSession):
-    """A scorer's session, as its stage knows it.
+    """A scorer's session, as its stage knows it."""
 
-    Attributes:
-        events: that it read or, of older weights, passed over; kept for a scorer that follows the trainer, which reads
-            all of them again if the rollout is deferred.
-    """
+    # |events| are kept for a scorer that follows the trainer, which reads them again if the rollout is deferred.
 
     events: list[Growth] = field(default_factory=list)
 
