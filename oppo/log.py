@@ -31,19 +31,13 @@ Level: TypeAlias = Literal["info", "warning"]
 
 
 class _Route:
-    """Where messages go.
-
-    Attributes:
-        said: messages that are said once.
-    """
-
     def __init__(self, sinks: tuple[Sink, ...] = (), onward: _Route | None = None) -> None:
         self._sinks = sinks
         self._onward = onward
         self.said: set[str] = set()
 
     def end(self, onward: _Route) -> None:
-        """Send what a thread says that goes on after the body to ``onward``."""
+        # A thread may go on after the body: what it logs goes onward.
         self._sinks, self._onward = (), onward
 
     def send(self, level: Level, message: str) -> None:

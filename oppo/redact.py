@@ -73,11 +73,10 @@ _PROBABLE: tuple[tuple[str, str], ...] = (
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return ``text`` with every secret replaced by ``***``.
+    """Return ``text`` with every secret replaced by ``***``; not for a file that is read back.
 
     Args:
-        text: for people, not for a file that is read back.
-        environment: variables whose values may be secrets; those of the process by default.
+        environment: variables whose values may be secrets; ``None``: those of the process.
 
     Example:
         >>> redacted("https://me:pw@host/x?token=abc&n=1", {})
@@ -92,16 +91,14 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def excerpt(text: str, limit: int) -> str:
-    """Return the first ``limit`` characters of ``text``, redacted, and its length if that is more.
-
-    Only they, and as many more as a secret may have, are looked at: a text may have millions.
-    """
+    """Return the first ``limit`` characters of ``text``, redacted, and its length if that is more."""
+    # Only these, and as many more as a secret may have, are searched: a text may have millions.
     kept = redacted(text[: limit + _MARGIN])[:limit].encode("utf-8", "backslashreplace").decode("utf-8")
     return kept if len(text) <= limit else f"{kept}... ({len(text)} characters)"
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Return ``text`` with its control characters spelt out; ``kept`` holds those that stay."""
+    """Return ``text`` with control characters spelt out, except those in ``kept``."""
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -110,21 +107,17 @@ def on_one_line(text: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """Return ``text`` for a terminal: without secrets, control characters other than line ends spelt out, bounded."""
+    """Return ``text`` for a terminal: bounded, without secrets, control characters spelt out."""
     return "\n".join(map(on_one_line, excerpt(text, SHOWN).splitlines()))
 
 
 class HarmlessStream:
-    """A text stream for a terminal: what is written to it is shown as :func:`harmless` does; colours too are spelt out.
-
-    Tabs and carriage returns stay.
-    """
+    """A text stream for a terminal that writes as :func:`harmless` does; tabs and carriage returns stay."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write ``text`` without what may do harm; return its length."""
         self._stream.write(printable(excerpt(text, SHOWN), "\n\r\t"))
         return len(text)
 
@@ -137,7 +130,7 @@ class HarmlessStream:
 
 
 def redacted_values(value: object, redact: Callable[[str], str] = redacted) -> object:
-    """Return a JSON value with every string in it redacted; keys and structure stay."""
+    """Return a JSON value with every string in it redacted; keys stay."""
     match value:
         case str():
             return redact(value)
@@ -150,7 +143,7 @@ def redacted_values(value: object, redact: Callable[[str], str] = redacted) -> o
 
 
 def holds_secret(text: str, environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether ``text`` certainly holds a secret: a word that is also a password does not count.
+    """Whether ``text`` certainly holds a secret: a word that is also a password does not count.
 
     Example:
         >>> holds_secret("https://me:pw@host/model", {}), holds_secret("hf_models/secret=1", {})
@@ -180,7 +173,7 @@ def _secrets(environment: Mapping[str, str] | None) -> tuple[list[str], list[str
 
 @lru_cache(1024)
 def names_secret(name: str) -> bool:
-    """Return whether the name of a variable or a setting tells that its value is a secret, and not where one is.
+    """Whether a variable or a setting of this name holds a secret; ``_env`` names where one is.
 
     Example:
         >>> names_secret("OPENAI_API_KEY2"), names_secret("tokenizer"), names_secret("api_key_env")

@@ -29,7 +29,6 @@ LONG: Final = 20_000
 
 
 def read_json(text: bytes | str) -> object:
-    """Return the value of a JSON text."""
     counted = text.count if isinstance(text, bytes) else text.encode("utf-8", "replace").count
     if sum(map(counted, (b"[", b"{", b","))) > CHARACTERS:  # before there are objects
         raise ValueError(f"it has more than {CHARACTERS} values: shorten its messages")
@@ -57,7 +56,7 @@ def read_json(text: bytes | str) -> object:
 
 
 async def apart(size: int, work: Callable[[], T]) -> T:
-    """Return what ``work`` returns; the event loop goes on meanwhile where there is much to do."""
+    """Return what ``work`` returns; a large one runs in a thread, so that the event loop goes on."""
     if size < LONG or getattr(running_loop(), "virtual", False):
         return work()
     return await anyio.to_thread.run_sync(work)

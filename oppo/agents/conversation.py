@@ -17,7 +17,7 @@ import numpy as np
 from oppo.agents.bounds import MESSAGES, apart, read_json
 from oppo.agents.history import digest_of, essence, first_difference, plain
 from oppo.environments import EnvironmentFailure
-from oppo.errors import ConfigError, one_line, shortened, shown
+from oppo.errors import ConfigError, OppoError, one_line, shortened, shown
 from oppo.events import Drop, IntArray
 from oppo.models import SamplingSettings
 
@@ -41,7 +41,7 @@ _READ: Final = frozenset(
 
 
 class Refusal(Exception):  # noqa: N818 - an answer to an agent
-    """A request that is answered with an error, as OpenAI's servers do."""
+    """An error as OpenAI's servers answer it."""
 
     def __init__(self, message: str, *, code: str = "invalid_request", status: int = 400) -> None:
         super().__init__(message)
@@ -49,19 +49,16 @@ class Refusal(Exception):  # noqa: N818 - an answer to an agent
         self.status = status
 
     def again(self) -> Refusal:
-        """Return one to raise: an exception holds the frames of each place that has raised it."""
+        # An exception holds the frames of each place that has raised it, so each place raises its own.
         return Refusal(str(self), code=self.code, status=self.status)
 
     def json(self) -> Json:
-        """Return the answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": shortened(str(self)), "type": kind, "param": None, "code": self.code}}
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request of an agent that waits for a turn."""
-
     messages: list[Json]
     tokens: IntArray  # the prompt, or what is read after the turn before
     answers: int  # messages of tools behind that
@@ -79,7 +76,6 @@ class Request:
         self.done.set()
 
     async def result(self) -> Json:
-        """Return the answer once there is one."""
         self.waiting += 1
         try:
             await self.done.wait()
@@ -93,12 +89,7 @@ class Request:
 
 
 class ChatRequests:
-    """Reads the requests of agents: what they ask for can be sampled as the run samples, or is refused.
-
-    Args:
-        tokenizer: the policy's, with its chat template.
-        sampling: of the run.
-    """
+    """Reads requests: what they ask for can be sampled as the run samples, or is refused."""
 
     def __init__(self, tokenizer: HfTokenizer, sampling: SamplingSettings) -> None:
         self._tokenizer = tokenizer
@@ -149,7 +140,7 @@ class ChatRequests:
         return body
 
     def stopped(self, tokenizer: HfTokenizer, turn: list[int]) -> str:
-        """Return the end of a turn, from the stop string on that its last token has completed; empty if none."""
+        """Return the end of a turn from the stop string on that its last token has completed; empty if none."""
         if not self._stops:
             return ""
         text, before = tokenizer.decode(turn), tokenizer.decode(turn[:-1])
@@ -237,7 +228,7 @@ def _without(end: str, text: str) -> str:
 
 
 class Conversation:
-    """What an agent and the policy have said in one context."""
+    """The messages of one context."""
 
     def __init__(self, requests: ChatRequests, rollout: str) -> None:
         self.branch = 0  # of a further one a hash of its prompt, so that it does not depend on timing
@@ -258,7 +249,6 @@ class Conversation:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a first request."""
         return self._format is not None
 
     @property
@@ -267,17 +257,17 @@ class Conversation:
         return None if self.last is None or self.last.reply is not None else self.last
 
     def continued_by(self, messages: Sequence[Json], tools: object) -> int:
-        """Return how many of these messages it holds, if they continue it; 0 if they do not."""
+        """The number of messages that it holds already, if these continue it; else 0."""
         before, same = self._before(messages)
         goes_on = same == len(before) < len(messages) and digest_of(tools) == digest_of(self._tools)
         return same if goes_on and self.request is None else 0
 
     def held(self, messages: Sequence[Json]) -> int:
-        """Return how many of these messages it begins with."""
+        """The number of its messages with which these begin."""
         return self._before(messages)[1]
 
     def change(self, messages: Sequence[Json], tools: object) -> str:
-        """Return how these messages differ from it where they show its turns after other words; empty if not."""
+        """The difference of these messages from its own, if they show its turns after other words; else empty."""
         before, same = self._before(messages)
         if same == len(before):
             others = before and self.request is None and digest_of(tools) != digest_of(self._tools)
@@ -288,7 +278,7 @@ class Conversation:
         return first_difference(plain(before[same]), plain(messages[same]), f"message {same}")
 
     async def ask(self, fields: Json, messages: list[Json], digest: str, *, key: str, single: str) -> Request:
-        """Take a request; ``single`` says why there is no other conversation that it may begin."""
+        """Take a request; ``single`` says why it may begin no other conversation."""
         if self.full is not None:
             raise self.full.again()
         if self.request is not None:
@@ -367,7 +357,7 @@ class Conversation:
         return {"role": "tool", "name": name, "content": message["content"], "tool_call_id": own}
 
     def tell(self, turn: Sequence[int], logprobs: Sequence[float] = (), *, whole: bool = True) -> None:
-        """Answer the request that waits with a turn; ``whole``: it was not cut off."""
+        """Answer the waiting request with a turn; ``whole``: it was not cut off."""
         request = self.request
         assert request is not None  # noqa: S101 - whoever calls has heard it
         assert self._format is not None  # noqa: S101 - of the first request
@@ -424,7 +414,7 @@ class Conversation:
         return found | ({"prompt_token_ids": [*self._read]} if request.shows_ids else {})
 
     def refuse(self, refusal: Refusal) -> None:
-        """Refuse what was asked for here and will be."""
+        """Refuse the waiting request and later ones."""
         self.full = refusal
         if (request := self.request) is not None:
             request.settle(refusal)
@@ -452,11 +442,10 @@ class Session:
     """The conversations of an agent with the policy: the requests of one key.
 
     Args:
-        timeout: seconds in which an agent asks for something or ends while it waits for no answer; then it has failed.
+        timeout: seconds in which an agent that waits for no answer sends a request or ends; then it has failed.
         single: why it holds one conversation only; empty if it may hold several.
-        expected: conversations of a resumed run, which the agent has not begun anew.
-        longest: the most tokens that a prompt may have.
-        evaluated: the row is one of an evaluation.
+        expected: conversations of a resumed run that the agent has not begun anew.
+        longest: tokens of the longest prompt.
     """
 
     def __init__(
@@ -464,7 +453,7 @@ class Session:
         rollout: str,
         columns: Mapping[str, object],
         requests: ChatRequests,
-        failure: Callable[[str], EnvironmentFailure],
+        failure: Callable[[str], OppoError],
         timeout: float | None,
         *,
         single: str,
@@ -495,16 +484,14 @@ class Session:
 
     @property
     def first(self) -> Conversation:
-        """The conversation that the agent began with."""
         return self.conversations[0]
 
     async def ask(self, body: Json, *, again: bool = False, key: str = "") -> tuple[Request, bool]:
-        """Return the request that ``body`` is, and whether it is one that was sent before.
+        """Return the request that ``body`` is, and whether it was sent before.
 
         Args:
-            body: of the request.
-            again: the client says that it sends a request again.
-            key: by which it knows the request; empty if it says none.
+            again: the client says that it is a retry.
+            key: its idempotency key; empty if none.
         """
         digest = digest_of(body)
         async with self._asking:
@@ -566,24 +553,23 @@ class Session:
         self.open.add(talk.branch)
 
     def notify(self) -> None:
-        """Wake whoever waits for news of the agent."""
         self._news.set()
         self._news = anyio.Event()
 
     async def held(self, branch: int) -> Conversation | None:
-        """Return a conversation once the agent has begun it, or ``None`` if it ended before."""
+        """Return a conversation once the agent has begun it; ``None`` if it ended before."""
         await self._wait(lambda: branch in self.conversations)
         return self.conversations.get(branch)
 
     async def heard(self, talk: Conversation) -> Request | None:
-        """Return the agent's next request in a conversation, or ``None`` once it has ended."""
+        """Return the agent's next request in a conversation; ``None`` once it has ended."""
         await self._wait(lambda: talk.request is not None)
         if self.outcome is not None and talk.request is not None:
             raise self.failure("returned while its request was unanswered: expected it to await each answer")
         return talk.request
 
     async def ended(self) -> None:
-        """Wait until the agent has ended, which it has if it does nothing for too long."""
+        """Wait until the agent has ended; one that does nothing for too long is ended."""
         try:
             await self._wait(lambda: False)
         except EnvironmentFailure as failure:
@@ -604,13 +590,12 @@ class Session:
             raise self.outcome
 
     def end(self, outcome: float | Drop | EnvironmentFailure) -> None:
-        """Note how the agent ended."""
         self.outcome = outcome
         self.fill(ENDED)
         self.notify()
 
     def fill(self, refusal: Refusal) -> None:
-        """Refuse conversations for which no response was begun, and more of them."""
+        """Refuse conversations for which no response was begun, and further ones."""
         self._full = refusal
         for each in self.unopened:
             each.refuse(refusal)
@@ -618,7 +603,6 @@ class Session:
         self.unopened.clear()
 
     def close(self) -> None:
-        """Refuse what the agent has asked for and will."""
         self._closed = True
         for each in self.conversations.values():
             each.refuse(ENDED)

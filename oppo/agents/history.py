@@ -14,25 +14,23 @@ CONTEXT: Final = 40
 
 
 def digest_of(value: object) -> str:
-    """Return a hash of what JSON can say."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what tells messages apart: clients add fields, and leave reasoning out."""
+    # Clients add fields, and leave reasoning out.
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
     kept = {name: message.get(name) for name in ("role", "tool_call_id", "tool_calls")}
     return {**kept, "content": content}
 
 
 def essence(message: Mapping[str, Any]) -> str:
-    """Return a digest of what an assistant's message says, whatever its calls' ids; empty if that is nothing."""
+    """Return a digest of an assistant's message whatever its calls' ids; empty if it says nothing."""
     said = [message["content"].strip(), [each["function"] for each in message.get("tool_calls", ())]]
     return digest_of(said) if message["role"] == "assistant" and any(said) else ""
 
 
 def first_difference(then: Any, now: Any, at: str) -> str:
-    """Say where two values of JSON differ first, and how; ``at`` names them."""
     pairs: dict[str, tuple[Any, Any]] = {}
     if isinstance(then, dict) and isinstance(now, dict):
         pairs = {f"{at}.{key}": (then.get(key), now.get(key)) for key in {**then, **now}}

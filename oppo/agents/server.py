@@ -47,15 +47,10 @@ class AgentServer:
     """Serves the requests of agents.
 
     Args:
-        host: where it listens.
-        port: likewise; 0: any that is free.
-        public_url: the URL that agents are told; empty: that of the host, of this machine if it has all addresses.
-        sessions: of the agents, by their keys.
-        asked: called once a session was asked for something.
+        public_url: the URL that agents get; empty: that of the host, of this machine if it listens at all addresses.
+        sessions: by the keys of agents.
+        asked: called once a session has a new request.
         noted: called after each request with whether its row is held out, and its metrics.
-
-    Attributes:
-        url: of the API.
     """
 
     def __init__(
@@ -77,7 +72,6 @@ class AgentServer:
         self._server: Any = None
 
     def serve(self, listening: socket.socket, tasks: TaskGroup) -> None:
-        """Serve what connects here in a task of its own, until :meth:`stop`."""
         import uvicorn  # noqa: PLC0415 - an extra
 
         class Server(uvicorn.Server):
@@ -106,13 +100,11 @@ class AgentServer:
         tasks.start_soon(self._listen, self._server, listening, name="serve agents")
 
     def stop(self) -> None:
-        """End the task that serves, if there is one."""
         if self._server is not None:
             self._server.should_exit = self._server.force_exit = True
             self._server = None
 
     def listening(self) -> socket.socket:
-        """Return the socket that agents connect to."""
         host, port = self._address
         try:
             (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -131,7 +123,7 @@ class AgentServer:
             await server.serve([listening])
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, as an ASGI application: what is refused has the form of OpenAI's errors."""
+        """The server as an ASGI application: refusals have the form of OpenAI's errors."""
         from starlette.requests import ClientDisconnect, Request  # noqa: PLC0415 - an extra
 
         http = Request(scope, receive)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, SupportsFloat, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsFloat, TypeVar, cast
 
 import anyio
 
@@ -38,16 +38,13 @@ T = TypeVar("T")
 class CalledOwner(CalledByName[T]):
     """A method of an environment that is no tool."""
 
-    kind: ClassVar[str] = "method of an environment"
-
-    def failure(self, what: str, where: str) -> EnvironmentFailure:
-        return EnvironmentFailure(f"{self.user.name}() of the environment {what} ({where})")
+    @property
+    def title(self) -> str:
+        return f"{self.user.name}() of the environment"
 
 
 @dataclass(frozen=True)
 class CalledReset(CalledOwner["str | None"]):
-    """The method that begins."""
-
     def checked(self, result: object, where: str) -> str | None:
         if result is not None and not isinstance(result, str):
             raise self.failure(
@@ -58,8 +55,6 @@ class CalledReset(CalledOwner["str | None"]):
 
 @dataclass(frozen=True)
 class CalledReward(CalledOwner[float]):
-    """The method that gives the reward."""
-
     def checked(self, result: object, where: str) -> float:
         if isinstance(result, bool) or not isinstance(result, SupportsFloat) or not math.isfinite(result):
             raise self.failure(f"must return a finite number; got {shown(result)}", where)
@@ -98,14 +93,13 @@ def tools_of(kind: type) -> list[Callable[..., object]]:
 
 
 def method_of(kind: type, name: str) -> Any:
-    """Return what a class has under a name; of a method that needs an instance, with a stand-in for that."""
+    """Return an attribute of a class; of a method that needs an instance, with a stand-in for that."""
     found = getattr(kind, name)
     is_static = isinstance(inspect.getattr_static(kind, name), staticmethod)
     return MethodType(found, OWNER) if inspect.isfunction(found) and not is_static else found
 
 
 def kind_of(factory: Callable[[], Any]) -> type[Any]:
-    """Return the class of what a factory makes: a class itself, or that of an instance."""
     if isinstance(factory, type):
         return factory
     with contained(lambda words: ConfigError(f"the factory of environments {shown(factory)} raised {words}")):

@@ -66,17 +66,8 @@ Said: TypeAlias = tuple[str, EnvironmentState] | Drop | None
 
 @dataclass(frozen=True)
 class CalledEnvironment(CheckedFunction[TextTurn, str, Said]):
-    """An environment's function as it is called, and its answer, checked."""
-
     kind: ClassVar[str] = "environment"
     error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
-    user: UserFunction
-
-    def made(self, given: TextTurn) -> object:
-        return self.user.function(given)
-
-    def failure(self, what: str, where: str) -> EnvironmentFailure:
-        return EnvironmentFailure(f"environment {self.user.name!r} {what} ({where})")
 
     def checked(self, result: object, where: str) -> Said:
         if result is None or isinstance(result, Drop):
@@ -205,7 +196,7 @@ OWNER: Final = object()
 def by_position(
     signature: inspect.Signature, arguments: Mapping[str, object]
 ) -> tuple[list[object], dict[str, object]]:
-    """Return the arguments of a call that have no names there, and the others by their names."""
+    """Return the arguments of a call that are positional-only, and the others by name."""
     first, others = list[object](), {**arguments}
     for each in signature.parameters.values():
         if each.kind is not each.POSITIONAL_ONLY or (each.name not in others and each.default is each.empty):
@@ -216,10 +207,9 @@ def by_position(
 
 @dataclass(frozen=True)
 class CalledByName(CheckedFunction[Mapping[str, object], str, T]):
-    """A function that is called with arguments by their names; a method, with its instance as ``self``."""
+    """A function that is called with arguments by name; a method, with its instance as ``self``."""
 
     error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
-    user: UserFunction
 
     def made(self, given: Mapping[str, object]) -> object:
         function, arguments = self.user.function, {**given}
@@ -232,12 +222,7 @@ class CalledByName(CheckedFunction[Mapping[str, object], str, T]):
 
 @dataclass(frozen=True)
 class CalledTool(CalledByName[str]):
-    """A tool as it is called, and its result as text: what is none is JSON."""
-
     kind: ClassVar[str] = "tool"
-
-    def failure(self, what: str, where: str) -> EnvironmentFailure:
-        return EnvironmentFailure(f"tool {self.user.name!r} {what} ({where})")
 
     def checked(self, result: object, where: str) -> str:
         try:
@@ -256,7 +241,7 @@ OnToolFailure: TypeAlias = Literal["answer", "drop", "fail"]
 
 @dataclass(slots=True)
 class ToolResult:
-    """What came of a call: its text, or why there is none."""
+    """The text of a call's result, or why there is none."""
 
     name: str
     call_id: str = ""

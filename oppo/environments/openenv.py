@@ -28,10 +28,7 @@ _GOES_ON: Final = frozenset({"EXECUTION_ERROR", "INVALID_JSON", "UNKNOWN_TYPE", 
 
 
 class OpenEnvSession:
-    """A session with a server; :func:`openenv` adds its tools.
-
-    Leaving it closes the session. The reward stays.
-    """
+    """A session with a server; :func:`openenv` adds its tools. Leaving it closes the session; the reward stays."""
 
     url: ClassVar[str]
 
@@ -54,7 +51,6 @@ class OpenEnvSession:
             Thread(target=connection.close, daemon=True).start()  # which awaits the server's consent
 
     def reset(self, **row: object) -> str | None:
-        """Begin an episode, and return what its first observation says."""
         from websockets.exceptions import WebSocketException  # noqa: PLC0415 - an extra
         from websockets.sync.client import connect  # noqa: PLC0415 - an extra
 
@@ -68,7 +64,6 @@ class OpenEnvSession:
         return _words(self._asked("reset", row)["observation"]) or None
 
     def get_reward(self) -> float:
-        """Return the sum of the rewards of the steps."""
         if self._waiting:
             raise ConnectionError(self._lost or _UNANSWERED)
         return self._earned
@@ -191,7 +186,7 @@ def openenv(url: str) -> type[OpenEnvSession]:
 
 
 def is_here(url: str) -> bool:
-    """Return whether a URL is of this machine, to which no proxy leads."""
+    """Whether a URL is of this machine, to which no proxy leads."""
     return urlsplit(url).hostname in {"localhost", "127.0.0.1", "::1"}
 
 

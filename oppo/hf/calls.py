@@ -43,15 +43,13 @@ _VARIADIC: Final = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that a turn makes; ``id`` is empty where it gives none."""
-
     name: str
     arguments: Mapping[str, object]
     id: str = ""
 
 
 def tool_schema(function: Callable[..., object]) -> ToolSchema:
-    """Return the schema of a tool, of its type hints and its docstring in Google's style, or its own as ``schema``."""
+    """Return a tool's schema: its own ``schema``, or one of its type hints and its docstring in Google's style."""
     if isinstance(own := getattr(function, "schema", None), Mapping):
         return own
     words = f"tool {getattr(function, '__name__', repr(function))!r} cannot be shown to the policy"
@@ -68,7 +66,6 @@ def tool_schema(function: Callable[..., object]) -> ToolSchema:
 
 
 def parameters_by_tool(tools: Sequence[ToolSchema]) -> dict[str, ToolSchema]:
-    """Return the JSON schemas of the arguments of tools, by the tools' names."""
     functions = [tool.get("function", tool) for tool in tools]
     found = {str(each.get("name")): each.get("parameters") or {} for each in functions}
     for name, schema in found.items():
@@ -80,12 +77,10 @@ def parameters_by_tool(tools: Sequence[ToolSchema]) -> dict[str, ToolSchema]:
 
 
 def call_id(given: object, at: int) -> str:
-    """Return the id of a call, or one for its place in a turn."""
     return given if isinstance(given, str) and re.fullmatch(r"[a-zA-Z0-9]{9}", given) else _ID.format(at)
 
 
 def call_of(name: object, arguments: object, number: object = "") -> ToolCall:
-    """Return a call of parts that were read, or raise ``ValueError``."""
     if isinstance(arguments, str):
         arguments = json.loads(arguments or "{}")
     if not isinstance(name, str) or not name:
@@ -98,7 +93,6 @@ def call_of(name: object, arguments: object, number: object = "") -> ToolCall:
 
 
 def quoted(text: str) -> str:
-    """Return a text as errors show it."""
     return shortened(repr(text), 120)
 
 
@@ -125,10 +119,10 @@ def _equals(value: object, other: object) -> bool:
 def allows(
     schema: object, value: object, whole: ToolSchema, *, exactly: bool = True, within: tuple[object, ...] = ()
 ) -> bool:
-    """Return whether a JSON schema allows a value, of which nothing inside is looked at.
+    """Whether a JSON schema, a part of ``whole``, allows a value, of which nothing inside is looked at.
 
-    What is no schema allows everything. ``whole`` is what this one is a part of and refers to, ``within`` are the
-    references that lead here. Not ``exactly``: a value of the type of one of ``enum`` is allowed.
+    What is no schema allows everything. ``within``: the references that lead here. Not ``exactly``: a value of the type
+    of one of ``enum`` is allowed.
     """
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(schema, Mapping) or (reference and reference in within):
@@ -199,7 +193,7 @@ def _read_name(text: str, at: int, schemas: Schemas) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """A call that is a JSON object, which has the tool's name and its arguments under these keys."""
+    """A call that is a JSON object, with the tool's name and its arguments under these keys."""
 
     name: str
     arguments: str
@@ -229,13 +223,12 @@ class _Named:
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """How a template writes values that are no texts, between marks."""
+    """How a template writes values other than texts, between marks."""
 
     spelt: Mapping[str, object]  # null, true and false, as it writes them and as JSON does
     python: bool  # it writes lists and objects as Python does
 
     def read(self, text: str, schema: object, whole: ToolSchema) -> object:
-        """Return the value that was written so."""
         parsed = [*self._parsed(text)]
         exact = [self.spelt[text]] if text in self.spelt else []
         exact += [each for each in parsed if isinstance(each, list | dict) or _number(each) == text]
@@ -310,7 +303,7 @@ class CallSyntax:
 
     @classmethod
     def of(cls, write: Callable[[Sequence[ToolCall]], str]) -> CallSyntax | None:
-        """Return the syntax in which calls are written, or a ``ConfigError`` raised; ``None`` if it cannot be read."""
+        """Return the syntax in which calls are written; ``None`` if it cannot be read."""
         one = write(probes(1))
         try:
             two = write(probes(2))
@@ -333,11 +326,10 @@ class CallSyntax:
         return cls(one[:start], form, between, tuple(tails))
 
     def ends_with(self, end: str) -> bool:
-        """Return whether a special token belongs to a call."""
         return any(tail.rstrip().endswith(end) for tail in self.tails)
 
     def read(self, text: str, schemas: Schemas) -> tuple[str, tuple[ToolCall, ...], str]:
-        """Return the text outside of calls, the calls up to one that cannot be read, and what is wrong with that."""
+        """Return the text outside of calls, the calls up to one that cannot be read, and what is wrong with it."""
         head = re.compile(rf"{_words(self.head)}\s*")
         if isinstance(self.form, _Object) and not self.head.strip():
             head = re.compile(rf"\A\s*(?=\{{\s*\"{re.escape(self.form.name)}\")")
@@ -364,7 +356,6 @@ class CallSyntax:
 
 
 def probes(count: int) -> list[ToolCall]:
-    """Return calls that are rendered to see how calls are written."""
     return [ToolCall(f"PROBE0NAME{at}", dict(_PROBE), _ID.format(at)) for at in range(count)]
 
 

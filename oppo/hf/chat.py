@@ -39,14 +39,7 @@ _ANSWERED: Final[ChatMessage] = {"role": "assistant", "content": _SAID}
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """A turn as a message.
-
-    Attributes:
-        content: its text, without reasoning, calls and what ends it.
-        reasoning: what stands between the template's marks of reasoning.
-        tool_calls: in their order.
-        malformed: what is wrong with the first call that cannot be read; empty if there is none.
-    """
+    """A turn as a message; ``malformed``: what is wrong with the first call that cannot be read, or empty."""
 
     content: str
     reasoning: str = ""
@@ -55,7 +48,6 @@ class ParsedTurn:
 
     @property
     def message(self) -> ChatMessage:
-        """The turn as chat templates read it; reasoning and calls where there are some."""
         calls = [
             {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in self.tool_calls

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
 from typing import Concatenate, Final, Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
@@ -31,31 +30,15 @@ from oppo.simulate.costs import gpu_named
 
 
 def use_cores(count: int) -> None:
-    """Let the calling thread, and those that torch starts for it, compute on ``count`` cores.
-
-    A thread new to torch adopts, with its first torch call, the count last set in any thread of the process. Reading
-    the count is such a first call, so the count set next stays.
-    """
+    # A thread new to torch adopts, with its first torch call, the count last set in any thread of the process. Reading
+    # the count is such a first call, so the count set next stays.
     torch.get_num_threads()
     torch.set_num_threads(count)
-
-
-def use_gpu_share(cores: int, share: float) -> None:
-    """Let this process compute on so many cores, and on a share of its GPU: to be called before it uses CUDA.
-
-    NVIDIA MPS reads the share when the process connects to it.
-    """
-    os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{100 * share:g}"
-    use_cores(cores)
 
 
 def use_device(cores: int, device: torch.device) -> None:
     use_cores(cores)
     use_stream(device, first=True)
-
-
-def mps_runs() -> bool:
-    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()  # noqa: S108 - its own
 
 
 def available_cores() -> int:
@@ -91,11 +74,9 @@ def full_precision() -> Iterator[None]:
 
 
 def device_of(name: str, *, deterministic: bool = False, gpus: int | None = None) -> torch.device:
-    """Return the available device of that name; ``auto`` is the first CUDA device, or the CPU without one.
+    """Return the available device of that name; ``auto``: the first CUDA device, if any and not ``deterministic``.
 
-    Args:
-        deterministic: ``auto`` is the CPU, whose kernels alone compute bits that do not depend on timing.
-        gpus: how many CUDA devices there are on the machine that is meant; ``None``: this one.
+    ``gpus``: how many CUDA devices the machine has that is meant; ``None``: this one.
     """
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = here if gpus is None else gpus
@@ -113,10 +94,7 @@ def device_of(name: str, *, deterministic: bool = False, gpus: int | None = None
 
 @cache
 def peak_of(device: torch.device, dtype: torch.dtype, cores: int) -> float:
-    """Return the FLOP/s that a device reaches at most; 0 for a GPU that ``oppo.simulate.costs`` does not know.
-
-    Of a GPU by its data sheet, in float32 with TF32; of so many cores of a CPU as measured, in a tenth of a second.
-    """
+    """Return a device's peak in FLOP/s, by data sheet (TF32 in float32) or measured on a CPU; 0 for an unknown GPU."""
     if device.type == "cuda":
         gpu = gpu_named(torch.cuda.get_device_name(device))
         return 0.0 if gpu is None else gpu.flops / (2 if dtype == torch.float32 else 1)
@@ -143,23 +121,19 @@ def memory_gauges(devices: Iterable[torch.device]) -> Mapping[str, Callable[[], 
 
 
 def numbered(device: torch.device) -> torch.device:
-    """Return the device with its number: ``cuda`` alone is the current one of the calling thread."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def synchronised(device: torch.device) -> None:
-    """Wait until the device has finished the work of this process on all streams; all threads then see the results."""
+    """Wait for the work of this process on all streams of the device; all threads then see the results."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def use_stream(device: torch.device, *, first: bool = False) -> None:
-    """Let the calling thread work on the device, in a stream of its own, so that threads overlap there.
-
-    ``first``: its kernels start before those that wait in other streams.
-    """
+    """Let the calling thread work on the device in a stream of its own; with ``first``, of higher priority."""
     if device.type == "cuda":
         torch.cuda.set_device(numbered(device))
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1 if first else 0))
@@ -235,15 +209,10 @@ OF_ONE: Final = ("policy", "reference", "reward", "critic", "teacher")
 class Devices:
     """The device of each model of a run.
 
-    Attributes:
-        policy: where it decodes; of an engine with several GPUs the first.
-        actor: of the policy as transformers loads it on this machine.
-        trainer: of each training rank.
-        remote: the models that are on other machines, which have such a device; of the ``trainer``, every rank but
-            the first.
-        apart: the models that are loaded where they are served, and not by this process: those on other machines, and
-            those of a process of this machine on a GPU, whose memory is not shared, and a policy with replicas.
-        replicas: of the policy. Those of this machine have a GPU each, from that of ``policy`` on, or the CPU.
+    ``actor``: of the policy as transformers loads it on this machine. ``trainer``: of each rank. ``remote``: models on
+    other machines; of the trainer all ranks but the first. ``apart``: models that are loaded where they are served:
+    remote ones, those of a process on a GPU, whose memory is not shared, and a policy with ``replicas``, which have a
+    GPU each from that of ``policy`` on, or the CPU.
     """
 
     policy: torch.device
@@ -310,7 +279,7 @@ class Devices:
 
     @property
     def weights(self) -> torch.device:
-        """Where the trained weights lie, whole: those of several ranks are gathered on the CPU."""
+        """Where the whole trained weights are: those of several ranks are gathered on the CPU."""
         return self.trainer[0] if len(self.trainer) == 1 else CPU
 
     @property
@@ -331,7 +300,7 @@ class Devices:
         return sum(peaks) if all(peaks) else 0.0
 
     def here(self, scored: Sequence[str]) -> dict[str, torch.device]:
-        """The devices of what scores on this machine; the CPU for functions beside a model of another."""
+        """The devices of scorers on this machine; the CPU for functions beside a remote model."""
         on = self.scoring(scored)
         return {model: CPU if model in self.remote else device for model, device in on.items()}
 
@@ -346,14 +315,7 @@ class Devices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemotePlaces:
-    """The places of a run on other machines.
-
-    Attributes:
-        acting: starts that of a replica of the policy; ``None``: they are on this machine.
-        scoring: by model.
-        training: of ranks, one of which is on this machine; ``None``: all are.
-        close: called when the places have been closed.
-    """
+    """Places on other machines: of policy replicas by number, of scorers by model, and of the other training ranks."""
 
     acting: Callable[[int], Place] | None = None
     scoring: Mapping[str, Place] = field(default_factory=dict)
@@ -363,14 +325,7 @@ class RemotePlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceLayout:
-    """The places of a run; iterable.
-
-    Attributes:
-        start: starts the place of a replica of the policy, by its number.
-        acting: of each replica of the policy.
-        scoring: on this machine, by model; those of one device share a place.
-        remote: those of other machines.
-    """
+    """The places of a run; iterable."""
 
     start: Callable[[int], Place]
     acting: MutableSequence[Place]
@@ -390,21 +345,13 @@ class DeviceLayout:
         policy: Home = "thread",
         trainer: Home = "thread",
         restarts: int = 3,
-        gpu_share: float = 1.0,
         remote: RemotePlaces | None = None,
     ) -> DeviceLayout:
         """Return places that share ``cores``, for models on ``devices``.
 
-        Args:
-            scorers: place of the scorers. ``auto`` is a process on a CPU with two cores or more, where scorers can
-                compute beside the actor: both spend much of their time in Python, which threads of one interpreter
-                cannot do in parallel; else it is a thread.
-            scored: the models that score here.
-            policy: place of the actor. A dead process is not replaced: its rows, and their KV cache, are lost.
-            trainer: place of the updates, unless there are several ranks; a dead process is not replaced.
-            restarts: how many dead processes of the scorers are replaced in an hour.
-            gpu_share: of the multiprocessors of a GPU, for processes of scorers there.
-            remote: places on other machines, which the layout closes.
+        Scorers on ``auto`` are in a process on a CPU with two cores or more: they and the actor spend much of their
+        time in Python, which threads of one interpreter cannot do in parallel. Dead processes of scorers are replaced,
+        at most ``restarts`` in an hour; the actor's and the trainer's are not.
         """
         remote, replicas = remote or RemotePlaces(), devices.replicas
         _require_cpu("policy", policy, [] if "policy" in devices.apart else [devices.actor])
@@ -417,8 +364,6 @@ class DeviceLayout:
                 first = name == "actor"
                 return DeviceThread(name, device, setup=setup, time_slice=slice_, lends=lends, first=first)
             logger.info(f"starting the process of the {name}")
-            if device.type == "cuda" and gpu_share < 1:
-                setup = partial(use_gpu_share, share, gpu_share)
             return Process(name, setup=setup, time_slice=slice_, restarts=restarts)
 
         def replica(number: int) -> Place:
@@ -481,7 +426,7 @@ class DeviceLayout:
                 raise
 
     def abort(self) -> None:
-        """Kill processes whose calls may hang, so that what was learned can be saved; safe to call from any thread.
+        """Kill processes whose calls may hang; safe to call from any thread.
 
         The trainer's are killed only during a call: saving needs them.
         """
@@ -523,7 +468,6 @@ _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "cannot
 
 
 def require_sharable_memory(reader: str, remedy: str) -> None:
-    """Check that other processes can read the memory of this one's GPUs."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", "").split(","):
             raise ConfigError(
@@ -533,7 +477,7 @@ def require_sharable_memory(reader: str, remedy: str) -> None:
 
 
 def ran_out(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, is an allocator's; allocators have no error type in common."""
+    """Whether an error, or one of its causes, is an allocator's; allocators have no error type in common."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True
@@ -555,13 +499,7 @@ def attributed(model: str, doing: str, remedy: str) -> Iterator[None]:
 
 
 class ModelPlace:
-    """A place that hosts one model by name, in spans and out-of-memory errors; several may share one.
-
-    Args:
-        place: hosts the model.
-        model: its name in errors, and its track in traces.
-        remedy: advice against running out of memory, with settings by name.
-    """
+    """A place that hosts one model, whose out-of-memory errors name it and a ``remedy``."""
 
     def __init__(self, place: Hosting, model: str, remedy: str) -> None:
         self._place = place

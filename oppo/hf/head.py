@@ -49,7 +49,6 @@ WIDE: Final = frozenset({"cuda"})
 
 
 def widen_head(model: PreTrainedModel) -> None:
-    """Let a causal language model in 16 bits compute its logits in float32 on devices that can; others stay."""
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and head.weight.dtype.itemsize == 2 and not isinstance(head.forward, partial):
         head.forward = partial(_wide, head)  # type: ignore[method-assign] # a partial: deep copies read their own weights
@@ -85,8 +84,8 @@ def _product(rows: Tensor, weight: Tensor) -> Tensor:
 class OwnHead:
     """The head of a causal language model: logits as a function of the trunk's hidden states.
 
-    It runs the model's own forward pass over a trunk that returns its input, so it includes what the architecture does
-    between hidden states and logits (scaling, softcapping). :func:`require_own_head` checks that a model allows this.
+    It runs the model's own forward pass over a trunk that returns its input, so it includes scaling and softcapping;
+    :func:`require_own_head` checks that a model allows this.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -99,18 +98,16 @@ class OwnHead:
         self._shell = shell
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the logits [n, q, V] of hidden states [n, q, D]."""
         logits: Tensor = self._shell(inputs_embeds=hidden, use_cache=False).logits
         return logits
 
     @property
     def chunk(self) -> int:
-        """Return the number of tokens whose logits are computed at a time."""
         most = min(LOGITS_BYTES, CPU_LOGITS_BYTES) if self._shell.device.type == "cpu" else LOGITS_BYTES
         return max(1, most // (4 * int(self._shell.config.get_text_config().vocab_size)))
 
     def measured(self, hidden: Tensor, measure: Measure) -> Mapping[Input, Tensor]:
-        """Return what ``measure`` says of each token, from hidden states [T, D]; [T] or [T, n] each.
+        """Return what ``measure`` says of each token, [T] or [T, n], from hidden states [T, D].
 
         The logits of a chunk are gone before those of the next, and are computed again in the backward pass. Gradients
         of weights are added up over chunks in float32.
@@ -157,7 +154,7 @@ class _InChunks(torch.autograd.Function):
 
 
 def separable_head(model: PreTrainedModel) -> OwnHead | None:
-    """Return the head of ``model``; ``None`` if it cannot run apart from its trunk. The model reads four tokens."""
+    """Return the head of ``model``, which reads four tokens; ``None`` if it cannot run apart from its trunk."""
     try:
         require_own_head(model)
     except ModelRefused:
@@ -168,7 +165,6 @@ def separable_head(model: PreTrainedModel) -> OwnHead | None:
 @torch.no_grad()
 @full_precision()
 def require_own_head(model: PreTrainedModel) -> None:
-    """Check on a few tokens that :class:`OwnHead` of ``model`` computes the model's logits."""
     if model.device.type == "meta":  # without weights there are no logits to compare
         return
     ids = torch.arange(4, device=model.device)[None]
@@ -210,7 +206,7 @@ class _Identity(nn.Module):
 
     @property
     def decoder(self) -> nn.Module:
-        """The trunk of OPT, one level below the model's base model."""
+        # The trunk of OPT, one level below the model's base model.
         return self
 
     def forward(self, *ids: object, inputs_embeds: Tensor, **options: object) -> _HiddenStates:
@@ -243,12 +239,6 @@ def _unfilled(causal: type[PreTrainedModel]) -> PreTrainedModel:
 
 
 class _Scored(GenericForSequenceClassification, PreTrainedModel):
-    """A model with a score layer.
-
-    Attributes:
-        left_out: prefixes of the weights of the causal model that are not the trunk's.
-    """
-
     _causal: type[PreTrainedModel]
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -270,7 +260,7 @@ class _Scored(GenericForSequenceClassification, PreTrainedModel):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """As the causal model: transformers sets the buffers of its own models, and converts their old checkpoints."""
+        # As the causal model: transformers sets the buffers of its own models, and converts their old checkpoints.
         return bool(cls._causal.is_custom_code())
 
     @classmethod

@@ -23,7 +23,6 @@ ONLY_WHOLE: Final = "_oppo_only_whole"
 
 
 def backbone(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of ``model`` that turns token ids into hidden states."""
     base = model.base_model
     if base is model:  # of a head under another name than the type's own, as of Llama 4
         base = getattr(model, "model", model)
@@ -42,7 +41,7 @@ def cache_argument(model: PreTrainedModel) -> str | None:
 
 
 def only_whole(model: PreTrainedModel) -> str | None:
-    """Return why ``model`` reads each sequence once, whole, as the probe found; ``None``: it reads them in pieces."""
+    """Return why the probe found that ``model`` cannot continue a sequence; ``None``: it can."""
     found: str | None = getattr(backbone(model), ONLY_WHOLE, None)
     return found
 
@@ -81,11 +80,10 @@ def longest(model: PreTrainedModel) -> int:
 
 
 def reach(config: PreTrainedConfig) -> int:
-    """Return how many tokens a sequence may have, so that the encoding of a position never depends on the length.
+    """Return the longest sequence for which the encoding of a position never depends on the length.
 
-    That is the size of the position table, or the length of training. With ``longrope`` it is the *original* length:
-    beyond it transformers changes the rotary frequencies of all positions of a pass, but cached keys and other rows
-    need the old ones. (``dynamic`` frequencies change beyond ``max_position_embeddings``, which is the limit anyway.)
+    With ``longrope`` that is the *original* length: beyond it transformers changes the rotary frequencies of all
+    positions of a pass, but cached keys and other rows need the old ones.
     """
     text = config.get_text_config()
     limit = int(getattr(text, "max_position_embeddings", None) or UNLIMITED)
@@ -98,10 +96,6 @@ def reach(config: PreTrainedConfig) -> int:
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """Return whether ``model`` is a mixture of experts.
-
-    Rounding decides between experts with nearly equal router logits, so outputs are discontinuous.
-    """
     return _of_experts(model, *_EXPERTS) > 1
 
 
@@ -119,11 +113,10 @@ _PAIRED: Final = ("full_attention", "attention", "hybrid")
 
 
 def passes_at(speed: float, model: PreTrainedModel, *, epochs: float = 0) -> Passes:
-    """Return the costs of a forward pass or, with ``epochs``, of so many forward and backward passes, at FLOP/s.
+    """Return the costs of a forward pass, or of so many forward and backward passes, at FLOP/s.
 
-    A matrix takes two FLOP for each of its numbers and each token, as many for the gradient of its input and, where it
-    is trained, for its own. Of experts those count that a token has. Tables, norms, attention within a window, and what
-    is computed again to save memory do not count.
+    A matrix takes two FLOP a number and token, as many for the gradient of its input and, where trained, for its own.
+    Of experts those that a token has count. Tables, norms, attention within a window and recomputation do not.
     """
     text, tables = model.config.get_text_config(), (nn.Embedding, nn.EmbeddingBag)
     experts = _of_experts(model, *_EXPERTS)

@@ -81,10 +81,8 @@ class LoadOptions(TypedDict, total=False):
         trust_remote_code: run code that comes with the model.
         allow_pickle: without safetensors, read tensors from pickles (``weights_only``).
         ignore_unused: leave out weights that the model does not use.
-        attention: the kind of attention; ``auto``, the default: the fastest that serves the model exactly
-            (:mod:`oppo.hf.kv.attention`).
-        quantization: of the layers that adapters are added to (:func:`oppo.hf.lora.quantise_base`); ``none``, the
-            default, leaves them as they are.
+        attention: by default ``auto``: the fastest kind that serves the model exactly (:mod:`oppo.hf.kv.attention`).
+        quantization: of the layers that adapters are added to (:func:`oppo.hf.lora.quantise_base`).
     """
 
     dtype: str
@@ -197,7 +195,6 @@ def load(
     quantization: Quantization = "none",
     new_head: bool = False,
 ) -> PreTrainedModel:
-    """Return a model of a kind; arguments and errors are those of :func:`load_causal` and :func:`load_scalar`."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     if attention not in CHOICES:
@@ -317,8 +314,6 @@ HEADS = ("lm_head.", "embed_out.")
 
 
 class Info(TypedDict):
-    """transformers' loading info of a checkpoint: names of weights, and names with the shapes found and expected."""
-
     missing_keys: Collection[str]
     unexpected_keys: Collection[str]
     mismatched_keys: Collection[tuple[str, Collection[int], Collection[int]]]
@@ -347,7 +342,7 @@ def require_fit(
     new_head: bool = False,
     ignore_unused: bool,
 ) -> tuple[list[str], list[str]]:
-    """Check the weights of a checkpoint by name and shape; return the missing ones of a new head, and the unused ones.
+    """Check a checkpoint's weights by name and shape; return the missing ones of a new head, and the unused ones.
 
     An adapter's weights, ``given``, are not missing. Constants that the model computes are not unused, nor are weights
     that transformers ignores itself.
@@ -386,12 +381,11 @@ def _named(names: Collection[str], prefixes: tuple[str, ...]) -> list[str]:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """Return the first three names and the number of the rest, for messages."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def require_finite(model: PreTrainedModel, path: str | Path) -> None:
-    """Check that no weight is NaN or infinite; otherwise the first symptom would be another error, much later."""
+    # Otherwise the first symptom would be another error, much later.
     for name, weight in model.named_parameters():
         if weight.numel() and not torch.stack(torch.aminmax(weight.detach())).isfinite().all():
             raise ConfigError(
@@ -409,13 +403,7 @@ def outline(
     quantization: Quantization = "none",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Return the model of a directory or hub name without its weights.
-
-    Args:
-        kind: of the model.
-        path: a directory with ``config.json``, or with an adapter for such a model, or a hub name.
-        dtype, quantization: as :func:`oppo.hf.loading.load_causal` has them.
-    """
+    """Return the model of a directory or hub name without its weights."""
     with routed():  # a model that is loaded after this says what there is to say
         directory = located(path, weights=False, trust_remote_code=trust_remote_code)
         adapter = require_adapter(directory, allow_pickle=True)
@@ -446,7 +434,6 @@ def outline(
 
 
 def require_supported(dtype: torch.dtype, device: torch.device) -> None:
-    """Accept a dtype in which models can be served and trained on ``device``."""
     if dtype == torch.float16 and device.type == "cpu":
         raise ConfigError(
             "float16 is not for a CPU, where it is slow and its gradients underflow: expected models.dtype = "
@@ -511,7 +498,6 @@ def load_encoder(path: str | Path, **options: Unpack[LoadOptions]) -> Encoder:
 
 
 def transformer_of(directory: Path) -> Path:
-    """Return the directory of the transformer of a text encoder."""
     return _parts(directory)[0]
 
 

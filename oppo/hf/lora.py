@@ -46,23 +46,16 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 
 
 def share_base(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a second model over the same parameters, with modules and buffers of its own.
-
-    Adapters added to one of them later do not affect the other.
-    """
+    """Return a second model over the same parameters; adapters added to one of them do not affect the other."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, shared)
 
 
 def quantise_base(model: PreTrainedModel, kind: Quantization, device: torch.device) -> None:
-    """Quantise the weights of the layers that :func:`add_lora` chooses by itself to 4 bits (QLoRA, arXiv 2305.14314).
+    """Quantise the frozen weights of the layers that :func:`add_lora` chooses to 4 bits (QLoRA, arXiv 2305.14314).
 
-    They are frozen, moved to the device one by one, and computed with in the dtype that they had.
-
-    Args:
-        model: changed in place, before it has adapters.
-        kind: ``nf4`` or ``fp4``, in blocks of 64, whose scales are 8 bits.
-        device: of the quantised layers; the others stay where they are. On ``meta`` they have as many bytes.
+    ``kind``: ``nf4`` or ``fp4``, in blocks of 64, whose scales are 8 bits. Layers move to ``device`` one by one, the
+    others stay; products are in the dtype that the weights had. On ``meta`` they have as many bytes.
     """
     chosen = {name: layer for name, layer in _linear(model)[1].items() if isinstance(layer, nn.Linear)}
     chosen = {name: layer for name, layer in chosen.items() if name not in _read_past_adapters(model)}
@@ -124,23 +117,18 @@ def add_lora(
     experts: bool = False,
     more: Mapping[str, object] | None = None,
 ) -> None:
-    """Add an adapter to every linear layer that is trained but the last; from now on only adapters require a gradient.
+    """Add an adapter to every linear layer that is trained but the last.
 
-    A mixture of experts gets adapters in its attention layers, and in its ``experts`` if that is asked for; its routers
-    stay as they are. Of Mamba layers the input projection gets some: fused kernels read the weights of the others past
-    an adapter.
-
-    A new adapter changes no output: one of its two matrices is zero. Adapters are float32, also on a 16-bit base.
-    ``save_pretrained`` writes adapters only, and ``from_pretrained`` loads them with their base.
+    From now on only adapters require a gradient. A mixture of experts gets adapters in its attention layers and, with
+    ``experts``, in these; its routers stay. Of Mamba layers the input projection gets some: fused kernels read the
+    weights of the others past an adapter. A new adapter changes no output: one of its matrices is zero. Adapters are
+    float32, also on a 16-bit base.
 
     Args:
-        model: changed in place.
-        rank: of each adapter.
         alpha: adapters are scaled by ``alpha / rank``.
         seed: of the matrices that are not zero.
-        experts: add one to each expert too: to tensors that hold a matrix for each expert. In a pass each layer then
-            builds a second, full copy of its experts, their products added, in the type of their weights; training
-            holds the copies of all layers until the backward pass, unless a layer is recomputed.
+        experts: also adapt tensors that hold a matrix for each expert. In a pass each layer then builds a second, full
+            copy of its experts, products added; training holds the copies of all layers that are not recomputed.
         more: further arguments of PEFT's ``LoraConfig``, such as ``target_modules`` or ``use_rslora``.
     """
     require_peft("models.lora_rank")
@@ -194,15 +182,9 @@ def _checked(more: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, trained: bool = True) -> None:
-    """Add the LoRA adapter that PEFT has saved in a directory; from now on only it requires a gradient.
+    """Add the LoRA adapter in a directory, in float32 and without dropout; from now on only it requires a gradient.
 
-    Its weights are kept in float32, and its dropout has no effect.
-
-    Args:
-        model: changed in place.
-        directory: with ``adapter_config.json`` and ``adapter_model.safetensors``.
-        weights: load them; without, it has the shapes of new ones.
-        trained: ``False``: it requires no gradient, and may be on any layer.
+    Without ``weights`` it has the shapes of new ones. With ``trained=False`` it requires none, and may be on any layer.
     """
     require_peft(what := f"the adapter in {directory}")
     from peft import PeftConfig  # noqa: PLC0415 - an extra, for adapters only
@@ -365,10 +347,7 @@ def _described(layer: nn.Linear | Conv1D) -> Any:
 
 
 def allow_threads(model: nn.Module) -> None:
-    """Let several threads read at once with a model whose experts have adapters; called once they are there.
-
-    PEFT's own forward pass changes the experts' module for its time.
-    """
+    # PEFT's own forward pass changes the experts' module for its time.
     if has_adapters(model):
         for module in model.modules():
             if _of_tensor(module):
@@ -425,18 +404,13 @@ def require_peft(what: str) -> None:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether adapters were added to the model."""
     return any(".base_layer." in name for name, _ in model.named_parameters())
 
 
 @torch.no_grad()
 def merged(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return the ``state_dict`` of the model without adapters, their products added to its weights.
-
-    Args:
-        model: may have adapters.
-        dtype: of the weights that have one; ``None``: as they are, though 16 bits round small products away.
-    """
+    """Return the ``state_dict`` without adapters, their products added, in ``dtype`` or as they are."""
+    # 16 bits would round small products away.
     state: dict[str, Tensor] = model.state_dict()
     if not has_adapters(model):
         return state
@@ -472,18 +446,7 @@ def _plain(name: str) -> str:
 
 @torch.no_grad()
 def rounding_loss(state: Mapping[str, object], merged: Mapping[str, object], dtype: torch.dtype) -> float:
-    """Return which part of the adapters' products is lost when merged weights are rounded: a ratio of norms.
-
-    Args:
-        state: the ``state_dict`` of a model with adapters.
-        merged: its weights of :func:`merged`, in float32.
-        dtype: to which they are rounded.
-
-    Example:
-        >>> base, served = torch.ones(1), torch.full((1,), 1.001)
-        >>> rounding_loss({"a.base_layer.weight": base}, {"a.weight": served}, torch.bfloat16)
-        1.0
-    """
+    """Return the part of the adapters' products that rounding ``merged`` loses, a ratio of norms."""
     added = lost = 0.0
     for name, weight in _dequantised(state).items():
         whole = merged.get(_plain(name))
@@ -515,19 +478,12 @@ def adapter_matrices(model: nn.Module) -> dict[str, Tensor]:
 
 
 def rank_of(matrices: Mapping[str, Tensor]) -> int:
-    """Return the largest rank among those of :func:`adapter_matrices`."""
     return max(each.shape[0] for name, each in matrices.items() if ".lora_A." in name)
 
 
 @torch.no_grad()
 def adapter_rounding_loss(matrices: Mapping[str, Tensor], dtype: torch.dtype) -> float:
-    """Return which part of the products of :func:`adapter_matrices` is lost when the matrices are rounded.
-
-    Example:
-        >>> whole = {"a.lora_A.weight": torch.ones(1, 1), "a.lora_B.weight": torch.full((1, 1), 1.0 + 2**-8)}
-        >>> round(adapter_rounding_loss(whole, torch.bfloat16), 4)
-        0.0039
-    """
+    """Return which part of the products of :func:`adapter_matrices` is lost when the matrices are rounded."""
     added = lost = 0.0
     for name, first in matrices.items():
         if ".lora_A." not in name:

@@ -114,7 +114,7 @@ _INTERVAL: Final = 0.02
 
 
 class Peak:
-    """Measures memory between its beginning and its end; a context manager.
+    """Measures memory from its beginning to its end; a context manager.
 
     On a CPU the system says how much this process and its children have, shared memory counted once; on a GPU, PyTorch
     what this process has allocated.
@@ -229,10 +229,7 @@ class WithoutData(LiveBytes):
 
 
 def strip(module: ModuleT) -> ModuleT:
-    """Return a module made on the ``meta`` device with parameters and buffers as on a CPU, but without data.
-
-    Called in the context of :func:`without_data`, which counts them.
-    """
+    """Return a module made on ``meta`` with tensors as on a CPU, but without data, counted by :func:`without_data`."""
     stripped = dict[int, Tensor]()
 
     def like(tensor: Tensor) -> Tensor:
@@ -250,14 +247,7 @@ def strip(module: ModuleT) -> ModuleT:
 
 @contextmanager
 def without_data() -> Iterator[LiveBytes]:
-    """Let tensors that are created inside have no data, and count their bytes.
-
-    Example:
-        >>> with without_data() as live:
-        ...     half = torch.zeros(1000, 1000).sum(1)
-        >>> live.now, live.peak
-        (4000, 4004000)
-    """
+    """Let tensors that are created inside have no data, and count their bytes."""
     with FakeTensorMode(allow_non_fake_inputs=True), WithoutData() as live:
         yield live
 
@@ -269,12 +259,8 @@ T = TypeVar("T")
 class Bytes:
     """Memory of one model.
 
-    Attributes:
-        weights: parameters and buffers.
-        optimizer: AdamW's two moments, and the float32 copies of 16-bit weights.
-        gradients: of the trained parameters.
-        keys_values: of all rollouts in flight at their longest, with recurrent and convolution states.
-        activations: everything else that is alive at the worst moment.
+    ``optimizer``: AdamW's moments, and float32 copies of 16-bit weights. ``keys_values``: of all rollouts in flight at
+    their longest, states included. ``activations``: everything else that is alive at the worst moment.
     """
 
     weights: int
@@ -290,14 +276,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The most that a run asks of its models.
-
-    Attributes:
-        rollouts: in flight at once.
-        prompt: tokens of the longest prompt.
-        response: tokens of the longest response.
-        chunk: tokens that reach the scorers at a time.
-    """
+    """The most that a run asks of its models: rollouts in flight, and the longest of each in tokens."""
 
     rollouts: int
     prompt: int
@@ -314,7 +293,7 @@ class Load:
 
 
 def at_rest(make: Callable[[], nn.Module]) -> Bytes:
-    """Return what a model needs that does nothing: its weights, and what their training keeps if some are trained."""
+    """Return the memory of an idle model: its weights, and what their training keeps if some are trained."""
     tensors = {id(each): each for model in [_bare(make)] for each in (*model.parameters(), *model.buffers())}.values()
     trained = [each for each in tensors if each.requires_grad]
     steps_on = sum(each.numel() * max(4, each.element_size()) for each in trained)
@@ -323,7 +302,7 @@ def at_rest(make: Callable[[], nn.Module]) -> Bytes:
 
 
 def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Sampling, *, prefill_tokens: int) -> Bytes:
-    """What a served policy needs when all rollouts are at their longest and have just been read again."""
+    """Return the memory of a served policy when all rollouts are at their longest and have just been read again."""
     model, whole = _bare(make), at_rest(make).weights
     load = load.within(longest(model))
     set_only_whole(model, known_reason(model))
@@ -347,7 +326,7 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
 
 
 def of_shortest(make: Callable[[], PreTrainedModel], rollouts: int) -> Bytes:
-    """What a served policy needs at least: its weights, and the states of its rollouts, however short these are."""
+    """Return the least memory of a served policy: its weights, and the states of its rollouts, however short."""
     model = _bare(make)
     weights = at_rest(lambda: model).weights
     with _reading_in_pieces(model):

@@ -64,13 +64,9 @@ def located(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Return the directory of a model or tokenizer, without checking its contents.
+    """Return the directory of a model or tokenizer, fetched from a hub if need be.
 
-    Args:
-        name: a directory, or a hub name.
-        weights: fetch weights too from a hub.
-        allow_pickle: fetch pickles if the hub has no other weights.
-        trust_remote_code: fetch code too.
+    Pickles only if it has nothing else.
     """
     try:
         directory = Path(name).expanduser()
@@ -160,15 +156,9 @@ AutoClass: TypeAlias = type[
 class Kind:
     """A kind of model.
 
-    Attributes:
-        autos: the classes that load it, each with the config classes of which transformers has such a model; code of
-            a checkpoint's own is for the last.
-        name: in errors.
-        options: of ``from_pretrained``.
-        require: refuses a model without the layers that serving it needs.
-        streamed: whether it is served row by row, as sequences grow, and is probed for that.
-        optional: prefixes of weights that serving does without, which may be missing.
-        on_any_trunk: whether a causal model of a config of which transformers has none is given a score layer.
+    ``autos``: the classes that load it, with the config classes of which transformers has such a model; code of a
+    checkpoint's own is for the last. ``require`` refuses a model without the layers that serving needs. ``optional``:
+    prefixes of weights that may be missing. ``on_any_trunk``: a causal model may be given a score layer.
     """
 
     autos: Mapping[AutoClass, Container[type[PreTrainedConfig]]]
@@ -180,7 +170,6 @@ class Kind:
     on_any_trunk: bool = False
 
     def auto(self, config: PreTrainedConfig) -> AutoClass:
-        """Return the class that loads a model of this config."""
         for auto, configs in self.autos.items():
             if type(config) in configs:
                 return auto
@@ -194,7 +183,6 @@ class Kind:
         )
 
     def made(self, config: PreTrainedConfig, **options: object) -> PreTrainedModel:
-        """Return a model of this config whose weights no file has; options are those of ``from_config``."""
         auto: Any = self.auto(config)
         with MAKING:
             model: PreTrainedModel = auto.from_config(config, **options)
@@ -275,19 +263,13 @@ OBSOLETE = (".attn.bias", ".attention.bias", ".masked_bias", ".attn.embed_positi
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The contents of an adapter's directory.
-
-    Attributes:
-        base: name of the model that the adapter is for.
-        tensors: names of the weights; those that replace a weight of the base have its name.
-    """
+    """The base's name, and names of an adapter's weights; those that replace a weight of the base have its name."""
 
     base: str
     tensors: frozenset[str]
 
 
 def read_object(file: Path) -> dict[str, object]:
-    """Return the JSON object in a file."""
     try:
         found: object = json.loads(read_text(file, linked=True))
     except OSError as error:
@@ -323,7 +305,6 @@ class _AdapterKeys(BaseModel):
 
 
 def read_adapter(directory: Path) -> Mapping[str, object]:
-    """Return the configuration of the adapter in a directory."""
     found = read_object(file := directory / ADAPTER)
     try:
         _AdapterKeys.model_validate(found)
@@ -336,30 +317,27 @@ def read_adapter(directory: Path) -> Mapping[str, object]:
 
 
 def entries_of(directory: Path) -> str:
-    """Return the names of a directory's entries, for errors."""
     return ", ".join(sorted(entry.name for entry in directory.glob("*"))) or "nothing"
 
 
 def processor_files(directory: Path) -> dict[str, bytes]:
-    """Return the files of a vision-language model's image processor, by name; they are not read here."""
+    """Return the files of a vision-language model's image processor, by name."""
     files = [*directory.glob("*processor*.json"), *directory.glob("chat_template.json")]
     return {file.name: content(file, linked=True) for file in files}
 
 
 def holds_tokenizer(directory: Path) -> bool:
-    """Return whether a directory holds files that look like a tokenizer's."""
     return any(True for pattern in ("*token*", "vocab*", "*.model") for _ in directory.glob(pattern))
 
 
 def require_json(directory: Path) -> None:
-    """Check the JSON files of a directory, those in :data:`OBJECTS`."""
     for file in (directory / name for name in OBJECTS):
         if file.is_file():
             read_object(file)
 
 
 def require_data(directory: Path, *, trusted: bool, allow_pickle: bool) -> list[str]:
-    """Return the names of a model's tensors, without those in pickles, after checking that its files are only data."""
+    """Check that a model's files are only data; return the names of its tensors, without those in pickles."""
     if not (directory / CONFIG).is_file():
         raise _without_model(directory)
     if (directory / ADAPTER).exists():
@@ -407,7 +385,6 @@ ROPE_POSITIVE: Final = frozenset({"rope_theta", "beta_fast", "beta_slow", "origi
 
 
 def require_no_code(directory: Path, *, trusted: bool) -> None:
-    """Check that a model needs no code of its own directory, unless that is trusted."""
     config = directory / CONFIG
     if trusted or not config.is_file():
         return
@@ -422,11 +399,7 @@ def require_no_code(directory: Path, *, trusted: bool) -> None:
 
 
 def require_adapter(directory: Path, *, allow_pickle: bool | None) -> Adapter | None:
-    """Return the adapter in a directory; ``None`` for a directory of another kind.
-
-    Args:
-        allow_pickle: ``None``: not even ``models.allow_pickle`` allows pickles.
-    """
+    """Return the adapter in a directory, if any; ``None``: not even ``models.allow_pickle`` allows pickles."""
     if not (file := directory / ADAPTER).is_file() or (directory / CONFIG).exists():
         return None
     base = read_adapter(directory).get("base_model_name_or_path")
@@ -532,9 +505,8 @@ def reward_kind(directory: Path, *, trusted: bool = False) -> RewardKind:
     """Return the kind of reward model that a directory holds.
 
     A sequence classification model is ``scalar`` if transformers applies its head to the last token of a causal model,
-    and otherwise a ``classifier``. A token classification model is ``process``. What sentence-transformers has written
-    is ``similarity``, and so is an encoder without a head. Everything else is ``scalar``, to be refused when it is
-    loaded.
+    else a ``classifier``; a token classification model is ``process``; an encoder without a head, or what
+    sentence-transformers has written, is ``similarity``. All else is ``scalar``, to be refused when it is loaded.
     """
     if (directory / MODULES).is_file():
         return "similarity"

@@ -47,18 +47,10 @@ class ModelRecipe:
     """How a model is loaded, wherever that is done; the arguments are those of :func:`oppo.hf.load_causal`.
 
     Attributes:
-        path: a directory, or a hub name.
         kind: ``causal`` (a policy, a reference), ``scalar`` (a reward model, a critic) or ``process``.
         device: by name; ``auto`` is the first CUDA device of the process that loads it, or the CPU without one.
-        quantization: see :class:`oppo.hf.loading.LoadOptions`.
-        new_head: of a ``scalar`` model, see :func:`oppo.hf.load_scalar`.
-        lora_rank, lora_alpha, lora_seed, lora_experts: of adapters that are added to it; rank 0: none.
-        lora: further arguments of theirs, see :func:`oppo.hf.lora.add_lora`.
+        lora_rank: of adapters that are added (:func:`oppo.hf.lora.add_lora`); 0: none.
         adapter: directory or hub name of one that is loaded and trained instead; empty: none.
-
-    Example:
-        >>> ModelRecipe(path="Qwen/Qwen3-0.6B", dtype="bfloat16", device="cuda").kind
-        'causal'
     """
 
     path: str
@@ -138,7 +130,6 @@ class ResidentRecipe(ModelRecipe):
 
     @classmethod
     def of(cls, model: Loadable) -> Loadable:
-        """Return the recipe of one model that is loaded as ``model`` says; a model, or such a recipe, as it is."""
         if isinstance(model, PreTrainedModel | ResidentRecipe):
             return model
         return cls(**{each.name: getattr(model, each.name) for each in fields(model)})

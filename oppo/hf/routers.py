@@ -38,13 +38,9 @@ def _layer(name: str) -> int:
 
 
 class Route(NamedTuple):
-    """The answer of a router.
+    """The answer of the router of a ``layer``: logits [N, E] and experts, int64 [N, k]; ``None``: it does not say.
 
-    Attributes:
-        layer: the router's place among the model's routers.
-        logits: [N, E].
-        experts: of each token, int64 [N, k]; ``None``: the router does not say.
-        own: those that the router would have chosen, where others were replayed; -1 where it chose freely.
+    ``own``: those that it would have chosen, where others were replayed; -1 where it chose freely.
     """
 
     layer: int
@@ -132,7 +128,6 @@ _TOPK: Final = (torch.topk, Tensor.topk)
 
 
 def record_routers(model: PreTrainedModel) -> None:
-    """Let :func:`recorded_routes` record the routers of a mixture of experts; other models have none."""
     for layer, (module, index) in enumerate(routers(model) if has_experts(model) else ()):
         hook = _RouterHook(layer, index)
         if hook not in module._forward_hooks.values():  # noqa: SLF001 - a copy has it already
@@ -153,10 +148,7 @@ def recorded_routes() -> Iterator[list[Route]]:
 
 @contextmanager
 def replaying(experts: Tensor | None) -> Iterator[None]:
-    """Let routers take these experts in the passes that this context makes, int64 [layers, N, k].
-
-    They choose freely at tokens of -1, and everywhere with ``None``.
-    """
+    """Let routers take these experts, int64 [layers, N, k], in passes of this context; -1 or ``None``: their own."""
     token = _replayed.set(experts)
     try:
         yield
@@ -165,7 +157,6 @@ def replaying(experts: Tensor | None) -> Iterator[None]:
 
 
 def replayed() -> Tensor | None:
-    """Return the experts that routers take in the pass in progress; ``None``: they choose freely."""
     return _replayed.get()
 
 
@@ -177,12 +168,6 @@ class RouterReplay:
     two models. Replayed, its scores, its gate weights and their gradient are still those of the weights that are
     trained. A critic on the actor's trunk reads replayed states in an update, while the values of the rollouts came
     from routers that chose freely.
-
-    Attributes:
-        layers: the layers of the model that have a router, by number.
-        depth: of the model, in layers.
-        experts: E of each router.
-        k: experts of a token.
     """
 
     layers: tuple[int, ...]
@@ -219,10 +204,7 @@ class RouterReplay:
         return cls(tuple(layers), depth, free[0].logits.shape[-1], other[0].shape[-1])
 
     def chosen(self, batch: Batch, rows: Sequence[int], lengths: Sequence[int], *, packed: bool = False) -> Tensor:
-        """Return the experts of a pass over prompts and responses of these lengths: int64 [layers, ids, k].
-
-        Rows are padded to the longest, or packed. -1 where a token has none, and where there is padding.
-        """
+        """Return the experts of a pass over rows of these lengths, int64 [layers, ids, k], -1 where there are none."""
         if all(response.routed_experts.empty for response in batch.responses):
             raise ConfigError(
                 "trainer.router_replay = true replays the experts that the policy chose, and no response of the batch "
@@ -294,11 +276,6 @@ class LoadBalancing:
     That is ``E * sum(f * p)``: the mean number of times that an expert is among the first k, and its mean probability,
     over the tokens of a minibatch and all layers, padding left out. ``f`` has no gradient, so with ``f`` of the whole
     minibatch the loss is a sum over micro-batches.
-
-    Attributes:
-        weight: by which the loss is multiplied; 0: there is none.
-        experts: E.
-        k: experts of a token.
     """
 
     weight: float = 0.0
@@ -307,10 +284,7 @@ class LoadBalancing:
 
     @classmethod
     def of(cls, actor: PreTrainedModel, weight: float | None) -> LoadBalancing:
-        """Return the loss of a causal language model.
-
-        Weight ``None`` is that of its config, which is 0 unless ``output_router_logits`` is set.
-        """
+        """Return the loss of a causal model; its config says the weight if that is ``None``."""
         if weight is None:
             asked = getattr(actor.config.get_text_config(), "output_router_logits", False)
             named = [getattr(actor, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef")]

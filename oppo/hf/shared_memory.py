@@ -40,13 +40,7 @@ A storage in a block is shared in place from then on; moving it again would disc
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLayout:
-    """A tensor in shared memory.
-
-    Attributes:
-        block: index of the block among the model's.
-        offset: of the first element, in elements from the beginning of the block.
-        parameter: whether it is a parameter rather than a plain tensor.
-    """
+    """A tensor in the shared memory of a model's ``block``; the offset is in elements."""
 
     block: int
     offset: int
@@ -99,10 +93,8 @@ class SharedModel(Generic[M]):
 
 
 def share(tensors: Sequence[Tensor]) -> tuple[list[Block], list[TensorLayout]]:
-    """Move the memory of ``tensors`` into shared blocks, unless it is there; return the blocks and each layout.
-
-    Tensors that overlap still overlap afterwards.
-    """
+    """Move the memory of ``tensors`` into shared blocks, unless it is there; return the blocks and each layout."""
+    # Tensors that overlap still overlap afterwards.
     for tensor in tensors:
         if tensor.device.type != "cpu":
             raise ModelRefused(

@@ -51,12 +51,9 @@ _GENERATION: Final = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # ta
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A text to be tokenized.
+    """A text to be tokenized; of the ``data`` spans of ``text``, and of ``pair``, special tokens are ordinary text.
 
-    Attributes:
-        pair: the second segment, for models that read two; it is data.
-        special: whether the tokenizer adds its special tokens; a chat template has them already.
-        data: the spans of ``text`` that are data: a special token that they spell is ordinary text.
+    ``special``: whether the tokenizer adds its special tokens; a chat template has them already.
     """
 
     text: str

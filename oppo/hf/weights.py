@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @torch.no_grad()
 def adopt(module: nn.Module, weights: Mapping[str, object]) -> int:
-    """Copy ``weights``, named as in ``state_dict()``, into ``module``; return the number of tensors copied.
+    """Copy ``weights``, named as in ``state_dict()``, into ``module``, all or none; return how many were copied.
 
     A tensor in the module's own memory is not copied. Of a module with adapters the rest may be left out: it does not
     change.
@@ -57,9 +57,6 @@ class SentWeights(Bulk, Mapping[str, object]):
 
     Unpickled, they are on the CPU and read-only: they may lie in memory that others read too. Those of a GPU cross to a
     process of this machine as handles (CUDA IPC): unpickled, once for each pickle, they are the same memory.
-
-    Args:
-        tensors: by name.
     """
 
     def __init__(self, tensors: Mapping[str, object]) -> None:
@@ -129,7 +126,7 @@ def addresses(module: nn.Module) -> frozenset[int]:
 
 
 def copies(weights: Mapping[str, object]) -> dict[str, object]:
-    """Return copies of tensors, by the same names; they are complete when it returns, so the originals may change."""
+    """Return complete copies of tensors, by the same names, so that the originals may change."""
     copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
     for device in {value.device for value in copied.values() if isinstance(value, Tensor)}:
         synchronised(device)

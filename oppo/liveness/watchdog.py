@@ -114,20 +114,14 @@ Part: TypeAlias = Callable[[], object]
 
 
 class Parts:
-    """Calls the parts of a watchdog, none of which may keep it from ending the run.
-
-    Each is called in a thread, and has failed if it raises or does not return; one that hangs is left out until it has.
-
-    Attributes:
-        faults: what failed, and how.
-    """
+    """Calls the parts of a watchdog in threads: one that raises or hangs does not keep it from ending the run."""
 
     def __init__(self) -> None:
         self.faults: dict[str, str] = {}
         self._hanging: dict[str, threading.Thread] = {}
 
     def call(self, name: str, part: Callable[[], T], default: T) -> T:
-        """Return what a part returns, or ``default`` if it has failed."""
+        """Return what a part returns, or ``default`` if it has failed or hangs, now or still from an earlier call."""
         found = [default]
 
         def answer() -> None:
@@ -180,7 +174,7 @@ DEEPEST = 200
 
 
 def await_chain(awaited: object) -> Iterator[str]:
-    """Yield the position of a suspended coroutine in each call, from the outermost to the innermost."""
+    """Yield the position of a suspended coroutine in each call, the outermost first."""
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
         if isinstance(frame, FrameType):
@@ -208,12 +202,9 @@ CPU_SECONDS = 10.0
 
 
 class LastWord:
-    """A timer of the operating system that ends the process unless it is wound up; it runs while the context is open.
+    """A timer of the operating system that ends the process with all tracebacks unless it is wound up."""
 
-    It counts processor time, so a suspended process is not ended. When it runs down, code that needs no interpreter
-    lock writes the tracebacks of all threads to standard error, and the process ends. It runs for ``seconds`` of
-    processor time, and for at least :data:`CPU_SECONDS` for each core.
-    """
+    # Processor time, so a suspended process is not ended; no interpreter lock is needed.
 
     def __init__(self, seconds: float) -> None:
         self._seconds = max(seconds, CPU_SECONDS * (os.cpu_count() or 1))

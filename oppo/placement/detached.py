@@ -32,8 +32,7 @@ GRACE = 2.0
 class Detached(Generic[R_co]):
     """Runs ``work`` in a daemon thread, in the caller's context.
 
-    Whoever waits for it may give up: the thread goes on, and keeps neither the run nor the process from ending. Nothing
-    bounds the number of threads but what bounds the callers.
+    A caller may give up: the thread then goes on, and keeps neither the run nor the process from ending.
     """
 
     def __init__(self, name: str, work: Callable[[], R_co]) -> None:
@@ -47,13 +46,12 @@ class Detached(Generic[R_co]):
         self._outcome.add_done_callback(over)
 
     async def result(self) -> R_co:
-        """Wait for what ``work`` returns, and return it, or raise what it raises."""
         await self._over.wait()
         return self._outcome.result()
 
 
 def in_thread(name: str, work: Callable[[], R]) -> Future[R]:
-    """Run ``work`` as :class:`Detached` does, for a caller that is on no event loop."""
+    """Run ``work`` as :class:`Detached` does, for a caller on no event loop."""
     context, outcome = _context_without_loop(), Future[R]()
 
     def run() -> None:
@@ -81,13 +79,12 @@ def _context_without_loop() -> Context:
 class DisposableProcess(Generic[T]):
     """An object in a child process of its own, for code that may also hold the interpreter lock or crash.
 
-    Calls are made one at a time. The first starts the child, unless :meth:`start` has; after the child died, the next
-    starts another.
+    Calls are made one at a time. The first starts the child, unless :meth:`start` has; the next replaces a dead one.
 
     Args:
         instance: can be pickled, importable by name.
-        timeout: of a call, in seconds, without the start. The call is then interrupted, and the child serves the next
-            one; a child that does not heed it within :data:`GRACE` is killed.
+        timeout: seconds of a call, without the start. The call is then interrupted; a child that goes on for
+            :data:`GRACE` is killed.
     """
 
     def __init__(self, name: str, instance: T, *, timeout: float = math.inf) -> None:

@@ -12,11 +12,9 @@ from typing import NoReturn
 
 
 def die_with(lifeline: int) -> None:
-    """Kill this process when the last process that could write to the pipe ``lifeline`` has closed it or is dead.
-
-    On Linux the system itself sends the signal, so code that holds the interpreter lock dies too. PR_SET_PDEATHSIG
-    would not do: it follows the thread that started this process, which may end long before its process.
-    """
+    """Kill this process when the last process that could write to the pipe ``lifeline`` has closed it or is dead."""
+    # On Linux the system itself sends the signal, so code that holds the interpreter lock dies too. PR_SET_PDEATHSIG
+    # would not do: it follows the thread that started this process, which may end long before its process.
     hang_up = select.poll()
     hang_up.register(lifeline, 0)  # reports a hang-up only
     if sys.platform != "linux":
@@ -30,7 +28,7 @@ def die_with(lifeline: int) -> None:
 
 
 def exit_at_once() -> NoReturn:
-    """Exit without cleaning up: there is nothing to save, and an orderly shutdown with torch loaded takes seconds."""
+    # There is nothing to save, and an orderly shutdown with torch loaded takes seconds.
     os._exit(0)
 
 

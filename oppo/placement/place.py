@@ -341,13 +341,7 @@ async def _outlasting(future: asyncio.Future[R]) -> R:
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A queued call.
-
-    Attributes:
-        begin: makes the call.
-        is_preempted: whether the call should be withdrawn.
-        withdraw: reports to the caller that the call was withdrawn.
-    """
+    """A queued call; ``withdraw`` reports to the caller that it was preempted."""
 
     urgent: bool
     begin: Callable[[], None]
@@ -360,7 +354,7 @@ class CallQueue:
     """Calls in the order of arrival, urgent ones first.
 
     While a holder holds the queue, only urgent calls leave it. Preempted calls are withdrawn whenever a call may leave.
-    Thread-safe: any number of threads put and hold; one thread takes, once for each call put.
+    Any number of threads put and hold; one thread takes, once for each call put.
     """
 
     def __init__(self) -> None:
@@ -371,13 +365,7 @@ class CallQueue:
         self._may_be_held = True
 
     def put(self, begin: Callable[[], None], withdraw: Callable[[], None], priority: Priority) -> None:
-        """Queue a call.
-
-        Args:
-            begin: makes the call.
-            withdraw: called instead of ``begin`` if the call is preempted.
-            priority: of the call; an urgent one holds the queue from now on.
-        """
+        """Queue a call, which holds the queue if it is urgent; if it is preempted, ``withdraw`` is called instead."""
         call = _Pending(priority.claim(self), begin, priority.preemption(), withdraw)
         with self._change:
             heappush(self._pending, (not call.urgent, self._arrived, call))

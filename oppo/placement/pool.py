@@ -90,12 +90,7 @@ def _mine(members: Members, decodes: Sequence[Decode]) -> list[PooledDecode]:
 
 
 class _Session:
-    """What one member does in a round of decoding.
-
-    Attributes:
-        rollouts: of the round that live there, or did.
-        lost: what its engine still reports is of no account.
-    """
+    """The part of one member in a round of decoding."""
 
     def __init__(self, member: Member) -> None:
         self.member = member
@@ -111,7 +106,6 @@ class _Session:
         self._news.set()
 
     async def news(self, until: float = math.inf) -> None:
-        """Wait for a change, or until a time of the loop."""
         self._news = anyio.Event()
         with anyio.CancelScope(deadline=until):
             await self._news.wait()
@@ -351,7 +345,6 @@ class _PooledDecoding(Round):
                 rollout.interrupt()
 
     def close(self) -> None:
-        """Have no rollout any more."""
         for rollout in self._rollouts.values():
             if rollout.round is self:
                 rollout.round = None
@@ -410,7 +403,6 @@ class PolicyPool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Start nothing any more."""
         tasks, self._tasks = self._tasks, None
         if tasks is not None:
             self._members.close()

@@ -22,12 +22,7 @@ Start: TypeAlias = Callable[[int], Awaitable[Policy]]
 
 
 class Resident:
-    """A rollout that may live on a member.
-
-    Attributes:
-        length: tokens that came of engines so far.
-        begun: how many times it began to be decoded there.
-    """
+    """A rollout with ``length`` tokens so far, which was ``begun`` so many times on its member."""
 
     def __init__(self, prompt: Prompt, length: int) -> None:
         self.prompt = prompt
@@ -98,7 +93,6 @@ class Round(ABC):
 
     @property
     def stops(self) -> bool:
-        """Whether no engine should make tokens any more."""
         return self.has_cut or self.left or self.failure is not None
 
     @abstractmethod
@@ -112,7 +106,6 @@ class Members:
     Attributes:
         version: of the weights that every living member has.
         given: the newest version that any was given.
-        round: of decoding, that is in progress.
         responses, tokens: that have ended, and that they have.
     """
 
@@ -220,7 +213,6 @@ class Members:
         self.note_change()
 
     def open(self, tasks: TaskGroup) -> None:
-        """Start lost members again, in these tasks, until :meth:`close`."""
         self._tasks = tasks
         for member in self.all:
             if member.lost:
@@ -276,13 +268,13 @@ class Members:
             self.lose(member, error)
 
     def room(self, member: Member) -> float:
-        """Return the tokens for which a member has room when its rollouts have ended; negative where it cannot say."""
+        """The tokens for which a member has room when its rollouts have ended; less than 0 where it does not say."""
         says = all(each.free is not None for each in self.living)
         free = member.free or 0 if says else 0
         return free - sum(self.needs(each, held=says) for each in member.rollouts)
 
     def needs(self, rollout: Resident, *, held: bool = False) -> float:
-        """Return the tokens of a rollout by its end, as far as that can be told; ``held``: without those it has."""
+        """The expected tokens of a rollout by its end; ``held``: without those it has."""
         prompt, expected = len(rollout.prompt.tokens), self.tokens / max(1, self.responses)
         has = prompt + rollout.length if held and rollout.begun else 0
         return prompt + max(expected, rollout.length) - has
@@ -290,7 +282,6 @@ class Members:
 
 @contextmanager
 def limited(seconds: float, doing: str) -> Iterator[None]:
-    """Raise a ``TimeoutError`` if the body takes longer."""
     with anyio.move_on_after(seconds) as scope:
         yield
     if scope.cancelled_caught:
@@ -298,7 +289,7 @@ def limited(seconds: float, doing: str) -> Iterator[None]:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether every engine would say so of the same rollouts, or of the same weights."""
+    """Whether every engine would raise the same for these rollouts or weights."""
     return isinstance(error, ModelError | ProtocolError | ValueError) and not isinstance(error, ModelLost)
 
 

@@ -33,7 +33,6 @@ _NOTHING: Final = Piece(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros
 
 
 def ends(piece: Piece) -> bool:
-    """Return whether a piece is the last of its response."""
     return piece.state not in {"live", "cut"}
 
 
@@ -56,21 +55,15 @@ def _split(piece: Piece, at: int) -> tuple[Piece, Piece]:
 class PooledDecode(Resident):
     """One rollout of a pool, as :class:`oppo.turns.TurnDecode`: all its tokens, and the member that decodes it.
 
-    Args:
-        members: of the pool.
-        response: so far; it is not read again.
-        turns: whether a token that would end the response ends a turn.
-
     Attributes:
         newest: version that made the last of its tokens.
         round: of decoding, that it is part of.
         member: where it lives; ``None`` before it is first decoded, and when its member was lost.
         seat: its decode there.
-        ended: its last tokens came.
         reported: the cut has been called with it.
         withheld: it has ended after the cut, which is called with it when the pool decodes again.
         owed: it was reported, and its member was lost with its last tokens.
-        closed: its reader has closed it.
+        closed: by its reader.
     """
 
     def __init__(self, members: Members, response: Response, *, turns: bool) -> None:
@@ -117,7 +110,7 @@ class PooledDecode(Resident):
 
     @property
     def opens_turns(self) -> bool:
-        """Whether its engine lets it have turns; in one that is owed, nobody would answer them."""
+        # Nobody would answer the turns of one that is owed.
         return self.turns and (self._ending or not self.owed)
 
     def response(self) -> Prompt | Response:
@@ -186,7 +179,6 @@ class PooledDecode(Resident):
         return replace(first, state="live") if first.state == "cut" and goes_on else first
 
     def wake(self) -> None:
-        """Have its reader, and who waits for a turn, look at it again."""
         self._news.set()
         self._news = anyio.Event()
 
@@ -328,13 +320,12 @@ class PooledDecode(Resident):
         self.wake()
 
     def move_in(self, member: Member) -> None:
-        """Live there from now on; the member opens it, and sets its ``seat``."""
         self.member, self.seat, self.begun = member, None, 0
         self._live, self._drained, self._astray = False, True, False
         member.rollouts[self] = None
 
     async def salvage(self) -> None:
-        """Fetch the tokens that its member, which is lost, has handed over."""
+        """Fetch the tokens that its lost member has handed over."""
         async with self._fetching:
             while self.seat is not None and not (self.ended or self._astray):
                 piece = await self.seat.read(ALL)
@@ -343,7 +334,7 @@ class PooledDecode(Resident):
                     return
 
     def leave(self) -> None:
-        """Live nowhere; another member can go on with it."""
+        """Live on no member; another can go on with it."""
         if self.member is not None:
             self.member.rollouts.pop(self, None)
         self.member = self.seat = None

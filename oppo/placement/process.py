@@ -61,13 +61,7 @@ Setup: TypeAlias = Callable[[], object] | None
 
 
 class Gone(Exception):  # noqa: N818 - it says what happened; caught in this package, never seen outside
-    """The child is dead.
-
-    Args:
-        how: it died, as in ``was killed by SIGKILL``.
-        who: died; the child when empty.
-        sequel: what became of others.
-    """
+    """The child is dead; ``how``, as in ``was killed by SIGKILL``; ``sequel``: what became of others."""
 
     def __init__(self, how: str, *, who: str = "", sequel: str = "") -> None:
         super().__init__(how)
@@ -76,11 +70,7 @@ class Gone(Exception):  # noqa: N818 - it says what happened; caught in this pac
 
 
 class Child(ABC):
-    """One process, or several that do the same, of this machine or another: it makes instances and executes orders.
-
-    Attributes:
-        created: the numbers of the instances that it holds, kept by its owner.
-    """
+    """One process, or several that do the same, of this machine or another: it makes instances and executes orders."""
 
     def __init__(self) -> None:
         self.created: set[int] = set()
@@ -95,7 +85,7 @@ class Child(ABC):
         return f"pid {self.pids[0]}"
 
     def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
-        """Return the order to make an instance, for each process; any child of this kind executes it."""
+        """The order to make an instance, for each process; any child of this kind executes it."""
         return [pack_with_blocks(Create(number, make))]
 
     def create(self, number: int, orders: Sequence[Packet]) -> Outcome:
@@ -104,15 +94,12 @@ class Child(ABC):
         return self.ask(order)
 
     def packed_load(self, call: Call) -> Packet:
-        """Return a call with weights; this child, or another of its kind, may be asked to make it several times."""
+        """A call with weights; this child, or another of its kind, may be sent it several times."""
         return pack(call)
 
     @abstractmethod
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
-        """Send an order and return its answer; a failed setup is the answer to the first order instead.
-
-        Callbacks of the order run here, in this thread.
-        """
+        """Send an order and return its answer, to the first a failed setup; run its callbacks here, in this thread."""
 
     @abstractmethod
     def end(self) -> None:
@@ -132,6 +119,9 @@ _PROGRAM: Final = (
 )
 """The child runs this program, not the parent's: no script or notebook of a user runs twice."""
 
+KILLED: Final = "was killed by this process"
+"""The death of a child that its owner has killed, whatever status the system reports."""
+
 _GRACE: Final = 5.0
 """Seconds until a child whose socket is closed at either end is killed."""
 
@@ -140,10 +130,6 @@ class ChildProcess(Child):
     """A process of this machine that searches for modules where this one does, ignores Ctrl-C and dies with it.
 
     The constructor starts the process without waiting for it; its first orders run while the parent goes on.
-
-    Args:
-        name: shown in the list of processes.
-        setup: called once in the child before anything else.
     """
 
     def __init__(self, name: str, setup: Setup) -> None:
@@ -162,6 +148,7 @@ class ChildProcess(Child):
             )
         self._connection: Connection[bytes, bytes] = Connection(ours.detach())
         self._unanswered = 0
+        self._killed = False
         with suppress(Gone):  # the first order raises it again
             for packet in packets:
                 self._send(packet)
@@ -189,12 +176,12 @@ class ChildProcess(Child):
         return answer if callbacks.error is None else Failure(answer.start, answer.end, callbacks.error)
 
     def end(self) -> None:
-        """Close the socket and the lifeline, upon which the child exits or is killed; idempotent."""
         self._connection.close()
         self._lifeline.close()
         self._reap()
 
     def kill(self) -> None:
+        self._killed |= self._process.poll() is None
         self._process.kill()
         self._process.wait()
 
@@ -218,11 +205,13 @@ class ChildProcess(Child):
         try:
             return self._process.wait(_GRACE)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.kill()
             return self._process.wait()
 
     def _death(self) -> str:
         code = self._reap()
+        if self._killed:
+            return KILLED
         if code >= 0:
             return f"ended with exit code {code}"
         name = signal.Signals(-code).name
@@ -242,13 +231,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """An instance in a child, with what it takes to make it again.
-
-    Attributes:
-        number: identifies it in orders.
-        track: of its spans, and its name in errors.
-        orders: that make it, see :meth:`Child.orders`.
-    """
+    """An instance in a child, with the orders that make it again."""
 
     number: int
     track: str
@@ -497,7 +480,6 @@ class ChildInstance(Generic[T]):
 
     @property
     def here(self) -> T:
-        """An instance over the same memory."""
         if self.shared is None:
             raise ModelError(f"{self.instance.track!r} shares no memory with this process: {self.place.name!r} has it")
         return self.shared

@@ -49,14 +49,14 @@ class Meeting(Protocol):
     """Where the copies of an instance meet."""
 
     def of(self, number: int, first: Child) -> str:
-        """Return the meeting of an instance, with this child as rank 0: see :meth:`Member.join`."""
+        """The meeting of an instance, with this child as rank 0: see :meth:`Member.join`."""
 
     def close(self) -> None:
         """Leave nothing behind."""
 
 
 class FileMeeting:
-    """Ranks of one machine meet by a file that no other user may read; implements :class:`Meeting`."""
+    """Ranks of one machine meet by a file that no other user may read."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -87,14 +87,7 @@ def listener(meeting: str) -> socket.socket | None:
 
 
 class RankedChild(Child):
-    """The ranks as one child.
-
-    Args:
-        starts: a rank is started by each, at least one.
-        meeting: of the copies of an instance.
-        name: of the place.
-        setup: called once in each rank before anything else.
-    """
+    """The ranks as one child; each is started by one of ``starts``."""
 
     def __init__(self, starts: Sequence[Start], meeting: Meeting, name: str, setup: Setup) -> None:
         super().__init__()
@@ -161,7 +154,7 @@ class RankedChild(Child):
         self._meeting.close()
 
     def kill(self) -> None:
-        self._lost = self._lost or Gone("were killed", who=f"the ranks of {self._name!r}")
+        self._lost = self._lost or Gone("were killed by this process", who=f"the ranks of {self._name!r}")
         for rank in self._ranks:
             rank.kill()
 

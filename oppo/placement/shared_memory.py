@@ -31,14 +31,10 @@ Watch: TypeAlias = Callable[[bytes], object]
 
 
 class Block(mmap.mmap):
-    """Bytes that every process that receives this block can read and change.
+    """Bytes that every process that receives this block can read and change. A block takes two file descriptors."""
 
-    The memory has no name and lies in no directory: it is freed when its processes end, however they end, and the small
-    ``/dev/shm`` of a container is no limit. Any buffer over a block keeps it alive. A block takes two file descriptors.
-
-    Args:
-        fd: of the memory; the block owns it from now on.
-    """
+    # The memory has no name and lies in no directory: it is freed when its processes end, however they end, and the
+    # small /dev/shm of a container is no limit. Any buffer over a block keeps it alive.
 
     _fd: int
 
@@ -50,10 +46,8 @@ class Block(mmap.mmap):
 
     @classmethod
     def new(cls, size: int) -> Self:
-        """Return a new block of ``size`` bytes, at least 1, all 0.
-
-        The memory is allocated here, so a shortage is an error now, not a fault at the first touch.
-        """
+        """Return a new block of ``size`` bytes, at least 1, all 0."""
+        # The memory is allocated here, so a shortage is an error now, not a fault at the first touch.
         fd = os.memfd_create("oppo") if hasattr(os, "memfd_create") else _nameless()
         try:
             os.ftruncate(fd, size)
@@ -65,7 +59,6 @@ class Block(mmap.mmap):
             raise
 
     def fileno(self) -> int:
-        """Return the file descriptor: sending it sends the block."""
         return self._fd
 
 
@@ -75,11 +68,7 @@ def _nameless() -> int:
 
 
 class Mirrored(Block):
-    """A block with one writer.
-
-    Attributes:
-        number: identifies it among those of this process.
-    """
+    """A block with one writer, with a number in this process."""
 
     number: int
 
@@ -92,8 +81,7 @@ class Mirrored(Block):
 class Gauge(Mirrored):
     """A block that is written where an instance lives, for its caller: it belongs to the instance.
 
-    From another machine its bytes come with the answers of its place and with what a call asks of its caller, and at
-    least every second while such a call goes on.
+    From another machine its bytes come with answers and requests, and at least every second while a call goes on.
     """
 
 
@@ -109,7 +97,7 @@ class Notice(Mirrored):
         return block
 
     def write_at(self, at: int, value: bytes) -> None:
-        """Write ``value`` from the byte ``at`` on; may be called from any thread."""
+        """Write ``value`` from the byte ``at`` on, from any thread."""
         with self._turn:
             self[at : at + len(value)] = value
             for watch in self._watchers:
@@ -129,12 +117,7 @@ class Notice(Mirrored):
 
 
 class Counts(Structure):
-    """Numbers that all processes with this object share; a subclass names them, each a ``ctypes.c_int64``.
-
-    Attributes:
-        memory: the kind of block in which they lie.
-        block: the memory.
-    """
+    """Numbers that all processes with this object share; a subclass names them, each a ``ctypes.c_int64``."""
 
     memory: ClassVar[type[Block]] = Block
     block: Block

@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What an order returned, and when the child began and ended it, by :data:`oppo.observe.now`."""
+    """What an order returned, and when the child began and ended it."""
 
     start: float
     end: float
@@ -59,11 +59,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Failure:
-    """The error that an order raised.
-
-    Attributes:
-        report: its formatted traceback; empty if a callback raised it, in this process.
-    """
+    """The error that an order raised; ``report``: its traceback, empty if a callback raised it in this process."""
 
     start: float
     end: float
@@ -71,7 +67,6 @@ class Failure:
     report: str = ""
 
     def result(self, process: str) -> NoReturn:
-        """Raise the error; one that is no ``OppoError`` has a note with its traceback in the child."""
         if self.report and not isinstance(self.error, OppoError):
             self.error.add_note(f"in the process of {process!r}:\n{self.report}".rstrip())
         raise self.error
@@ -104,7 +99,7 @@ class Callback(Generic[P, R]):
 
 @dataclass(frozen=True, slots=True)
 class Stub:
-    """Crosses to the child in place of a callback, with its number among those of the call."""
+    """Crosses to the child in place of a callback."""
 
     number: int
     oneway: bool
@@ -121,8 +116,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """What a callback returned."""
-
     value: object
 
 
@@ -145,12 +138,7 @@ class Bulk:
 
 
 class Packet(NamedTuple):
-    """A pickled message and what travels beside it.
-
-    Attributes:
-        blocks: the shared memory in it.
-        bulk: the large things in it, or what stands for them in a store that the child reads.
-    """
+    """A pickled message, its shared memory, and its large things, or references to them in a store."""
 
     data: bytes
     blocks: Sequence[Block] = ()
@@ -193,13 +181,12 @@ def unpacked(data: bytes, fetch: Callable[[int], object]) -> object:
 
 
 def pack(message: object) -> Packet:
-    """Return ``message`` ready to be sent, without looking for blocks: the fast way, as calls and answers are many."""
+    # Without looking for blocks: the fast way, as calls and answers are many.
     with _crossing():
         return Packet(dumps(message, HIGHEST_PROTOCOL))
 
 
 def pack_with_blocks(message: object) -> Packet:
-    """Return ``message`` ready to be sent, with the blocks in it."""
     blocks: list[Block] = []
 
     def aside(part: object) -> int | None:
@@ -212,7 +199,6 @@ def pack_with_blocks(message: object) -> Packet:
 
 
 def pack_with_bulk(message: object) -> Packet:
-    """Return ``message``, which holds no blocks, ready to be sent, with the large things in it beside it."""
     bulk: list[object] = []
 
     def aside(part: object) -> int | None:
@@ -225,7 +211,6 @@ def pack_with_bulk(message: object) -> Packet:
 
 
 def unpack(packet: Packet) -> object:
-    """Return the message of ``packet``, which holds blocks, or large things, or neither."""
     return unpacked(packet.data, (packet.blocks or packet.bulk).__getitem__)
 
 
@@ -240,25 +225,19 @@ def _crossing() -> Iterator[None]:
 
 
 def send(connection: Connection[bytes, bytes], packet: Packet) -> None:
-    """Send a packet; raise an ``OSError`` if the other end is closed."""
     connection.send_bytes(len(packet.blocks).to_bytes(_COUNT, sys.byteorder) + packet.data)
     for block in packet.blocks:
         send_handle(connection, block.fileno(), 0)
 
 
 def receive(connection: Connection[bytes, bytes]) -> Packet:
-    """Return the next packet, its blocks mapped here; raise ``EOFError`` or ``OSError`` if the other end is closed."""
     data = connection.recv_bytes()
     count = int.from_bytes(data[:_COUNT], sys.byteorder)
     return Packet(data[_COUNT:], [Block(recv_handle(connection)) for _ in range(count)])
 
 
 class Callbacks:
-    """The callbacks among the arguments of one call.
-
-    Attributes:
-        error: of the first callback that failed; none runs after it.
-    """
+    """The callbacks among the arguments of one call; none runs after one has failed."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -268,7 +247,6 @@ class Callbacks:
         return len(self._callbacks)
 
     def extract(self, call: Call) -> Call:
-        """Return ``call`` with a stub in place of each callback, which is kept here."""
         kwargs = {name: self._stub(value) for name, value in call.kwargs.items()}
         return replace(call, args=tuple(map(self._stub, call.args)), kwargs=kwargs)
 

@@ -55,11 +55,8 @@ def heed_interrupts() -> None:
 
 
 def serve(fd: int, lifeline: int) -> None:
-    """Answer the orders that come over the socket ``fd``, in this thread, and exit when the parent closes it.
-
-    Ctrl-C is left to the parent. This process dies with its parent, whatever it is doing (:func:`die_with`). What user
-    code logs or prints here is shown without secrets and control characters.
-    """
+    """Answer the orders that come over the socket ``fd`` until the parent closes it, and exit."""
+    # Ctrl-C is left to the parent. What user code prints here is shown without secrets and control characters.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(fd, False)
     os.set_inheritable(lifeline, False)
@@ -96,8 +93,6 @@ class Line(Protocol):
 
 
 class _SocketLine:
-    """The socket to the parent as a :class:`Line`."""
-
     def __init__(self, connection: Connection[bytes, bytes]) -> None:
         self._connection = connection
         self._replies = select.poll()
@@ -114,14 +109,11 @@ class _SocketLine:
 
 
 class Requests:
-    """The requests that one call sends to its caller."""
-
     def __init__(self, line: Line) -> None:
         self._line = line
         self._refused = False
 
     def bind(self, argument: object) -> object:
-        """Return a function that requests the callback if ``argument`` is a stub; any other argument as it is."""
         return partial(self._request, argument) if isinstance(argument, Stub) else argument
 
     def _request(self, stub: Stub, /, *args: object, **kwargs: object) -> object:

@@ -176,11 +176,8 @@ class Rewards(Scorer["float | Drop"]):
         ]
 
     async def _have(self, work: Callable[[_Part], Coroutine[Any, Any, None]], parts: Sequence[_Part]) -> None:
-        """Have the parts do their work at the same time; parts that take turns begin when it is the turn of all.
-
-        If one began before another, its urgent call would keep their common place from the call that the other still
-        waits for.
-        """
+        # Parts that take turns begin when it is the turn of all: if one began before another, its urgent call would
+        # keep their common place from the call that the other still waits for.
         waiting = [part for part in parts if part.takes_turns]
         with as_itself():
             async with anyio.create_task_group() as tasks:
@@ -233,8 +230,7 @@ class Rewards(Scorer["float | Drop"]):
 
 
 class _Part:
-    """One of the rewards; calls that take turns must not overlap, and those of a function wait by themselves."""
-
+    # Calls of parts that take turns must not overlap; a function waits by itself.
     def __init__(self, name: str, weight: float, scorer: Scorer[float | Drop]) -> None:
         self.name = name
         self.weight = weight

@@ -253,9 +253,9 @@ class CodeChecker:
 
         Args:
             completions: with the code.
-            tests: of each: Python that fails by an exception, ``{"input": ..., "output": ...}`` with the text that is
-                read and the one that is expected, without white space at the ends of lines; or a list of these.
-            log_metric: is given the share of tests that passed.
+            tests: of each completion: Python that fails by an exception, ``{"input": ..., "output": ...}``, the text of
+                standard input and the expected output, or a list of these.
+            log_metric: logs the share of tests that passed.
         """
         scores = []
         for text, given in zip(map(text_of, completions), tests, strict=True):

@@ -136,7 +136,7 @@ async def test_aborting_ends_a_call_in_progress(pipe: Path) -> None:
         async with anyio.create_task_group() as tasks:
 
             async def wait() -> None:
-                with pytest.raises(ModelLost, match="while it did 'wait' for 'crew'"):
+                with pytest.raises(ModelLost, match="killed by this process while it did 'wait' for 'crew'"):
                     await crew.call("wait", Crew.wait_for, pipe)
 
             tasks.start_soon(wait)

@@ -21,15 +21,11 @@ _MARK: Final = "RESPONSE0OF0THE0POLICY"
 
 
 class Rendering:
-    """Renders rollouts for one model.
+    """Renders rollouts for one model; a special token that a response or a message spells is ordinary text.
 
-    Args:
-        form: ``chat``: the model's own chat template, prompt messages and the response as the assistant's, or behind
-            the assistant's last message; a prompt that is plain text is the user's message. ``joined``: the prompt's
-            text and the response, one directly after the other; of chat messages their contents, with a blank line
-            after each. ``pair``: the same as two segments. ``response``: the response alone. A special token that a
-            response or a message spells is ordinary text.
-        reader: the model's tokenizer.
+    ``form``: ``chat``: the model's chat template, the response as the assistant's message or behind its last one, a
+    plain prompt as the user's; ``joined``: prompt text and response, contents of chat messages with a blank line after
+    each; ``pair``: the same as two segments; ``response``: the response alone.
     """
 
     def __init__(self, form: Form, reader: HfTokenizer) -> None:
@@ -42,7 +38,6 @@ class Rendering:
         self._reader = reader
 
     def whole(self, prompt: PromptText, response: str) -> Rendered:
-        """Return the text of a prompt and its whole response."""
         match self.form:
             case "chat":
                 return self._chat(prompt, response)
@@ -91,7 +86,7 @@ def prompt_text(prompt: Prompt, column: str, decode: Callable[[Sequence[int]], s
 
 
 def plain(prompt: PromptText) -> str:
-    """Return a prompt as one text: of chat messages their contents, with a blank line after each that has ended."""
+    """Return a prompt as one text: the contents of chat messages, with a blank line after each that has ended."""
     if isinstance(prompt, str):
         return prompt
     text = "".join(f"{content(message)}\n\n" for message in prompt)
@@ -99,7 +94,7 @@ def plain(prompt: PromptText) -> str:
 
 
 def content(message: Message) -> str:
-    """Return the text of a message's content, which may be absent, or a list of parts."""
+    """Return a message's content, which may be absent or a list of parts, as text."""
     found = message.get("content")
     parts = found if isinstance(found, list) else [{"text": found or ""}]
     return "".join(str(part.get("text", "")) for part in parts)
@@ -119,25 +114,17 @@ class TooLong(Exception):  # noqa: N818 - it says what happened
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The first tokens of a text that goes on.
-
-    Attributes:
-        ids: token ids.
-        ends: where each ends in the text, in characters.
-    """
+    """The first tokens of a text that goes on, and where in the text each ends, in characters."""
 
     ids: Sequence[int]
     ends: Sequence[int]
 
 
 class Reader:
-    """Turns text into the tokens of one model.
+    """Turns text into a model's tokens, at most ``limit``.
 
-    Args:
-        tokenizer: the model's.
-        limit: tokens that the model reads at most.
-        over_long: with ``truncate``, longer texts are cut as the tokenizer cuts them: the longer segment of a pair, at
-            its ``truncation_side``. Otherwise they are refused.
+    ``over_long="truncate"`` cuts longer texts as the tokenizer does: the longer segment of a pair, at its
+    ``truncation_side``. Otherwise they are refused.
     """
 
     def __init__(self, tokenizer: HfTokenizer, limit: int, over_long: OverLong = "error") -> None:
@@ -147,11 +134,9 @@ class Reader:
 
     @property
     def knows_offsets(self) -> bool:
-        """Whether it says where in the text each token ends."""
         return bool(self.tokenizer.inner.is_fast)
 
     def features(self, rendered: Rendered) -> Mapping[str, list[int]]:
-        """Return the model's inputs for a whole text, each one row."""
         cut = self.over_long == "truncate"
         segments = self.tokenizer.segments(rendered)
         if len(segments) > 1:
@@ -185,7 +170,7 @@ class Reader:
         }
 
     def pieces(self, rendered: Rendered) -> Pieces:
-        """Return the tokens of a text, the beginning of one or a part, without special tokens after it."""
+        """Return the tokens of a text, its beginning or a part of it, without special tokens after it."""
         ids: list[int] = []
         ends: list[int] = []
         length = 0

@@ -41,22 +41,10 @@ EMPTY_TEXT: Final = Rendered("")
 
 
 class GrowingText:
-    """Decodes the tokens of one response a few at a time.
+    """Decodes the tokens of one response a few at a time, behind those before them: a token's text depends on them.
 
-    Tokens are decoded behind those before them, since the text of a token depends on whether it is the first. So the
-    cost of a token does not grow with the length of the response.
-
-    Args:
-        decode: token ids to text.
-
-    Attributes:
-        tokens: all that came.
-        settled: whether the text of earlier tokens has never changed; if it has, no more text comes.
-
-    Example:
-        >>> text = GrowingText(lambda tokens: bytes(tokens).decode(errors="replace"))
-        >>> [text.push(part) for part in ([99, 97], [102, 0xC3], [0xA9])]
-        ['ca', '', 'fé']
+    The cost of a token does not grow with the length of the response. ``settled``: no earlier text has ever changed;
+    once it has, no more text comes.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -96,27 +84,14 @@ MAX_REWINDS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A change of the tokens that were sent: the first ``keep`` of them stay, and ``ids`` follow."""
+    """A change of the tokens that were sent: the first ``keep`` stay, and ``ids`` follow."""
 
     keep: int
     ids: Sequence[int]
 
 
 class Retokenizer:
-    """The state of one rollout.
-
-    Args:
-        rendering: of prompt and response.
-        reader: the other tokenizer.
-        decode: the policy's tokens to text.
-        prompt: as the data has it.
-        closing: tokens behind the whole text.
-
-    Attributes:
-        sent: the tokens of the other tokenizer that were sent on.
-        reread: tokens that had been sent, and were taken back.
-        whole: the whole text, once it is known.
-    """
+    """The state of one rollout; ``reread`` counts tokens that were sent and taken back."""
 
     def __init__(
         self,
@@ -144,7 +119,6 @@ class Retokenizer:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The policy's tokens of the response that came."""
         return self._growing.tokens
 
     @property
@@ -160,7 +134,6 @@ class Retokenizer:
         return self._continued() or self._restarted()
 
     def finish(self) -> Edit:
-        """Return the edit from the tokens that were sent to the tokens of the whole text."""
         response = self._decode(self._growing.tokens)
         self.whole = self._rendering.whole(self._prompt, response)
         return self._corrected([*self._reader.features(self.whole)["input_ids"], *self._closing])
@@ -210,12 +183,7 @@ class Retokenizer:
 
 
 def last_word(text: str) -> int:
-    """Return where the last word of a text begins, with the space before it.
-
-    Example:
-        >>> last_word("one two"), last_word("one two "), last_word("one")
-        (3, 3, 0)
-    """
+    """Return where the last word of a text begins, with the space before it."""
     head, *word = text.rsplit(maxsplit=1) or [""]
     return len(head) if word else 0
 
@@ -265,23 +233,12 @@ class Found(Generic[V]):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BridgedSession(RolloutSession):
-    """One rollout on its way to the other tokenizer.
-
-    Attributes:
-        read: tokens of the other tokenizer that the model was given.
-    """
-
     retokenizer: Retokenizer
     read: int = 0
 
 
 class BridgeWorker(ABC, Generic[V]):
-    """Retokenizes rollouts and reads them.
-
-    Args:
-        reader: of the model.
-        overlap: tokens before the first that changed that are read again too.
-    """
+    """Retokenizes rollouts and reads them; ``overlap`` tokens before the first that changed are read again too."""
 
     def __init__(
         self, model: PreTrainedModel, deterministic: bool, bridge: Bridge, reader: ModelReader, *, overlap: int = 0
@@ -317,7 +274,6 @@ class BridgeWorker(ABC, Generic[V]):
         ...
 
     def extend(self, inputs: ScorerInput) -> None:
-        """Receive more of some rollouts, and read of their text what is certain."""
         self._prepare()
         grown: dict[int, list[int]] = {}
         for event in inputs.events:
@@ -327,7 +283,6 @@ class BridgeWorker(ABC, Generic[V]):
         self._read({rollout: self._sessions[rollout].retokenizer.grow(tokens) for rollout, tokens in grown.items()})
 
     def finish(self, lengths: Mapping[int, int]) -> list[Found[V]]:
-        """Return what came of each rollout, and forget it; ``lengths`` are the tokens of the responses, by rollout."""
         edits = {rollout: self._ended(rollout, length) for rollout, length in lengths.items()}
         complete = {rollout: edit for rollout, edit in edits.items() if isinstance(edit, Edit)}
         self._read(complete)
@@ -388,8 +343,6 @@ class BridgeWorker(ABC, Generic[V]):
 
 
 class ScoreWorker(BridgeWorker[float]):
-    """Reads the score of each rollout; see :class:`BridgedReward`."""
-
     def __init__(self, model: PreTrainedModel, deterministic: bool, bridge: Bridge) -> None:
         self._padding = model.config.get_text_config().pad_token_id
         super().__init__(model, deterministic, bridge, score_reader(model))
@@ -408,13 +361,7 @@ class ScoreWorker(BridgeWorker[float]):
 
 
 class Bridged(Generic[V]):
-    """A frozen model that reads rollouts as text while they grow.
-
-    Args:
-        make: makes the worker.
-        place: where the model lives.
-        column: of the data, which holds the prompt.
-    """
+    """A frozen model that reads rollouts as text while they grow; ``column`` of the data holds the prompt."""
 
     def __init__(self, make: Callable[[], BridgeWorker[V]], place: Hosting, column: str) -> None:
         self._columns = (column,)
@@ -423,12 +370,10 @@ class Bridged(Generic[V]):
 
     @property
     def version(self) -> int:
-        """Always 0: the model is frozen."""
         return 0
 
     @property
     def capabilities(self) -> ScorerCapabilities:
-        """It measures the tokens of each rollout that were read in vain, and at its end."""
         return ScorerCapabilities(time_slice=self._worker.time_slice, samples=self._taken)
 
     def _taken(self) -> Mapping[str, Sequence[float]]:

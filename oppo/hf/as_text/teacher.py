@@ -37,21 +37,13 @@ from oppo.scheduling import IN_ORDER, Priority
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """A teacher's log-probs of the spans of one response.
-
-    Attributes:
-        of: int32 [n], the span of each token of the policy; -1: of none.
-        logprobs: float32 [s].
-    """
+    """A teacher's log-probs [s] of spans of a response, and the span of each of its tokens, int32 [n]; -1: none."""
 
     of: IntArray
     logprobs: FloatArray
 
     def beside(self, response: Response) -> FloatArray:
-        """Return the log-prob of each token of a response, float32 [n], whose sums over spans are the teacher's.
-
-        A span that holds a token that was not sampled says nothing: its tokens have the policy's own log-probs.
-        """
+        """Return float32 [n] whose sums over spans are the teacher's; the own log-probs in a span with tool tokens."""
         own = response.logprobs.astype(np.float64)
         at, count = np.maximum(self.of, 0), len(self.logprobs)
         policy, tokens, foreign = (
@@ -63,10 +55,7 @@ class Spans:
 
 
 def text_ends(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], text: str) -> IntArray:
-    """Return where each token ends in the text of all of them, int32 [n], in characters.
-
-    Of a character that several tokens spell, the last one has the end.
-    """
+    """Return where each token ends in the text of all of them, int32 [n]; a character of several ends with the last."""
     alone = {token: decode([token]) for token in {*tokens}}
     if "".join(alone[token] for token in tokens) == text:
         return np.array([*accumulate(len(alone[token]) for token in tokens)], np.int32)
@@ -80,8 +69,6 @@ def text_ends(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], tex
 
 
 class TeacherWorker(BridgeWorker[Spans]):
-    """Reads the log-probs of each rollout's text; see :class:`BridgedTeacher`."""
-
     def __init__(self, model: PreTrainedModel, deterministic: bool, sampling: Sampling, bridge: Bridge) -> None:
         self._temperature = sampling.temperature
         self._known = bridge.reader.size  # the table may be padded with ids that its tokenizer does not have

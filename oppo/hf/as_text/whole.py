@@ -39,13 +39,9 @@ Features: TypeAlias = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoder:
-    """A model with its tokenizer.
+    """A model with its tokenizer; without a ``pooling`` its outputs are a classifier's logits.
 
-    Attributes:
-        tokenizer: splits the texts.
-        limit: tokens that the model reads at most.
-        pooling: of the last hidden states; ``None``: the outputs are the logits of a classifier.
-        beside: whether texts are read side by side, padded; otherwise one by one.
+    ``limit``: tokens that the model reads at most. ``beside``: texts may be read side by side, padded.
     """
 
     model: PreTrainedModel
@@ -58,13 +54,9 @@ class Encoder:
         return _over, (SharedModel(self.model), self.tokenizer, self.limit, self.pooling, self.beside)
 
     def outputs(self, texts: Sequence[Features], *, alone: bool = False) -> Tensor:
-        """Return the logits or the pooled states of each text: float32 [n, D], on the CPU.
+        """Return the logits or pooled states of each text, float32 [n, D] on the CPU; ``alone``.
 
-        Texts of similar length are read together, in the passes that cost least.
-
-        Args:
-            texts: at least one.
-            alone: read each by itself: its bits then do not depend on the others.
+        Each in its own pass.
         """
         lengths = [len(text["input_ids"]) for text in texts]
         groups = [[at] for at in range(len(texts))]
@@ -117,7 +109,6 @@ def pooled(states: Tensor, lengths: Tensor, pooling: Pooling) -> Tensor:
 
 
 def reach(model: PreTrainedModel, tokenizer: HfTokenizer) -> int:
-    """Return how many tokens a text may have: of the tokenizer's limit and the model's positions the smaller."""
     tables = [
         module
         for name, module in model.named_modules()
@@ -129,7 +120,7 @@ def reach(model: PreTrainedModel, tokenizer: HfTokenizer) -> int:
 
 
 def reads_beside(encoder: Encoder) -> bool:
-    """Return whether a text has the same outputs, up to rounding, when longer ones are read beside it."""
+    """Whether a text has the same outputs, up to rounding, beside longer ones."""
     ids = [number for number in range(len(encoder.tokenizer.inner)) if number != encoder.tokenizer.inner.pad_token_id]
     ends = encoder.model.config.eos_token_id
     end = ends[0] if isinstance(ends, Sequence) and ends else ends
@@ -153,13 +144,7 @@ def reads_beside(encoder: Encoder) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EndedRollout:
-    """A rollout that has ended, as it crosses to a worker.
-
-    Attributes:
-        prompt: as the data has it.
-        tokens: of the response.
-        wanted: texts of the data that the response is compared with.
-    """
+    """A rollout that has ended, as it crosses to a worker; ``wanted``: texts that the response is compared with."""
 
     rollout: int
     prompt: PromptText
@@ -168,15 +153,6 @@ class EndedRollout:
 
 
 class WholeReader(ABC):
-    """Scores rollouts in its place: synchronous, without sessions.
-
-    Args:
-        encoder: the model.
-        policy: the policy's tokenizer.
-        over_long: what becomes of a text that is longer than the model reads.
-        deterministic: read each text alone.
-    """
-
     def __init__(self, encoder: Encoder, policy: HfTokenizer, over_long: OverLong, *, deterministic: bool) -> None:
         self._encoder = encoder
         self._policy = policy
@@ -184,7 +160,6 @@ class WholeReader(ABC):
         self._reader = Reader(encoder.tokenizer, encoder.limit, over_long)
 
     def finish(self, ended: Sequence[EndedRollout]) -> list[float | Drop]:
-        """Return the score of each rollout, or a ``Drop`` of one that is too long."""
         texts: dict[int, list[Features]] = {}
         drops: dict[int, Drop] = {}
         for each in ended:
@@ -217,16 +192,7 @@ class WholeReader(ABC):
 
 
 class WholeReward:
-    """A scorer that reads nothing until a rollout has ended, and then all of it at once.
-
-    Rollouts that end together are read together, in batches of similar length; so are rollouts that end while it works.
-
-    Args:
-        make: makes what scores them.
-        place: where that lives: any place.
-        policy: the policy's tokenizer.
-        prompt_column: the column of the data that holds the prompt.
-    """
+    """A scorer that reads each rollout at its end, those that end together, or while it works, in batches."""
 
     def __init__(self, make: Make[WholeReader], *, place: Hosting, policy: HfTokenizer, prompt_column: str) -> None:
         self._worker = place.host(make)
@@ -238,17 +204,14 @@ class WholeReward:
 
     @property
     def version(self) -> int:
-        """Always 0: the model is frozen."""
         return 0
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
-        """Check that the events follow one another."""
         del priority
         for event in events:
             self._sessions.receive(event)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> list[float | Drop]:
-        """Return each rollout's score, or a ``Drop``, and forget it."""
         for event in finished:
             self._sessions.whole(event.rollout, len(event.response))
         self._sessions.forget([event.rollout for event in finished])
@@ -269,8 +232,6 @@ class WholeReward:
 
 
 class ClassifierReader(WholeReader):
-    """A logit of a classifier; see :class:`ClassifierReward`."""
-
     def __init__(
         self, encoder: Encoder, policy: HfTokenizer, over_long: OverLong, *, form: Form, label: int, deterministic: bool
     ) -> None:
@@ -325,8 +286,6 @@ class ClassifierReward(WholeReward):
 
 
 class SimilarityReader(WholeReader):
-    """Cosine similarities of one text to others; see :class:`SimilarityReward`."""
-
     def _texts(self, ended: EndedRollout) -> Sequence[Rendered]:
         texts = (self._policy.decode(ended.tokens), *ended.wanted)
         return [Rendered(text, data=[(0, len(text))]) for text in texts]

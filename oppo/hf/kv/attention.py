@@ -84,7 +84,7 @@ def attends_eagerly(model: PreTrainedModel) -> bool:
 
 
 def kinds_of(model: PreTrainedModel) -> tuple[AttentionKind, ...]:
-    """The kinds of attention to try for ``model`` as it was loaded, the fastest first."""
+    """Return the kinds of attention to try for ``model`` as it was loaded, the fastest first."""
     if attends_eagerly(model):
         return ("eager",)
     if INDEXED in layer_kinds(model.config):  # transformers attends to what was picked under its own names only
@@ -135,7 +135,6 @@ def _implementation(model: PreTrainedModel) -> str | None:
 
 
 def window_of(config: PretrainedConfig) -> int | None:
-    """The sliding window in tokens; ``None`` without layers that have one."""
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
@@ -152,7 +151,7 @@ def layer_kinds(config: PretrainedConfig) -> tuple[str, ...]:
 
 
 class Masks:
-    """The attention masks of one model from each row's own positions, one for each kind of layer."""
+    """The attention masks of one model, from each row's own positions."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         text = model.config.get_text_config()
@@ -253,10 +252,9 @@ def _expanded(
 
 
 def segmented(lengths: Sequence[int], overhead: int) -> list[list[int]]:
-    """Return indices of ``lengths`` (tokens) in segments, the longest first; within a segment indices ascend.
+    """Return indices of ``lengths`` in segments, the longest first; each segment costs ``overhead``.
 
-    The result depends on the arguments alone, and so do the shapes of a decode step. ``overhead``: the fixed cost of a
-    segment, in tokens read.
+    Indices ascend within a segment. The result depends on the arguments alone, and so do the shapes of a decode step.
     """
     return [sorted(segment) for segment in cheapest_groups(lengths, range(len(lengths)), overhead=overhead)]
 
@@ -282,10 +280,7 @@ class Packed:
 
 @contextmanager
 def rows_apart(packed: Packed | None) -> Iterator[None]:
-    """Let the tokens of a pass attend to those of their own row only; the pass takes :func:`packed_mask` for its mask.
-
-    ``None``: rows are not packed.
-    """
+    """Let the tokens of a pass, which takes :func:`packed_mask` for its mask, attend to those of their own row only."""
     token = _packed.set(packed)
     try:
         yield
@@ -298,10 +293,7 @@ def packed_rows() -> Packed | None:
 
 
 def packs(model: PreTrainedModel, longest: int) -> bool:
-    """Return whether attention alone can tell packed rows apart, which have at most ``longest`` tokens.
-
-    On a CPU each row attends in a call of its own; on a GPU a kernel for rows of any length takes 16 bits.
-    """
+    """Whether attention alone can tell packed rows of at most ``longest`` tokens apart."""
     text, device = model.config.get_text_config(), model.device.type
     limits = (window_of(model.config), getattr(text, "attention_chunk_size", None))
     return (

@@ -43,11 +43,9 @@ SPARE = 1.125
 class KVRegion:
     """The part of a slab that one forward pass reads and writes.
 
-    Attributes:
-        slots: the slots read, one per batch row: a slice (read as a view) or int64 [n] (read as a copy).
-        end: columns ``0 .. end`` are read.
-        to_slots, to_columns: int64 [m], where each new token is written.
-        unpadded: int64 [m], which of the n * q padded positions are tokens; ``None`` when all are.
+    Columns ``0 .. end`` of ``slots`` are read: a slice as a view, int64 [n] as a copy. New tokens are written to
+    ``to_slots`` and ``to_columns``, int64 [m]; ``unpadded``: which of the n * q padded positions they are; ``None``:
+    all.
     """
 
     slots: slice | Tensor
@@ -79,11 +77,7 @@ class KVRegion:
 
 
 class Slots(ABC):
-    """Tensors with a slot for each sequence, the live ones at the front.
-
-    Attributes:
-        rows: the sequence in each live slot.
-    """
+    """Tensors with a slot for each sequence, the live ones at the front; ``rows``: the sequence in each live slot."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -156,16 +150,7 @@ class Slots(ABC):
 
 
 class Slab(Slots):
-    """The KV cache of all sequences of one length class.
-
-    Args:
-        longest: the longest sequence of the class.
-
-    Attributes:
-        longest: the same, rounded up to a multiple of :data:`ALIGNMENT`.
-        columns: allocated for each slot.
-        version: of the memory: another once tensors lie elsewhere.
-    """
+    """The KV cache of one length class; its ``version`` changes when tensors move."""
 
     def __init__(self, longest: int) -> None:
         super().__init__()
@@ -297,7 +282,7 @@ def sent(device: torch.device, *values: Sequence[int] | NDArray[np.int64] | Tens
 
 
 class KVView(NamedTuple):
-    """The KV cache of consecutive rows of a forward pass: a region of a slab."""
+    """The KV cache of consecutive rows of a forward pass."""
 
     slab: Slab
     region: KVRegion
@@ -307,12 +292,8 @@ class KVView(NamedTuple):
 class DecodeBatch:
     """Rows that decode together; valid until other rows are stepped, or any row is extended or forgotten.
 
-    Attributes:
-        rows: in the order of tokens and outputs.
-        members: the same rows, in the order of the batch.
-        views: of its segments, whose rows one after another form the batch.
-        positions: int64 [n], of the tokens to be read, in batch order.
-        picks: int64 [n], the index in ``rows`` of each row of the batch; ``None`` when the orders agree.
+    ``members``: the ``rows`` in the order of the batch, that of the segments' ``views`` one after another and of
+    ``positions``, int64 [n]. ``picks``: the index in ``rows`` of each, int64 [n]; ``None`` when the orders agree.
     """
 
     rows: list[int]
@@ -340,12 +321,7 @@ class DecodeBatch:
 
 
 class SlabLayer(CacheLayerMixin):
-    """The KV cache of one attention layer.
-
-    Attributes:
-        views: of the forward pass in progress, in the order of the batch. Several are returned as
-            :class:`~oppo.hf.kv.attention.Segments`.
-    """
+    """The KV cache of one attention layer; several ``views`` of a pass are returned as ``Segments``."""
 
     is_sliding = False
     supports_early_init = False

@@ -10,27 +10,20 @@ import torch
 
 
 def overhead_on(device: torch.device) -> int:
-    """Return the fixed cost of a pass over a model, in tokens; the same for a forward pass and for an update.
-
-    On a CPU the cost was fitted to small models, at 29 to 60 for updates and 30 to 80 for forward passes; larger models
-    compute more per token, so it is lower. On other devices kernel launches cost more tokens; 1024 is an estimate.
-    """
+    """Return the fixed cost of a pass over a model, in tokens."""
+    # Fitted to small models on a CPU, 29 to 60 for updates and 30 to 80 for forward passes; larger models compute more
+    # per token, so it is lower. Elsewhere kernel launches cost more tokens; 1024 is an estimate.
     return 64 if device.type == "cpu" else 1024
 
 
 def packed_row_on(device: torch.device) -> int:
-    """Return the fixed cost of a packed row, in tokens: on a CPU, where each attends in a call of its own.
-
-    It was fitted to small models, at 2 to 6.
-    """
+    """Return the fixed cost of a packed row, in tokens: on a CPU, where each attends in a call of its own."""
+    # Fitted to small models, at 2 to 6.
     return 6 if device.type == "cpu" else 0
 
 
 def filled(sizes: Sequence[int], budget: float) -> Iterator[list[int]]:
-    """Yield the indices of ``sizes`` in groups of at most ``budget`` in all, the largest first.
-
-    A size above the budget is a group of its own.
-    """
+    """Yield the indices of ``sizes`` in groups of at most ``budget`` in all, or of one size, the largest first."""
     group, size = list[int](), 0
     for at in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
         if group and size + sizes[at] > budget:
@@ -51,15 +44,8 @@ def cheapest_groups(
 ) -> list[list[int]]:
     """Return ``rows`` in the groups of least total cost: a group costs its padded tokens and ``overhead``.
 
-    The rows of a group are neighbours by length. The group of the longest comes first, so that a budget that is too
-    large for the device fails at once. A row longer than the budget is a group of its own.
-
-    Args:
-        lengths: of all rows, in tokens.
-        rows: those to group.
-        overhead: fixed cost of a group, in tokens.
-        budget: upper bound on the tokens of a group, padding included.
-        counts: multiplicity of each of all rows; 1 by default.
+    A group has neighbours by length, the longest first: a ``budget`` of padded tokens too large for the device then
+    fails at once. A longer row is a group of its own. ``counts``: multiplicity of each of all rows.
     """
     order = sorted(rows, key=lambda row: (-lengths[row], row))
     widths = np.array([lengths[row] for row in order], np.float64)

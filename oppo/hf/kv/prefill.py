@@ -33,23 +33,14 @@ TOKENS_PER_PASS = 4096
 
 @dataclass(slots=True, eq=False)
 class ReadState(RolloutSession):
-    """One rollout while it grows.
+    """One rollout while it grows."""
 
-    Attributes:
-        read: tokens that the model has read.
-        unread: int64 [received - read].
-        support: of the unread tokens, if outputs predict tokens: the ids that each was sampled from.
-        kept: what the scorer kept of each span.
-        steps: which of the tokens that were kept end a step, bool [n] on the CPU, for scorers of steps.
-        tail: [1, D], the output at the last position read, for scorers that need it with the next token.
-    """
-
-    read: int = 0
+    read: int = 0  # tokens that the model has read
     unread: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    support: Support = UNTRUNCATED
-    kept: list[Tensor] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
-    tail: Tensor | None = None
+    support: Support = UNTRUNCATED  # of the unread tokens, if outputs predict tokens
+    kept: list[Tensor] = field(default_factory=list)  # of each span
+    steps: list[Tensor] = field(default_factory=list)  # which of the kept tokens end a step, bool [n] on the CPU
+    tail: Tensor | None = None  # [1, D], the output at the last position read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,16 +67,11 @@ class TokenSpan:
 
 
 class IncrementalPrefill:
-    """Reads rollouts with one model and hands the outputs to a scorer.
+    """Reads rollouts with one model.
 
-    Args:
-        reader: of the model; of :class:`WholeRows` each rollout is read when it is finished, in one span.
-        name: of the model, for errors.
-        vocabulary: upper bound of token ids.
-        keep: called with the spans of a pass and the outputs of each, [k, D] at its last k positions: all of them, or,
-            with ``predictive``, those that predict the response.
-        deterministic: read each rollout alone, on the grid.
-        predictive: outputs are asked for where they predict the response only; supports of tokens are kept.
+    ``keep`` gets the spans of a pass, and their outputs [k, D] at the last k positions: all or, with ``predictive``,
+    those that predict the response. With ``deterministic`` each rollout is read alone, on the grid. With
+    :class:`WholeRows` each is read when it is finished, in one span.
     """
 
     def __init__(
@@ -111,7 +97,6 @@ class IncrementalPrefill:
         )
 
     def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
-        """Receive the tokens of ``events`` and read them; with ``deterministic``, the whole blocks."""
         grown = {event.rollout: self._received(event) for event in events}
         self._advance(list(grown.values()), final=False)
 

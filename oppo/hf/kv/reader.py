@@ -55,31 +55,16 @@ SHORTEST_CLASS = 64
 class Incremental:
     """A causal model with a cache in which every row has its own length; rows are named by ints.
 
-    One thread makes all calls. The model is put into evaluation mode once, at construction.
+    One thread makes all calls.
 
     Args:
         model: a causal LM (the outputs are logits) or a backbone (last hidden states).
-        classes: the shortest length classes of rows read in chunks; longer ones follow by doubling, up to
-            ``max_length``. With one class of that length all rows share a slab.
+        classes: the shortest length classes of rows read in chunks; longer ones follow by doubling.
         head: applied to the outputs [n, q, D], for example a reward model's score layer.
         ordered: keep the rows of a step in the order of the call. Kernels treat the last rows of an odd batch
             differently, so without it the bits of a step depend on which rows came and went before. With it they
             depend on the rows of the step, and on the lengths at which these rows were first stepped together; rows
             are copied when one leaves.
-
-    Attributes:
-        max_length: the longest sequence of a row, in tokens (:func:`~oppo.hf.introspection.longest`).
-        routes: records the experts of each token read; ``None``, unless set: nothing does.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        ...                      num_attention_heads=2)
-        >>> reader = Incremental(LlamaForCausalLM(config))
-        >>> [tuple(out.shape) for out in reader.extend([7, 9], [torch.tensor([1, 2, 3]), torch.tensor([4])])]
-        [(3, 32), (1, 32)]
-        >>> tuple(reader.step([9, 7], torch.tensor([5, 6])).shape), reader.length(9)
-        ((2, 32), 2)
     """
 
     def __init__(
@@ -140,16 +125,11 @@ class Incremental:
     def extend(
         self, rows: Sequence[int], tokens: Sequence[Tensor], *, last: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """Append ``tokens[i]``, int64 [n_i] with n_i >= 1, to ``rows[i]``; return the outputs at the new positions.
+        """Append ``tokens[i]``, int64 [n_i] with n_i >= 1, to ``rows[i]``.
 
-        A row extended alone gives the same bits for the same length and tokens, whatever other rows the cache holds.
-        Keys and values of rows that are not adjacent in their slab are copied, at a small cost beside the chunk's own.
-
-        Args:
-            last: k_i of 1 .. n_i: return the outputs at the last k_i new positions; ``None``: at all.
-
-        Returns:
-            For each row [k_i, D].
+        Return the outputs [k_i, D] at the last k_i. A row extended alone gives the same bits for the same length and
+        tokens, whatever other rows the cache holds. Keys and values of rows that are not adjacent in their slab are
+        copied, at a small cost beside the chunk's own.
         """
         if self._states is not None and self._pads is None:
             self._make_states(self._states)
@@ -212,8 +192,8 @@ class Incremental:
     def rewind(self, row: int, length: int) -> int:
         """Keep the first ``length`` tokens of a row, which holds at least so many; return how many stay.
 
-        Others may follow those that stay. Keys and values of what was taken back stay in memory, behind the mask, until
-        others are written over them. A model with recurrent or convolution states keeps all tokens or none.
+        Keys and values of what was taken back stay in memory, behind the mask, until others are written over them. A
+        model with recurrent or convolution states keeps all tokens or none.
         """
         if length >= self.length(row):
             return self.length(row)
@@ -503,8 +483,7 @@ def _class_lengths(shortest: Sequence[int], longest: int) -> list[int]:
 class WholeRows:
     """A causal model that reads each row once and whole, since it cannot continue a sequence; it keeps nothing.
 
-    Rows are padded on the right, without a mask: no token attends to those behind it. Arguments are those of
-    :class:`Incremental`.
+    Rows are padded on the right, without a mask: no token attends to those behind it.
     """
 
     def __init__(self, model: PreTrainedModel, *, head: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -558,5 +537,4 @@ Reader: TypeAlias = Incremental | WholeRows
 
 
 def reader_of(model: PreTrainedModel, *, head: Callable[[Tensor], Tensor] | None = None) -> Reader:
-    """Return what reads with ``model``: in pieces or, where the probe found that it cannot, whole sequences."""
     return WholeRows(model, head=head) if only_whole(model) else Incremental(model, head=head)

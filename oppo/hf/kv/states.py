@@ -95,7 +95,7 @@ class StateSlots(Slots):
             self._lent, self.pads = {}, None
 
     def has(self, key: StateKey) -> bool:
-        """Return whether sequences have this state: not before the first pass."""
+        """Whether sequences have this state: not before the first pass."""
         return key in self._states
 
     def lend(self, key: StateKey) -> Tensor | None:
@@ -228,14 +228,11 @@ class RowCache(Cache):
 
 
 class Gates:
-    """The gates of a model's recurrent layers, which are neutral at padding.
+    """The gates of a model's recurrent ``layers``, as far as they are recognised, which are neutral at padding.
 
     transformers clamps the time step of some layers in a chunk and not in a single step. Here it is always clamped, and
     before padding is made neutral, which a clamp would undo. Hooks stay on the model, which several readers may share,
     and act on the passes of their readers only, each in a thread.
-
-    Attributes:
-        layers: number of recurrent layers whose gates are recognised.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -45,26 +45,16 @@ from oppo.turns import StopCriteria
 
 @dataclass(slots=True, eq=False)
 class DecodeRow:
-    """A rollout in the decode loop.
+    """A rollout in the decode loop."""
 
-    Attributes:
-        key: the row's name in the cache and in decode steps.
-        limit: length in tokens at which the response ends with reason ``length``.
-        tokens: the response so far; the model has yet to read the last one.
-        turns: whether a token that would end the response ends a turn.
-        reason: why the response, or a turn of it, has ended; ``None`` while it continues.
-        routed: number of first positions whose routed experts its tokens have.
-        closed: its reader has closed it; the row leaves at the next decode step.
-    """
-
-    key: int
+    key: int  # in the cache and in decode steps
     prompt: Prompt
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    turns: bool = False
-    reason: FinishReason | None = None
-    routed: int = 0
-    closed: bool = False
+    limit: int  # length in tokens at which the response ends
+    tokens: list[int] = field(default_factory=list)  # the model has yet to read the last one
+    turns: bool = False  # whether a token that would end the response ends a turn
+    reason: FinishReason | None = None  # of the end of the response, or of a turn
+    routed: int = 0  # number of first positions whose routed experts its tokens have
+    closed: bool = False  # by its reader; the row leaves at the next decode step
 
     @property
     def waits(self) -> bool:
@@ -89,14 +79,8 @@ Deliver: TypeAlias = Callable[[DecodeStep], None]
 class Decoder:
     """Decodes rows with one model, one token of each at a time.
 
-    Args:
-        model: a causal LM.
-        sampling: how tokens are sampled.
-        deterministic: prefill so that a row's bits depend on no other row, and keep rows in admission order.
-        prefill_tokens: tokens, padding included, that are prefilled between two decode steps.
-        decode: returns the text of tokens, for stop strings.
-        counters: continued; new ones unless given.
-        routed_experts: give each token the experts of the model, a mixture.
+    Between two steps it prefills ``prefill_tokens`` at most. ``deterministic``: prefill so that a row's bits depend on
+    no other row, and keep rows in admission order.
     """
 
     def __init__(
@@ -227,9 +211,6 @@ class ChunkedPrefill:
     A portion is a rectangle of at most ``budget`` tokens: as many whole rows of similar length as fit, or a piece of
     one that does not fit. It is read in the passes that cost least. With ``deterministic`` a portion holds all rows,
     and each is read alone, in blocks on an absolute grid.
-
-    Attributes:
-        tokens: read so far.
     """
 
     def __init__(self, reader: Incremental, rows: Iterable[DecodeRow], *, budget: int, deterministic: bool) -> None:
@@ -299,12 +280,7 @@ DecoderOver: TypeAlias = Callable[[PreTrainedModel], Decoder]
 
 
 class PolicyCore:
-    """Synchronous; :class:`oppo.hf.serve.policy.HfPolicy` is its handle on the event loop.
-
-    Args:
-        decoder: decodes the rows.
-        recompute: whether paused rows read their tokens again after weights were loaded.
-    """
+    """Synchronous; :class:`oppo.hf.serve.policy.HfPolicy` is its handle on the event loop."""
 
     def __init__(self, decoder: Decoder, recompute: bool) -> None:
         self.counters = decoder.counters
@@ -323,12 +299,9 @@ class PolicyCore:
     ) -> None:
         """Decode rows until each has ended, ``cut`` returns true or ``signals`` stop the loop; the rest is paused.
 
-        Args:
-            new: rows that are unknown here so far.
-            given: by the keys of the rows to decode, which the signals number in this order: the tokens that a row
-                reads before it goes on after a turn; none for a row that simply goes on.
-            cut: called with the rollouts that ended in one decode step.
-            deliver: called with each decode step, after ``cut``.
+        ``new`` rows are unknown here so far. ``given``, by the keys of the rows to decode, which the signals number in
+        this order: the tokens that a row reads before it goes on after a turn. ``deliver`` is called with each step,
+        after ``cut``.
         """
         self.refresh()
         self._rows.update({row.key: row for row in new})
@@ -374,15 +347,7 @@ _RAISED = b"\1"
 
 
 class Counters(Counts):
-    """Counts of a decoder's work so far: written where it decodes, readable anywhere while it does.
-
-    Attributes:
-        decode_steps: made.
-        tokens: sampled.
-        prefilled: tokens read before their rows could be decoded.
-        version: of the weights in use.
-        loads: how often weights were loaded.
-    """
+    """Counts of a decoder's work so far: written where it decodes, readable anywhere while it does."""
 
     memory: ClassVar = Gauge
     decode_steps: int
@@ -394,11 +359,7 @@ class Counters(Counts):
 
 
 class Signals:
-    """Flags that a decode loop looks at between two decode steps.
-
-    Args:
-        block: one byte that stops the loop, then one for each row that makes the loop drop the row.
-    """
+    """Flags that a decode loop looks at between two steps: a byte that stops it, and one that drops each row."""
 
     def __init__(self, block: Notice) -> None:
         self._block = block

@@ -26,12 +26,10 @@ _NUCLEUS = 1024
 
 
 class Drawn(NamedTuple):
-    """What :func:`draw` drew, on the device of the logits.
+    """Tokens, int64 [n], and log-probs, on the device of the logits.
 
-    Attributes:
-        tokens, logprobs: int64 [n] and float32 [n].
-        kept: int64 [n, k], the ids that ``top_k`` and ``top_p`` kept of each row, and -1; ``None`` without truncation.
-        barred: the support of the tokens if only ends that come too early were left out.
+    ``kept``: int64 [n, k], the ids that ``top_k`` and ``top_p`` kept of each row, and -1; ``None`` without truncation.
+    ``barred``: the support of the tokens if only ends that come too early were left out.
     """
 
     tokens: Tensor
@@ -50,16 +48,11 @@ class Drawn(NamedTuple):
 
 
 def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Sequence[int] = ()) -> Drawn:
-    """Return the tokens sampled from ``logits`` with ``noise``, their log-probs and their support.
+    """Return the tokens sampled from ``logits`` [n, V] with ``noise``, their log-probs and their support, in float32.
 
-    A log-prob is of the distribution that the token was sampled from: at the sampling temperature (1 when greedy),
-    truncated and renormalised.
-
-    Args:
-        logits: [n, V], of any floating type; the arithmetic is float32.
-        noise: float32 [n, V], standard Gumbel; ``None`` only when the temperature is 0.
-        sampling: temperature, then ``top_k``, then ``top_p``, as in transformers' ``generate``.
-        too_short: indices of the rows that must not end yet: they get no token of ``sampling.stop``.
+    A log-prob is of the distribution that the token was sampled from: at the sampling temperature (1 when greedy), then
+    ``top_k``, then ``top_p``, as in transformers' ``generate``. Rows that are ``too_short`` get no token of
+    ``sampling.stop``.
     """
     logits = logits.float()
     if sampling.temperature == 0:
@@ -144,12 +137,8 @@ _MIX32 = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32))
 def gumbel(seed: int, admission: Tensor, sample: Tensor, position: Tensor, vocabulary: int) -> Tensor:
     """Return standard Gumbel noise, float32 [n, vocabulary], that depends only on the arguments of its row.
 
-    Integer arithmetic up to the last two logarithms: the 31 random bits of an entry are the same on every device.
-
-    Args:
-        seed: any integer; its low 64 bits count.
-        admission, sample, position: int64 [n], of the token to be sampled.
-        vocabulary: entries per row; a longer row begins with the shorter one.
+    Integer arithmetic up to the last two logarithms: the 31 random bits of an entry are the same on every device. A
+    longer row begins with the shorter one; of the seed the low 64 bits count.
     """
     key = torch.full_like(admission, _signed(seed, 64))
     for word in (admission, sample, position):
@@ -164,11 +153,7 @@ def gumbel(seed: int, admission: Tensor, sample: Tensor, position: Tensor, vocab
 
 
 class Noise:
-    """Returns the noise of :func:`gumbel`, bit for bit, made for several positions ahead.
-
-    Args:
-        seed: keys the noise.
-    """
+    """Returns the noise of :func:`gumbel`, bit for bit, made for several positions ahead."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

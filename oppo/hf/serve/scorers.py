@@ -45,12 +45,8 @@ from oppo.scorers import Growth, ScorerCapabilities
 class ScorerInput:
     """Events for a scorer, in order within each rollout.
 
-    Pickled, they are reduced to what a scorer reads of them, token ids. The log-probs and versions of a chunk arrive as
-    0, and of a prompt's columns only the ones that are named.
-
-    Attributes:
-        supports: whether the supports of tokens cross.
-        columns: the columns of prompts that cross.
+    Pickled, they are reduced to token ids, supports if asked for, and the ``columns`` of prompts that are named; the
+    log-probs and versions of a chunk arrive as 0.
     """
 
     events: Sequence[Growth]
@@ -95,14 +91,7 @@ T = TypeVar("T")
 
 
 class ScorerWorker(ABC, Generic[T]):
-    """Reads rollouts as they grow, and keeps of each span what the scorer's result needs.
-
-    Args:
-        model: whose weights are loaded.
-        reader: reads with it, or with its backbone and score layer.
-        deterministic: read each rollout alone, on the grid.
-        predictive: see :class:`~oppo.hf.kv.prefill.IncrementalPrefill`.
-    """
+    """Reads rollouts as they grow, and keeps of each span what the scorer's result needs."""
 
     def __init__(
         self, model: PreTrainedModel, reader: Reader, *, deterministic: bool, predictive: bool = False
@@ -289,13 +278,7 @@ def read_back(states: Sequence[ReadState]) -> list[Any]:
 
 
 class StreamedScorer(Generic[T]):
-    """A scorer that reads rollouts as they grow, in the place of its worker.
-
-    Args:
-        make: makes the worker, which reads them, see :func:`oppo.hf.recipe.worker_maker`.
-        place: where the worker lives.
-        supports: whether the worker needs the supports of tokens.
-    """
+    """A scorer that reads rollouts as they grow, in the place of its worker."""
 
     def __init__(self, make: Make[ScorerWorker[T]], place: Hosting, *, supports: bool = False) -> None:
         self._worker = place.host(make)

@@ -60,7 +60,7 @@ def shares_trunk(actor: PreTrainedModel, critic: PreTrainedModel) -> bool:
 def recompute(model: PreTrainedModel, every: int = 1) -> None:
     """Make every ``every``-th layer keep only its input, and run again in the backward pass (Chen et al. 2016).
 
-    The layers' forward must be free of randomness: dropout is off in every model here. The model is changed in place.
+    The layers' forward must be free of randomness: dropout is off in every model here.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -219,14 +219,9 @@ def _require_value_head(critic: PreTrainedModel) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorCriticRecipe:
-    """How an actor, and its critic if it has one, are loaded for a rank on another machine.
+    """How an actor and its critic, by recipe or a head on the actor's trunk, are loaded for a rank on another machine.
 
     The rank is sent the trained weights by rank 0, so a head that was new need not be the same.
-
-    Attributes:
-        actor: of kind ``causal``.
-        critic: of kind ``scalar``; ``None`` without a critic, or with one on the actor's trunk.
-        shared_trunk: the critic is a head on the actor's trunk, see :func:`oppo.hf.value_model_on`.
     """
 
     actor: ModelRecipe

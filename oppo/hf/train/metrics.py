@@ -60,7 +60,6 @@ class StalenessMetrics:
             self._mismatch.append(torch.stack([total.double() for total in sums]))
 
     def sum_over(self, team: Team) -> None:
-        """Add what the other ranks have measured; a rank that was idle has measured nothing itself."""
         self._by_class = [team.sum(_sum(self._by_class, torch.zeros(2, len(STALENESS), dtype=torch.int64)))]
         self._mismatch = [team.sum(_sum(self._mismatch, torch.zeros(8, dtype=torch.float64)))]
         self._clips = bool(team.sum(torch.tensor(int(self._clips))))
@@ -128,7 +127,7 @@ class UpdateMetrics:
         self.tokens += part.ids.numel()
 
     def sum_over(self, team: Team) -> None:
-        """Add the work and the tokens of the other ranks; minibatches, norms and rollouts are the same in all."""
+        # Minibatches, norms and rollouts are the same in all ranks.
         work = torch.tensor([self.micro_batches, self.padding, self.tokens])
         self.micro_batches, self.padding, self.tokens = team.sum(work).tolist()
         self.staleness.sum_over(team)

@@ -21,21 +21,7 @@ from oppo.training import TrainerSettings
 
 
 class MasterWeights:
-    """The parameters that an optimizer steps on: float32 copies of those with fewer bits, the others themselves.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-        >>> masters = MasterWeights([weight])
-        >>> optimizer = torch.optim.SGD([masters.of(weight)], lr=1e-3)
-        >>> for _ in range(4):
-        ...     weight.grad = torch.ones_like(weight)
-        ...     masters.collect()
-        ...     optimizer.step()
-        ...     optimizer.zero_grad()
-        ...     masters.write_back()
-        >>> round(masters.of(weight).item(), 4), weight.item()
-        (0.996, 0.99609375)
-    """
+    """The parameters that an optimizer steps on: float32 copies of those with fewer bits, the others themselves."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._copies = {

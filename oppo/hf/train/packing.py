@@ -105,8 +105,8 @@ def micro_batches(
 ) -> Iterator[list[int]]:
     """Yield the rows of ``units`` in groups, each of them one forward pass on ``device``, the longest first.
 
-    A pass has at most ``budget`` tokens, padding included; a longer unit gets a pass of its own. ``None``: as many as
-    suit the device, whatever its memory.
+    A pass has at most ``budget`` tokens, padding included, ``None``: as many as suit the device; a longer unit gets a
+    pass of its own.
     """
     if budget is None:
         budget = CPU_TOKENS if device.type == "cpu" else GPU_TOKENS

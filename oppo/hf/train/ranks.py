@@ -94,10 +94,7 @@ class Alone:
 
 
 class Ranked:
-    """Processes that have met by ``torch.distributed``, gloo for tensors of a CPU and NCCL for those of GPUs.
-
-    ``meeting``: an ``init_method`` of ``torch.distributed.init_process_group``.
-    """
+    """Processes that have met by ``torch.distributed``, gloo for tensors of a CPU and NCCL for those of GPUs."""
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
         for name in _LAUNCHER & os.environ.keys():
@@ -255,12 +252,7 @@ def _shards(models: nn.Module) -> Iterator[FSDPModule]:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """How the ranks of a trainer have its models.
-
-    Attributes:
-        shard, devices, recipe: see :class:`oppo.hf.HfTrainer`.
-        loaded: this rank has loaded the models, which compute for it alone, and is sent the trained weights.
-    """
+    """How the ranks of a trainer have its models; ``loaded``: this rank's, which is sent the trained weights."""
 
     shard: bool = True
     devices: Sequence[torch.device] = ()

@@ -83,7 +83,7 @@ class PartialGradient:
         return rollout in self._rows
 
     def is_of(self, batch: Batch, version: int) -> bool:
-        """Return whether it is finite, of these weights, and of rows that are all in ``batch``, as they are there."""
+        """Whether it is finite, of these weights, and of rows that are all in ``batch``, as they are there."""
         at = {rollout: row for row, rollout in enumerate(batch.rollouts)}
         known, shares = self._rows.items(), batch.shares()
         return (
@@ -113,7 +113,7 @@ def _alike(one: Batch, row: int, other: Batch, at: int) -> bool:
 
 
 class HfTrainerCore:
-    """Trains an actor, and its critic if it has one, as :class:`oppo.placement.trainer.TrainerCore` says.
+    """Trains an actor, and its critic if it has one.
 
     Several processes that :meth:`join` train together: the first keeps the weights and counts that the others have
     copies or shards of.

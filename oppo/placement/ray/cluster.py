@@ -136,7 +136,7 @@ def _handlers_kept() -> Iterator[None]:
 
 
 def listed(amounts: Mapping[str, float]) -> str:
-    """Return amounts by name, in words.
+    """Return amounts by name as text.
 
     Example:
         >>> listed({"CPU": 2.0, "GPU": 0.5})

@@ -21,7 +21,7 @@ from oppo.declared import require_whole
 from oppo.errors import ModelError, one_line
 from oppo.log import logger
 from oppo.placement.place import Make
-from oppo.placement.process import Child, ChildProcess, Gone, Process, Setup, Start
+from oppo.placement.process import KILLED, Child, ChildProcess, Gone, Process, Setup, Start
 from oppo.placement.ranks import RankedChild, listen
 from oppo.placement.ray.cluster import ONE_CORE, Cluster, Room
 from oppo.placement.ray.servant import GROUPS, Answered, Arrival, Copy, Gauges, Servant, versions
@@ -74,9 +74,8 @@ class ActorStart:
     """Starts a child (:data:`oppo.placement.process.Start`) as an actor.
 
     Attributes:
-        room: what it takes of its machine.
         strategy: where Ray puts it, one of its scheduling strategies.
-        patience: seconds that it may wait for that room.
+        patience: seconds that it may wait for room.
     """
 
     cluster: Cluster
@@ -102,15 +101,9 @@ class ActorStart:
 
 
 class RayChild(Child):
-    """An actor; the constructor asks for it without waiting.
+    """An actor; the constructor asks for it without waiting."""
 
-    Ray neither restarts it nor repeats a call: the supervisor of children does both. It ends with this process.
-
-    Args:
-        name: in errors.
-        setup: called once in the actor before anything else.
-        start: how it is started.
-    """
+    # Ray neither restarts it nor repeats a call: the supervisor of children does both.
 
     def __init__(self, name: str, setup: Setup, start: ActorStart) -> None:
         super().__init__()
@@ -125,12 +118,10 @@ class RayChild(Child):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The number of the process on its machine; 0 before it has started."""
         return (0 if self._arrival is None else self._arrival.pid,)
 
     @property
     def address(self) -> str:
-        """The address of its machine; empty before it has started."""
         return "" if self._arrival is None else self._arrival.address
 
     @property
@@ -138,7 +129,6 @@ class RayChild(Child):
         return "not started yet" if self._arrival is None else f"pid {self._arrival.pid} on {self.address}"
 
     def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
-        """Return the order to make an instance from what another machine has."""
         packet = pack_with_blocks(Create(number, make.remote() if isinstance(make, MakesRemotely) else make))
         if not all(isinstance(block, Gauge) for block in packet.blocks):
             raise ModelError(
@@ -148,12 +138,11 @@ class RayChild(Child):
         return [packet]
 
     def packed_load(self, call: Call) -> Packet:
-        """Return a call whose weights lie in the object store, as long as it is held."""
+        # The weights lie in the object store as long as the call is held.
         packet = pack_with_bulk(call)
         return packet._replace(bulk=[self._how.cluster.put(part) for part in packet.bulk])
 
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
-        """Send an order and return its answer; see :meth:`Child.ask`. Its times are on the clock of this machine."""
         if not all(isinstance(block, Mirrored) for block in packet.blocks):
             raise ModelError("memory is not shared between machines")
         self._await_arrival()
@@ -293,6 +282,8 @@ class RayChild(Child):
         except RayTaskError as error:
             raise self._unable(error) from error
         except RayError as error:
+            if self._killed:
+                raise Gone(KILLED) from None
             if isinstance(error, ActorDiedError) and error.actor_init_failed:
                 raise self._unable(error) from error
             found = _WHY.search(str(error))
@@ -309,14 +300,8 @@ class RayChild(Child):
 
 
 def on_this_clock(outcome: Outcome, sent: float, received: float) -> Outcome:
-    """Return an outcome of another machine with its times on this one's clock.
-
-    As in the network time protocol, an order and its answer are taken to be equally long under way.
-
-    Args:
-        outcome: begun and ended there.
-        sent, received: when the order was sent and its answer received, on this machine's clock.
-    """
+    """Return an outcome of another machine with its times on this one's clock, of an order ``sent`` from here."""
+    # As in the network time protocol, an order and its answer are taken to be equally long under way.
     ahead = (outcome.start + outcome.end - sent - received) / 2
     return replace(outcome, start=outcome.start - ahead, end=outcome.end - ahead)
 
@@ -428,7 +413,7 @@ class RayRanks(Process):
 
 
 class _PortMeeting:
-    """Ranks of several machines meet at a port of rank 0's; implements :class:`oppo.placement.ranks.Meeting`."""
+    """Ranks of several machines meet at a port of rank 0's."""
 
     def __init__(self, cluster: Cluster, bundles: PlacementGroup) -> None:
         self._cluster = cluster

@@ -25,12 +25,7 @@ from oppo.placement.worker import Requests, answer
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What an actor tells of itself when it has started.
-
-    Attributes:
-        address: of its machine in the cluster.
-        versions: of what must be the same there and here.
-    """
+    """Where an actor has started; ``versions``: of what must be the same there and here."""
 
     pid: int
     address: str
@@ -38,7 +33,6 @@ class Arrival:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what pickles messages, and of what they name."""
     return {"Python": platform.python_version(), **{name: version(name) for name in ("oppo", "numpy")}}
 
 
@@ -61,7 +55,7 @@ LINGER: Final = 0.005
 
 
 class Conversation:
-    """The requests of one call, and what comes to it; implements :class:`oppo.placement.worker.Line`."""
+    """The requests of one call, and the replies and notices for it."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
@@ -94,11 +88,7 @@ class Conversation:
             self._news.notify_all()
 
     def fetch(self, patience: float) -> tuple[list[bytes], bool]:
-        """Return the requests that were not fetched before, and whether there will be no more.
-
-        Args:
-            patience: seconds in which one of the two should happen.
-        """
+        """Return new requests, and whether there will be no more; wait ``patience`` seconds for either."""
         with self._news:
             self._news.wait_for(lambda: self._requests or self._over, patience)
             if self._requests:

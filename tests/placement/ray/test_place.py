@@ -115,7 +115,7 @@ async def test_aborting_ends_a_call_in_progress(cluster: Cluster) -> None:
         async with anyio.create_task_group() as tasks:
 
             async def wait() -> None:
-                with pytest.raises(ModelLost, match="while it did 'sleep' for 'total'"):
+                with pytest.raises(ModelLost, match="was killed by this process while it did 'sleep' for 'total'"):
                     await total.call("sleep", sleep, 600.0)
 
             tasks.start_soon(wait)
