@@ -318,8 +318,7 @@ class Generate:
 
                     def read(rollout: InFlightRollout) -> None:
                         number = rollout.prompt.rollout
-                        reader = partial(self._read, rollout, size, out, round_)
-                        readers.start_soon(reader, name=f"read rollout {number}")
+                        readers.start_soon(self._read, rollout, size, out, round_, name=f"read rollout {number}")
                         if self._conversations is not None:
                             name = f"converse in rollout {number}"
                             conversations.start_soon(self._conversations.converse, rollout, step, name=name)

@@ -96,15 +96,6 @@ _LOST: Final = -1
 """The version of a session that the scorer has lost."""
 
 
-@dataclass(slots=True, eq=False)
-class ReadRollout(RolloutSession):
-    """A scorer's session, as its stage knows it."""
-
-    # |events| are kept for a scorer that follows the trainer, which reads them again if the rollout is deferred.
-
-    events: list[Growth] = field(default_factory=list)
-
-
 @dataclass(eq=False)
 class Score(Generic[T]):
     """Streams rollouts into a scorer as they grow and sends its value of each when it is complete.
@@ -137,7 +128,9 @@ class Score(Generic[T]):
     scorer: Scorer[T | Drop]
     after: str = ""
     _prioritised: PrioritisedScorer[T | Drop] = field(init=False, repr=False)
-    _sessions: dict[int, ReadRollout] = field(default_factory=dict, init=False, repr=False)
+    _sessions: dict[int, RolloutSession] = field(default_factory=dict, init=False, repr=False)
+    _kept: dict[int, list[Growth]] = field(default_factory=dict, init=False, repr=False)
+    """What sessions of a scorer that follows the trainer read or, of older weights, passed over; by rollout."""
     _deferred: list[Growth] = field(default_factory=list, init=False, repr=False)
     _seconds_per_token: float = field(default=0.0, init=False, repr=False)
     """Of the fastest call, inflated by the slice's ``rise`` for each call since; 0 before the first call."""
@@ -215,9 +208,9 @@ class Score(Generic[T]):
         closed: list[Drop | Defer] = [*dropped]
         closed += [event for event in deferred if event.restart or self._following]
         for event in closed:
-            unread, session = backlog.take_unread(event.rollout), self._sessions.get(event.rollout)
+            unread = backlog.take_unread(event.rollout)
             if isinstance(event, Defer) and not event.restart:
-                self._deferred += [*(session.events if session else []), *unread]
+                self._deferred += [*self._kept.get(event.rollout, ()), *unread]
         await self._forget(sorted(event.rollout for event in closed), IN_ORDER)
 
     async def _read_ahead(self, backlog: Backlog, step: Step) -> None:
@@ -248,6 +241,7 @@ class Score(Generic[T]):
             step.note(Extras(extras))
         for event in finished:
             del self._sessions[event.rollout]
+            self._kept.pop(event.rollout, None)
         return [
             replace(value, rollout=event.rollout)
             if isinstance(value, Drop)
@@ -270,8 +264,8 @@ class Score(Generic[T]):
             with self._sessions_may_be_lost():
                 await self._extend(accepted, step, priority)
         for event in events if self._following is not None else ():
-            if session := self._sessions.get(event.rollout):
-                session.events.append(event)
+            if event.rollout in self._sessions:
+                self._kept.setdefault(event.rollout, []).append(event)
 
     async def _extend(self, accepted: Sequence[Growth], step: Step, priority: Priority) -> None:
         start = anyio.current_time()
@@ -289,7 +283,8 @@ class Score(Generic[T]):
 
     def _accepts(self, event: Growth, version: int) -> bool:
         if isinstance(event, Prompt):
-            self._sessions[event.rollout] = ReadRollout(event.rollout, len(event.tokens), version)
+            self._sessions[event.rollout] = RolloutSession(event.rollout, len(event.tokens), version)
+            self._kept.pop(event.rollout, None)
             return True
         session = self._sessions.get(event.rollout)
         return session is not None and session.version == version
@@ -309,6 +304,8 @@ class Score(Generic[T]):
 
     async def _forget(self, rollouts: Sequence[int], priority: Priority) -> None:
         known = [rollout for rollout in rollouts if self._sessions.pop(rollout, None)]
+        for rollout in known:
+            self._kept.pop(rollout, None)
         if known:
             with noted(f"while forgetting rollouts {known}"), self._sessions_may_be_lost():
                 await self._prioritised.forget(known, priority=priority)
