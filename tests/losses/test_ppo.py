@@ -36,7 +36,7 @@ from oppo.losses import (
 )
 from oppo.returns import Correction, KLEstimator, kl_estimate
 from oppo.training import Surrogate
-from tests.test_correction import EVERY
+from tests.test_returns import EVERY
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "ppo.json").read_text(encoding="utf-8"))["loss"]
 CLIP = 0.2
