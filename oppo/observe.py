@@ -85,7 +85,7 @@ def silent(report: object) -> None:
 
 
 class Reporter:
-    """Tells of the work of a model that lives in no place, as a place tells of its calls.
+    """Reports the work of a model that lives in no place, as a place reports its calls.
 
     Args:
         track: of its spans.

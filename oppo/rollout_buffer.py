@@ -64,7 +64,7 @@ class DecodeEngine(Protocol[R]):
         """Let a rollout go on after its turn with ``pop_answer()``, or end if it is ``ending``."""
 
     async def discard(self, rollout: RolloutBuffer[R]) -> None:
-        """Free what is held of a rollout that its reader has closed."""
+        """Free the memory of a rollout that its reader has closed."""
 
 
 class DecodedToken(NamedTuple):

@@ -207,7 +207,7 @@ class ScorerPace:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Predicts the seconds of a step from those of its phases.
+    """Predicts the seconds of a step from the seconds of its phases.
 
     Without lookahead they are ``max(decode + tail, busy) + rest``, with the slowest scorer's tail and busy. With a
     lookahead of n, n + 1 steps are alive and each phase has one of them at a time, so a step takes::

@@ -64,7 +64,7 @@ class ClippedLoss:
     distill: NonNegative = 0.0
     distill_beta: Fraction = 1.0
     of_rows: ClassVar[bool] = False
-    """Whether the ratio is that of a whole row, the geometric mean of its tokens'."""
+    """Whether the ratio is a whole row's, the geometric mean over its tokens."""
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
@@ -204,7 +204,7 @@ def importance_weights(correction: Correction, inputs: Inputs, *, of_rows: bool 
     Args:
         correction: of stale tokens.
         inputs: with ``behaviour`` and ``proximal``.
-        of_rows: whether the ratio that is weighed is that of a whole row, the geometric mean of its tokens'.
+        of_rows: whether the weighed ratio is a whole row's, the geometric mean over its tokens.
 
     Example:
         >>> tokens = Inputs(

@@ -338,7 +338,7 @@ def value_loss(
 ) -> ValueTerm:
     """Return the clipped value loss of TRL: half the mean of the larger of two squared errors.
 
-    The second error is that of the value clamped to ``old_values - clip .. old_values + clip``.
+    The second error is of the value clamped to ``old_values - clip .. old_values + clip``.
 
     Args:
         values: float32 [T], current, with gradient.

@@ -35,7 +35,7 @@ class ScoredRollout:
             the last one too; ``None`` without a critic.
         proximal: log-probs under the weights that are about to be updated; ``None`` unless they were computed.
         teacher: log-probs of a teacher; ``None`` without one.
-        top: the same and those of its likeliest ids; ``None`` unless it gives them.
+        top: the same with the teacher's likeliest ids; ``None`` unless it gives them.
     """
 
     finish: Finish
@@ -279,7 +279,7 @@ class BatchStage(ABC):
 
     ``reference=``, ``value=``, ``proximal=`` and ``teacher=`` are inputs by name: log-probs of a reference, the values
     of a critic, log-probs under the weights that are about to be updated, which corrections for stale tokens need, and
-    log-probs of a teacher, with those of its likeliest ids if it gives them. The batch holds the results of the inputs
+    log-probs of a teacher, with its likeliest ids if it gives them. The batch holds the results of the inputs
     that are connected.
     """
 

@@ -141,7 +141,7 @@ class Generate:
                 closing.push_async_callback(rollout.aclose)
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Return what is wrong if the selection is not a stage too."""
+        """Report a selection that is no stage of the graph."""
         del named
         fault = (
             'has a Selection that reads no scores: add the same one after the reward, g.add("select", selection, '
@@ -485,7 +485,7 @@ class Generate:
 
     async def _finish(self, unit: Unit, out: Sender[RolloutEvent]) -> None:
         unit.sent = True
-        # Branches first: whoever has the score of a first conversation then knows of the others.
+        # Branches first: a scorer that finishes a first conversation then knows of the others.
         for number in [prompt.rollout for prompt in sorted(unit.prompts, key=lambda prompt: not prompt.branch)]:
             rollout = self._in_flight[number]
             ending = rollout.ending(() if self._conversations is None else self._conversations.said(number))

@@ -320,7 +320,7 @@ class LengthBias:
 
     A step's batch is biased towards short responses, since long ones are deferred. Below the oldest rollout in flight,
     in admission order, every response is complete, so lengths there are unbiased. The bias of the last :data:`WINDOW`
-    steps is the mean length of the n rollouts they trained over that of the last n rollouts below the oldest in flight.
+    steps is the mean length of the n rollouts they trained over that of the last n below the oldest in flight.
     1: no bias; below 1: long responses are still to come. Dropped rollouts do not count.
     """
 

@@ -63,7 +63,7 @@ class SyncedScorer:
 
     @property
     def version(self) -> int:
-        # Of the weights that it was given last; the scorer's own is that of the weights in use.
+        # Of the weights that it was given last; the scorer's own names the weights in use.
         return self._waiting[-1].weights.version if self._waiting else self.scorer.version
 
     def reading(self) -> AbstractAsyncContextManager[object]:
