@@ -86,7 +86,7 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
-    "admission": 1_449,
+    "admission": 1_426,
     "agents": 1_672,
     "algorithms": 1_052,
     "config": 3_863,
@@ -94,17 +94,17 @@ BUDGETS = {
     "demo": 1_752,
     "environments": 1_307,
     "evaluation": 564,
-    "graph": 2_488,
+    "graph": 2_407,
     "hf": 11_903,
     "liveness": 611,
-    "losses": 1_154,
-    "oppo": 6_232,
+    "losses": 1_137,
+    "oppo": 6_179,
     "placement": 4_164,
     "report": 3_027,
     "rewards": 1_813,
     "run": 5_035,
     "simulate": 3_286,
-    "stages": 3_888,
+    "stages": 3_787,
     "testing": 1_657,
     "vllm": 5_063,
 }
