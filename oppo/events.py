@@ -67,7 +67,8 @@ class _Ragged:
 
     def describes(self, count: int) -> bool:
         """Return whether these ids can belong to ``count`` tokens: ``counts`` has as many items, or none."""
-        return len(self.counts) in {0, count}
+        described = len(self.counts)
+        return not described or described == count
 
     def slice(self, start: int, stop: int | None) -> Self:
         """Return the ids of tokens ``start .. stop``, as a view."""

@@ -80,8 +80,11 @@ class ScoredRollout:
             "teacher log-prob": None if self.teacher is None else self.teacher[sampled],
             "log-prob of the teacher's likeliest ids": None if self.top is None else self.top.top[sampled],
         }
-        faulty = (name for name, value in results.items() if value is not None and not (np.abs(value) <= LARGEST).all())
-        return next((Drop(self.rollout, f"{NONFINITE} {name}", nonfinite=True) for name in faulty), None)
+        known = {name: np.ravel(value) for name, value in results.items() if value is not None}
+        if (np.abs(np.concatenate([*known.values()])) <= LARGEST).all():
+            return None
+        faulty = next(name for name, value in known.items() if not (np.abs(value) <= LARGEST).all())
+        return Drop(self.rollout, f"{NONFINITE} {faulty}", nonfinite=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ from itertools import groupby, pairwise
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from oppo.admission import Observation, Scoring, Stretch
 from oppo.declared import require_metrics
@@ -37,7 +38,15 @@ class Grown:
     @property
     def last(self) -> int:
         # It gained one in each while it was live.
-        return self.joined + self.stop - self.start
+        return self.joined + self.gain
+
+    @property
+    def gain(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def has_ended(self) -> bool:
+        return not math.isnan(self.ended)
 
     @property
     def context(self) -> int:
@@ -46,14 +55,7 @@ class Grown:
     @property
     def read(self) -> tuple[int, int]:
         """The positions that the model had to read: not the last token, nor what was read before it was deferred."""
-        gain = self.stop - self.start
-        return (self.context - 1 if self.start else 0, self.context + gain - 1) if gain else (0, 0)
-
-    def within(self, first: int, last: int) -> tuple[int, int]:
-        """Return the tokens that it gained in the decode steps ``first .. last``, and the sum of its context there."""
-        gain = self.stop - self.start
-        begin, end = (min(max(step - self.joined, 0), gain) for step in (first, last))
-        return end - begin, (end - begin) * self.context + (end * (end - 1) - begin * (begin - 1)) // 2
+        return (self.context - 1 if self.start else 0, self.context + self.gain - 1) if self.gain else (0, 0)
 
 
 def stretches(rollouts: Sequence[Grown], begin: float, end: float) -> tuple[Stretch, ...]:
@@ -67,20 +69,24 @@ def stretches(rollouts: Sequence[Grown], begin: float, end: float) -> tuple[Stre
         if far and each.last < steps and borders[-1][1] < each.ended < end:
             borders.append((each.last, each.ended))
     borders.append((steps, end))
-    return tuple(_stretch(rollouts, *first, *last) for first, last in pairwise(borders))
+    columns = ("joined", "gain", "context", "start", "last", "has_ended")
+    rows = np.array([[getattr(each, name) for name in columns] for each in rollouts], np.int64)
+    return tuple(_stretch(rows.T, first, last) for first, last in pairwise(borders))
 
 
-def _stretch(rollouts: Sequence[Grown], first: int, begin: float, last: int, end: float) -> Stretch:
-    gained, context = zip(*(each.within(first, last) for each in rollouts), strict=True)
-    began = [each for each in rollouts if first <= each.joined < last]
+def _stretch(rows: NDArray[np.int64], begun: tuple[int, float], over: tuple[int, float]) -> Stretch:
+    (first, begin), (last, end) = begun, over
+    joined, gain, context, start, final, has_ended = rows
+    before, after = (np.clip(step - joined, 0, gain) for step in (first, last))  # tokens gained by these decode steps
+    began = (first <= joined) & (joined < last)
     return Stretch(
         end - begin,
         last - first,
-        sum(gained),
-        sum(context),
-        opened=sum(each.context for each in began if not each.start),
-        resumed=sum(each.context for each in began if each.start),
-        ended=sum(first < each.last <= last and not math.isnan(each.ended) for each in rollouts),
+        int((after - before).sum()),
+        int(((after - before) * context + (after * (after - 1) - before * (before - 1)) // 2).sum()),
+        opened=int(context[began & (start == 0)].sum()),
+        resumed=int(context[began & (start > 0)].sum()),
+        ended=int(((has_ended > 0) & (first < final) & (final <= last)).sum()),
     )
 
 
