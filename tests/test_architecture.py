@@ -64,11 +64,10 @@ TORCH = (
     PACKAGE / "hf",
     PACKAGE / "vllm",
     PACKAGE / "demo",
-    PACKAGE / "run" / "deployment.py",
-    PACKAGE / "run" / "engines.py",
     PACKAGE / "run" / "loading.py",
     PACKAGE / "run" / "memory.py",
     PACKAGE / "run" / "models.py",
+    PACKAGE / "run" / "places.py",
 )
 """The only places that know torch."""
 
@@ -87,25 +86,25 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
-    "admission": 1_449,
+    "admission": 1_426,
     "agents": 1_672,
     "algorithms": 1_052,
     "config": 3_863,
-    "data": 849,
-    "demo": 1_753,
+    "data": 868,
+    "demo": 1_752,
     "environments": 1_307,
-    "evaluation": 549,
-    "graph": 2_488,
+    "evaluation": 564,
+    "graph": 2_407,
     "hf": 11_903,
     "liveness": 611,
-    "losses": 1_154,
-    "oppo": 6_222,
+    "losses": 1_137,
+    "oppo": 6_180,
     "placement": 4_164,
     "report": 3_027,
     "rewards": 1_813,
-    "run": 4_829,
-    "simulate": 3_286,
-    "stages": 3_900,
+    "run": 5_035,
+    "simulate": 3_289,
+    "stages": 3_796,
     "testing": 1_657,
     "vllm": 5_063,
 }
