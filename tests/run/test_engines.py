@@ -433,56 +433,23 @@ READ_ON_VLLM = ("scorers.reference.engine=vllm", "run.panel=off", "run.cores=2")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            (
-                *REWARD_ON_VLLM,
-                "rewards.0.vllm.max_num_seq=3",
-            ),
-            "rewards.0: unknown argument 'max_num_seq'",
-        ),
+        ((*REWARD_ON_VLLM, "rewards.0.vllm.max_num_seq=3"), "rewards.0: unknown argument 'max_num_seq'"),
         (
             (*REWARD_ON_VLLM, "rewards.0.url=http://localhost:1", "rewards.0.api_key_env=NOT_SET"),
             "rewards.0: the key is to be in the",
         ),
+        ((*REWARD_ON_VLLM, "rewards.0.source=several"), "several is no causal model with one label"),
+        ((*REWARD_ON_VLLM, "rewards.0.source=foreign-reward"), "rewards.0: "),
         (
-            (
-                *REWARD_ON_VLLM,
-                "rewards.0.source=several",
-            ),
-            "several is no causal model with one label",
-        ),
-        (
-            (
-                *REWARD_ON_VLLM,
-                "rewards.0.source=foreign-reward",
-            ),
-            "rewards.0: ",
-        ),
-        (
-            (
-                *READ_ON_VLLM,
-                "scorers.reference.vllm.max_num_seq=3",
-            ),
+            (*READ_ON_VLLM, "scorers.reference.vllm.max_num_seq=3"),
             "scorers.reference: unknown argument 'max_num_seq'",
         ),
-        (
-            (
-                *READ_ON_VLLM,
-                "sampling.top_k=5",
-            ),
-            "scorers.reference: sampling.top_k = 5 leaves ids out",
-        ),
+        ((*READ_ON_VLLM, "sampling.top_k=5"), "scorers.reference: sampling.top_k = 5 leaves ids out"),
         (
             (*READ_ON_VLLM, "scorers.reference.url=http://localhost:1", "sampling.temperature=0.7"),
             "scorers.reference: sampling.temperature = 0.7 divides the logits",
         ),
-        (
-            (
-                *READ_ON_VLLM,
-                "models.reference=foreign",
-            ),
-            "models.reference: ",
-        ),
+        ((*READ_ON_VLLM, "models.reference=foreign"), "models.reference: "),
     ],
 )
 def test_a_scorer_that_vllm_cannot_serve_is_refused_before_an_engine_starts(
