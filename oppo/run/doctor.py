@@ -127,7 +127,7 @@ def attempt(settings: Settings) -> Iterator[str]:
     if settings.agents.program:
         raise ConfigError("a longest step has no agents: train a step, or try one without agents.program")
     # every response as long as it may be, and no evaluation
-    longest = {
+    longest: dict[str, dict[str, object]] = {
         "sampling": {"min_new_tokens": settings.sampling.max_new_tokens, "stop_strings": ()},
         "environment": {"source": ""},
         "eval": {"prompts": ""},
