@@ -77,15 +77,11 @@ class Diagnosis:
         yield from (f"too little memory: {fault}" for fault in self.faults)
 
 
-def examine(settings: Settings, assumed: Hardware | None = None) -> Diagnosis:
-    """Return the diagnosis of a run; prompts and tokenizer are read, weights are not.
-
-    Args:
-        assumed: the hardware that is meant; ``None``: this machine.
-    """
+def examine(deployment: Deployment) -> Diagnosis:
+    """Return the diagnosis of a run; prompts and tokenizer are read, weights are not."""
+    settings, assumed = deployment.settings, deployment.assumed
     if assumed is not None and assumed.machines > 1 and not settings.placement.cluster:
         logger.info("the run is on one machine: --ray, or placement.cluster, places models on others")
-    deployment = Deployment.of(settings, assumed)
     with routed():
         tokenizer = policy_tokenizer(settings)
         environment = environment_of(settings, tokenizer)

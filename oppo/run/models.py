@@ -229,7 +229,7 @@ def _own_tokenizer(models: ModelsSection) -> HfTokenizer:
 
 @quiet()
 def assemble(
-    settings: Settings,
+    deployment: Deployment,
     tokenizer: HfTokenizer,
     *,
     columns: Iterable[Collection[str]] = (),
@@ -243,7 +243,7 @@ def assemble(
         engine_log: the file for what an engine's processes write; ``None``: nowhere.
         environment: of :func:`oppo.run.rewards.environment_of`; ``None``: it is made here.
     """
-    deployment = Deployment.of(settings)
+    settings = deployment.settings
     require_memory(deployment)
     deployment = with_share(_with_micro_batches(deployment))
     places = places_of(deployment)
