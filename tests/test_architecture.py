@@ -64,10 +64,11 @@ TORCH = (
     PACKAGE / "hf",
     PACKAGE / "vllm",
     PACKAGE / "demo",
+    PACKAGE / "run" / "deployment.py",
+    PACKAGE / "run" / "engines.py",
     PACKAGE / "run" / "loading.py",
     PACKAGE / "run" / "memory.py",
     PACKAGE / "run" / "models.py",
-    PACKAGE / "run" / "places.py",
 )
 """The only places that know torch."""
 
