@@ -38,7 +38,7 @@ from tests.hf import tiny
 from tests.hf.stories import full_logprobs, prompts
 from tests.known import known
 from tests.pipelines import Tap
-from tests.test_correction import EVERY
+from tests.test_returns import EVERY
 
 torch.set_num_threads(1)
 
