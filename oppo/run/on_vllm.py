@@ -14,8 +14,8 @@ from oppo.config.settings import Settings
 from oppo.durable import make
 from oppo.errors import ConfigError
 from oppo.hf.devices import Devices, acting_share, available_cores
+from oppo.hf.loading import ModelRecipe
 from oppo.hf.model_files import RewardKind, located
-from oppo.hf.recipe import ModelRecipe
 from oppo.log import logger
 from oppo.models import Sampling
 from oppo.observe import Reporter

@@ -38,10 +38,10 @@ from oppo.hf.devices import (
     use_cores,
 )
 from oppo.hf.introspection import longest
+from oppo.hf.loading import Loadable, ModelRecipe
 from oppo.hf.lora import adapter_matrices, rank_of
 from oppo.hf.memory import Hardware
 from oppo.hf.model_files import located
-from oppo.hf.recipe import Loadable, ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.weights import SentWeights

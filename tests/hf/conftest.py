@@ -1,4 +1,4 @@
-"""A policy in a thread and in a process; one child serves all tests of a module."""
+"""A thread for models; a policy in a thread and in a process. One child serves all tests of a module."""
 
 from __future__ import annotations
 
@@ -7,9 +7,21 @@ from functools import partial
 
 import pytest
 
-from oppo.placement import Process
+from oppo.hf.devices import use_cores
+from oppo.placement import Process, Thread
 from tests.hf import child, stories
 from tests.hf.stories import Serving
+
+
+@pytest.fixture(autouse=True)
+def _one_core() -> None:
+    use_cores(1)
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[Thread]:
+    with Thread("models", setup=child.ONE) as thread:
+        yield thread
 
 
 @pytest.fixture(scope="module")

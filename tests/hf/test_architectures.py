@@ -37,10 +37,9 @@ from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
+from tests.hf.child import ONE
 from tests.known import known
 from tests.pipelines import Tap
-
-torch.set_num_threads(1)
 
 SAMPLING = Sampling(max_new_tokens=40, temperature=0.7, stop=(2, 3, 4), seed=3)
 PROMPTS = (3, 45, 11, 58, 30)
@@ -61,10 +60,7 @@ class Models:
     async def step(self, asked: Sequence[Prompt], *, deterministic: bool = False) -> tuple[Batch, Mapping[str, float]]:
         """Make one streamed step of PPO over all but one of the prompts; return its batch and metrics."""
 
-        def one_core() -> None:
-            torch.set_num_threads(1)
-
-        with Thread("decode", setup=one_core) as decoding, Thread("score", setup=one_core) as scoring:
+        with Thread("decode", setup=ONE) as decoding, Thread("score", setup=ONE) as scoring:
             policy = HfPolicy(self.actor, sampling=SAMPLING, place=decoding, deterministic=deterministic)
             critic = ValueModel(self.critic, place=scoring, deterministic=deterministic)
             graph = ppo(

@@ -30,12 +30,10 @@ from transformers import (
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.kv.attention import attend_in_segments, attends_eagerly
-from oppo.hf.loading import load_causal, load_scalar, load_tokenizer
+from oppo.hf.loading import ModelRecipe, load_causal, load_scalar, load_tokenizer, name_of, positions_of, vocabulary_of
 from oppo.hf.lora import add_lora
 from oppo.hf.model_files import _copy_and_why
-from oppo.hf.recipe import ModelRecipe, name_of, positions_of, vocabulary_of
-from oppo.hf.shared_memory import ALIGNMENT
-from oppo.hf.weights import weights_digest
+from oppo.hf.weights import ALIGNMENT, weights_digest
 from tests.hf import tiny
 
 

@@ -19,8 +19,8 @@ from oppo.cli import DONE, FAILED, UNUSABLE
 from oppo.config.load import load
 from oppo.errors import ConfigError
 from oppo.hf.devices import DeviceThread
+from oppo.hf.loading import ModelRecipe
 from oppo.hf.memory import Hardware
-from oppo.hf.recipe import ModelRecipe
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.placement import Place, Process, Ranks, Thread
 from oppo.run.memory import Expected, expected, load_of, with_micro_batches

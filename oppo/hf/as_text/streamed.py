@@ -26,7 +26,7 @@ from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText,
 from oppo.hf.introspection import longest, vocabulary
 from oppo.hf.kv.prefill import IncrementalPrefill, TokenSpan
 from oppo.hf.kv.reader import Reader as ModelReader
-from oppo.hf.recipe import worker_maker
+from oppo.hf.loading import worker_maker
 from oppo.hf.serve.scorers import ScorerInput, read_back, score_reader
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.placement import Hosting
@@ -404,15 +404,13 @@ class BridgedReward(Bridged[float]):
 
     The score is that of the model's own call on the whole text: prompt and response, rendered in one of the forms of
     :class:`~oppo.hf.as_text.rendering.Rendering` and tokenized at once. While the rollout grows, the model reads the
-    tokens that its end can hardly change; where it does change them, the model goes back. Of each rollout the tokens
-    read in vain are in the metrics (``bridge/reread_tokens``), and those read when it had ended
-    (``bridge/tail_tokens``). ``ToolTokens`` tokens are part of the response's text.
+    tokens that its end can hardly change; where it does change them, the model goes back. Metrics count the tokens read
+    in vain (``bridge/reread_tokens``), and at the end (``bridge/tail_tokens``). ``ToolTokens`` are part of the text.
 
     Args:
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
         bridge: both tokenizers, and the form of the text.
-        place: where the model lives: any place.
-        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
+        place, deterministic: as for :class:`oppo.hf.RewardModel`.
 
     Raises:
         ConfigError: the form is ``chat``, and the model's tokenizer has no chat template.

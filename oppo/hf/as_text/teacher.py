@@ -28,7 +28,7 @@ from oppo.hf.head import OwnHead, separable_head
 from oppo.hf.introspection import backbone
 from oppo.hf.kv.prefill import TokenSpan
 from oppo.hf.kv.reader import reader_of
-from oppo.hf.recipe import worker_maker
+from oppo.hf.loading import worker_maker
 from oppo.losses import Input, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Hosting
@@ -155,13 +155,10 @@ class BridgedTeacher(Bridged[Spans]):
     Args:
         model: a causal LM.
         sampling: the policy's; only the temperature and the tokens that end a response count.
-        bridge: both tokenizers, and the form of the text.
-        place: where the model lives: any place.
-        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
+        bridge, place, deterministic: as for :class:`oppo.hf.BridgedReward`.
 
     Raises:
         ConfigError: the teacher's tokenizer has no offsets, or no chat template and the form is ``chat``.
-        ModelRefused: the model cannot be served row by row.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ from oppo.hf.kv.attention import (
 from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Slab, as_slice, sent
 from oppo.hf.kv.graphs import Capture, StepGraphs
 from oppo.hf.kv.length_bucketing import cheapest_groups, filled, overhead_on, packed_row_on
-from oppo.hf.kv.states import Gates, RowCache, StateSlots
+from oppo.hf.kv.states import Gates, RowCache
 from oppo.hf.routers import RouteRecords
 
 SHORTEST_CLASS = 64
@@ -95,7 +95,8 @@ class Incremental:
         self._decode_batch: DecodeBatch | None = None
         self._states = self._cache.states
         self._gates = Gates(model)
-        self._pads: bool | None = None if self._states is not None else True
+        self._has_made_states = False
+        self._pads = True  # whether rows of a pass may be padded: not before states whose gates are unknown
         self.routes: RouteRecords | None = None
         self._reads_packed: bool | None = None
         self._graphs: StepGraphs | None = None
@@ -131,8 +132,7 @@ class Incremental:
         tokens, whatever other rows the cache holds. Keys and values of rows that are not adjacent in their slab are
         copied, at a small cost beside the chunk's own.
         """
-        if self._states is not None and self._pads is None:
-            self._make_states(self._states)
+        self._make_states()
         self._decode_batch = None
         sizes = [len(piece) for piece in tokens]
         if min(sizes, default=1) < 1:
@@ -166,8 +166,7 @@ class Incremental:
         values are read as a view, up to the longest row of the segment. Rows are segmented anew when other rows are
         stepped, or after :meth:`extend` or :meth:`forget`; in between rows grow alike, and relative padding shrinks.
         """
-        if self._states is not None and self._pads is None:
-            self._make_states(self._states)
+        self._make_states()
         batch, self._decode_batch = self._decode_batch, None
         if batch is None or not batch.continues(rows, self.max_length):
             batch = self._batched(rows)
@@ -398,18 +397,20 @@ class Incremental:
             views.append(KVView(slab, KVRegion(adjacent or read, end, to_slots, to_columns, None if full else kept)))
         return views, at, others
 
-    def _make_states(self, states: StateSlots) -> None:
-        """Read a token of no row, so that the states of every row exist, and are zero, before its first token."""
+    def _make_states(self) -> None:
+        # Reads a token of no row, so that the states of every row exist, and are zero, before its first token.
+        if self._states is None or self._has_made_states:
+            return
         none = -1
+        self._has_made_states = True
         try:
-            self._pads = True
             self.extend([none], [torch.zeros(1, dtype=torch.int64)])
-            self._pads = self._gates.layers >= states.recurrent_layers
         except BaseException:
-            self._pads = None
+            self._has_made_states = False
             raise
         finally:
             self.forget([none])
+        self._pads = self._gates.layers >= self._states.recurrent_layers
 
     @contextmanager
     def _losing(self, rows: Sequence[int]) -> Iterator[None]:

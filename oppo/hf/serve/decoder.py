@@ -32,11 +32,10 @@ from oppo.hf.devices import synchronised
 from oppo.hf.kv.cache import take
 from oppo.hf.kv.prefill import EXACT_BLOCK
 from oppo.hf.kv.reader import Incremental
-from oppo.hf.recipe import Loadable, source_of
+from oppo.hf.loading import Loadable, source_of
 from oppo.hf.routers import RouteRecords, RouterReplay
 from oppo.hf.serve.sampling import Noise, draw
-from oppo.hf.shared_memory import Source
-from oppo.hf.weights import adopt
+from oppo.hf.weights import Source, adopt
 from oppo.models import Cut, Detokenize, Sampling, Weights
 from oppo.placement.shared_memory import Counts, Gauge, Notice
 from oppo.rollout_buffer import DecodeStep

@@ -34,12 +34,12 @@ from oppo.hf.introspection import vocabulary
 from oppo.hf.lora import adapter_matrices, has_adapters, merged
 from oppo.hf.model_files import quiet
 from oppo.hf.routers import LoadBalancing, RouterReplay, expert_loads, recorded_routes
-from oppo.hf.shared_memory import SharedModel, Source
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, recompute
 from oppo.hf.train.metrics import AUX, StalenessMetrics, Sums, UpdateMetrics
 from oppo.hf.train.optim import Optimisation, gather_training, read_training, write_training
 from oppo.hf.train.packing import MicroBatch, longest_read, micro_batches, minibatches, pack, tokens_read, units
 from oppo.hf.train.ranks import SHARDS, Alone, Ranked, Replicas, Team, reset, whole
+from oppo.hf.weights import SharedModel, Source
 from oppo.losses import (
     Divided,
     Input,
@@ -472,29 +472,24 @@ def _remote(
 class HfTrainer(HostedTrainer[HfTrainerCore]):
     """Trains a causal language model, and its critic if it has one; implements :class:`oppo.models.ResumableTrainer`.
 
-    The metrics are those of the loss, of the tokens' staleness, and of the work done.
-
-    Weights with fewer bits than float32 are trained through float32 copies, see :mod:`oppo.hf.train.optim`.
+    Weights with fewer bits than float32 are trained through float32 copies. Metrics are of the loss, of the tokens'
+    staleness, and of the work done.
 
     A trunk that the two models share (:func:`oppo.hf.value_model_on`) is read once, and its gradient is that of the sum
     of all losses. It belongs to the actor: it has the actor's learning rate, is clipped with the actor, and does not
     learn during the critic's warm-up, which trains the value head only.
 
-    In a :class:`~oppo.placement.Process` the weights lie in memory that both processes share, see
-    :mod:`oppo.hf.shared_memory`: the models given here compute with the trained weights. The float32 copies and the
-    optimizer's moments are in that process alone.
-
-    In :class:`~oppo.placement.Ranks` several processes make each update together, by ``torch.distributed``: they share
-    the micro-batches, sum the gradients, and all make the same optimizer step. A checkpoint is that of one process, and
-    opens in any number of them.
+    In a :class:`~oppo.placement.Process` both processes share the weights (:mod:`oppo.hf.weights`); the float32 copies
+    and the optimizer's moments are in that process alone. In :class:`~oppo.placement.Ranks` several processes share the
+    micro-batches of each update, sum the gradients, and make the same optimizer step. A checkpoint opens in any number
+    of processes.
 
     Args:
         actor: a causal language model; the parameters that require a gradient are trained.
         critic: a sequence-classification model with one label: its head's output at the position before a response
             token is the value of the state in which the policy drew that token. ``None`` if advantages need no values
             (GRPO, RLOO); no value loss is then computed, reported or saved.
-        sampling: the policy's: its temperature divides the logits here too. (The ids that it left out come with the
-            tokens, as their support.)
+        sampling: the policy's: its temperature divides the logits here too.
         place: where updates are made: any place.
         settings: everything about the optimisation.
         loss: PPO's by default, :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -30,14 +29,13 @@ from oppo.errors import ConfigError, ModelError, ModelRefused, ProtocolError, Re
 from oppo.events import Drop, Finish, Prompt, Response
 from oppo.hf import ClassifierReward, HfTokenizer, SimilarityReward, load_encoder as load_here
 from oppo.hf.as_text.rendering import Form, OverLong
-from oppo.hf.devices import use_cores
 from oppo.placement import Process, Thread
 from oppo.testing import check_scorer
 from tests.hf import tiny
+from tests.hf.child import ONE
 from tests.hf.spot_tokenizers import CORPUS, TEMPLATE, spot
 from tests.responses import chunk, stream
 
-ONE = partial(use_cores, 1)
 POLICY = spot("byte-level")
 load_encoder = tiny.apart(load_here)
 SIZES: Mapping[str, object] = {
@@ -70,12 +68,6 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "llama": tiny.CONFIGS["llama"],
 }
 """Bidirectional models, one that cannot be padded, an encoder-decoder, and a causal one."""
-
-
-@pytest.fixture(scope="module")
-def thread() -> Iterator[Thread]:
-    with Thread("scorers", setup=ONE) as thread:
-        yield thread
 
 
 def classifier(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeAlias
 
 import anyio
@@ -17,7 +16,6 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError
 from oppo.events import Batch
-from oppo.hf.devices import use_cores
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, Divided, Loss, PairwiseLoss, SequenceLoss
@@ -25,6 +23,7 @@ from oppo.models import Trained
 from oppo.placement import Place, Ranks, Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
+from tests.hf.child import ONE
 from tests.hf.train.test_trainer import rollouts
 from tests.hf.train.test_trainer_places import SAMPLING
 
@@ -42,14 +41,8 @@ LOSSES: dict[str, Loss] = {
 
 
 @pytest.fixture(scope="module")
-def thread() -> Iterator[Thread]:
-    with Thread("trainer", setup=partial(use_cores, 1)) as thread:
-        yield thread
-
-
-@pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with Ranks("trainer", 2, setup=partial(use_cores, 1)) as ranks:
+    with Ranks("trainer", 2, setup=ONE) as ranks:
         yield ranks
 
 

@@ -24,7 +24,6 @@ from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph
-from oppo.hf.devices import use_cores
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
@@ -36,10 +35,9 @@ from oppo.models import Sampling
 from oppo.placement import Hosting, Place, Process, Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.pausing import Pausing, deadly
+from tests.hf.child import ONE, Pausing, deadly
 from tests.hf.train.test_trainer import rollouts
 
-ONE = partial(use_cores, 1)
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
 SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=1, minibatches=2, micro_batch_tokens=64)
 
@@ -48,12 +46,6 @@ SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=1, minibatches=2, micro_ba
 def process() -> Iterator[Process]:
     with Process("trainer", setup=ONE) as process:
         yield process
-
-
-@pytest.fixture(scope="module")
-def thread() -> Iterator[Thread]:
-    with Thread("everything", setup=ONE) as thread:
-        yield thread
 
 
 @dataclass(frozen=True)
