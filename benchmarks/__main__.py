@@ -15,8 +15,7 @@ from rich.console import Console
 from benchmarks.harness import command, keep, require_writable
 from benchmarks.ladder.workloads import Request
 
-WIDTH = 150
-"""Columns where the output is no terminal."""
+WIDTH = 150  # columns where the output is no terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

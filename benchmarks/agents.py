@@ -33,8 +33,7 @@ from oppo.testing import FakePolicy, FakeTrainer
 
 PROGRAM: Final = "benchmarks.agents"
 
-TURNS: Final = 3
-"""Requests of an agent."""
+TURNS: Final = 3  # requests of an agent
 
 MESSAGE: Final = "Go on, and say why. " * 5
 TEMPLATE: Final = (
@@ -47,7 +46,6 @@ Ask: TypeAlias = Callable[[list[Any]], Any]
 
 @asynccontextmanager
 async def bare(url: str, key: str) -> AsyncIterator[Ask]:
-    """Send requests on a socket, and read no more of the answers than is needed."""
     address, _, path = url.removeprefix("http://").partition("/")
     host, port = address.split(":")
     async with await anyio.connect_tcp(host, int(port)) as stream:
@@ -76,7 +74,6 @@ def asking(client: AsyncOpenAI) -> Ask:
 
 
 def clients() -> Mapping[str, Callable[[str, str], Any]]:
-    """Return what opens an agent's side, by its name."""
     context = ssl.create_default_context()
     client = AsyncOpenAI(base_url="http://agents", api_key="-", timeout=None)
 

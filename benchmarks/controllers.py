@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import CHECKOUT
-from benchmarks.harness import command, markdown
+from benchmarks.harness import command, markdown, placed as in_page
 from benchmarks.simulate.outcomes import Outcomes
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.errors import ConfigError
@@ -47,32 +47,22 @@ SIZES = {"3B": MODELS["qwen2.5-3b"], "7B": MODELS["qwen2.5-7b"], "70B": MODELS["
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How fast models run.
-
-    Attributes:
-        launch: seconds below which no decode step falls, by actor.
-        weights: seconds a decode step needs to read the weights, by actor.
-        row: seconds for each live row.
-        context: seconds for each token of context of the live rows.
-        padded: whether forward passes are padded to the longest row.
-        reading, forward, training: reached fraction of the peak.
-        call: seconds of one call of the reward model.
-        overhead, weight_sync: seconds a step.
-    """
-
-    launch: dict[str, float]
-    weights: dict[str, float]
-    row: dict[str, float]
-    context: dict[str, float]
-    padded: bool
+    launch: dict[str, float]  # seconds below which no decode step falls, by actor
+    weights: dict[str, float]  # seconds a decode step needs to read the weights, by actor
+    row: dict[str, float]  # seconds for each live row
+    context: dict[str, float]  # seconds for each token of context of the live rows
+    padded: bool  # whether forward passes are padded to the longest row
+    # reading, forward, training: reached fraction of the peak
     reading: float
     forward: float
     training: float
-    call: float
+    call: float  # seconds of one call of the reward model
+    # overhead, weight_sync: seconds a step
     overhead: float
     weight_sync: float
 
 
+# `modern`: a serving engine that decodes; `plain`: `generate` in a loop bound by launches, padded passes
 ENGINES = {
     "modern": Engine(
         launch={"3B": 0.0, "7B": 0.0},
@@ -101,35 +91,23 @@ ENGINES = {
         weight_sync=2.0,
     ),
 }
-"""``modern``: a serving engine that decodes; ``plain``: ``generate`` in a loop bound by launches, padded passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """A workload.
-
-    Attributes:
-        reward: size of the reward model; ``None``: a rule that costs nothing.
-        median: of the lengths, at the beginning and at the end of the run; they are lognormal.
-        sigma: spread of their logarithm.
-        cap: the longest response.
-        runaways: fraction of the responses that run to the cap regardless of the lognormal.
-    """
-
     name: str
     actor: str
-    reward: str | None
+    reward: str | None  # size of the reward model; `None`: a rule that costs nothing
     batch: int
     prompt: int
-    median: tuple[float, float]
-    sigma: float
-    cap: int
+    median: tuple[float, float]  # of the lengths, at the beginning and at the end of the run; they are lognormal
+    sigma: float  # spread of their logarithm
+    cap: int  # the longest response
     epochs: int = 2
-    runaways: float = 0.0
+    runaways: float = 0.0  # fraction of the responses that run to the cap regardless of the lognormal
 
     @property
     def workload(self) -> Workload:
-        """What is trained."""
         lengths = Lognormal(median=self.median, sigma=self.sigma, cap=self.cap, runaways=self.runaways)
         return Workload(batch=self.batch, lengths=lengths, cap=self.cap, prompt=self.prompt)
 
@@ -181,19 +159,15 @@ def system(regime: Regime, engine: Engine) -> System:
 
 RESULTS = CHECKOUT / "benchmarks" / "results" / "controllers.json"
 
-FIXED = (0, 4, 8, 16)
-"""Values of Delta on the frontier."""
+FIXED = (0, 4, 8, 16)  # values of Delta on the frontier
 
 STEPS, SKIPPED = 80, 15
 
-GRAIN, CHUNK = 8, 256
-"""Tokens for which a fake token stands, and tokens of a chunk."""
+GRAIN, CHUNK = 8, 256  # tokens for which a fake token stands, and tokens of a chunk
 
-SEEDS = (0, 1, 2)
-"""Seeds of the lengths; the first is for all controllers, the others show the spread."""
+SEEDS = (0, 1, 2)  # seeds of the lengths; the first is for all controllers, the others show the spread
 
-FULL = "modern"
-"""The engine on which all controllers are compared."""
+FULL = "modern"  # the engine on which all controllers are compared
 
 CONTROLLERS: dict[str, Callable[[int], Admission]] = {
     "tail": TailAdaptive,
@@ -205,26 +179,17 @@ CONTROLLERS: dict[str, Callable[[int], Admission]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run.
-
-    Attributes:
-        controller: a name of :data:`CONTROLLERS`, or ``fixed N``.
-        seed: of the lengths.
-    """
-
     engine: str
     regime: str
-    controller: str
-    seed: int = 0
+    controller: str  # a name of `CONTROLLERS`, or `fixed N`
+    seed: int = 0  # of the lengths
 
     def admission(self, batch: int) -> Admission:
-        """Return a new controller."""
         if self.controller.startswith("fixed "):
             return Overcommit(batch, int(self.controller.removeprefix("fixed ")))
         return CONTROLLERS[self.controller](batch)
 
     def run(self) -> ScheduleOutcome:
-        """Make the run."""
         regime = next(regime for regime in REGIMES if regime.name == self.regime)
         costs = system(regime, ENGINES[self.engine])
         return SimulatedRun(costs, regime.workload, self.schedule(regime.batch), STEPS, SKIPPED, self.seed, GRAIN).run()
@@ -248,33 +213,24 @@ def cells(engine: str) -> Iterator[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A controller in one regime, against fixed Delta.
-
-    Attributes:
-        speed: seconds of a step with Delta = 0, over its own.
-        frontier: the speed of a fixed Delta of the same staleness, interpolated.
-    """
+    """A controller in one regime, against fixed Delta."""
 
     regime: str
-    speed: float
+    speed: float  # seconds of a step with Delta = 0, over its own
     staleness: float
-    frontier: float
+    frontier: float  # the speed of a fixed Delta of the same staleness, interpolated
     outcome: ScheduleOutcome
 
 
 class Results(Outcomes[Cell]):
-    """All outcomes so far, by cell."""
-
     def __init__(self, path: Path = RESULTS) -> None:
         super().__init__(path, Cell)
 
     def frontier(self, engine: str, regime: str, seed: int = 0) -> list[tuple[float, float]]:
-        """Return staleness and speed of each fixed Delta, by rising staleness."""
         fixed = [self[Cell(engine, regime, name, seed)] for name in FRONTIER]
         return sorted((outcome.staleness, fixed[0].seconds / outcome.seconds) for outcome in fixed)
 
     def standings(self, engine: str, controller: str, seed: int = 0) -> list[Standing]:
-        """Return the standing of a controller in every regime it was run in."""
         found = []
         for regime in REGIMES:
             cell = Cell(engine, regime.name, controller, seed)
@@ -307,55 +263,7 @@ PAGE = RESULTS.with_suffix(".md")
 COLOURS = {"tail": "#dc2626", "text": "#2563eb", "algorithm 1": "#7c3aed", "tail batched": "#059669"}
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 190, 130, 44, 40, 62
 
-PREFACE = """\
-# Controllers of overcommit, compared
-
-Made by `python -m benchmarks.controllers` from `benchmarks/results/controllers.json`: do not edit. Every figure comes
-from the real graph of stages (`Generate`, `Score`, `GAE`, `Update`) in virtual time, with models that only cost time.
-**Nothing was measured on a device.** The costs are in `benchmarks/controllers.py`, and the lengths are assumptions.
-Compare ratios within one engine, not seconds.
-
-- *Speed* is over the same run with nothing deferred, which streams already.
-- *Staleness* is the mean number of versions between a rollout's first token and its update. It comes out as Delta / B
-  (Little's law). No rollout is deferred more than twice.
-- *Frontier* is the speed over that of a fixed Delta with the same staleness, interpolated. Above 1, no fixed Delta in
-  between does as well.
-
-![speed against staleness](controllers.svg)
-"""
-
-AFTERWORD = """\
-## How `TailAdaptive` decides
-
-From the last 8 steps it estimates the survival function S of the lengths (Kaplan and Meier; deferred rollouts are
-censored), the seconds for each decode step and token, the work of each scorer, and the rest. For each Delta from 0 to
-B / 4, the number N of decode steps between two cuts solves
-
-    N(Delta) = integral over x >= 0 of  1 - P[Poisson(deferred(x)) <= Delta] * P[Poisson(overdue(x)) = 0]
-    deferred(x) = B * sum over k < max_deferrals of S(k N + x),    overdue(x) = B * S(max_deferrals * N + x)
-
-The predicted step takes `max(decode + tail, busy)` of the slowest scorer, plus the rest. The controller takes the
-smallest Delta whose `seconds * (1 + price * Delta / B)` is within 1.15 % of the lowest. It decides from the second step
-on: one step is enough, together with a prior for the cost of decoding.
-
-## How `SlopeAdaptive` decides
-
-By the sign of the score's slope over 10 steps, as the OPPO paper writes it: once in its text and once, differently, in
-its Algorithm 1. The sum of the differences telescopes, so two noisy scores decide. On a plateau overcommit wanders
-around the middle of its range and does not decay. Where scoring, the update or the cap takes the time, it makes tokens
-stale for nothing.
-
-## Where `TailAdaptive` does not win
-
-"""
-
-ALWAYS = """\
-- Where scoring is the bottleneck, a reward model reads deferred rollouts during the update. Fixed 8 gains by that, with
-  staleness. `TailAdaptive` does not count on it, because it depends on the order in which the reward model works.
-- In one stationary regime it ties with a tuned Delta: no rule that varies Delta beats the best constant.
-- The window is 8 steps, so it reacts late to lengths that change faster. Small batches (B = 32) make single predictions
-  noisy.
-"""
+BEGIN = "<!-- python -m benchmarks.controllers -->\n"
 
 
 def write(results: Results) -> None:
@@ -364,18 +272,12 @@ def write(results: Results) -> None:
 
 
 def page(results: Results) -> str:
-    return "\n".join([PREFACE, *tables(results, FULL), *seeds(results), AFTERWORD + losses(results, FULL)])
+    content = "\n".join([*tables(results, FULL), *seeds(results)])
+    return in_page(PAGE.read_text(encoding="utf-8"), BEGIN, f"\n{content}")
 
 
 def seeds(results: Results) -> Iterator[str]:
-    """Yield the table of all engines and seeds, a line for each pair."""
-    yield (
-        "## `TailAdaptive` with other lengths, and on both engines\n\n"
-        "Geometric means of speed and arithmetic means of staleness over the eight regimes; *frontier* and\n"
-        "*predicted / realised* have their lowest and highest value. *Worth* is the geometric mean of\n"
-        "speed / (1 + staleness), the speed at a price of 1; the best fixed Delta is the one of the highest worth.\n"
-        "Seed 0 is that of the tables above. Where more is deferred than with fixed 16, fixed 16 is the frontier.\n"
-    )
+    yield "## `TailAdaptive` with other lengths, and on both engines\n"
     head = [
         "engine",
         "seed",
@@ -451,24 +353,6 @@ def tables(results: Results, engine: str) -> Iterator[str]:
         ],
     )
     yield ""
-
-
-def losses(results: Results, engine: str) -> str:
-    """Return a line for each regime in which it is slower than a fixed Delta of 8 or behind the frontier."""
-    lines = []
-    for fixed, tail in zip(results.standings(engine, "fixed 8"), results.standings(engine, "tail"), strict=True):
-        lines += list(_lost(fixed, tail))
-    return "\n".join([*lines, ALWAYS])
-
-
-def _lost(fixed: Standing, tail: Standing) -> Iterator[str]:
-    if tail.speed < 0.995 * fixed.speed:
-        yield (
-            f"- {tail.regime}: {1 - tail.speed / fixed.speed:.1%} slower than fixed 8, at a staleness of "
-            f"{tail.staleness:.3f} instead of {fixed.staleness:.3f}."
-        )
-    if tail.speed < 0.995 * tail.frontier:
-        yield f"- {tail.regime}: {1 - tail.speed / tail.frontier:.1%} behind a fixed Delta of the same staleness."
 
 
 def figure(results: Results, engine: str) -> str:

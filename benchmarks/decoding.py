@@ -31,40 +31,25 @@ from oppo.rollout_buffer import DecodeStep
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Memory of the cache over a run, sampled after each decode step.
+    """Memory of the cache over a run, sampled after each decode step."""
 
-    Attributes:
-        allocated: peak bytes of the KV cache.
-        needed: peak bytes that the tokens read by then need.
-        worst: the largest ratio of the two while at least half of the peak is needed.
-    """
-
-    allocated: int
-    needed: int
-    worst: float
+    allocated: int  # peak bytes of the KV cache
+    needed: int  # peak bytes that the tokens read by then need
+    worst: float  # the largest ratio of the two while at least half of the peak is needed
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingComparison:
-    """The result of :func:`compare_decoding`, by round.
+    """The result of :func:`compare_decoding`, by round."""
 
-    Attributes:
-        batch: rows decoded together.
-        tokens: made by each of the two in each round.
-        ours: tokens a second of the decoder.
-        generate: tokens a second of ``model.generate``.
-        cache: memory of the decoder's cache.
-    """
-
-    batch: int
-    tokens: int
-    ours: tuple[float, ...]
-    generate: tuple[float, ...]
-    cache: Occupancy
+    batch: int  # rows decoded together
+    tokens: int  # made by each of the two in each round
+    ours: tuple[float, ...]  # tokens a second of the decoder
+    generate: tuple[float, ...]  # tokens a second of `model.generate`
+    cache: Occupancy  # memory of the decoder's cache
 
     @property
     def ratio(self) -> Spread:
-        """The decoder's speed over that of ``generate``, by pairs of rounds."""
         return Spread.of_ratios(self.ours, self.generate)
 
 
@@ -86,15 +71,6 @@ def compare_decoding(
     """Return the speeds of the decoder and of ``generate``, over rounds in which they take turns.
 
     A round before the first is not counted. The calling thread's intra-op thread count is restored.
-
-    Args:
-        model: a causal LM.
-        lengths: of the responses, one for each row of the batch.
-        prompts: lengths of the prompts, which are padded on the left for ``generate``.
-        clock: seconds; on busy cores ``time.thread_time`` with one thread is more exact.
-
-    Raises:
-        ValueError: the numbers of prompts and lengths differ, or one is below 1.
     """
     if len(prompts) != len(lengths) or min((*lengths, *prompts), default=0) < 1:
         raise ValueError(
@@ -117,8 +93,6 @@ def compare_decoding(
 
 
 class _Contest:
-    """The two ways to decode the same rows."""
-
     def __init__(self, model: PreTrainedModel, lengths: Sequence[int], prompts: Sequence[int]) -> None:
         generator = np.random.default_rng(0)
         vocabulary = int(model.config.get_text_config().vocab_size)
@@ -136,7 +110,6 @@ class _Contest:
             self._mask[row, width - len(tokens) :] = 1
 
     def ours(self, watch: Callable[[DecodeStep], None] = lambda made: None) -> None:
-        """Decode all rows, each to its length."""
         rows = [
             DecodeRow(number, Prompt(number, number, tokens), length)
             for number, (tokens, length) in enumerate(zip(self._prompts, self._lengths, strict=True))
@@ -144,7 +117,6 @@ class _Contest:
         self._decoder.run(rows, lambda ended: False, Signals.of(len(rows)), watch)
 
     def generate(self) -> None:
-        """Let transformers decode all rows to the longest length."""
         longest = max(self._lengths)
         generate = cast("Callable[..., object]", self._model.generate)
         generate(
@@ -178,23 +150,20 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
         "5M": Shape(hidden=256, intermediate=704, layers=6, heads=4),
     }
 )
+# Batches: lengths as of responses, equal lengths, with which `generate` wastes nothing, and one row
 LENGTHS: Final[Mapping[str, Sequence[int]]] = MappingProxyType(
     {"32 ragged": lognormal_lengths(32), "32 equal": [96] * 32, "1": [192]}
 )
-"""Batches: lengths as of responses, equal lengths, with which ``generate`` wastes nothing, and one row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model and one batch, compared."""
-
     model: str
     batch: str
     parameters: int
     found: DecodingComparison
 
     def row(self) -> list[str]:
-        """Return the case as a row of the table."""
         speeds = [f"{median(speeds):,.0f}" for speeds in (self.found.ours, self.found.generate)]
         size, ratio = f"{self.parameters / 1e6:.1f}M", str(self.found.ratio)
         return [self.model, size, self.batch, *speeds, ratio, f"{self.found.cache.worst:.2f}"]
@@ -203,7 +172,6 @@ class Case:
 def measure(
     rounds: int, shapes: Mapping[str, Shape] = SHAPES, batches: Mapping[str, Sequence[int]] = LENGTHS
 ) -> Sequence[Case]:
-    """Return every case, compared over ``rounds`` rounds."""
     return [
         Case(name, batch, *_compared(shape, lengths, rounds))
         for name, shape in shapes.items()

@@ -29,14 +29,12 @@ from oppo.events import Chunk, Finish, FloatArray, Prompt, Response, Scored, mer
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender, join
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer
 
-CHUNKS = 8
-"""Chunks in a response, on average."""
+CHUNKS = 8  # chunks in a response, on average
 
+# A token, its log-prob and its version, made once
 TOKEN: Final = (np.ones(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32))
-"""A token, its log-prob and its version, made once."""
 
-EDGES = 3
-"""Readers of the chunks in :func:`edges` and :func:`crowded`."""
+EDGES = 3  # readers of the chunks in `edges` and `crowded`
 
 Event: TypeAlias = Prompt | Chunk | Finish
 
@@ -59,7 +57,6 @@ class Replay:
         self._steps = list(zip(*(story(rollout) for rollout in range(self.rollouts)), strict=True))
 
     async def run(self, ticks: Receiver[int], /, *, out: Sender[Event]) -> None:
-        """Send one step's events, when the source ticks."""
         async for _ in ticks:
             for events in self._steps:
                 for event in events:
@@ -79,7 +76,6 @@ class ReplayEach:
         self._stories = [story(rollout) for rollout in range(self.rollouts)]
 
     async def run(self, ticks: Receiver[int], /, *, out: Sender[Event]) -> None:
-        """Send one step's events, when the source ticks."""
         async for _ in ticks:
             async with anyio.create_task_group() as senders:
                 for events in self._stories:
@@ -99,7 +95,6 @@ class Listen:
     tokens: int = 0
 
     async def run(self, rollout: Receiver[Event], /, *, out: Sender[Scored[float]]) -> None:
-        """Read one step's events."""
         while events := await rollout.drain():
             for event in events:
                 if isinstance(event, Chunk):
@@ -122,7 +117,6 @@ class Align:
         *,
         out: Sender[int],
     ) -> None:
-        """Count one step's rows."""
         await out.send(len([row async for row in join(a, b, c, key=rollout_of)]))
 
 
@@ -182,11 +176,9 @@ async def step(rollouts: int, steps: int) -> AsyncIterator[int]:
             made = policy.tokens
 
 
-SIZES = (10, 100, 1_000, 10_000)
-"""Live rollouts."""
+SIZES = (10, 100, 1_000, 10_000)  # live rollouts
 REPEATS = 5
-LEAST_CHUNKS = 10_000
-"""Least chunks of a repetition; small sizes run more steps for it."""
+LEAST_CHUNKS = 10_000  # least chunks of a repetition; small sizes run more steps for it
 LEAST_STEPS = 2
 
 Clock: TypeAlias = Callable[[], float]
@@ -194,16 +186,9 @@ Clock: TypeAlias = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load of the engine.
-
-    Attributes:
-        title: a description.
-        edges: that a chunk travels; its cost is divided by them.
-        run: ``run(rollouts, steps)`` yields 0 once it is ready, then the chunks of each step after it.
-    """
-
-    title: str
-    edges: int
+    title: str  # a description
+    edges: int  # that a chunk travels; its cost is divided by them
+    # `run(rollouts, steps)` yields 0 once it is ready, then the chunks of each step after it
     run: Callable[[int, int], AsyncIterator[int]]
 
 
@@ -218,32 +203,23 @@ LOADS: Mapping[str, Load] = {
 class Cost:
     """The cost of a load at one size, by repetition.
 
-    Attributes:
-        load: its name in :data:`LOADS`.
-        rollouts: live at once.
-        chunks: sent in a repetition.
-        microseconds: CPU time per chunk and edge.
-        collector: the garbage collector's part of it.
-
     Example:
         >>> Cost("edges", 10, 160, (2.0, 4.0, 3.0), (0.0, 0.5, 0.0)).per_second
         333333
     """
 
-    load: str
-    rollouts: int
-    chunks: int
-    microseconds: tuple[float, ...]
-    collector: tuple[float, ...]
+    load: str  # its name in `LOADS`
+    rollouts: int  # live at once
+    chunks: int  # sent in a repetition
+    microseconds: tuple[float, ...]  # CPU time per chunk and edge
+    collector: tuple[float, ...]  # the garbage collector's part of it
 
     @property
     def median(self) -> float:
-        """The median over the repetitions."""
         return statistics.median(self.microseconds)
 
     @property
     def per_second(self) -> int:
-        """Chunks per edge in a second of CPU time, by the median."""
         return round(1e6 / self.median)
 
 

@@ -61,30 +61,19 @@ TINY: Final = Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2)
 SAMPLING: Final = Sampling(max_new_tokens=4096, seed=1)
 
 
-PASSES: Final = 3
-"""Forward passes' worth of an update that keeps its activations: forward, and twice as much backward."""
+PASSES: Final = 3  # forward passes' worth of an update that keeps its activations: forward, and twice as much backward
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much the parts do.
-
-    Attributes:
-        rows, prompt: of a decode step, and tokens of its prompts.
-        steps: decode steps that are timed.
-        read: tokens of a row that is scored or trained.
-        chunk: tokens that a scorer reads at a time.
-        trained: rows of an update.
-        product: side of the matrices whose product is timed.
-    """
-
+    # rows, prompt: of a decode step, and tokens of its prompts
     rows: int = 64
     prompt: int = 512
-    steps: int = 64
-    read: int = 1024
-    chunk: int = 128
-    trained: int = 32
-    product: int = 8192
+    steps: int = 64  # decode steps that are timed
+    read: int = 1024  # tokens of a row that is scored or trained
+    chunk: int = 128  # tokens that a scorer reads at a time
+    trained: int = 32  # rows of an update
+    product: int = 8192  # side of the matrices whose product is timed
 
 
 ON_A_CPU: Final = Sizes(rows=8, prompt=16, steps=12, read=64, chunk=16, trained=4, product=512)
@@ -92,11 +81,7 @@ ON_A_CPU: Final = Sizes(rows=8, prompt=16, steps=12, read=64, chunk=16, trained=
 
 @dataclass
 class Day:
-    """A device, the models on it, and what was found.
-
-    Attributes:
-        found: results by part.
-    """
+    """A device, the models on it, and what was found."""
 
     device: torch.device
     actor: Shape
@@ -104,16 +89,14 @@ class Day:
     sizes: Sizes
     minutes: float
     began: float = field(default_factory=observe.now)
-    found: dict[str, Mapping[str, object]] = field(default_factory=dict)
+    found: dict[str, Mapping[str, object]] = field(default_factory=dict)  # results by part
 
     @property
     def left(self) -> float:
-        """Seconds left."""
         return 60 * self.minutes - (observe.now() - self.began)
 
     @property
     def gpu(self) -> Gpu:
-        """The device, by what was measured."""
         facts = self.found["facts"]
         flops, bandwidth = (float(str(facts[name])) for name in ("flops", "bandwidth"))
         return Gpu(flops=flops, bandwidth=bandwidth, memory=float(str(facts["memory"])) or 1.0)
@@ -140,7 +123,6 @@ class Day:
         return model
 
     def seconds(self, work: Callable[[], object], times: int = 3) -> float:
-        """Return the median duration of some work, after one that is not counted."""
         took = []
         for _ in range(times + 1):
             synchronised(self.device)
@@ -411,7 +393,6 @@ def gpu_day(
 
 
 def show(found: Mapping[str, object]) -> str:
-    """Return the results of a part, a line each."""
     rows = [[name, f"{value:,.4g}" if isinstance(value, float) else str(value)[:100]] for name, value in found.items()]
     return aligned([["figure", "value"], *rows])
 

@@ -22,8 +22,7 @@ from oppo.log import routed
 
 Each = TypeVar("Each")
 
-END: Final = "<!-- end -->"
-"""The line of a page that ends a part made by a bench."""
+END: Final = "<!-- end -->"  # the line of a page that ends a part made by a bench
 
 
 def command(name: str, about: str, run: Callable[..., int | None], arguments: Sequence[str] | None = None) -> int:
@@ -70,11 +69,7 @@ class Spread:
 
     @classmethod
     def of_ratios(cls, values: Sequence[float], others: Sequence[float]) -> Spread:
-        """Return the spread of ``value / other``, paired by round, so that a slow minute cancels.
-
-        Raises:
-            ValueError: their numbers differ.
-        """
+        """Return the spread of ``value / other``, paired by round, so that a slow minute cancels."""
         return cls.of(value / other for value, other in zip(values, others, strict=True))
 
     def __str__(self) -> str:
@@ -83,23 +78,18 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The facts needed to compare figures with those of another machine.
-
-    Attributes:
-        cores: that this process may use.
-        load: mean number of runnable processes in the last minute: well above 1, other programs disturbed the figures.
-    """
+    """The facts needed to compare figures with those of another machine."""
 
     cpu: str
-    cores: int
+    cores: int  # that this process may use
     memory_gb: float
     system: str
     device: str
+    # mean number of runnable processes in the last minute: well above 1, other programs disturbed the figures
     load: float
 
     @classmethod
     def here(cls, device: str = "cpu") -> Machine:
-        """Return this machine."""
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
         return cls(
             cpu=processor(),
@@ -131,7 +121,6 @@ def processor() -> str:
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """Return the version of each distribution, or "not installed"."""
     found = {}
     for name in distributions:
         try:
@@ -142,22 +131,16 @@ def versions(*distributions: str) -> dict[str, str]:
 
 
 def keep(path: Path | None, results: object) -> None:
-    """Write results as JSON, if there is a file for them."""
     if path is not None:
         path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def on_this_machine(results: Mapping[str, object]) -> dict[str, object]:
-    """Return results that were measured on the CPU, with the facts of this machine."""
     return {"machine": asdict(Machine.here()), **results}
 
 
 def require_writable(files: Mapping[str, Path | None]) -> None:
-    """Check that files of results, by option, can be written; make their folders.
-
-    Raises:
-        ConfigError: one cannot be written.
-    """
+    """Check that files of results, by option, can be written; make their folders."""
     for option, file in files.items():
         if file is None:
             continue
@@ -182,11 +165,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table.
-
-    Raises:
-        ValueError: a row has not as many columns as the head.
-    """
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
         if len(row) != len(head):
@@ -196,11 +174,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def placed(page: str, begin: str, content: str) -> str:
-    """Return the page with ``content`` between the line ``begin`` and the next :data:`END`.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
+    """Return the page with ``content`` between the line ``begin`` and the next :data:`END`."""
     before, found, rest = page.partition(begin)
     _, end, after = rest.partition(END)
     if not found or not end:
@@ -210,11 +184,7 @@ def placed(page: str, begin: str, content: str) -> str:
 
 @contextmanager
 def checkout(revision: str | None, folder: Path) -> Iterator[Path]:
-    """Yield a folder that holds a commit; the working tree without one.
-
-    Raises:
-        ConfigError: the repository has no such commit.
-    """
+    """Yield a folder that holds a commit; the working tree without one."""
     if revision is None:
         yield CHECKOUT
         return

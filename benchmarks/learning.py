@@ -42,30 +42,25 @@ BEGIN: Final = "<!-- python -m benchmarks.learning -->\n"
 LAGS: Final = (0, 1, 2)
 CHARACTERS: Final = "_.=+0123456789abcdefghijklmnopqr"
 END, CALL = CHARACTERS.index("."), CHARACTERS.index("=")
-LIKED: Final = "abcdef"
-"""What the reward model likes: the share of these letters in a response."""
+LIKED: Final = "abcdef"  # what the reward model likes: the share of these letters in a response
 
 BATCH, SAMPLES, CAP = 8, 4, 12
 HELD_OUT: Final = 96
 
 
 def encode(text: str) -> list[int]:
-    """Return a token for each character."""
     return [CHARACTERS.index(character) for character in text]
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """Return the characters of tokens."""
     return "".join(CHARACTERS[token] for token in tokens)
 
 
 def result(prompt: str) -> str:
-    """Return the result of a sum, in two digits."""
     return f"{sum(int(digit) for digit in prompt.split('+')):02}"
 
 
 async def calculator(turn: TextTurn) -> str | None:
-    """Answer the first call, and end the response with whatever else ends a turn."""
     return result(str(turn.prompt)) if turn.text.endswith("=") and turn.number == 0 else None
 
 
@@ -94,7 +89,6 @@ def config() -> LlamaConfig:
 
 
 def adding() -> PreTrainedModel:
-    """Return an actor that has been shown sums, half of them with a wrong result."""
     torch.manual_seed(0)
     model, dice = LlamaForCausalLM(config()), np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -132,23 +126,14 @@ def tasteful() -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is learned.
-
-    Attributes:
-        actor: as it begins, of a seed.
-        reward: in the place of the scorers.
-        tool: whether a calculator answers.
-        kl: weight of the KL to the policy as it began.
-    """
-
     name: str
     about: str
     steps: int
     learning_rate: float
-    actor: Callable[[int], PreTrainedModel]
-    reward: Callable[[Place], Scorer[float | Drop]]
-    tool: bool = False
-    kl: float = 0.0
+    actor: Callable[[int], PreTrainedModel]  # as it begins, of a seed
+    reward: Callable[[Place], Scorer[float | Drop]]  # in the place of the scorers
+    tool: bool = False  # whether a calculator answers
+    kl: float = 0.0  # weight of the KL to the policy as it began
 
 
 def tasks() -> list[Task]:
@@ -187,17 +172,12 @@ def tasks() -> list[Task]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a run: before and after on held-out prompts, and the mean score of each step with its seconds.
-
-    Attributes:
-        kl: nats a response, from the policy as it began.
-        staleness: of the tokens trained, in versions.
-    """
+    """The outcome of a run: before and after on held-out prompts, and the mean score of each step with its seconds."""
 
     before: float
     after: float
-    kl: float
-    staleness: float
+    kl: float  # nats a response, from the policy as it began
+    staleness: float  # of the tokens trained, in versions
     scores: Sequence[float]
     seconds: Sequence[float]
 
@@ -262,7 +242,6 @@ class Found:
 
     @classmethod
     def of(cls, results: Mapping[str, Any]) -> Found:
-        """Return what a file holds."""
         return cls(
             {
                 task: {int(lag): [Outcome(**each) for each in found] for lag, found in lags.items()}
@@ -271,7 +250,6 @@ class Found:
         )
 
     def row(self, task: str, lag: int) -> list[str]:
-        """Return a row of the table."""
         ours, base = self.outcomes[task][lag], self.outcomes[task][LAGS[0]]
         gain = fmean(each.after - each.before for each in base)
         target = fmean(each.before for each in base) + TARGET * gain
@@ -292,7 +270,6 @@ class Found:
         ]
 
     def table(self) -> str:
-        """Return the table of the page."""
         head = [
             "task",
             "lag",
@@ -337,7 +314,6 @@ def write(results: Mapping[str, Any], folder: Path) -> None:
 
 
 def content(results: Mapping[str, Any]) -> str:
-    """Return the part of the page that is made of the results."""
     machine, about = results["machine"], "".join(f"- {name}: {words}.\n" for name, words in results["tasks"].items())
     told = f"{results['seeds']} seeds; {machine['cpu']}, {machine['cores']} cores, a load of {machine['load']:.1f}."
     return f"\n{about}\n{told}\n\n{Found.of(results).table()}\n"

@@ -24,8 +24,7 @@ from oppo.models import Piece, Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
 
 PROMPTS, LENGTH, RANK = 16, 128, 16
-LEARNED = ((10, 3e-6), (100, 1e-4))
-"""Steps of AdamW, and their learning rate."""
+LEARNED = ((10, 3e-6), (100, 1e-4))  # steps of AdamW, and their learning rate
 
 
 def learned(base: PreTrainedModel, steps: int, rate: float) -> PreTrainedModel:
@@ -48,7 +47,6 @@ def learned(base: PreTrainedModel, steps: int, rate: float) -> PreTrainedModel:
 
 
 async def decoded(policy: VllmPolicy, prompts: list[Prompt]) -> list[list[Piece]]:
-    """Return what the engine writes to each prompt."""
     decodes, pieces = await policy.open(prompts), list[list[Piece]]()
     async with policy.decoding(decodes, lambda ended: False):
         for decode in decodes:

@@ -17,7 +17,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Annotated, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import anyio
 import numpy as np
@@ -38,17 +39,15 @@ PROGRAM: Final = "benchmarks.policy_place"
 ROWS, TOKENS, ROUNDS, QUESTIONS = 8, 120, 9, 2000
 LAYERS, CHUNK = 28, 24
 
+one_core = partial(use_cores, 1)
+
 
 def never(finished: Sequence[int]) -> bool:
-    """Cut nothing."""
     return not finished
 
 
 class Questioner:
-    """Asks one question after another."""
-
     def ask(self, question: Callable[[Sequence[int]], bool], count: int) -> float:
-        """Return the seconds of a question with its answer."""
         start = now()
         for _ in range(count):
             question([1, 2])
@@ -56,7 +55,6 @@ class Questioner:
 
 
 def saved(folder: str, layers: int = 2) -> ModelRecipe:
-    """Return a model whose decode steps cost little more than Python."""
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4
     )
@@ -76,7 +74,6 @@ async def step_seconds(policy: HfPolicy) -> float:
 
 @contextmanager
 def busy_thread() -> Iterator[None]:
-    """Keep the interpreter of this process busy with Python code."""
     over = threading.Event()
 
     def work() -> None:
@@ -112,7 +109,6 @@ async def measure(places: Sequence[Place], model: ModelRecipe) -> None:
 
 
 async def reading(reference: ReferenceLogprobs, over: anyio.Event, passes: list[int]) -> None:
-    """Let a reference read rollouts in chunks, one after another, until ``over``."""
     while not over.is_set():
         events: list[Prompt | Chunk] = [Prompt(n, n, np.arange(1, 9, dtype=np.int32)) for n in range(ROWS)]
         await reference.extend(events)
@@ -148,27 +144,43 @@ async def measure_scorers(acting: Place, scoring: Sequence[Place], model: ModelR
         )
 
 
+@contextmanager
+def second_raylet() -> Iterator[Place]:
+    """Return a place in an actor on a raylet of this machine that is not this process's own."""
+    from ray.cluster_utils import Cluster as Raylets  # noqa: PLC0415 - Ray is an extra
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
+
+    from oppo.placement.ray import Cluster, RayPlace  # noqa: PLC0415
+
+    room: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+    Path("/tmp/ray").mkdir(exist_ok=True)
+    raylets = Raylets(initialize_head=True, head_node_args=room)
+    try:
+        node: Any = raylets.add_node(**room)
+        with Cluster(raylets.address) as cluster:
+            other = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+            with RayPlace("actor", cluster, setup=one_core, strategy=other, restarts=0) as place:
+                yield place
+    finally:
+        raylets.shutdown()
+
+
 def compare(*, ray: Annotated[bool, Parameter(negative=())] = False) -> None:
     """Print what decoding costs in a thread and in a process.
 
     Args:
         ray: in an actor on another raylet too.
     """
-    one = partial(use_cores, 1)
     with ExitStack() as stack:
         places: list[Place] = [
-            stack.enter_context(Thread("thread", setup=one)),
-            stack.enter_context(Process("process", setup=one)),
+            stack.enter_context(Thread("thread", setup=one_core)),
+            stack.enter_context(Process("process", setup=one_core)),
         ]
         if ray:
-            from benchmarks.remote_call import two_raylets  # noqa: PLC0415 - Ray is an extra
-            from oppo.placement.ray import RayPlace  # noqa: PLC0415
-
-            cluster, other = stack.enter_context(two_raylets())
-            places.append(stack.enter_context(RayPlace("actor", cluster, setup=one, strategy=other, restarts=0)))
+            places.append(stack.enter_context(second_raylet()))
         model = saved(stack.enter_context(tempfile.TemporaryDirectory()))
         anyio.run(measure, places, model)
-        scoring = [stack.enter_context(kind(kind.__name__.lower(), setup=one)) for kind in (Thread, Process)]
+        scoring = [stack.enter_context(kind(kind.__name__.lower(), setup=one_core)) for kind in (Thread, Process)]
         deep = saved(stack.enter_context(tempfile.TemporaryDirectory()), LAYERS)
         anyio.run(measure_scorers, places[0], scoring, deep)
 

@@ -38,29 +38,18 @@ from oppo.rollout_buffer import DecodeStep, DecodeSteps
 
 ROWS: Final = 32
 LENGTH: Final = 192
-ANSWER: Final = 8
-"""Tokens of an answer."""
+ANSWER: Final = 8  # tokens of an answer
 
-STOPS: Final = 2
-"""Token ids that end a turn, of the vocabulary."""
+STOPS: Final = 2  # token ids that end a turn, of the vocabulary
 
-EVERY: Final = 7
-"""Decode steps between two interruptions."""
+EVERY: Final = 7  # decode steps between two interruptions
 
 
 @dataclass(slots=True)
 class Course:
-    """The decode steps of one decoding.
-
-    Attributes:
-        ends: of each decode step, in seconds.
-        calls: the number of the call that made each.
-        joined: calls that a rollout joined after an answer.
-    """
-
-    ends: list[float] = field(default_factory=list)
-    calls: list[int] = field(default_factory=list)
-    joined: set[int] = field(default_factory=set)
+    ends: list[float] = field(default_factory=list)  # of each decode step, in seconds
+    calls: list[int] = field(default_factory=list)  # the number of the call that made each
+    joined: set[int] = field(default_factory=set)  # calls that a rollout joined after an answer
 
     def borders(self, *, joined: bool) -> Iterator[tuple[float, float]]:
         """Yield each gap between two calls and the mean of the gaps within calls on either side of it, in seconds."""
@@ -74,18 +63,12 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """What was found, in seconds; medians.
+    """What was found, in seconds; medians."""
 
-    Attributes:
-        step: of a decode step.
-        interrupted: by which a gap is longer in which the call was interrupted and nothing else.
-        answered: by which a gap is longer in which an answer joined, the reading of it included.
-        interruptions, answers: how many were measured.
-    """
-
-    step: float
-    interrupted: float
-    answered: float
+    step: float  # of a decode step
+    interrupted: float  # by which a gap is longer in which the call was interrupted and nothing else
+    answered: float  # by which a gap is longer in which an answer joined, the reading of it included
+    # interruptions, answers: how many were measured
     interruptions: int
     answers: int
 
@@ -148,7 +131,6 @@ async def course(policy: HfPolicy, *, rows: int, first: int, vocabulary: int) ->
 
 
 async def read(decode: HfDecode) -> None:
-    """Read a rollout to its end."""
     while (await decode.read(32)).state == "live":
         pass
 

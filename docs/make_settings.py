@@ -28,7 +28,6 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "run.cores": ("CPU threads", ""),
     "run.policy": ("placement of the rollout engine", ""),
     "run.scorers": ("placement of the scoring models", ""),
-    "run.scorers_gpu_share": ("SM partition, MPS", ""),
     "run.trainer": ("placement of the trainer", ""),
     "run.panel": ("progress display", "disable_tqdm"),
     "run.track": ("experiment tracker, logger", "report_to"),
@@ -279,8 +278,7 @@ What does each key mean, and what does TRL call it?
 
 Every key of the file that `oppo train` reads, made from the dataclasses that check it: change those, then run
 `python -m docs.make_settings`. A key without a default must be given. *Known as* is the field's common name, *in TRL*
-the name in TRL's `PPOConfig`, `PPOTrainer` or `ModelConfig`. A file with keys of an earlier version opens; a message
-names each of them with its key of today.
+the name in TRL's `PPOConfig`, `PPOTrainer` or `ModelConfig`.
 """
 
 VLLM = """## `[vllm]`

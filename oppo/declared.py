@@ -83,8 +83,12 @@ class FromList:
         return {**handler(source), "strict": False}
 
 
-def setting(default: T, description: str) -> T:
-    made: T = field(default=default, metadata={"description": description})
+Resume: TypeAlias = Literal["fixed", "rounding", "free"]
+"""Whether a setting may change when a run is resumed: never, where sums may be rounded otherwise, or always."""
+
+
+def setting(default: T, description: str, *, resume: Resume = "fixed") -> T:
+    made: T = field(default=default, metadata={"description": description, "resume": resume})
     return made
 
 
@@ -105,6 +109,7 @@ class Declared:
     kind: Any
     default: object
     description: str
+    resume: Resume
 
 
 def declared(record: type) -> Mapping[str, Declared]:
@@ -114,21 +119,15 @@ def declared(record: type) -> Mapping[str, Declared]:
 
 @cache
 def _declared(record: Any) -> Mapping[str, Declared]:
-    kinds = get_type_hints(record, include_extras=True)
-    return {
-        each.name: Declared(
-            kinds[each.name],
-            each.default if each.default_factory is MISSING else each.default_factory(),
-            _description(record, each.name),
+    kinds, found = get_type_hints(record, include_extras=True), {}
+    for each in (each for each in fields(record) if each.init):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        told = [vars(base).get("__dataclass_fields__", {}).get(each.name) for base in record.__mro__]
+        about: Mapping[str, Any] = next((of.metadata for of in told if of and "description" in of.metadata), {})
+        found[each.name] = Declared(
+            kinds[each.name], default, about.get("description", ""), about.get("resume", "fixed")
         )
-        for each in fields(record)
-        if each.init
-    }
-
-
-def _description(record: type, name: str) -> str:
-    declarations = [vars(base).get("__dataclass_fields__", {}).get(name) for base in record.__mro__]
-    return next((each.metadata["description"] for each in declarations if each and "description" in each.metadata), "")
+    return found
 
 
 def changed(record: DataclassInstance, names: Collection[str]) -> dict[str, object]:

@@ -144,12 +144,13 @@ class TrainerSettings:
         None, "updates in the run; `linear` and `cosine` reach 0 there and need it"
     )
     gradient_checkpointing: Count = setting(
-        0, "recompute every n-th layer in the backward pass, to save memory: 1 is all layers, 0 none"
+        0, "recompute every n-th layer in the backward pass, to save memory: 1 is all layers, 0 none", resume="rounding"
     )
     micro_batch_tokens: PositiveCount | None = setting(
         None,
         "most tokens, padding included, in a forward pass; a longer row gets a pass of its own. Unless given, 2,048 on "
         "a CPU; on a GPU 4,096 to 32,768, as its memory allows, or 16,384 in a program",
+        resume="rounding",
     )
     seed: Seed = setting(0, "keys, with the number of the update, how rows are shuffled into minibatches")
 

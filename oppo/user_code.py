@@ -213,12 +213,14 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+@dataclass(frozen=True)
 class CheckedFunction(ABC, Generic[G, W, R]):
-    """A user function together with the check of what it returns; it is pickled where calls are made in a process.
+    """A user function with the check of its results; pickled where calls are made in a process.
+
+    ``where`` says in errors what a call is for, as text or as an object that is shown so.
 
     Attributes:
-        user: the function.
-        kind: what it is, as in ``reward function``.
+        kind: of the function, as in ``reward function``.
         error: the type of :meth:`failure`.
     """
 
@@ -226,17 +228,27 @@ class CheckedFunction(ABC, Generic[G, W, R]):
     error: ClassVar[type[OppoError]]
     user: UserFunction
 
-    @abstractmethod
+    @property
+    def title(self) -> str:
+        return f"{self.kind} {self.user.name!r}"
+
     def made(self, given: G) -> object:
-        """Call the function."""
+        return self.user.function(given)
 
     @abstractmethod
     def checked(self, result: object, where: W) -> R:
-        """Return the function's result, or raise :meth:`failure`; ``where`` says what it was called for."""
+        """Return the function's result, or raise :meth:`failure`."""
 
-    @abstractmethod
     def failure(self, what: str, where: W) -> OppoError:
-        """Return an error that names the function, and what it was called for."""
+        return self.error(f"{self.title} {what} ({where})")
+
+    async def run(self, given: G, where: W) -> R:
+        """Call an async function here, a sync one in a thread of its own; inline on a loop of virtual time."""
+        if self.user.is_async:
+            return await self.answer(given, where)
+        if getattr(running_loop(), "virtual", False):
+            return self.call(given, where)
+        return await run_detached(f"oppo-{self.user.name}", partial(self.call, given, where))
 
     def call(self, given: G, where: W) -> R:
         with self._contained(where):
@@ -285,9 +297,8 @@ class UserCalls(Generic[G, W, R]):
             require_real("timeout", timeout, 0, error=ConfigError)
         require_whole("concurrency", concurrency, 1, error=ConfigError)
         user = checked.user
-        self._title = f"{checked.kind} {user.name!r}"
         if process and user.is_async:
-            raise user.refuse(f"{self._title} is async, and a process of its own is for sync ones: leave that out")
+            raise user.refuse(f"{checked.title} is async, and a process of its own is for sync ones: leave that out")
         self._checked = checked
         self._concurrency = concurrency
         self._timeout = math.inf if timeout is None else timeout
@@ -300,7 +311,7 @@ class UserCalls(Generic[G, W, R]):
                 for _ in range(concurrency if process else 0)
             ]
         except ModelError as error:
-            raise user.refuse(f"{self._title}: {error}") from error
+            raise user.refuse(f"{checked.title}: {error}") from error
         self._idle = list(self._processes)
 
     @property
@@ -315,13 +326,12 @@ class UserCalls(Generic[G, W, R]):
     async def make(self, given: G, where: W) -> R:
         """Return what the function returns; at most ``concurrency`` calls overlap. ``where``: for errors."""
         self._limiter = self._limiter or anyio.CapacityLimiter(self._concurrency)
-        virtual = getattr(running_loop(), "virtual", False)
         async with self._limiter:
             with self.working():
-                if self._processes and not virtual:
+                if self._processes and not getattr(running_loop(), "virtual", False):
                     return await self._made_apart(given, where)
                 with anyio.move_on_after(self._timeout) as limit:
-                    result = await self._made(virtual, given, where)
+                    result = await self._checked.run(given, where)
                     if not self._checked.user.is_async or anyio.current_time() <= limit.deadline:
                         return result
             blocked = "" if limit.cancel_called else f", and the event loop was blocked: {UNBLOCK}"
@@ -342,16 +352,8 @@ class UserCalls(Generic[G, W, R]):
                 if (waited := until) == notice:
                     notice *= 2
                     ends = "a timeout would end it" if self._timeout == math.inf else f"it has {self._timeout:g} s"
-                    logger.warning(f"{self._title} has not returned for {waited:g} s ({where}): {ends}")
+                    logger.warning(f"{self._checked.title} has not returned for {waited:g} s ({where}): {ends}")
         raise self._checked.failure(f"took longer than {self._timeout:g} s", where)
-
-    async def _made(self, virtual: bool, given: G, where: W) -> R:
-        checked = self._checked
-        if checked.user.is_async:
-            return await checked.answer(given, where)
-        if virtual:
-            return checked.call(given, where)
-        return await run_detached(f"oppo-{checked.user.name}", partial(checked.call, given, where))
 
     async def _made_apart(self, given: G, where: W) -> R:
         failure = self._checked.failure
@@ -373,7 +375,7 @@ class UserCalls(Generic[G, W, R]):
     def working(self, how: str = "") -> Iterator[None]:
         """Report the function as at work, for example while it waits for another attempt; calls may overlap."""
         call = object()
-        self._working[call] = f"{self._title}{how}"
+        self._working[call] = f"{self._checked.title}{how}"
         try:
             yield
         finally:

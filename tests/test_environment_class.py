@@ -25,6 +25,7 @@ from oppo.evaluation import Evaluation
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
 from oppo.hf.calls import ToolCall
 from oppo.hf.chat import ChatFormat, ParsedTurn, chatting
+from oppo.rewards import RewardInputs
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from oppo.turns import Answer, Turn
 from tests.hf.spot_tokenizers import byte_tokenizer
@@ -323,7 +324,11 @@ def test_a_reward_function_sees_the_instances_that_give_the_reward() -> None:
     def count(completions: object, environments: list[Counting]) -> list[float]:
         return [float(len(each.guesses)) for each in environments]
 
-    both = Rewards({"won": (1.0, environment.reward), "count": (1.0, count)}, str, instances=environment.instance)
+    both = Rewards(
+        {"won": (1.0, environment.reward), "count": (1.0, count)},
+        str,
+        inputs=RewardInputs(environments=environment.instance),
+    )
     finish = Finish(0, game.response, "eos")
     assert run_virtual(both.finish, [finish]) == [pytest.approx(0.8 + 2.0)]
     assert Counting.resets == resets
@@ -332,7 +337,7 @@ def test_a_reward_function_sees_the_instances_that_give_the_reward() -> None:
     with pytest.raises(RewardError, match="asks for environments, and there are none"):
         FunctionReward(count, str)
     with pytest.raises(RewardError, match="environments, which are objects of this process"):
-        FunctionReward(count, str, instances=environment.instance, process=True)
+        FunctionReward(count, str, inputs=RewardInputs(environments=environment.instance), process=True)
 
 
 class Sums:
@@ -660,7 +665,7 @@ def test_an_instance_lives_as_long_as_its_rollout_and_what_was_done_is_scored(
         return [0.0] * len(environments)
 
     both: dict[str, Any] = {"won": (1.0, environment.reward), "none": (1.0, second)}
-    reward = Rewards(both, str, instances=environment.instance)
+    reward = Rewards(both, str, inputs=RewardInputs(environments=environment.instance))
     graph = playing(environment, policy, reward=reward, trainer=trainer, admission=deepcopy(admission))
 
     async def main() -> None:
@@ -728,5 +733,5 @@ def test_a_reset_that_hangs_while_rows_are_read_is_logged_and_ends_at_its_timeou
     monkeypatch.setattr("oppo.user_code.NOTICE_SECONDS", 0.01)
     environment = EnvironmentClass(Hanging, cast("ChatFormat", Stub()))
     environment.begun({})
-    assert at_work == ["method of an environment 'reset'"] * 2
-    assert "'reset' has not returned for 0.01 s (reading a row): a timeout would end it" in said[0]
+    assert at_work == ["reset() of the environment"] * 2
+    assert "reset() of the environment has not returned for 0.01 s (reading a row): a timeout would end it" in said[0]

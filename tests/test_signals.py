@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from oppo.errors import RewardError, contained, exits_told
 from oppo.observe import Observer, Span
 from oppo.signals import SIGNALS, Stopped, interruptible, stoppable
 from oppo.testing import prompts, run_virtual
@@ -182,6 +184,47 @@ def test_a_second_signal_ends_what_blocks_the_event_loop_of_a_program() -> None:
 
     with pytest.raises(Stopped), stoppable():
         anyio.run(block)
+
+
+@pytest.mark.parametrize("ignored", [None, *SIGNALS])
+@each_signal
+async def test_user_code_does_not_hold_back_the_second_signal_whichever_other_is_ignored(
+    number: signal.Signals, ignored: signal.Signals | None
+) -> None:
+    if ignored not in {None, number}:
+        signal.signal(ignored, signal.SIG_IGN)
+
+    async def user_code() -> None:
+        with contained(RewardError):
+            signal.raise_signal(number)
+
+    async def block() -> None:
+        async with interruptible():
+            signal.raise_signal(number)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(user_code)
+
+    with pytest.raises(Stopped):
+        await block()
+
+
+def test_an_exit_of_user_code_is_an_error_while_the_body_of_any_thread_lasts() -> None:
+    before, opened, go_on = os._exit, threading.Event(), threading.Event()
+
+    def last() -> None:
+        with exits_told():
+            opened.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=last)
+    with exits_told():
+        thread.start()
+        opened.wait()
+    with pytest.raises(RewardError, match=r"os\._exit\(3\)"), contained(RewardError):
+        os._exit(3)
+    go_on.set()
+    thread.join()
+    assert os._exit is before
 
 
 def test_a_cancellation_that_no_signal_caused_stays_one() -> None:

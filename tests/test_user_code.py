@@ -176,12 +176,13 @@ async def test_whatever_a_function_does_is_its_failure(function: Callable[..., o
 
 @pytest.mark.parametrize(("function", "message"), MISBEHAVIOUR)
 async def test_every_failure_can_be_dropped_and_tried_again(
-    function: Callable[..., object], message: str, messages: list[str]
+    function: Callable[..., object], message: str, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped = await FunctionReward(function, decode, on_failure="drop").finish(TWO)
     assert [type(each) for each in dropped] == [Drop, Drop]
+    monkeypatch.setattr("oppo.rewards.function.PAUSES", (0.0,))
     with pytest.raises(RewardError):
-        await FunctionReward(function, decode, on_failure="retry", pauses=(0.0,)).finish(TWO)
+        await FunctionReward(function, decode, on_failure="retry").finish(TWO)
     assert len(messages) == 1
     assert message in messages[0]
     assert messages[0].endswith("; attempt 2 of 2 follows in 0 s")
@@ -372,16 +373,16 @@ def test_a_function_that_waits_to_be_called_again_is_at_work() -> None:
         raise ConnectionError("the judge is away")
 
     async def main() -> str:
-        judge = FunctionReward(reward, decode, on_failure="retry", pauses=(60.0,))
+        judge = FunctionReward(reward, decode, on_failure="retry")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(judge.finish, TWO)
-            await anyio.sleep(30)
+            await anyio.sleep(20)
             at_work = judge.capabilities.at_work()
             tasks.cancel_scope.cancel()
         assert not judge.capabilities.at_work()
         return at_work
 
-    assert run_virtual(main) == "reward function 'reward', which failed and is called again after 60 s"
+    assert run_virtual(main) == "reward function 'reward', which failed and is called again after 25 s"
 
 
 def wait_for(mark: Path) -> None:

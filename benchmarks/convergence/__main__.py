@@ -77,9 +77,9 @@ def make(
     picture = (PAGE.parent if page else out) / asked.picture
     picture.write_text(figure(asked, results), encoding="utf-8")
     if page:
-        text = placed(PAGE.read_text(encoding="utf-8"), asked.begin, asked.section(results))
+        text = placed(PAGE.read_text(encoding="utf-8"), asked.begin, asked.shown(results))
         PAGE.write_text(text, encoding="utf-8")
-    print(asked.table(results), asked.findings(results), sep="\n\n")
+    print(asked.table(results))
 
 
 if __name__ == "__main__":

@@ -11,19 +11,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.convergence.results import Answers, Estimate, Outcome, Results
+from benchmarks.convergence.results import Answers, Outcome, Results
 
 LEVEL: Final = 0.9
-BAND: Final = 0.1
-"""Differences within this fraction of the baseline's own gain count as none."""
-
-LEAST: Final = 5
-"""Least seeds for a decision: fewer show too little of their spread."""
-
 DRAWS: Final = 10_000
 
+# The part of the baseline's gain by which the pace of learning is told: the last of it is slow and noisy for all
 TARGET: Final = 0.75
-"""The part of the baseline's gain by which the pace of learning is told: the last of it is slow and noisy for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +32,8 @@ class Interval:
         """Return the interval divided by ``unit`` > 0."""
         return Interval(self.mean / unit, self.low / unit, self.high / unit)
 
-    def within(self, band: float) -> bool:
-        """Return whether the interval lies within ``band`` of 0."""
-        return -band <= self.low and self.high <= band
+    def __str__(self) -> str:
+        return f"{self.mean:+.1%} ({self.low:+.1%} to {self.high:+.1%})"
 
 
 def resampled(seeds: int) -> NDArray[np.int64]:
@@ -60,96 +53,37 @@ def bootstrap(values: Sequence[float] | NDArray[np.float64], level: float = LEVE
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """What is compared of two arms.
-
-    Attributes:
-        of: its value in an outcome.
-        gained: what an outcome gained of it over the base policy, whose answers are given.
-    """
-
-    of: Callable[[Outcome], float]
+    of: Callable[[Outcome], float]  # its value in an outcome
+    # what an outcome gained of it over the base policy, whose answers are given
     gained: Callable[[Outcome, Answers], float]
 
 
+# Mean score of the final policy's answers
 SCORE: Final = Quantity(
     lambda outcome: outcome.answers.score.mean,
     lambda outcome, start: outcome.answers.score.mean - start.score.mean,
 )
-"""Mean score of the final policy's answers."""
 
+# Of the final policy's answers, from the base policy
 KL: Final = Quantity(
     lambda outcome: outcome.answers.kl.mean,
     lambda outcome, start: outcome.answers.kl.mean - start.kl.mean,
 )
-"""Of the final policy's answers, from the base policy."""
 
+# Mean score of what was trained, written after 1, 2, ... updates, up to half of all: the faster the rise, the more
 FIRST_HALF: Final = Quantity(
     lambda outcome: fmean(early(outcome)),
     lambda outcome, _start: fmean(early(outcome)) - by_updates(outcome)[0],
 )
-"""Mean score of what was trained, written after 1, 2, ... updates, up to half of all: the faster the rise, the more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A quantity of an arm against that of another.
-
-    Attributes:
-        seeds: pairs that were compared.
-        gain: mean gain of the baseline.
-        relative: the arm's value less the other's, as a fraction of that gain.
-    """
-
-    seeds: int
-    gain: float
-    relative: Interval
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether the interval lies within the band; ``None``: too few seeds, or the baseline gained nothing."""
-        if self.seeds < LEAST or not self.gain > 0:
-            return None
-        return self.relative.within(BAND)
-
-    @property
-    def conclusion(self) -> str:
-        """Whether it holds, in words."""
-        return {True: "holds", False: "does not hold", None: "is undecided"}[self.holds]
-
-    @property
-    def sign(self) -> int | None:
-        """1 or -1 where all of the interval lies above or below 0, else 0; ``None`` as for ``holds``."""
-        if self.holds is None:
-            return None
-        return (self.relative.low > 0) - (self.relative.high < 0)
-
-
-def difference(results: Results, arm: str, against: str, quantity: Quantity, baseline: str = "") -> Difference:
-    """Return the difference of an arm to another, over the seeds of which every arm has been run.
-
-    Args:
-        baseline: whose gain is the unit; the other arm unless given.
-
-    Raises:
-        ValueError: there is no such seed, or the base policy has not been examined.
-    """
-    ours, others, unit = (results.of(name) for name in (arm, against, baseline or against))
+def difference(results: Results, arm: str, against: str, quantity: Quantity) -> Interval:
+    """Return a quantity of an arm less that of another, paired by seed, as a fraction of what the other has gained."""
+    ours, others = results.of(arm), results.of(against)
     if not ours:
         raise ValueError("nothing can be compared before all arms of one seed have been run")
-    start = results.known_start
-    gain = fmean(quantity.gained(each, start) for each in unit)
-    pairs = [quantity.of(a) - quantity.of(b) for a, b in zip(ours, others, strict=True)]
-    return Difference(len(pairs), gain, bootstrap(pairs).in_parts_of(gain))
-
-
-def examination_error(
-    results: Results, arm: str, against: str, quantity: Quantity, estimate: Callable[[Answers], Estimate]
-) -> float:
-    """Return the standard error of a relative difference that is due to the number of examined responses alone."""
-    pairs = zip(results.of(arm), results.of(against), strict=True)
-    squares = [estimate(each.answers).error ** 2 for pair in pairs for each in pair]
-    found = difference(results, arm, against, quantity)
-    return float(np.sqrt(sum(squares))) / found.seeds / abs(found.gain)
+    gain = fmean(quantity.gained(each, results.known_start) for each in others)
+    return bootstrap([quantity.of(a) - quantity.of(b) for a, b in zip(ours, others, strict=True)]).in_parts_of(gain)
 
 
 def curve(results: Results, arm: str, of: Callable[[Outcome], Sequence[float]]) -> list[Interval]:
@@ -163,9 +97,6 @@ def by_updates(outcome: Outcome) -> tuple[float, ...]:
 
     A step's rollouts lag behind its update, so that with the same learning their scores come later: by the steps of
     lookahead, and less for what is synced in flight. Between two steps the score is interpolated.
-
-    Raises:
-        ValueError: the lags of the steps were not kept.
     """
     seen = np.arange(len(outcome.scores)) - np.array(outcome.known_off_policy.lags, np.float64)
     points, step_of = np.unique(seen, return_inverse=True)
@@ -174,11 +105,6 @@ def by_updates(outcome: Outcome) -> tuple[float, ...]:
 
 
 def early(outcome: Outcome) -> tuple[float, ...]:
-    """Return the scores by updates, from the first to half of all.
-
-    Raises:
-        ValueError: the run ended before what was written then was trained.
-    """
     half = len(outcome.scores) // 2
     scores = by_updates(outcome)[1 : half + 1]
     if not half or len(scores) < half:
@@ -195,42 +121,26 @@ def made_at(outcome: Outcome) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What an arm takes to learn, of something that grows with its updates.
+    """What an arm takes to learn, of something that grows with its updates."""
 
-    Attributes:
-        mean: until the mean over seeds of what was trained scores ``TARGET`` of the baseline's gain; infinite where it
-            does not within the run.
-        ratio: to what the baseline takes.
-        last: at the last point that was seen: an infinite mean is one above it.
-        last_ratio: the same to what the baseline takes.
-    """
-
+    # until the mean over seeds of what was trained scores `TARGET` of the baseline's gain; infinite where it does not
+    # within the run
     mean: float
-    ratio: Interval
-    last: float
-    last_ratio: float
+    ratio: Interval  # to what the baseline takes
+    last: float  # at the last point that was seen: an infinite mean is one above it
+    last_ratio: float  # the same to what the baseline takes
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long an arm takes to learn.
-
-    Attributes:
-        updates: whose weights write the rollouts: a step has to be ``updates.ratio`` times as fast as the baseline's
-            for the arm to take no longer.
-        seconds: from the start of the run until these updates have been made.
-    """
-
+    # whose weights write the rollouts: a step has to be `updates.ratio` times as fast as the baseline's for the arm to
+    # take no longer
     updates: Taken
-    seconds: Taken
+    seconds: Taken  # from the start of the run until these updates have been made
 
 
 def pace(results: Results, arm: str, baseline: str) -> Pace:
-    """Return how long an arm takes to learn, beside the baseline with the same seeds.
-
-    Raises:
-        ValueError: the base policy has not been examined.
-    """
+    """Return how long an arm takes to learn, beside the baseline with the same seeds."""
     start, seeds = results.known_start, len(results.whole())
     target = start.score.mean + TARGET * fmean(SCORE.gained(each, start) for each in results.of(baseline))
     picked = np.vstack([np.arange(seeds), resampled(seeds)])
@@ -241,11 +151,7 @@ def pace(results: Results, arm: str, baseline: str) -> Pace:
 def _reached_by(
     outcomes: Sequence[Outcome], picked: NDArray[np.int64], target: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], tuple[float, float]]:
-    """Return the updates and the seconds until the mean of the picked runs scores ``target``, and the last of both.
-
-    Args:
-        picked: int64 [N, seeds], as the two results have N.
-    """
+    """Return the updates and the seconds until the mean of the picked runs scores ``target``, and the last of both."""
     scores = np.array(list(zip(*map(by_updates, outcomes), strict=False)), np.float64).T
     seconds = np.array([made_at(each)[: scores.shape[1]] for each in outcomes], np.float64)
     updates = reached(scores[picked].mean(1), target)
@@ -254,12 +160,7 @@ def _reached_by(
 
 
 def _at(curves: NDArray[np.float64], points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return each curve's value at its own point, float64 [N]; infinite where the point is.
-
-    Args:
-        curves: float64 [N, points].
-        points: float64 [N], between the first and the last.
-    """
+    """Return each curve's value at its own point, float64 [N]; infinite where the point is."""
     known = np.where(np.isfinite(points), points, 0.0)
     rows, before = np.arange(len(curves)), np.floor(known).astype(np.int64)
     after = np.minimum(before + 1, curves.shape[1] - 1)
@@ -276,11 +177,7 @@ def _taken(ours: NDArray[np.float64], others: NDArray[np.float64], last: float) 
 
 
 def reached(curves: NDArray[np.float64], target: float) -> NDArray[np.float64]:
-    """Return where each curve first reaches a value, in points and parts of them, float64 [N] (or infinity).
-
-    Args:
-        curves: float64 [N, points].
-    """
+    """Return where each curve first reaches a value, in points and parts of them, float64 [N] (or infinity)."""
     above = curves >= target
     at = np.maximum(above.argmax(1), 1)
     rows = np.arange(len(curves))

@@ -20,10 +20,11 @@ from typing import Any, Final, cast
 
 import anyio
 import numpy as np
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from benchmarks import CHECKOUT
-from benchmarks.convergence.results import Answers, Cell, Estimate, OffPolicy, Outcome, Plan, Results, answers_of
+from benchmarks.convergence.results import Answers, Cell, Estimate, OffPolicy, Outcome, Plan, Results
 from benchmarks.convergence.studies import STUDIES, Arm
 from benchmarks.harness import cores_here
 from oppo.demo.assets import Assets, cache_directory, make_assets
@@ -38,8 +39,7 @@ from oppo.report.metrics import metrics_of
 from oppo.run.train import FINAL, PreparedRun, prepare, run
 from oppo.stages.hold import held
 
-NOISE: Final = 20_000
-"""Seed of the noise in the answers to held-out prompts; no run trains with it."""
+NOISE: Final = 20_000  # seed of the noise in the answers to held-out prompts; no run trains with it
 
 
 def demo_of(plan: Plan) -> DemoPlan:
@@ -103,7 +103,6 @@ def answers(plan: Plan, assets: Assets, actor: Path) -> Answers:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return mean and standard error over prompts."""
     return Estimate(float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values))))
 
 
@@ -146,7 +145,6 @@ async def complete(
 
 
 def line(cell: Cell, found: Outcome) -> str:
-    """Return a run in a line."""
     answers = found.answers
     return (
         f"seed {cell.seed}  {cell.arm:<8}  {sum(found.seconds):5.1f} s  "
@@ -155,21 +153,13 @@ def line(cell: Cell, found: Outcome) -> str:
 
 
 async def outcome(study: str, plan: Plan, cell: Cell) -> Outcome:
-    """Return the outcome of a run in a process of its own, which ends if it is cancelled.
-
-    Raises:
-        CalledProcessError: it failed; its output is on standard error.
-    """
-    return Outcome.of(await _answer(plan, {"study": study, "arm": cell.arm, "seed": cell.seed}))
+    """Return the outcome of a run in a process of its own, which ends if it is cancelled."""
+    request = {"study": study, "arm": cell.arm, "seed": cell.seed}
+    return TypeAdapter(Outcome).validate_python(await _answer(plan, request))
 
 
 async def start(plan: Plan) -> Answers:
-    """Return the answers of the base policy, which is made first if it is missing.
-
-    Raises:
-        CalledProcessError: the process failed.
-    """
-    return answers_of(await _answer(plan, {}))
+    return TypeAdapter(Answers).validate_python(await _answer(plan, {}))
 
 
 async def _answer(plan: Plan, request: Mapping[str, object]) -> Mapping[str, Any]:
@@ -183,7 +173,6 @@ async def _answer(plan: Plan, request: Mapping[str, object]) -> Mapping[str, Any
 
 
 def _environment(jobs: int) -> dict[str, str]:
-    """Return the environment of one of ``jobs`` processes that share the cores."""
     share = {} if jobs == 1 else {"OMP_NUM_THREADS": str(max(1, len(cores_here()) // jobs))}
     return {**os.environ, **share}
 

@@ -6,28 +6,21 @@ and without importance weights. A figure shows the score of what was trained: me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from statistics import fmean, median
-from textwrap import fill
 from typing import Final, Literal, TypeAlias
 
 from benchmarks.convergence.comparison import (
-    BAND,
     FIRST_HALF,
     KL,
-    LEAST,
     SCORE,
-    TARGET,
-    Difference,
     Interval,
-    Quantity,
     Taken,
     by_updates,
     curve,
     difference,
-    examination_error,
     made_at,
     pace,
 )
@@ -36,31 +29,20 @@ from benchmarks.harness import markdown
 from oppo.config.settings import Settings
 from oppo.report.charts import Axes, picture, placed
 
-COLUMNS: Final = 120
-"""Columns of the page."""
-
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One schedule; models, prompts, noise and learning are the same for all arms of a study.
-
-    Attributes:
-        colour: of its line in the figure.
-        dashed: draw that line in dashes.
-        share: rollouts kept in flight beyond the batch, as a fraction of it; ``None``: left to the admission.
-        held: scoring waits until decoding has ended (:class:`oppo.stages.hold.Hold`), and then has all cores.
-        step: other changes to the demo's ``[step]``.
-        algorithm: changes to its ``[algorithm]``.
-    """
+    """One schedule; models, prompts, noise and learning are the same for all arms of a study."""
 
     name: str
     about: str
-    colour: str
-    dashed: bool = False
+    colour: str  # of its line in the figure
+    dashed: bool = False  # draw that line in dashes
+    # rollouts kept in flight beyond the batch, as a fraction of it; `None`: left to the admission
     share: float | None = 0.0
-    held: bool = False
-    step: Mapping[str, object] = field(default_factory=dict)
-    algorithm: Mapping[str, object] = field(default_factory=dict)
+    held: bool = False  # scoring waits until decoding has ended (`oppo.stages.hold.Hold`), and then has all cores
+    step: Mapping[str, object] = field(default_factory=dict)  # other changes to the demo's `[step]`
+    algorithm: Mapping[str, object] = field(default_factory=dict)  # changes to its `[algorithm]`
 
     def settings(self, demo: Settings, batch: int) -> Settings:
         """Return the demo's settings in this schedule, without the files that a study does not read."""
@@ -70,11 +52,9 @@ class Arm:
         return demo.changed({"step": step, "algorithm": self.algorithm, "run": quiet})
 
 
+# What scores are drawn against. `updates`: those that the policy had seen that wrote the rollouts; `update seconds`:
+# when these had been made
 Axis: TypeAlias = Literal["steps", "seconds", "updates", "update seconds"]
-"""What scores are drawn against.
-
-``updates``: those that the policy had seen that wrote the rollouts; ``update seconds``: when these had been made.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,61 +72,28 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A question to training, whose arms are its possible answers.
-
-    Attributes:
-        arms: by name, in the order of the table.
-        file: name of the file of results.
-        picture: name of the figure, beside the page and beside the results.
-        panels: of the figure.
-        section: returns the section of ``benchmarks/convergence/README.md``, with its heading.
-        findings: returns what was found, an item each.
-        table: returns the results as a table.
-    """
+    """A question to training, whose arms are its possible answers."""
 
     name: str
-    arms: Mapping[str, Arm]
-    file: str
-    picture: str
-    panels: Sequence[Panel]
-    table: Callable[[Results], str]
-    findings: Callable[[Results], str]
-    section: Callable[[Results], str]
+    arms: Mapping[str, Arm]  # by name, in the order of the table
+    file: str  # name of the file of results
+    picture: str  # name of the figure, beside the page and beside the results
+    panels: Sequence[Panel]  # of the figure
+    table: Callable[[Results], str]  # returns the results as a table
 
     @property
     def begin(self) -> str:
-        """The line of the page after which the section is."""
         return f"<!-- python -m benchmarks.convergence --study {self.name} --page -->\n"
 
-
-def items(lines: Iterable[str]) -> str:
-    """Return the lines as items of a list, wrapped as the page is."""
-    return "\n".join(
-        fill(line, COLUMNS, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False) for line in lines
-    )
-
-
-def percent(found: Difference) -> str:
-    """Return a relative difference with its interval."""
-    relative = found.relative
-    return f"{relative.mean:+.1%} ({relative.low:+.1%} to {relative.high:+.1%})"
-
-
-def shared(results: Results) -> str:
-    """Return the machine, and how its runs shared it."""
-    machine, jobs = results.machine, results.plan.jobs
-    runs = "all of them for one run at a time" if jobs == 1 else f"{jobs} runs at a time"
-    return f"{machine['cpu']}, {machine['cores']} cores, {runs}"
-
-
-def noise(results: Results, arm: str, baseline: str) -> str:
-    """Return what examining few responses adds to every difference, with that of an arm as the example."""
-    score = examination_error(results, arm, baseline, SCORE, lambda answers: answers.score)
-    kl = examination_error(results, arm, baseline, KL, lambda answers: answers.kl)
-    return (
-        f"Examining only {results.plan.examined} responses gives every difference a standard error of {score:.1%} "
-        f"for the score and {kl:.1%} for the KL."
-    )
+    def shown(self, results: Results) -> str:
+        """Return the part of the page that is made from the results: the runs, the figure and the table."""
+        plan, machine, seeds = results.plan, results.machine, len(results.whole())
+        at_once = "one run at a time" if plan.jobs == 1 else f"{plan.jobs} runs at a time"
+        return (
+            f"\n{plan.steps} steps of {plan.batch} rollouts, {seeds} seeds; {plan.examined} held-out prompts; "
+            f"{machine['cpu']}, {machine['cores']} cores, {at_once}.\n\n"
+            f"![score of what was trained, by arm]({self.picture})\n\n{self.table(results)}\n"
+        )
 
 
 SERIAL: Final = Arm("serial", "decode, then score, then train", "#111827", held=True, step={"chunk": "whole"})
@@ -157,28 +104,8 @@ ADAPTIVE: Final = Arm(
 )
 STALE: Final = Arm("stale", "streamed, B deferred, up to 8 times", "#d97706", share=1.0, step={"max_deferrals": 8})
 
+# `chunk` differs from `serial` in rounding only, `stale` should do harm
 SCHEDULE_ARMS: Final = {arm.name: arm for arm in (SERIAL, CHUNK, FIXED, ADAPTIVE, STALE)}
-"""``chunk`` differs from ``serial`` in rounding only, ``stale`` should do harm."""
-
-
-def schedules_section(results: Results) -> str:
-    """Return the section with its heading."""
-    plan, seeds = results.plan, len(results.whole())
-    return f"""\
-## What was measured
-
-The demo's task, {plan.steps} steps of {plan.batch} rollouts, with {seeds} seeds of prompts, noise and training, the
-same for all schedules; {shared(results)}. Each final
-policy answers the same {plan.examined} held-out prompts with the same noise. Differences are paired by seed, with 90 %
-bootstrap intervals, in parts of what serial gained. `serial` is the streamed engine with scoring held until decoding
-has ended.
-
-![score against steps and against seconds](convergence.svg)
-
-{schedules_table(results)}
-
-{schedules_findings(results)}
-"""
 
 
 def schedules_table(results: Results) -> str:
@@ -197,11 +124,9 @@ def schedules_table(results: Results) -> str:
 
 
 def schedules_row(results: Results, arm: Arm) -> list[str]:
-    """Return an arm's row of the table."""
     outcomes = results.of(arm.name)
     score, kl = (
-        "-" if arm is SERIAL else percent(difference(results, arm.name, SERIAL.name, quantity))
-        for quantity in (SCORE, KL)
+        "-" if arm is SERIAL else str(difference(results, arm.name, SERIAL.name, quantity)) for quantity in (SCORE, KL)
     )
     return [
         arm.name,
@@ -216,32 +141,6 @@ def schedules_row(results: Results, arm: Arm) -> list[str]:
     ]
 
 
-def schedules_findings(results: Results) -> str:
-    """Return the findings, an item each."""
-    harm = {
-        -1: "does harm: all of the interval of its score lies below serial's",
-        None: f"is not judged by fewer than {LEAST} seeds",
-    }.get(difference(results, STALE.name, SERIAL.name, SCORE).sign, "shows no harm to the score beyond chance")
-    return items(
-        (
-            conclusion(results, ADAPTIVE.name),
-            conclusion(results, FIXED.name),
-            f"`{STALE.name}` {harm}.",
-            noise(results, ADAPTIVE.name, SERIAL.name),
-        )
-    )
-
-
-def conclusion(results: Results, arm: str) -> str:
-    """Return whether an arm learns as serial does, in a message."""
-    late = fmean(each.late for each in results.of(arm))
-    score, kl = (difference(results, arm, SERIAL.name, quantity).conclusion for quantity in (SCORE, KL))
-    return (
-        f"That `{arm}`, which deferred {late:.0%}, ends within {BAND:.0%} of serial's gain **{score}** for the "
-        f"score and **{kl}** for the KL."
-    )
-
-
 SCHEDULES: Final = Study(
     name="schedules",
     arms=SCHEDULE_ARMS,
@@ -249,8 +148,6 @@ SCHEDULES: Final = Study(
     picture="convergence.svg",
     panels=(Panel("steps", "steps", tuple(SCHEDULE_ARMS)), Panel("seconds", "seconds", tuple(SCHEDULE_ARMS))),
     table=schedules_table,
-    findings=schedules_findings,
-    section=schedules_section,
 )
 
 
@@ -259,12 +156,10 @@ COLOURS: Final = {0: "#111827", 1: "#2563eb", 2: "#059669", 4: "#dc2626"}
 
 
 def cut(n: int) -> Arm:
-    """Return lookahead n, synced between two steps."""
     return Arm(f"n{n}", f"lookahead {n}", COLOURS[n], step={"lookahead": n})
 
 
 def weighted(n: int) -> Arm:
-    """Return lookahead n with truncated importance weights."""
     return Arm(
         f"n{n}-tis",
         f"lookahead {n}, truncated weights",
@@ -290,65 +185,16 @@ IN_FLIGHT: Final = Arm(
     step={"lookahead": 2, "weight_sync": "in-flight"},
 )
 
+# By name. No arm defers anything, so lookahead is the only cause of staleness; without it weights would change nothing
 LOOKAHEAD_ARMS: Final = {
     arm.name: arm
     for arm in (BASELINE, *(cut(n) for n in (1, 2, 4)), *(weighted(n) for n in (1, 2, 4)), BEHAVIOUR, IN_FLIGHT)
 }
-"""By name.
-
-No arm defers anything, so lookahead is the only cause of staleness; without it weights would change nothing.
-"""
-
-PAIRS: Final = (
-    *((f"n{n}-tis", f"n{n}", f"The weights at lookahead {n}") for n in (1, 2, 4)),
-    ("n4-tis-b", "n4", "The weights alone at lookahead 4, the ratio still that to the behaviour policy"),
-    ("n4-tis", "n4-tis-b", "With them, the ratio to the proximal policy instead"),
-    ("n2-flight", "n2", "Weight sync in flight at lookahead 2"),
-)
-"""Two arms with one difference between them, and its name."""
-
-RUNAWAY: Final = 2
-"""Times the largest KL of the baseline's runs, beyond which a run is counted."""
-
-QUANTITIES: Final = {"final score": SCORE, "score of the first half": FIRST_HALF, "final KL": KL}
-
-
-def lookahead_section(results: Results) -> str:
-    """Return the section with its heading."""
-    plan, base = results.plan, results.known_start.score.mean
-    return f"""\
-## What lookahead costs
-
-The same task and {plan.steps} steps of {plan.batch} rollouts, with {len(results.whole())} seeds; {shared(results)}.
-Nothing is deferred, so lookahead is the only cause of staleness: with `step.lookahead = n` the weights after update
-max(0, k - n) sample the rollouts of step k. All arms of a seed train the same prompts in the same batches,
-and as often. Each final policy answers the same {plan.examined} held-out prompts; the base policy scores
-{base:.2f} on them. Differences are paired by seed, with 90 % bootstrap intervals, in parts of what
-`{BASELINE.name}` gained.
-
-- `-tis` adds truncated importance weights: `algorithm.ratio_base = "proximal"` and
-  `algorithm.is_correction = "truncated"`. Without lookahead no token is stale, and they change no bit.
-- `-tis-b` adds the weights alone: the ratio stays that to the behaviour policy, and so does the clip.
-- `-flight` is `step.weight_sync = "in-flight"`.
-- The first half is the mean score of what was trained, by the number of updates of the policy that sampled it, from 1
-  to {plan.steps // 2}. By steps the curve of lookahead n would come n steps later, whatever is learned.
-- Updates is how many it takes until the mean score of what was trained has {TARGET:.0%} of `{BASELINE.name}`'s final
-  gain, and seconds is the time until then, from the start of the run.
-- KL is the median over seeds, and the largest; its difference is of means.
-- Staleness, mismatch, effective sample size (ESS) and the share of clipped tokens are means over the steps of
-  `staleness/mean`, `mismatch/kl`, `mismatch/ess` and `policy/clipfrac_avg`.
-
-![score against the updates of the policy that sampled, and against seconds](convergence-lookahead.svg)
-
-{lookahead_table(results)}
-
-{lookahead_findings(results)}
-"""
 
 
 def lookahead_table(results: Results) -> str:
     learned = ["score", "against n0", "first half, against n0"]
-    taken = ["updates", "seconds", "s a run"]
+    taken = ["updates", "times n0's", "seconds", "times n0's", "s a run"]
     written = ["KL, nats", "against n0", "tokens", "staleness (largest)", "mismatch", "ESS", "clipped"]
     return markdown(
         ["", "schedule", *learned, *taken, *written], [lookahead_row(results, arm) for arm in LOOKAHEAD_ARMS.values()]
@@ -356,10 +202,9 @@ def lookahead_table(results: Results) -> str:
 
 
 def lookahead_row(results: Results, arm: Arm) -> list[str]:
-    """Return an arm's row of the table."""
     outcomes = results.of(arm.name)
     score, first_half, kl = (
-        "-" if arm is BASELINE else percent(against(results, arm.name, BASELINE.name, quantity))
+        "-" if arm is BASELINE else str(difference(results, arm.name, BASELINE.name, quantity))
         for quantity in (SCORE, FIRST_HALF, KL)
     )
     taken = pace(results, arm.name, BASELINE.name)
@@ -371,8 +216,7 @@ def lookahead_row(results: Results, arm: Arm) -> list[str]:
         f"{fmean(each.answers.score.mean for each in outcomes):.2f}",
         score,
         first_half,
-        count(taken.updates.mean, taken.updates.last),
-        count(taken.seconds.mean, taken.seconds.last),
+        *(worth for each in (taken.updates, taken.seconds) for worth in (count(each.mean, each.last), times(each))),
         f"{fmean(sum(each.seconds) for each in outcomes):.1f}",
         f"{median(kls):.1f} ({max(kls):.1f})",
         kl,
@@ -389,92 +233,8 @@ def count(number: float, last: float) -> str:
     return f"{number:.1f}" if isfinite(number) else f"over {last:.1f}"
 
 
-def against(results: Results, arm: str, other: str, quantity: Quantity) -> Difference:
-    """Return the difference of two arms, in parts of what the baseline gained."""
-    return difference(results, arm, other, quantity, BASELINE.name)
-
-
-def lookahead_findings(results: Results) -> str:
-    """Return the findings, an item each."""
-    arms = [name for name in LOOKAHEAD_ARMS if name != BASELINE.name]
-    intervals = len(QUANTITIES) * (len(arms) + len(PAIRS))
-    return items(
-        (
-            *(verdict(results, arms, quantity) for quantity in QUANTITIES),
-            *worth(results, arms),
-            runaways(results, arms),
-            *(f"{name}: {changes(results, arm, other)}." for arm, other, name in PAIRS),
-            f"One interval in ten misses the true difference, and there are {intervals} here.",
-            noise(results, arms[0], BASELINE.name),
-        )
-    )
-
-
-def verdict(results: Results, arms: Sequence[str], quantity: str) -> str:
-    """Return which arms come within the band of the baseline, and which differ beyond chance, in two messages."""
-    found = {arm: against(results, arm, BASELINE.name, QUANTITIES[quantity]) for arm in arms}
-    by_conclusion = {
-        words: [arm for arm, each in found.items() if each.holds is holds]
-        for holds, words in ((True, "within"), (False, "not shown to be within"), (None, "not judged to be within"))
-    }
-    within = "; ".join(
-        f"{words} {BAND:.0%} of `{BASELINE.name}`'s gain for {listed(those)}"
-        for words, those in by_conclusion.items()
-        if those
-    )
-    beyond = " and ".join(
-        f"{words} for {listed(those)}"
-        for sign, words in ((-1, "lower"), (1, "higher"))
-        if (those := [arm for arm, each in found.items() if each.sign == sign])
-    )
-    judged = any(each.sign is not None for each in found.values())
-    words = f" Beyond chance it is {beyond or 'no different for any'}." if judged else ""
-    return f"The {quantity} is {within}.{words}"
-
-
-def worth(results: Results, arms: Sequence[str]) -> tuple[str, str]:
-    """Return how much longer than the baseline each arm takes to learn, with intervals: in updates, then in seconds."""
-    found = {arm: pace(results, arm, BASELINE.name) for arm in arms}
-    updates = "; ".join(f"`{arm}` {times(each.updates)}" for arm, each in found.items())
-    seconds = "; ".join(f"`{arm}` {times(each.seconds)}" for arm, each in found.items())
-    return (
-        f"To get {TARGET:.0%} of the gain no later, a step has to be N times as fast: {updates}.",
-        f"Here that took N times the seconds of `{BASELINE.name}`: {seconds}.",
-    )
-
-
 def times(taken: Taken) -> str:
-    """Return how many times as much as the baseline an arm takes, with the interval."""
-    mean, low, high = (count(each, taken.last_ratio) for each in astuple(taken.ratio))
-    return f"{mean} ({low} to {high})"
-
-
-def runaways(results: Results, arms: Sequence[str]) -> str:
-    """Return how many runs of each arm ended far beyond the KL of every run of the baseline."""
-
-    def kls(arm: str) -> list[float]:
-        return [each.answers.kl.mean for each in results.of(arm)]
-
-    bound = RUNAWAY * max(kls(BASELINE.name))
-    beyond = {arm: sum(kl > bound for kl in kls(arm)) for arm in arms}
-    told = [f"`{arm}` {count}" for arm, count in beyond.items() if count]
-    return (
-        f"Runs of {len(results.whole())} that ended with more than {RUNAWAY} times the largest KL of "
-        f"`{BASELINE.name}`: {', '.join(told) or 'none of any arm'}."
-    )
-
-
-def listed(arms: Sequence[str]) -> str:
-    """Return names in a row."""
-    *others, last = (f"`{arm}`" for arm in arms)
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def changes(results: Results, arm: str, other: str) -> str:
-    """Return what the only difference between two arms changes, and by how much."""
-    words = {1: "higher", 0: "no different beyond chance", -1: "lower", None: f"not judged by fewer than {LEAST} seeds"}
-    found = {name: against(results, arm, other, quantity) for name, quantity in QUANTITIES.items()}
-    return "; ".join(f"the {name} is {words[each.sign]}, {percent(each)}" for name, each in found.items())
+    return " to ".join(count(each, taken.last_ratio) for each in (taken.ratio.low, taken.ratio.high))
 
 
 LOOKAHEAD: Final = Study(
@@ -489,17 +249,14 @@ LOOKAHEAD: Final = Study(
         Panel("update seconds", "seconds until these updates had been made", ("n0", "n1", "n1-tis", "n2", "n4")),
     ),
     table=lookahead_table,
-    findings=lookahead_findings,
-    section=lookahead_section,
 )
 
+# By name; the first is made where none is named
 STUDIES: Final = {study.name: study for study in (SCHEDULES, LOOKAHEAD)}
-"""By name; the first is made where none is named."""
 
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 400, 260, 50, 44, 60
-APART: Final = 90
-"""Pixels from the beginning of a name in the legend to that of the next."""
+APART: Final = 90  # pixels from the beginning of a name in the legend to that of the next
 
 SCORES: Final[Mapping[Axis, Callable[[Outcome], Sequence[float]]]] = {
     "steps": lambda outcome: outcome.scores,
@@ -508,11 +265,11 @@ SCORES: Final[Mapping[Axis, Callable[[Outcome], Sequence[float]]]] = {
     "update seconds": by_updates,
 }
 
+# When a score was there, in seconds from the start of the run
 ENDS: Final[Mapping[Axis, Callable[[Outcome], Sequence[float]]]] = {
     "seconds": lambda outcome: made_at(outcome)[1:],
     "update seconds": made_at,
 }
-"""When a score was there, in seconds from the start of the run."""
 
 
 def figure(study: Study, results: Results) -> str:
@@ -530,7 +287,6 @@ def figure(study: Study, results: Results) -> str:
 
 
 def points(results: Results, arm: str, axis: Axis) -> tuple[list[float], list[Interval]]:
-    """Return x and score of the points of an arm's line."""
     scores = curve(results, arm, SCORES[axis])
     if axis in ENDS:
         ends = curve(results, arm, ENDS[axis])
@@ -540,7 +296,6 @@ def points(results: Results, arm: str, axis: Axis) -> tuple[list[float], list[In
 
 
 def legend(study: Study, results: Results) -> str:
-    """Return the names of the arms in their colours, and the meaning of the lines."""
     entries = [
         f'<text x="{LEFT + APART * k}" y="18" fill="{arm.colour}" font-weight="600">{name}</text>'
         for k, (name, arm) in enumerate(study.arms.items())
@@ -563,7 +318,6 @@ def panel_of(
 
 
 def line(axes: Axes, x: Sequence[float], y: Sequence[Interval], arm: Arm) -> str:
-    """Return an arm's mean as a line, over its interval as a band."""
     points = list(zip(x, y, strict=True))
     middle = "L".join(axes.at(at, each.mean) for at, each in points)
     upper = [axes.at(at, each.high) for at, each in points]

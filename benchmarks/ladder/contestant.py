@@ -27,60 +27,37 @@ from oppo.errors import ModelLost, ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of one contestant; a peer cannot measure the optional fields.
+    """One step of one contestant; a peer cannot measure the optional fields."""
 
-    Attributes:
-        seconds: wall time of the whole step.
-        tokens: response tokens trained.
-        samples: responses trained.
-        capped: of them, those cut off at the cap.
-        as_announced: fraction of them with the announced length.
-        deferred: responses deferred to the next step.
-        decode, score, update: busy seconds of each phase.
-        exposed: seconds of scoring beside no decoding or training.
-        busy: busy seconds of each model.
-        decode_steps: of the actor; 0 if its engine does not count them.
-        decoded: tokens it made, those of unfinished responses included.
-        bottleneck: the step's metrics of its bottleneck.
-        weight_sync: seconds of the weight sync.
-        observed: the controllers' observation of it, as JSON.
-        work: by model and label, the number of calls and their seconds.
-    """
-
-    seconds: float
-    tokens: int
-    samples: int
-    capped: int = 0
-    as_announced: float = 1.0
-    deferred: int = 0
+    seconds: float  # wall time of the whole step
+    tokens: int  # response tokens trained
+    samples: int  # responses trained
+    capped: int = 0  # of them, those cut off at the cap
+    as_announced: float = 1.0  # fraction of them with the announced length
+    deferred: int = 0  # responses deferred to the next step
+    # decode, score, update: busy seconds of each phase
     decode: float = 0.0
     score: float = 0.0
     update: float = 0.0
-    exposed: float = 0.0
-    busy: Mapping[str, float] = field(default_factory=dict)
-    decode_steps: int = 0
-    decoded: int = 0
-    bottleneck: Mapping[str, float] = field(default_factory=dict)
-    weight_sync: float = 0.0
-    observed: Mapping[str, Json] = field(default_factory=dict)
+    exposed: float = 0.0  # seconds of scoring beside no decoding or training
+    busy: Mapping[str, float] = field(default_factory=dict)  # busy seconds of each model
+    decode_steps: int = 0  # of the actor; 0 if its engine does not count them
+    decoded: int = 0  # tokens it made, those of unfinished responses included
+    bottleneck: Mapping[str, float] = field(default_factory=dict)  # the step's metrics of its bottleneck
+    weight_sync: float = 0.0  # seconds of the weight sync
+    observed: Mapping[str, Json] = field(default_factory=dict)  # the controllers' observation of it, as JSON
+    # by model and label, the number of calls and their seconds
     work: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, object]:
-        """Return the input of :meth:`of`."""
         return asdict(self)
 
     def for_simulation(self) -> dict[str, object]:
-        """Return what a simulation is calibrated on and compared with."""
         names = ("seconds", "tokens", "samples", "update", "weight_sync", "observed", "work")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def of(cls, answer: object) -> StepRecord:
-        """Return the record in a contestant's answer, whose other keys are left out.
-
-        Raises:
-            ProtocolError: the answer is no record.
-        """
         names = {each.name for each in fields(cls)}
         if not isinstance(answer, Mapping) or not {"seconds", "tokens", "samples"} <= answer.keys():
             raise ProtocolError(f"expected a step with seconds, tokens and samples, got {answer!r}")
@@ -90,25 +67,14 @@ class StepRecord:
         return record
 
 
-PATIENCE: Final = 1800.0
-"""Most seconds for one answer."""
+PATIENCE: Final = 1800.0  # most seconds for one answer
 
 
-TAIL: Final = 1500
-"""Characters of standard error in an error."""
+TAIL: Final = 1500  # characters of standard error in an error
 
 
 class Contestant:
-    """A running contestant; a context manager that ends it.
-
-    Args:
-        log: receives its standard error.
-        directory: that it is started in; ``None``: this process's.
-        patience: most seconds for one answer.
-
-    Raises:
-        ModelLost: the program cannot be started.
-    """
+    """A running contestant; a context manager that ends it."""
 
     def __init__(
         self,
@@ -139,12 +105,7 @@ class Contestant:
             raise ModelLost(f"contestant {name!r} cannot be started: {error}; its command is {command[0]}") from error
 
     def ready(self) -> Mapping[str, object]:
-        """Return the contestant's facts once it has loaded everything.
-
-        Raises:
-            ModelLost: it ended, reported an error, or took too long.
-            ProtocolError: it answered otherwise.
-        """
+        """Return the contestant's facts once it has loaded everything."""
         answer = self._answer("get ready")
         facts = answer.get("ready")
         if not isinstance(facts, Mapping):
@@ -152,11 +113,6 @@ class Contestant:
         return facts
 
     def ask(self, steps: int) -> None:
-        """Request ``steps`` steps, which :meth:`run` waits for.
-
-        Raises:
-            ModelLost: it has ended.
-        """
         pipe = self._process.stdin
         try:
             if pipe is not None:
@@ -166,12 +122,6 @@ class Contestant:
             raise self._lost("was asked for more steps") from None
 
     def run(self, steps: int) -> list[StepRecord]:
-        """Run ``steps`` steps and return their records.
-
-        Raises:
-            ModelLost: it ended, reported an error, or took too long.
-            ProtocolError: it answered otherwise.
-        """
         self.ask(steps)
         answer = self._answer(f"run {steps} steps")
         records = answer.get("steps")
@@ -237,8 +187,8 @@ class Contestant:
         return ModelLost(f"contestant {self.name!r} was to {doing} and ended with {how}; it said last:\n{tail}")
 
 
+# Between a mode and the commit that ran it, in the name of a contestant that is not of this checkout
 EARLIER: Final = "@"
-"""Between a mode and the commit that ran it, in the name of a contestant that is not of this checkout."""
 
 
 @dataclass(frozen=True, slots=True)

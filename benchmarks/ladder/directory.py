@@ -62,8 +62,7 @@ from oppo.placement import Thread
 PAD: Final = 0
 EOS: Final = 1
 FILLERS: Final = 32
-BEYOND: Final = 32
-"""Numbers above the cap that a prompt can announce."""
+BEYOND: Final = 32  # numbers above the cap that a prompt can announce
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,6 @@ class Countdown:
         return 2 + FILLERS + self.numbers
 
     def words(self) -> list[str]:
-        """Return every token as text, by id."""
         fillers = [f"f{each}" for each in range(FILLERS)]
         return ["<pad>", "<eos>", *fillers, *(str(number) for number in range(1, self.numbers + 1))]
 
@@ -113,7 +111,6 @@ class Countdown:
 
 
 def language_of(workload: BenchWorkload) -> Countdown:
-    """Return the language of a workload, whose numbers exceed the cap a little."""
     return Countdown(workload.lengths.cap + BEYOND)
 
 
@@ -153,15 +150,11 @@ def lessons(language: Countdown, longest: int, rng: np.random.Generator) -> Iter
         yield [*fillers, language.number(number), *language.response(number)][:longest]
 
 
-TOKENS: Final = 512
-"""Tokens of an optimizer step, for every width of its rows."""
-WIDTHS: Final = (16, 64, 256)
-"""Widths of the rows, in turn: the next token must not depend on the position."""
+TOKENS: Final = 512  # tokens of an optimizer step, for every width of its rows
+WIDTHS: Final = (16, 64, 256)  # widths of the rows, in turn: the next token must not depend on the position
 RATE: Final = 6e-3
-SHARPER: Final = 3.0
-"""Factor of the taught actor's final norm: likely tokens become almost certain."""
-AS_ANNOUNCED: Final = 0.99
-"""Least fraction of responses of the announced length."""
+SHARPER: Final = 3.0  # factor of the taught actor's final norm: likely tokens become almost certain
+AS_ANNOUNCED: Final = 0.99  # least fraction of responses of the announced length
 
 
 def config_of(shape: Shape, vocabulary: int, positions: int) -> LlamaConfig:
@@ -169,7 +162,6 @@ def config_of(shape: Shape, vocabulary: int, positions: int) -> LlamaConfig:
 
 
 def scalar_config(shape: Shape, vocabulary: int, positions: int) -> PreTrainedConfig:
-    """Return the configuration of a sequence-classification model with one label."""
     sizes = {**_sizes(shape, vocabulary, positions), "num_labels": 1}
     if shape.architecture != "llama":
         size = shape.hidden // shape.heads
@@ -256,26 +248,19 @@ def lengths_written(actor: PreTrainedModel, prompts: Sequence[Prompt], *, cap: i
     return [len(event.response) for event in finished]
 
 
-ROLES: Final = ("actor", "reward", "critic")
-"""The shapes that every workload has."""
-EXAMINED: Final = 256
-"""Responses of the taught actor that are compared with the announced lengths."""
+ROLES: Final = ("actor", "reward", "critic")  # the shapes that every workload has
+EXAMINED: Final = 256  # responses of the taught actor that are compared with the announced lengths
 
 
 @dataclass(frozen=True, slots=True)
 class LengthStatistics:
-    """Statistics of lengths in tokens: those announced by all prompts, or of the actor's responses to some.
-
-    Attributes:
-        capped: fraction at the cap.
-        as_announced: fraction equal to the announced length.
-    """
+    """Statistics of lengths in tokens: those announced by all prompts, or of the actor's responses to some."""
 
     median: float
     p95: float
     mean: float
-    capped: float
-    as_announced: float
+    capped: float  # fraction at the cap
+    as_announced: float  # fraction equal to the announced length
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +281,6 @@ class Files:
     facts: Facts
 
     def model(self, name: str) -> Path:
-        """Return the directory of ``actor``, ``reward``, ``critic`` or ``teacher``."""
         return self.directory / name
 
     def prompts(self) -> Iterator[Prompt]:
@@ -308,16 +292,11 @@ class Files:
 
 
 def cache_directory() -> Path:
-    """Return the folder of workloads, beside the demo's."""
     return demos().with_name("bench")
 
 
 def files_of(workload: BenchWorkload, cache: Path, progress: Progress = lambda *_: None) -> Files:
-    """Return the files of a workload from ``cache``, where they are made first if they are missing.
-
-    Raises:
-        ModelError: the actor did not learn to write responses of the announced lengths.
-    """
+    """Return the files of a workload from ``cache``, where they are made first if they are missing."""
 
     def build(directory: Path) -> None:
         _build(directory, workload, cache, progress)
@@ -341,11 +320,6 @@ def open_files(directory: Path, workload: BenchWorkload) -> Files:
 
 
 def workload_in(directory: Path) -> BenchWorkload:
-    """Return the workload of a directory.
-
-    Raises:
-        ConfigError: it holds none.
-    """
     try:
         recipe = json.loads((directory / "spec.json").read_text(encoding="utf-8"))["recipe"]
     except (OSError, ValueError, KeyError) as error:
@@ -454,11 +428,7 @@ def _model(role: str, workload: BenchWorkload, cache: Path, progress: Progress) 
 def _examine(
     directory: Path, workload: BenchWorkload, progress: Progress
 ) -> tuple[LengthStatistics, LengthStatistics | None]:
-    """Return the statistics of the announced lengths and of the actor's responses; ``None`` for scripted ones.
-
-    Raises:
-        ModelError: they differ too often.
-    """
+    """Return the statistics of the announced lengths and of the actor's responses; ``None`` for scripted ones."""
     prompts, cap = read_prompts(directory), workload.lengths.cap
     wanted = [int(str(prompt.columns["length"])) for prompt in prompts]
     announced = statistics(wanted, wanted, cap)

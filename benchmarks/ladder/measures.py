@@ -27,11 +27,10 @@ from oppo.admission import Bottleneck, together
 from oppo.errors import ProtocolError
 from oppo.log import logger
 
-Rounds: TypeAlias = Sequence[Sequence[StepRecord]]
-"""The steps of one contestant, round by round."""
+Rounds: TypeAlias = Sequence[Sequence[StepRecord]]  # the steps of one contestant, round by round
 
+# Least fraction of responses of the announced length: with fewer the contestants do different work
 AS_ANNOUNCED: Final = 0.98
-"""Least fraction of responses of the announced length: with fewer the contestants do different work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,6 @@ class DecodeCost:
     per_token: float
 
     def seconds(self, step: StepRecord) -> float:
-        """Return the predicted seconds of the decoding in ``step``."""
         return self.per_step * step.decode_steps + self.per_token * step.decoded
 
     @classmethod
@@ -70,57 +68,39 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The baseline of the figures.
-
-    Attributes:
-        score: scoring seconds of the serial mode over the same rounds; ``None`` if it did not run.
-        cost: of decoding alone, fitted to the modes that hold scoring back.
-    """
-
-    score: float | None
-    cost: DecodeCost | None
+    score: float | None  # scoring seconds of the serial mode over the same rounds; `None` if it did not run
+    cost: DecodeCost | None  # of decoding alone, fitted to the modes that hold scoring back
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of one contestant.
-
-    Attributes:
-        seconds_per_step: of every counted step.
-        tokens_per_step, samples_per_step: trained, means.
-        hidden_fraction: ``1 - exposed / serial``: the seconds of scoring beside no decoding or training, over the
-            scoring seconds of the serial mode in the same rounds. It can be 1 without a gain, when decoding slows down
-            by as much; hence the next figure.
-        decode_slowdown: decoding seconds over those of as many decode steps and tokens without scoring beside them
-            (:class:`DecodeCost`); 1 is no slower. A rough extrapolation for modes that carry rollouts over, which have
-            two or three times the live rows, and longer ones.
-        busy: by model, the fraction of all time in which it worked.
-        shares: by phase, the fraction of all time in which it was busy; phases overlap, so the sum may exceed 1.
-        live_rows_per_decode_step: mean; ``None`` if the engine does not count its decode steps.
-        cap_hit_rate: fraction of the trained responses that were cut off.
-        deferrals: mean and most responses carried from a step into the next.
-        verdict: the bottleneck of the steps, and the speedup that any schedule could reach; ``None`` for a peer.
-    """
-
-    seconds_per_step: tuple[float, ...]
+    seconds_per_step: tuple[float, ...]  # of every counted step
     tokens_per_second: float
     samples_per_second: float
+    # tokens_per_step, samples_per_step: trained, means
     tokens_per_step: float
     samples_per_step: float
+    # `1 - exposed / serial`: the seconds of scoring beside no decoding or training, over the scoring seconds of the
+    # serial mode in the same rounds. It can be 1 without a gain, when decoding slows down by as much; hence the next
+    # figure.
     hidden_fraction: float | None
+    # decoding seconds over those of as many decode steps and tokens without scoring beside them (`DecodeCost`); 1 is no
+    # slower. A rough extrapolation for modes that carry rollouts over, which have two or three times the live rows, and
+    # longer ones.
     decode_slowdown: float | None
-    busy: Mapping[str, float]
+    busy: Mapping[str, float]  # by model, the fraction of all time in which it worked
+    # by phase, the fraction of all time in which it was busy; phases overlap, so the sum may exceed 1
     shares: Mapping[str, float]
-    live_rows_per_decode_step: float | None
-    cap_hit_rate: float
-    deferrals: Mapping[str, float]
+    live_rows_per_decode_step: float | None  # mean; `None` if the engine does not count its decode steps
+    cap_hit_rate: float  # fraction of the trained responses that were cut off
+    deferrals: Mapping[str, float]  # mean and most responses carried from a step into the next
     peak_rss_mb: float
     as_announced: float
+    # the bottleneck of the steps, and the speedup that any schedule could reach; `None` for a peer
     verdict: Bottleneck | None
 
     @classmethod
     def of(cls, rounds: Rounds, baseline: Baseline, peak_rss_mb: float) -> Figures:
-        """Return the figures of a contestant's rounds."""
         steps = [step for each in rounds for step in each]
         took, samples = math.fsum(step.seconds for step in steps), sum(step.samples for step in steps)
         decoded, decode_steps = sum(step.decoded for step in steps), sum(step.decode_steps for step in steps)
@@ -192,9 +172,6 @@ def require_equal_work(records: Mapping[str, Rounds]) -> None:
 
     Tokens may differ by :data:`~benchmarks.peer.service.TOLERANCE`. A mode that defers trains the same responses in
     other steps, and its speed is one of tokens.
-
-    Raises:
-        ProtocolError: two have not.
     """
     done = {name: [step for steps in rounds for step in steps] for name, rounds in records.items()}
     samples = {name: sum(step.samples for step in steps) for name, steps in done.items()}
@@ -210,7 +187,6 @@ def require_equal_work(records: Mapping[str, Rounds]) -> None:
 
 
 def per_token(steps: Sequence[StepRecord]) -> float:
-    """Return the seconds per trained token over some steps."""
     return math.fsum(step.seconds for step in steps) / sum(step.tokens for step in steps)
 
 
@@ -239,28 +215,22 @@ def faults(workload: BenchWorkload, layout: Layout, figures: Mapping[str, Figure
     return found
 
 
-TRIES: Final = 4
-"""Serial runs, at most."""
-DEEPEST: Final = 48
-"""Most layers of a reward model or a critic."""
+TRIES: Final = 4  # serial runs, at most
+DEEPEST: Final = 48  # most layers of a reward model or a critic
+# Distance of the shares from the middle of their bounds, where 1 is a bound, that ends the search
 WELL_WITHIN: Final = 0.8
-"""Distance of the shares from the middle of their bounds, where 1 is a bound, that ends the search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """Layers of the models that are calibrated."""
-
     reward: int
     critic: int
 
     @classmethod
     def of(cls, workload: BenchWorkload) -> Depths:
-        """Return the depths of a workload's models."""
         return cls(workload.models.reward.layers, workload.models.critic.layers)
 
     def applied(self, workload: BenchWorkload) -> BenchWorkload:
-        """Return the workload with models of these depths."""
         models = workload.models
         reward, critic = replace(models.reward, layers=self.reward), replace(models.critic, layers=self.critic)
         return replace(workload, models=replace(models, reward=reward, critic=critic))
@@ -279,8 +249,6 @@ class Costs:
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord]) -> Costs:
-        """Return the costs of serial steps together."""
-
         def busy(model: str) -> float:
             return math.fsum(step.busy.get(model, 0.0) for step in steps)
 
@@ -294,7 +262,6 @@ class Costs:
         )
 
     def shares(self) -> dict[Phase, float]:
-        """Return the phases' shares of the whole."""
         score = self.reference + self.reward + self.critic
         return {"decode": self.decode / self.whole, "score": score / self.whole, "update": self.update / self.whole}
 
@@ -320,17 +287,13 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """All attempts, and the best of them."""
-
     attempts: Sequence[Attempt]
     chosen: Attempt
 
     def as_json(self) -> dict[str, object]:
-        """Return the entry of a file of results."""
         return asdict(self)
 
     def message(self) -> str:
-        """Return the chosen depths and their shares in words."""
         depths = self.chosen.depths
         shares = ", ".join(f"{phase} {share:.3f}" for phase, share in self.chosen.shares.items())
         return (
@@ -391,43 +354,29 @@ def calibrate(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ladder:
-    """One workload in one layout, measured.
-
-    Attributes:
-        threads: cores and threads by contestant.
-        versions: of Python and the libraries, by contestant.
-        faults: why the run is INVALID; none: it is valid.
-        ratios: ``a/b``: the speed of a over that of b.
-        remarks: on the settings of a contestant.
-        calibration: of the models' depths; ``None``: they are those of the table.
-        records: what a simulation is calibrated on and compared with: the counted steps of each mode, round by round.
-    """
-
     files: Files
     layout: Layout
     plan: Plan
     machine: Machine
-    threads: Mapping[str, object]
-    versions: Mapping[str, object]
+    threads: Mapping[str, object]  # cores and threads by contestant
+    versions: Mapping[str, object]  # of Python and the libraries, by contestant
     modes: Mapping[str, Figures]
-    ratios: Mapping[str, Spread]
-    faults: Sequence[str] = ()
-    remarks: Mapping[str, str] = field(default_factory=dict)
-    calibration: Calibration | None = None
+    ratios: Mapping[str, Spread]  # `a/b`: the speed of a over that of b
+    faults: Sequence[str] = ()  # why the run is INVALID; none: it is valid
+    remarks: Mapping[str, str] = field(default_factory=dict)  # on the settings of a contestant
+    calibration: Calibration | None = None  # of the models' depths; `None`: they are those of the table
+    # what a simulation is calibrated on and compared with: the counted steps of each mode, round by round
     records: Mapping[str, Rounds] = field(default_factory=dict)
 
     @property
     def workload(self) -> BenchWorkload:
-        """The workload of the files."""
         return self.files.workload
 
     @property
     def valid(self) -> bool:
-        """Whether the run measured what its workload states."""
         return not self.faults
 
     def as_json(self) -> dict[str, object]:
-        """Return the content of a file of results."""
         facts = asdict(self.files.facts)
         return {
             "workload": self.workload.name,

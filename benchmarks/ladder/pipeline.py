@@ -70,17 +70,12 @@ class Seats:
     trainer: Seat
 
     def table(self) -> dict[str, dict[str, object]]:
-        """Return the seats as JSON values."""
         named = {"decode": self.actor, "score": self.scorers, "update": self.trainer}
         return {name: {"cores": list(seat.cores), "threads": seat.threads} for name, seat in named.items()}
 
 
 def seats(layout: Layout, cores: Sequence[int], *, held: bool, apart: bool = False) -> Seats:
     """Return the seats of a layout.
-
-    Args:
-        held: scoring never runs beside decoding.
-        apart: the update may run beside decoding.
 
     Example:
         >>> seats("shared", (0, 1), held=False).scorers.threads, seats("shared", (0, 1), held=True).scorers.threads
@@ -97,52 +92,29 @@ def seats(layout: Layout, cores: Sequence[int], *, held: bool, apart: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Counts of an engine since its start.
-
-    Attributes:
-        decode_steps: 0 if it does not count them.
-        tokens: decoded.
-    """
-
-    decode_steps: int
-    tokens: int
+    decode_steps: int  # 0 if it does not count them
+    tokens: int  # decoded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acting:
-    """A policy at work.
-
-    Attributes:
-        progress: returns its counts.
-        close: ends its engine; idempotent.
-    """
-
     policy: Policy
-    progress: Callable[[], Progress]
-    close: Callable[[], None]
+    progress: Callable[[], Progress]  # returns its counts
+    close: Callable[[], None]  # ends its engine; idempotent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What an engine is started for.
-
-    Attributes:
-        actor: the model that is trained.
-        limit: the length of a response; ``None``: it ends by itself.
-        listener: receives the spans of decoding, of track ``actor`` and label ``decode``.
-    """
-
     files: Files
-    actor: PreTrainedModel
+    actor: PreTrainedModel  # the model that is trained
     sampling: Sampling
-    limit: Callable[[Prompt], int] | None
+    limit: Callable[[Prompt], int] | None  # the length of a response; `None`: it ends by itself
     seat: Seat
     device: str
-    listener: SpanListener
+    listener: SpanListener  # receives the spans of decoding, of track `actor` and label `decode`
 
 
-ERRORS: Final = Path("/dev/stderr")
-"""A contestant's standard error, which the ruler keeps in a file."""
+ERRORS: Final = Path("/dev/stderr")  # A contestant's standard error, which the ruler keeps in a file
 
 Act: TypeAlias = Callable[[Part], Acting]
 
@@ -195,10 +167,10 @@ def _directory(part: Part) -> Path:
     return made_once(saved, part.actor.save_pretrained)
 
 
-ENGINES: Final[Mapping[str, Act]] = MappingProxyType({"transformers": on_transformers, "vllm": on_vllm})
-"""By name."""
+ENGINES: Final[Mapping[str, Act]] = MappingProxyType({"transformers": on_transformers, "vllm": on_vllm})  # by name
 
 
+# The phase of each span by track and label; spans of weight sync weights have none
 WORK: Final[dict[tuple[str, str], Phase]] = {
     ("actor", "decode"): "decode",
     ("reference", "extend"): "score",
@@ -211,7 +183,6 @@ WORK: Final[dict[tuple[str, str], Phase]] = {
     ("teacher", "finish"): "score",
     ("trainer", "update"): "update",
 }
-"""The phase of each span by track and label; spans of weight sync weights have none."""
 
 REMEDY: Final = "choose a smaller --workload"
 
@@ -229,19 +200,14 @@ class Models:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """A graph, what decodes for it, and the places of its other models; :meth:`close` closes all of them.
-
-    Attributes:
-        lookahead: steps that begin before the current one has ended.
-    """
+    """A graph, what decodes for it, and the places of its other models; :meth:`close` closes all of them."""
 
     graph: Graph[StepReport]
-    lookahead: int
+    lookahead: int  # steps that begin before the current one has ended
     acting: Acting
     places: Sequence[Place]
 
     def close(self) -> None:
-        """End the engine, and close the places."""
         self.acting.close()
         for place in self.places:
             place.close()
@@ -367,7 +333,6 @@ def load(files: Files, device: str) -> Models:
 
 
 def drawn(workload: BenchWorkload, shape: Shape, device: str, *, scalar: bool) -> PreTrainedModel:
-    """Return a model with random weights, equal for equal workloads and devices."""
     configured = scalar_config if scalar else config_of
     config = configured(shape, workload.models.vocabulary or language_of(workload).vocabulary, workload.positions)
     dtype = getattr(torch, workload.models.dtype)

@@ -64,12 +64,7 @@ def entries(files: Files, modes: Sequence[str], layout: Layout, plan: Plan) -> l
 
 
 def serial_costs(files: Files, layout: Layout, plan: Plan) -> Costs:
-    """Return the costs of a plan's steps in the serial mode, with nothing else running.
-
-    Raises:
-        ModelLost: the contestant ended or took too long.
-        ProtocolError: its answer is malformed.
-    """
+    """Return the costs of a plan's steps in the serial mode, with nothing else running."""
     (entry,) = entries(files, [SERIAL.name], layout, plan)
     with tempfile.TemporaryDirectory(prefix="oppo-bench-") as logs, start(entry, Path(logs)) as serial:
         serial.ready()
@@ -85,12 +80,7 @@ def run(
     *,
     calibration: Calibration | None = None,
 ) -> Ladder:
-    """Run every contestant and return their ladder; ``calibration`` is for the record.
-
-    Raises:
-        ModelLost: a contestant ended or took too long.
-        ProtocolError: an answer of a contestant is malformed, or contestants train other amounts of work.
-    """
+    """Run every contestant and return their ladder; ``calibration`` is for the record."""
     started: dict[str, Mapping[str, object]] = {}
     records: dict[str, list[list[StepRecord]]] = {entry.name: [] for entry in contestants}
     peaks: dict[str, float] = {}
@@ -150,19 +140,15 @@ def seating(workload: BenchWorkload, layout: Layout, modes: Sequence[str]) -> li
     return [f"{', '.join(named)}: {line}" for line, named in lines.items()] + warning
 
 
+# Packages that have held the workers and the workloads; today's is the first one
 WORKERS: Final = (("benchmarks", "ladder"), ("oppo", "bench"))
-"""Packages that have held the workers and the workloads; today's is the first one."""
 
 
 @contextmanager
 def earlier(
     revision: str | None, files: Files, modes: Sequence[str], layout: Layout, plan: Plan
 ) -> Iterator[list[Entry]]:
-    """Yield the contestants ``mode@revision`` of a commit, whose checkout is removed afterwards; none without one.
-
-    Raises:
-        ConfigError: there is no such commit, or it cannot run the ladder, a mode or an option.
-    """
+    """Yield the contestants ``mode@revision`` of a commit, whose checkout is removed afterwards; none without one."""
     if revision is None:
         yield []
         return
@@ -237,12 +223,7 @@ def bench(request: Request, console: Console) -> list[Ladder]:
 
 
 def made(workload: BenchWorkload, layout: Layout, request: Request, plan: Plan) -> tuple[Files, Calibration | None]:
-    """Return the files of a workload; if it states all shares of a step, its models are calibrated.
-
-    Raises:
-        ModelError: the actor did not learn to write responses of the announced lengths.
-        ModelLost: the serial contestant ended.
-    """
+    """Return the files of a workload; if it states all shares of a step, its models are calibrated."""
     cache, progress = request.cache or cache_directory(), _progress()
     bounds = bounds_of(workload, layout)
     if not bounds:
@@ -264,11 +245,6 @@ def write(ladders: Sequence[Ladder], request: Request) -> None:
 
 
 def peer_of(name: str, request: Request, workloads: Sequence[BenchWorkload]) -> Peer:
-    """Return the requested peer.
-
-    Raises:
-        ConfigError: there is none of the name, it is not installed, or it cannot run the workloads.
-    """
     if name not in PEERS:
         raise ConfigError(f"there is no peer {name!r}; expected {' or '.join(PEERS)}")
     found = PEERS[name]
@@ -284,11 +260,6 @@ def peer_of(name: str, request: Request, workloads: Sequence[BenchWorkload]) -> 
 
 
 def peer(other: Peer, files: Files) -> Entry:
-    """Return a peer as a contestant, at the fastest settings of its sweep.
-
-    Raises:
-        ConfigError: its environment is missing.
-    """
     choice = choose(Sweep.read(CHECKOUT / SWEEP), files.directory, len(cores_here()))
     command = tuple(command_line(other, files.directory, choice.cell))
     return Entry(other.name, command, f"{choice.cell}, {choice.origin}")

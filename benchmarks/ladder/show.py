@@ -21,12 +21,10 @@ from benchmarks.peer.sweep import PEERS
 from oppo.errors import ConfigError
 from oppo.report.charts import COLOURS, Axes, box, picture, placed, rule, text
 
-BAR: Final = 40
-"""Characters of the longest bar."""
+BAR: Final = 40  # characters of the longest bar
 
 
 def render(ladder: Ladder) -> Group:
-    """Return the ladder, its validity last."""
     return Group(*head(ladder), speeds(ladder), details(ladder), *bars(ladder), *bottlenecks(ladder), validity(ladder))
 
 
@@ -103,7 +101,6 @@ def bars(ladder: Ladder) -> list[Text]:
 
 
 def bottlenecks(ladder: Ladder) -> list[Text]:
-    """Return the bottleneck of each contestant that measures it, and its remedy."""
     widest = max(map(len, ladder.modes))
     return [
         Text(f"{name:<{widest}}  {each.verdict.largest}-bound: {each.verdict.message}")
@@ -141,8 +138,7 @@ def _seats(threads: object) -> str:
     return ", ".join(f"{side} {seat['threads']} thread(s) on cores {seat['cores']}" for side, seat in threads.items())
 
 
-Results: TypeAlias = Mapping[str, Any]
-"""A file of results, see :meth:`benchmarks.ladder.measures.Ladder.as_json`."""
+Results: TypeAlias = Mapping[str, Any]  # A file of results, see `benchmarks.ladder.measures.Ladder.as_json`
 
 RESULTS: Final = CHECKOUT / "benchmarks" / "results" / "intel-xeon-2-cores"
 PICTURE: Final = CHECKOUT / "docs" / "ladder.svg"
@@ -152,7 +148,6 @@ BESIDE_PEERS: Final = ("chunk", "adaptive")
 
 
 def ladders(directory: Path = RESULTS) -> list[Results]:
-    """Return the ladders among the results of record, in the order of the table."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.json"))]
     of_workloads = [each for each in found if isinstance(each, dict) and each.get("workload") in ORDER]
     return sorted(of_workloads, key=lambda each: (ORDER.index(each["workload"]), each["layout"] != "split"))
@@ -205,15 +200,7 @@ class Bars:
 
 
 def plot(ladders: Sequence[Results], path: Path) -> None:
-    """Write a picture: a panel for each run, a bar for each contestant, whiskers from the worst to the best round.
-
-    Args:
-        ladders: at least one; two panels stand side by side, and equal units have equal axes.
-        path: of an SVG file.
-
-    Raises:
-        ConfigError: the file is of another kind.
-    """
+    """Write a picture: a panel for each run, a bar for each contestant, whiskers from the worst to the best round."""
     require_svg(path)
     bars = [bars_of(ladder) for ladder in ladders]
     panels, columns = [], min(len(ladders), 2)
@@ -228,11 +215,6 @@ def plot(ladders: Sequence[Results], path: Path) -> None:
 
 
 def require_svg(path: Path) -> None:
-    """Check that the name of a picture is that of an SVG file.
-
-    Raises:
-        ConfigError: it is not.
-    """
     if path.suffix != ".svg":
         raise ConfigError(f"a picture of the ladder is an SVG file, expected a name that ends in .svg, not {path.name}")
 
@@ -250,7 +232,6 @@ def bars_of(ladder: Results) -> Bars:
 
 
 def draw(heading: str, bars: Bars, right: float) -> str:
-    """Return one run as SVG, on an axis that ends at ``right``."""
     panel = Axes(WIDTH - LEFT - RIGHT, ROW * len(bars.names), right, 0, 1)
     drawn = []
     for k, name in enumerate(bars.names):

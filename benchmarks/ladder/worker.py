@@ -47,20 +47,15 @@ from oppo.report.records import work_of
 
 @dataclass(eq=False)
 class Watch(Observer):
-    """Keeps the spans, the batch and the observation of each step that is not over.
-
-    Attributes:
-        done: steps that are over.
-    """
+    """Keeps the spans, the batch and the observation of each step that is not over."""
 
     workload: BenchWorkload
     spans: dict[int | None, list[Span]] = field(default_factory=lambda: defaultdict(list))
     batches: dict[int, Batch] = field(default_factory=dict)
     seen: dict[int, Observation] = field(default_factory=dict)
-    done: int = 0
+    done: int = 0  # steps that are over
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Keep the step's batch and its observation."""
         del stage, at
         if isinstance(item, Batch):
             self.batches[step] = item
@@ -80,11 +75,6 @@ class Watch(Observer):
             self.spans[span.step].append(replace(span, role=phase))
 
     def record(self, report: StepReport, took: float, decode_steps: int, decoded: int) -> StepRecord:
-        """Return the record of a step that is over, and forget it.
-
-        Raises:
-            DataError: the step trained nothing.
-        """
         self.done += 1
         spans = self.spans.pop(report.index, [])
         batch, seen = self.batches.pop(report.index, None), self.seen.pop(report.index, None)
@@ -120,7 +110,6 @@ class Watch(Observer):
 async def serve(
     work: Pipeline, watch: Watch, prompts: Iterator[Prompt], ready: Mapping[str, object], answers: TextIO
 ) -> None:
-    """Answer each request on standard input, until it ends."""
     async with work.graph.open(prompts, observers=[watch], lookahead=work.lookahead) as run:
         say(answers, {"ready": ready})
         while line := await anyio.to_thread.run_sync(sys.stdin.readline):
@@ -133,9 +122,6 @@ async def timed_steps(run: Run[StepReport], work: Pipeline, watch: Watch, count:
 
     A step's seconds are those since the one before it ended. So filling and emptying the pipeline of steps in flight is
     part of the sum, though not where decode steps and tokens of several steps are told apart.
-
-    Raises:
-        DataError: there are no more prompts.
     """
     records: list[StepRecord] = []
     before, start = work.acting.progress(), observe.now()

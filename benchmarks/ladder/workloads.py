@@ -27,8 +27,7 @@ Architecture: TypeAlias = Literal["llama", "qwen3_5_text"]
 Range: TypeAlias = tuple[float, float]
 
 
-LISTED: Final = 64
-"""Ids that a teacher lists at each token."""
+LISTED: Final = 64  # ids that a teacher lists at each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +44,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of responses with the end token: lognormal, no shorter than ``shortest``, cut off at ``cap``.
+    """Lengths of responses with the end token: lognormal, no shorter than ``shortest``, cut off at ``cap``."""
 
-    Attributes:
-        median, sigma: of the lognormal; ``sigma`` is that of the logarithm.
-        over: one in so many prompts announces more than the cap, wherever the lognormal lies; 0: none but its own tail.
-    """
-
+    # median, sigma: of the lognormal; `sigma` is that of the logarithm
     median: float
     sigma: float
     cap: int
     shortest: int = 4
+    # one in so many prompts announces more than the cap, wherever the lognormal lies; 0: none but its own tail
     over: int = 0
 
 
@@ -71,91 +67,65 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The shapes of the models; the reference has the actor's.
-
-    Attributes:
-        taught: optimizer steps that teach the actor to count down; 0: random weights and scripted lengths.
-        dtype: of all models.
-        vocabulary: at least that of the language; 0: the same.
-    """
+    """The shapes of the models; the reference has the actor's."""
 
     actor: Shape
     reward: Shape
     critic: Shape
-    taught: int
-    dtype: str = "float32"
-    vocabulary: int = 0
+    taught: int  # optimizer steps that teach the actor to count down; 0: random weights and scripted lengths
+    dtype: str = "float32"  # of all models
+    vocabulary: int = 0  # at least that of the language; 0: the same
 
     @property
     def scripted(self) -> bool:
-        """Whether responses end at the announced length, whatever their tokens."""
         return not self.taught
 
 
 @dataclass(frozen=True, slots=True)
 class BenchWorkload:
-    """One row of the table.
-
-    Attributes:
-        batch: rollouts trained in a step.
-        extra: Delta of the overcommitted modes, in rollouts.
-        samples: responses to each prompt, which GRPO compares; 0: one, and PPO with a critic, or a teacher.
-        chunk: tokens of a chunk in the streamed modes.
-        reward: a model, or a function of the finished response.
-        shares: of the phases in a serial step.
-        capped: range of the fraction of prompts that announce the cap or more; outside of it the run is INVALID.
-        learning_rate: of actor and critic: so small that the lengths do not change.
-        micro_batch_tokens: in one forward pass of the update, padding included.
-        prompts: number in the workload's directory; they are used in order, again and again.
-        prompt_tokens: shortest and longest prompt.
-        trains_apart: updates are made in a process of their own in every mode, not only in those that look ahead.
-        teacher: of random weights, from whose likeliest ids the actor learns; ``None``: it learns from the reward.
-    """
-
     name: str
     about: str
     lengths: Lengths
     models: Models
-    batch: int = 24
-    extra: int = 4
+    batch: int = 24  # rollouts trained in a step
+    extra: int = 4  # delta of the overcommitted modes, in rollouts
     epochs: int = 1
     minibatches: int = 1
-    chunk: int = 32
-    reward: Literal["model", "rule"] = "model"
-    shares: tuple[Bound, ...] = ()
+    chunk: int = 32  # tokens of a chunk in the streamed modes
+    reward: Literal["model", "rule"] = "model"  # a model, or a function of the finished response
+    shares: tuple[Bound, ...] = ()  # of the phases in a serial step
+    # range of the fraction of prompts that announce the cap or more; outside of it the run is INVALID
     capped: Range = (0.0, 1.0)
-    learning_rate: float = 1e-7
-    micro_batch_tokens: int = 4096
+    learning_rate: float = 1e-7  # of actor and critic: so small that the lengths do not change
+    micro_batch_tokens: int = 4096  # in one forward pass of the update, padding included
     kl: float = 0.05
     gamma: float = 1.0
     lam: float = 0.95
     temperature: float = 1.0
     seed: int = 20261120
-    prompts: int = 2048
-    prompt_tokens: tuple[int, int] = (12, 24)
+    prompts: int = 2048  # number in the workload's directory; they are used in order, again and again
+    prompt_tokens: tuple[int, int] = (12, 24)  # shortest and longest prompt
+    # updates are made in a process of their own in every mode, not only in those that look ahead
     trains_apart: bool = False
-    samples: int = 0
+    samples: int = 0  # responses to each prompt, which GRPO compares; 0: one, and PPO with a critic, or a teacher
+    # of random weights, from whose likeliest ids the actor learns; `None`: it learns from the reward
     teacher: Shape | None = None
 
     @property
     def algorithm(self) -> str:
-        """The algorithm that trains it."""
         return "distillation" if self.teacher else "GRPO" if self.samples else "PPO"
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The models beside the reference, which is the actor's."""
         if self.teacher:
             return "actor", "teacher"
         return ("actor", "reward") if self.samples else ("actor", "reward", "critic")
 
     def shape(self, role: str) -> Shape:
-        """Return the shape of the model of a role."""
         return self.teacher if role == "teacher" and self.teacher else cast("Shape", getattr(self.models, role))
 
     @property
     def group(self) -> int:
-        """Rollouts of a prompt, of which a step trains all or none."""
         return max(1, self.samples)
 
     @property
@@ -164,16 +134,14 @@ class BenchWorkload:
         return -(-(self.prompt_tokens[1] + self.lengths.cap) // 64) * 64
 
 
+# An actor whose decode step has a low cost per row, as on a GPU; a reward model 7 times its size. On the machine it was
+# tuned on, 32 rows take 1.5 times as long as 8
 DEEP_AND_THIN: Final = Models(
     actor=Shape(hidden=112, intermediate=352, layers=16, heads=7, kv_heads=1),
     reward=Shape(hidden=432, intermediate=1152, layers=8, heads=8),
     critic=Shape(hidden=112, intermediate=320, layers=2, heads=4),
     taught=200,
 )
-"""An actor whose decode step has a low cost per row, as on a GPU; a reward model 7 times its size.
-
-On the machine it was tuned on, 32 rows take 1.5 times as long as 8.
-"""
 
 PAPER: Final = BenchWorkload(
     name="paper",
@@ -227,6 +195,7 @@ DISTILL: Final = replace(
     teacher=Shape(hidden=384, intermediate=1040, layers=10, heads=8),
 )
 
+# `paper` with a shorter tail and other models: the base of the other workloads
 SHORTER: Final = replace(
     PAPER,
     lengths=Lengths(median=24, sigma=1.35, cap=512),  # of 24 the longest is 6 means
@@ -234,7 +203,6 @@ SHORTER: Final = replace(
     models=DEEP_AND_THIN,
     shares=(),
 )
-"""``paper`` with a shorter tail and other models: the base of the other workloads."""
 
 TRAIN_BOUND: Final = replace(
     SHORTER,
@@ -270,18 +238,18 @@ SMOKE: Final = BenchWorkload(
     prompt_tokens=(3, 8),
 )
 
+# By name; `all` does not include `smoke`
 WORKLOADS: Final = MappingProxyType(
     {each.name: each for each in (PAPER, BY_GROUPS, DISTILL, TRAIN_BOUND, RULE_REWARD, CAPPED, BALANCED, SMOKE)}
 )
-"""By name; ``all`` does not include ``smoke``."""
 
+# Qwen2.5's shapes
 ACTORS_ON_A_GPU: Final[Mapping[str, Shape]] = MappingProxyType(
     {
         "0.5b": Shape(hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2),
         "1.5b": Shape(hidden=1536, intermediate=8960, layers=28, heads=12, kv_heads=2),
     }
 )
-"""Qwen2.5's shapes."""
 
 REWARD_ON_A_GPU: Final = Shape(hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4)
 
@@ -324,25 +292,18 @@ def with_reward_architecture(workload: BenchWorkload, architecture: Architecture
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """The schedule of a contestant; models, engine and data are the same for all.
-
-    Attributes:
-        held: scoring waits until decoding has ended.
-        chunks, admission: made anew for each contestant.
-        over: the mode it extends, with which it is compared besides the serial one.
-        lookahead: steps that begin before the current one has ended.
-    """
+    """The schedule of a contestant; models, engine and data are the same for all."""
 
     name: str
     about: str
-    held: bool
+    held: bool  # scoring waits until decoding has ended
+    # chunks, admission: made anew for each contestant
     chunks: Callable[[BenchWorkload], ChunkSize]
     admission: Callable[[BenchWorkload], Admission]
-    over: str = "serial"
-    lookahead: int = 0
+    over: str = "serial"  # the mode it extends, with which it is compared besides the serial one
+    lookahead: int = 0  # steps that begin before the current one has ended
 
     def trains_apart(self, workload: BenchWorkload) -> bool:
-        """Return whether updates are made in a process, and on weights, of their own."""
         return workload.trains_apart or self.lookahead > 0
 
 
@@ -368,6 +329,7 @@ def _adaptive(workload: BenchWorkload) -> Admission:
 
 SERIAL: Final = Mode("serial", "decode, then score, then train", True, _whole, _synchronous)
 
+# By name, in the order of the ladder
 MODES: Final = MappingProxyType(
     {
         mode.name: mode
@@ -383,7 +345,6 @@ MODES: Final = MappingProxyType(
         )
     }
 )
-"""By name, in the order of the ladder."""
 
 
 Flag: TypeAlias = Annotated[bool, Parameter(negative=(), show_default=False)]
@@ -440,33 +401,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The size of a run.
-
-    Attributes:
-        steps: of each contestant in a round.
-        rounds: counted ones.
-        warm_up: steps of each contestant before the first round.
-        device: of the models.
-        scorers: the place of the scorers: a thread, or a process of their own.
-        together: all contestants are loaded at once, and interleaved.
-        engine: serves the policy.
-    """
-
-    steps: int = 3
-    rounds: int = 5
-    warm_up: int = 8
-    device: str = "cpu"
-    scorers: Scorers = "process"
-    together: bool = True
-    engine: Engine = "transformers"
+    steps: int = 3  # of each contestant in a round
+    rounds: int = 5  # counted ones
+    warm_up: int = 8  # steps of each contestant before the first round
+    device: str = "cpu"  # of the models
+    scorers: Scorers = "process"  # the place of the scorers: a thread, or a process of their own
+    together: bool = True  # all contestants are loaded at once, and interleaved
+    engine: Engine = "transformers"  # serves the policy
 
 
 def plan_of(request: Request) -> Plan:
-    """Return the plan of a request; a GPU does not hold several contestants at once.
-
-    Raises:
-        ConfigError: a number of steps or rounds is below 1.
-    """
+    """Return the plan of a request; a GPU does not hold several contestants at once."""
     if request.steps < 1 or request.rounds < 1:
         raise ConfigError(f"at least one step and one round are needed, not {request.steps} x {request.rounds}")
     if request.warm_up < 1:
@@ -485,21 +430,12 @@ def plan_of(request: Request) -> Plan:
 
 
 def layouts_of(request: Request) -> list[Layout]:
-    """Return the requested layouts; a GPU is always shared.
-
-    Raises:
-        ConfigError: a layout is unknown.
-    """
+    """Return the requested layouts; a GPU is always shared."""
     names = chosen("layout", request.layout, get_args(Layout), get_args(Layout))
     return [cast("Layout", name) for name in names] if request.device == "cpu" else ["shared"]
 
 
 def workloads_of(request: Request) -> list[BenchWorkload]:
-    """Return the requested workloads.
-
-    Raises:
-        ConfigError: a workload, the size of the actor or the architecture of the reward model is unknown.
-    """
     standard = [name for name in WORKLOADS if name != SMOKE.name]
     known = get_args(Architecture)
     architectures = chosen("reward architecture", request.reward_architecture, known, known)
@@ -516,11 +452,6 @@ def workloads_of(request: Request) -> list[BenchWorkload]:
 
 
 def chosen(what: str, listed: str, known: Collection[str], everything: Sequence[str]) -> list[str]:
-    """Return the names in ``listed``, in order.
-
-    Raises:
-        ConfigError: a name is unknown, or there is none.
-    """
     names = [name.strip() for name in listed.split(",") if name.strip()]
     if names == ["all"]:
         return list(everything)

@@ -33,8 +33,7 @@ from transformers import (
 
 from benchmarks.peer.service import InputEnded, Service, Spec, read_spec
 
-STEPS_WITHOUT_END = 10**9
-"""TRL requires a number of steps, which the ruler decides while it runs."""
+STEPS_WITHOUT_END = 10**9  # TRL requires a number of steps, which the ruler decides while it runs
 
 
 class Trains(Protocol):
@@ -44,16 +43,11 @@ class Trains(Protocol):
         """Train."""
 
 
+# From the arguments, the workload, a folder for output and the service to a trainer
 Build = Callable[[Namespace, Spec, str, Service], Trains]
-"""From the arguments, the workload, a folder for output and the service to a trainer."""
 
 
 def main(about: str, build: Build, options: Mapping[str, Sequence[str]]) -> None:
-    """Load, answer that it is ready, then serve requests until the input ends.
-
-    Args:
-        options: the program's own, with their values; the first is the default.
-    """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("workload", type=Path, help="directory with actor/ reward/ prompts.jsonl spec.json")
     parser.add_argument("--rollout-batch", type=int, required=True, help="rows that generate and are scored at a time")

@@ -28,28 +28,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TextIO
 
-TOLERANCE: Final = 0.02
-"""Most relative difference between trained and announced tokens in a valid comparison."""
+TOLERANCE: Final = 0.02  # most relative difference between trained and announced tokens in a valid comparison
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The keys of a workload's ``spec.json`` that concern a peer.
-
-    Attributes:
-        batch: rollouts a step trains.
-        epochs: passes over a step's batch.
-        minibatches: optimizer steps an epoch.
-        max_new_tokens: the cap on a response.
-        reward: ``model`` for the one in ``reward/``, ``rule`` for a function.
-        samples: responses to each prompt, which GRPO compares; 0: one, and PPO.
-    """
+    """The keys of a workload's ``spec.json`` that concern a peer."""
 
     workload: str
-    batch: int
-    epochs: int
-    minibatches: int
-    max_new_tokens: int
+    batch: int  # rollouts a step trains
+    epochs: int  # passes over a step's batch
+    minibatches: int  # optimizer steps an epoch
+    max_new_tokens: int  # the cap on a response
     learning_rate: float
     critic_learning_rate: float
     temperature: float
@@ -59,8 +49,8 @@ class Spec:
     kl: float
     gamma: float
     lam: float
-    reward: str
-    samples: int = 0
+    reward: str  # `model` for the one in `reward/`, `rule` for a function
+    samples: int = 0  # responses to each prompt, which GRPO compares; 0: one, and PPO
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +62,6 @@ class Prompt:
 
 
 def read_spec(directory: Path) -> Spec:
-    """Return the spec in ``directory/spec.json``.
-
-    Raises:
-        ValueError: a key is missing, lengths are scripted, or the reward is neither a model nor a rule.
-    """
     path = directory / "spec.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     if missing := [key.name for key in fields(Spec) if key.default is MISSING and key.name not in content]:
@@ -166,16 +151,9 @@ class Service:
         self._steps: list[dict[str, float]] = []
 
     def ready(self, facts: Mapping[str, object]) -> None:
-        """Answer that everything is loaded."""
         self._send({"ready": facts})
 
     def wait(self) -> None:
-        """Block until a request for steps, and start the clock of the first.
-
-        Raises:
-            InputEnded: the requests have ended.
-            ValueError: the request is for no steps.
-        """
         line = self._requests.readline()
         if not line:
             raise InputEnded
@@ -191,7 +169,6 @@ class Service:
         self._updates += 1
 
     def lap(self) -> float:
-        """Return the seconds of the step that ends here, and stop the clock."""
         return self._now() - self._started
 
     def done(
@@ -201,9 +178,6 @@ class Service:
 
         ``seconds`` are from :meth:`lap`, of the whole and of ``phases``; ``lengths`` are the trained tokens of each
         response, and ``prompts`` its prompt.
-
-        Raises:
-            InputEnded: the requests have ended.
         """
         cap = self._spec.max_new_tokens
         as_announced = sum(n == min(p.length, cap) for n, p in zip(lengths, prompts, strict=True))

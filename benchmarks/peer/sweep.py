@@ -34,27 +34,17 @@ SWEEP: Final = Path("benchmarks/peer/sweep.json")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One setting of a peer.
-
-    Attributes:
-        rollout_batch: rows that generate and are scored at a time (TRL's ``local_rollout_forward_batch_size`` for PPO,
-            ``generation_batch_size`` for GRPO).
-        minibatches: forward and backward passes an epoch; the optimizer steps as often as the workload says.
-        threads: intra-op threads.
-        options: the peer's own, which are not its defaults.
-    """
-
+    # rows that generate and are scored at a time (TRL's `local_rollout_forward_batch_size` for PPO,
+    # `generation_batch_size` for GRPO)
     rollout_batch: int
-    minibatches: int
-    threads: int
-    options: tuple[str, ...] = ()
+    minibatches: int  # forward and backward passes an epoch; the optimizer steps as often as the workload says
+    threads: int  # intra-op threads
+    options: tuple[str, ...] = ()  # the peer's own, which are not its defaults
 
     def rows(self, spec: Spec) -> int:
-        """Return the rows of a pass."""
         return spec.batch // self.minibatches
 
     def arguments(self) -> list[str]:
-        """Return the program's arguments for the cell."""
         return [
             *("--rollout-batch", str(self.rollout_batch)),
             *("--minibatches", str(self.minibatches)),
@@ -65,25 +55,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A program that trains workloads as the ladder does.
-
-    Attributes:
-        program: within the checkout.
-        by_groups: it compares the responses to a prompt, by GRPO; otherwise it trains by PPO.
-        options: arguments of its own that a sweep tries.
-    """
+    """A program that trains workloads as the ladder does."""
 
     name: str
-    program: Path
-    by_groups: bool
-    options: tuple[tuple[str, ...], ...] = ()
+    program: Path  # within the checkout
+    by_groups: bool  # it compares the responses to a prompt, by GRPO; otherwise it trains by PPO
+    options: tuple[tuple[str, ...], ...] = ()  # arguments of its own that a sweep tries
 
     def interpreter(self, checkout: Path = CHECKOUT) -> Path:
-        """Return the Python of the peer's environment.
-
-        Raises:
-            ConfigError: it is missing.
-        """
         python = checkout / f".venv-{self.name}" / "bin" / "python"
         if not python.exists():
             raise ConfigError(
@@ -99,6 +78,7 @@ class Peer:
         return [replace(each, minibatches=spec.batch // divisor(each.rollout_batch, each.rows(spec))) for each in whole]
 
 
+# By name
 PEERS: Final = MappingProxyType(
     {
         peer.name: peer
@@ -113,11 +93,9 @@ PEERS: Final = MappingProxyType(
         )
     }
 )
-"""By name."""
 
 
 def peer_of(spec: Spec) -> Peer:
-    """Return the peer that trains a workload."""
     return next(peer for peer in PEERS.values() if peer.by_groups == bool(spec.samples))
 
 
@@ -130,7 +108,6 @@ class CellTimes:
 
     @property
     def seconds(self) -> float:
-        """Their sum."""
         return sum(self.seconds_per_step)
 
 
@@ -148,17 +125,11 @@ class Swept:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The committed sweep, by workload."""
-
     workloads: dict[str, Swept] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Sweep:
-        """Return the sweep in a file; an empty one without the file.
-
-        Raises:
-            ConfigError: the file holds no sweep.
-        """
+        """Return the sweep in a file; an empty one without the file."""
         if not path.exists():
             return cls()
         try:
@@ -167,7 +138,6 @@ class Sweep:
             raise ConfigError(f"{path} is no sweep of a peer; delete it, and sweep again: {error}") from error
 
     def write(self, path: Path) -> None:
-        """Write the file."""
         path.write_bytes(TypeAdapter(Sweep).dump_json(self, indent=2) + b"\n")
 
 
@@ -210,16 +180,11 @@ def choose(sweep: Sweep, directory: Path, cores: int) -> Choice:
 
 
 def command_line(peer: Peer, directory: Path, cell: Cell, checkout: Path = CHECKOUT) -> list[str]:
-    """Return the command line that starts a peer on the workload in ``directory``.
-
-    Raises:
-        ConfigError: its environment is missing.
-    """
     return [str(peer.interpreter(checkout)), str(checkout / peer.program), str(directory), *cell.arguments()]
 
 
+# The smallest rollout batch tried, and the smallest batch of a pass, is the whole divided by this
 SMALLEST_SHARE: Final = 8
-"""The smallest rollout batch tried, and the smallest batch of a pass, is the whole divided by this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +207,6 @@ def halves(whole: int) -> Iterator[int]:
 
 
 def divisor(whole: int, most: int) -> int:
-    """Return the largest divisor of ``whole`` that is at most ``most``."""
     return max(part for part in range(1, most + 1) if whole % part == 0)
 
 
@@ -252,7 +216,6 @@ def thread_counts(cores: int) -> list[int]:
 
 
 def sweep(peer: Peer, spec: Spec, cores: int, measure: Measure) -> tuple[Mapping[str, str], list[CellTimes]]:
-    """Return the peer's versions and every cell tried, in order."""
     cells: list[CellTimes] = []
     versions: Mapping[str, str] = {}
 
@@ -284,12 +247,6 @@ def sweep(peer: Peer, spec: Spec, cores: int, measure: Measure) -> tuple[Mapping
 
 
 def run(program: Sequence[str], steps: int) -> Report:
-    """Return a contestant's report on one request for ``steps`` steps.
-
-    Raises:
-        ModelLost: it died, or its work is not the workload's.
-        ProtocolError: it answered otherwise.
-    """
     with TemporaryDirectory(prefix="oppo-sweep-") as logs, Contestant("peer", program, log=Path(logs) / "log") as peer:
         versions = cast("Mapping[str, str]", peer.ready()["versions"])
         return Report(versions, tuple(step.seconds for step in peer.run(steps)))

@@ -61,7 +61,6 @@ class Watched(GRPOTrainer):
         return scored
 
     def compute_loss(self, model: nn.Module, inputs: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Return TRL's loss of a pass."""
         for ids, given, made in zip(
             inputs["prompt_ids"], inputs["prompt_mask"], inputs["completion_mask"], strict=True
         ):
@@ -69,11 +68,7 @@ class Watched(GRPOTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def lengths(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Return the tokens that the step has trained of each response to ``prompts``, and forget the step.
-
-        Raises:
-            RuntimeError: it has trained other rows.
-        """
+        """Return the tokens that the step has trained of each response to ``prompts``, and forget the step."""
         trained, self._trained = self._trained, defaultdict(list)
         wanted = Counter(prompt.tokens for prompt in prompts)
         if wanted != Counter({tokens: len(made) for tokens, made in trained.items()}):
@@ -91,7 +86,6 @@ class Paced(TrainerCallback):
         self.trainer: Watched | None = None
 
     def on_train_begin(self, *_: object, **__: object) -> None:
-        """Wait for the first request."""
         self._service.wait()
 
     def on_step_end(self, *_: object, **__: object) -> None:
@@ -154,7 +148,6 @@ def texts(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def build(given: Namespace, spec: Spec, output: str, service: Service) -> Watched:
-    """Return a trainer over the workload's checkpoints and prompts."""
     directory, args = given.workload, settings(spec, given, output)
     tokenizer = tokenizer_of(directory, spec)
     actor = load(AutoModelForCausalLM, directory / "actor", given.attention)

@@ -76,7 +76,6 @@ class Paced(TrainerCallback):
         self._pad = pad
 
     def on_train_begin(self, *_: object, **__: object) -> None:
-        """Wait for the first request."""
         self._service.wait()
 
     def on_step_end(self, *_: object, **__: object) -> None:
@@ -146,7 +145,6 @@ def settings(spec: Spec, rollout_batch: int, minibatches: int, output: str) -> P
 
 
 def build(given: Namespace, spec: Spec, output: str, service: Service) -> PPOTrainer:
-    """Return a trainer over the workload's checkpoints and prompts."""
     directory, args = given.workload, settings(spec, given.rollout_batch, given.minibatches, output)
     tokenizer = tokenizer_of(directory, spec)
     actor, reference = (load(AutoModelForCausalLM, directory / "actor") for _ in range(2))

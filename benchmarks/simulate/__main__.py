@@ -75,7 +75,6 @@ def simulate_paper(*, anew: bool = False) -> int:
 
 
 def table(checked: Sequence[CheckedResult]) -> Table:
-    """Return a line for each mode of each result."""
     found = Table(show_edge=False, header_style="bold")
     for name in ("workload, layout", "mode", "over", "measured", "simulated", "error", "order"):
         found.add_column(name, justify="left" if name in {"workload, layout", "mode", "over", "order"} else "right")

@@ -33,34 +33,25 @@ from oppo.simulate.calibrate import LAYOUTS, Contention, MeasuredStep, calibrate
 from oppo.simulate.costs import Reader, ScorerName, System, Updater, Workload
 from oppo.simulate.run import LAST, Schedule, SimulatedRun
 
-WITHIN: Final = 0.10
-"""The relative error of a ratio up to which the simulator is right."""
+WITHIN: Final = 0.10  # the relative error of a ratio up to which the simulator is right
 
+# Of what the records lack: the order of a step's prompts, and the lengths before and after the measured steps
 SEEDS: Final = (0, 1, 2)
-"""Of what the records lack: the order of a step's prompts, and the lengths before and after the measured steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Speeds of the seats of a layout.
-
-    Attributes:
-        score: how much faster it is, with nothing beside it, than on the one core that it has in ``split``.
-        train: likewise.
-        contention: of what runs side by side.
-    """
-
-    score: float
-    train: float
-    contention: Contention
+    score: float  # how much faster it is, with nothing beside it, than on the one core that it has in `split`
+    train: float  # likewise
+    contention: Contention  # of what runs side by side
 
 
 SCORE_ON_TWO: Final = 1.65
+# Speed on two cores over that on one, from the serial steps of results in both layouts on two machines, as means
 TRAIN_ON_TWO: Final = 1.35
-"""Speed on two cores over that on one, from the serial steps of results in both layouts on two machines, as means."""
 
+# How much longer work takes for each of two other kinds, if all three have a thread and share two cores
 THREE_ON_TWO: Final = 0.25
-"""How much longer work takes for each of two other kinds, if all three have a thread and share two cores."""
 
 
 def cores_of(layout: Layout, mode: Mode, *, apart: bool) -> Cores:
@@ -80,32 +71,22 @@ def cores_of(layout: Layout, mode: Mode, *, apart: bool) -> Cores:
 
 @dataclass(frozen=True, slots=True)
 class LadderResult:
-    """A file of results of ``make bench``, for a simulation.
-
-    Attributes:
-        rounds: the measured steps of each mode, round by round, and the seconds of each.
-        warm_up: steps before the first round.
-    """
+    """A file of results of ``make bench``, for a simulation."""
 
     workload: BenchWorkload
     layout: Layout
     models: Mapping[str, Any]
+    # the measured steps of each mode, round by round, and the seconds of each
     rounds: Mapping[str, Sequence[Sequence[tuple[MeasuredStep, float]]]]
-    warm_up: int
+    warm_up: int  # steps before the first round
 
     @classmethod
     def read(cls, path: Path) -> list[LadderResult]:
-        """Return the results in a file.
-
-        Raises:
-            DataError: they lack what a simulation needs.
-        """
         written = json.loads(path.read_text(encoding="utf-8"))
         return [cls.of(each, path) for each in (written if isinstance(written, list) else [written])]
 
     @classmethod
     def of(cls, written: Mapping[str, Any], path: Path) -> LadderResult:
-        """Return one result."""
         records, name = written.get("records"), str(written.get("workload"))
         if not records or name not in WORKLOADS:
             raise DataError(f"{path} lacks the records of steps of a workload: it was made by an older `make bench`")
@@ -118,7 +99,6 @@ class LadderResult:
         return cls(WORKLOADS[name], written["layout"], models, rounds, plan["warm_up"])
 
     def layers(self, model: str) -> int:
-        """Return the depth of a model."""
         return int(self.models[model]["layers"])
 
     @property
@@ -136,7 +116,6 @@ class LadderResult:
         return widths(self) == widths(other)
 
     def steps(self, mode: str) -> list[MeasuredStep]:
-        """Return the measured steps of a mode."""
         return [step for steps in self.rounds[mode] for step, _ in steps]
 
     def lengths(self) -> list[Sequence[int]]:
@@ -147,11 +126,9 @@ class LadderResult:
         return [sorted(step.seen.finished) for step in self.steps(whole)]
 
     def per_token(self, mode: str) -> list[float]:
-        """Return the seconds for each trained token, round by round."""
         return [sum(took for _, took in steps) / sum(step.tokens for step, _ in steps) for steps in self.rounds[mode]]
 
     def measured(self, mode: str, over: str) -> Spread:
-        """Return the speed of a mode over that of another, by pairs of rounds."""
         return Spread.of_ratios(self.per_token(over), self.per_token(mode))
 
 
@@ -167,15 +144,10 @@ def _step(record: Mapping[str, Any]) -> tuple[MeasuredStep, float]:
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """The measured lengths of each step, and some of them again before and after.
+    """The measured lengths of each step, and some of them again before and after."""
 
-    Attributes:
-        steps: the lengths by step, whose order within a step is unknown.
-        before: number of prompts before the measured steps.
-    """
-
-    steps: Sequence[Sequence[int]]
-    before: int
+    steps: Sequence[Sequence[int]]  # the lengths by step, whose order within a step is unknown
+    before: int  # number of prompts before the measured steps
 
     def __call__(self, units: int, samples: int, seed: int) -> NDArray[np.int64]:
         """Return the lengths of the responses to ``units`` prompts, int64 [units, samples], in tokens."""
@@ -217,24 +189,16 @@ class Ratio:
 
     @property
     def error(self) -> float:
-        """The relative error of the simulation."""
         return self.simulated / self.measured.median - 1
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedResult:
-    """One result, checked.
-
-    Attributes:
-        over: the baseline of the ratios.
-        wrong_order: pairs of modes of which the simulation says the wrong one is faster, though measured ranges are
-            disjoint.
-    """
-
     workload: str
     layout: str
-    over: str
+    over: str  # the baseline of the ratios
     ratios: Sequence[Ratio]
+    # pairs of modes of which the simulation says the wrong one is faster, though measured ranges are disjoint
     wrong_order: Sequence[tuple[str, str]]
 
     @property
@@ -243,17 +207,12 @@ class CheckedResult:
         return all(abs(ratio.error) <= WITHIN for ratio in self.ratios) and not self.wrong_order
 
     def as_json(self) -> dict[str, object]:
-        """Return this as JSON values."""
         ratios = [{**asdict(each), "error": each.error} for each in self.ratios]
         return {**asdict(self), "ratios": ratios, "right": self.right}
 
 
 def system_of(result: LadderResult, mode: str) -> System:
-    """Return the system that one mode of a result is calibrated to, as it is in the layout ``split``.
-
-    Raises:
-        DataError: some steps do not say how long the models worked; their calls include the wait for each other.
-    """
+    """Return the system that one mode of a result is calibrated to, as it is in the layout ``split``."""
     if not all(step.reading for step in result.steps(mode)):
         raise DataError(f"some steps of mode {mode!r} do not say how long the models worked: measure them anew")
     cores, prompt = _cores(result, mode), sum(result.workload.prompt_tokens) / 2
@@ -334,7 +293,6 @@ def _simulated(system: System, result: LadderResult, mode: str, seed: int) -> li
 
 
 def schedule_of(mode: Mode, workload: BenchWorkload) -> Schedule:
-    """Return the schedule of a mode on a workload."""
     chunks = mode.chunks(workload)
     return Schedule(
         name=mode.name,
@@ -347,11 +305,7 @@ def schedule_of(mode: Mode, workload: BenchWorkload) -> Schedule:
 
 
 def check(results: Sequence[LadderResult], on: str) -> Iterator[CheckedResult]:
-    """Yield every result that fits the first, checked by a system that one mode of the first gives.
-
-    Raises:
-        DataError: the first result lacks that mode, or what a calibration needs of it.
-    """
+    """Yield every result that fits the first, checked by a system that one mode of the first gives."""
     source = results[0]
     if on not in source.rounds:
         raise DataError(f"the first result has no mode {on!r} to calibrate on; it has {', '.join(source.rounds)}")

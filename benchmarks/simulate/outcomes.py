@@ -18,13 +18,6 @@ Run = TypeVar("Run", bound=Any)
 
 
 class Outcomes(Generic[Run]):
-    """The outcomes that are known.
-
-    Args:
-        path: of the file that holds them.
-        cell: the class of their cells.
-    """
-
     def __init__(self, path: Path, cell: type[Run]) -> None:
         self._path = path
         written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []

@@ -28,59 +28,47 @@ RESULTS: Final = Path(__file__).with_name("paper.json")
 PROFILES: Final = Path(__file__).with_name("profiles")
 
 SETTINGS: Final = ("se-7b", "se-3b", "gsm8k-7b", "code-3b")
-SPLITS: Final = (1, 2, 3)
-"""Devices that decode, of those that are tried in a split."""
+SPLITS: Final = (1, 2, 3)  # devices that decode, of those that are tried in a split
 
-DEVICES: Final = 7
-"""Devices that decode and train; one more scores."""
+DEVICES: Final = 7  # devices that decode and train; one more scores
 
 STEPS: Final = 36
 SKIPPED: Final = 8
+# Of the lengths, by setting
 SEEDS: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
     {"se-7b": (0, 1), "se-3b": (0,), "gsm8k-7b": (0,), "code-3b": (0,)}
 )
-"""Of the lengths, by setting."""
 
-FIRST: Final = 0
-"""The seed with which the devices are split."""
+FIRST: Final = 0  # the seed with which the devices are split
 
 CHUNK: Final = 256
 
 Engine: TypeAlias = Literal["like TRL's", "serving"]
 ENGINES: Final[tuple[Engine, ...]] = ("like TRL's", "serving")
 
+# By actor
 SERVING: Final[Mapping[str, EngineSection]] = MappingProxyType(
     {
         "qwen2.5-7b": EngineSection(step_seconds=5.8e-3, row_seconds=5e-5, context_seconds=3.3e-8),
         "qwen2.5-3b": EngineSection(step_seconds=4.0e-3, row_seconds=3.5e-5, context_seconds=2.2e-8),
     }
 )
-"""By actor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A schedule of the table.
-
-    Attributes:
-        split: whether decoding and training have devices of their own.
-        overcommit: Delta; ``None``: adaptive; with ``refill`` the rollouts that are decoded at a time.
-        refill: each that ends is replaced at once.
-        kv_on_sync: whether contexts are read again with new weights, as of ``step.kv_on_sync``.
-    """
-
     name: str
-    split: bool = False
+    split: bool = False  # whether decoding and training have devices of their own
     held: bool = False
     chunk: int | None = CHUNK
-    overcommit: int | None = 0
-    refill: bool = False
+    overcommit: int | None = 0  # delta; `None`: adaptive; with `refill` the rollouts that are decoded at a time
+    refill: bool = False  # each that ends is replaced at once
     lookahead: int = 0
     in_flight: bool = False
+    # whether contexts are read again with new weights, as of `step.kv_on_sync`
     kv_on_sync: Literal["recompute", "keep"] = "recompute"
 
     def schedule(self, batch: int, max_deferrals: int) -> Schedule:
-        """Return the schedule."""
         bounded = min(max_deferrals, FORESEEN)
         admission: Callable[[], Admission] = partial(TailAdaptive, batch, max_deferrals=bounded)
         if self.overcommit is not None:
@@ -111,8 +99,8 @@ ROWS: Final = (
     Row("in flight, 56 live", split=True, overcommit=56, refill=True, lookahead=2, in_flight=True),
     Row("in flight, 112 live", split=True, overcommit=112, refill=True, lookahead=2, in_flight=True),
 )
+# The same, where keys and values of older weights are kept
 KEPT: Final = replace(ROWS[-1], name="in flight, 112 live, kept", kv_on_sync="keep")
-"""The same, where keys and values of older weights are kept."""
 
 BY_NAME: Final[Mapping[str, Row]] = MappingProxyType({row.name: row for row in (*ROWS, KEPT)})
 ONE_STEP_OFF: Final = "lookahead 1, Delta 8"
@@ -122,21 +110,14 @@ ALL_LIVE: Final = "in flight, 112 live"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run.
-
-    Attributes:
-        decode: devices that decode; 0: all, in turn with training.
-    """
-
     setting: str
     engine: Engine
     row: str
-    decode: int
+    decode: int  # devices that decode; 0: all, in turn with training
     max_deferrals: int
     seed: int
 
     def run(self) -> ScheduleOutcome:
-        """Make the run."""
         row = BY_NAME[self.row]
         profile = profile_of(self.setting, self.engine, self.decode)
         profile = replace(profile, schedule=replace(profile.schedule, kv_on_sync=row.kv_on_sync))
@@ -147,7 +128,6 @@ class Cell:
 
 @cache
 def setting_of(name: str) -> Profile:
-    """Return the profile of a setting, as it is committed."""
     return load_profile(PROFILES / f"{name}.toml")
 
 
@@ -171,15 +151,12 @@ def bound(setting: str, engine: Engine, decode: int = 0) -> float:
 
 
 class Results(Outcomes[Cell]):
-    """The outcomes that are known, by cell."""
-
     def __init__(self, path: Path = RESULTS) -> None:
         super().__init__(path, Cell)
 
     def outcomes(
         self, setting: str, engine: Engine, row: Row, *, decode: int | None = None, max_deferrals: int = FORESEEN
     ) -> list[ScheduleOutcome]:
-        """Return the outcomes of a row, by seed."""
         if decode is None:
             decode = self.decoding(setting, engine, row)
         return [self[Cell(setting, engine, row.name, decode, max_deferrals, seed)] for seed in SEEDS[setting]]
@@ -222,11 +199,7 @@ BEGIN: Final = "<!-- python -m benchmarks.simulate paper -->\n"
 
 
 def in_page(text: str, results: Results) -> str:
-    """Return the text of ``benchmarks/simulate/README.md`` with the tables of the results.
-
-    Raises:
-        ValueError: it lacks the marks.
-    """
+    """Return the text of ``benchmarks/simulate/README.md`` with the tables of the results."""
     lines = [*ablation(results)]
     for engine in ENGINES:
         for setting in SETTINGS:
@@ -235,8 +208,8 @@ def in_page(text: str, results: Results) -> str:
     return placed(text, BEGIN, f"\n{tables.strip()}\n\n")
 
 
+# What the paper reports of its 7B ablation
 PAPER: Final = {"intra: chunk": "1.2", "inter: serial, Delta 8": "1.6", "both: chunk, Delta 8": "1.83"}
-"""What the paper reports of its 7B ablation."""
 
 
 def ablation(results: Results) -> Iterator[str]:
@@ -251,7 +224,6 @@ def ablation(results: Results) -> Iterator[str]:
 
 
 def settings_table(results: Results, setting: str, engine: Engine) -> Iterator[str]:
-    """Yield the schedules of a setting."""
     yield f"### {setting}, engine {engine}\n"
     base, rows = results.outcomes(setting, engine, ROWS[0]), []
     for row in shown(setting, engine):
@@ -305,22 +277,18 @@ def figures(base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome], l
 
 
 def mean(outcomes: Sequence[ScheduleOutcome]) -> float:
-    """Return the mean seconds of a step."""
     return float(np.mean([each.seconds for each in outcomes]))
 
 
 def per_token(outcomes: Sequence[ScheduleOutcome]) -> float:
-    """Return the mean seconds for each trained token."""
     return float(np.mean([each.per_token for each in outcomes]))
 
 
 def speeds(base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome]) -> Spread:
-    """Return the speed over the baseline's, trained tokens a second, paired by seed."""
     return Spread.of(one.per_token / other.per_token for one, other in zip(base, found, strict=True))
 
 
 def ranged(spread: Spread) -> str:
-    """Return a mean with its range over seeds, where there are several."""
     if spread.low == spread.high:
         return f"{spread.mean:.2f}"
     return f"{spread.mean:.2f} ({spread.low:.2f} - {spread.high:.2f})"

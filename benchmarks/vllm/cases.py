@@ -46,27 +46,20 @@ from oppo.vllm.arguments import ALWAYS, ON_CPU
 
 POSITIONS: Final = 512
 
-LENGTHS: Final = lognormal_lengths(32)
-"""Tokens of the responses of a batch."""
+LENGTHS: Final = lognormal_lengths(32)  # tokens of the responses of a batch
 
+# Of every engine, beside those that oppo sets and its defaults
 ARGUMENTS: Final[Mapping[str, object]] = MappingProxyType(
     {"dtype": "float32", "max_model_len": POSITIONS, "max_num_seqs": 64}
 )
-"""Of every engine, beside those that oppo sets and its defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model.
-
-    Attributes:
-        tied: whether the output layer is the embedding.
-    """
-
     name: str
     shape: Shape
     vocabulary: int
-    tied: bool = False
+    tied: bool = False  # whether the output layer is the embedding
 
     def model(self) -> LlamaForCausalLM:
         """Return the model in float32, its weights always the same."""
@@ -83,6 +76,7 @@ class Size:
         self.model().save_pretrained(directory)
 
 
+# By name; the larger has the shape of SmolLM2-135M
 SIZES: Final[Mapping[str, Size]] = MappingProxyType(
     {
         "5m": Size("5m", Shape(hidden=256, intermediate=704, layers=6, heads=4), vocabulary=640),
@@ -94,7 +88,6 @@ SIZES: Final[Mapping[str, Size]] = MappingProxyType(
         ),
     }
 )
-"""By name; the larger has the shape of SmolLM2-135M."""
 
 
 def made_with() -> Mapping[str, str]:
@@ -105,20 +98,13 @@ def made_with() -> Mapping[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model, compared.
-
-    Attributes:
-        offline: tokens a second of ``LLM``, by round.
-    """
-
     model: str
     parameters: int
     decoding: DecodingComparison
     syncing: SyncComparison
-    offline: tuple[float, ...]
+    offline: tuple[float, ...]  # tokens a second of `LLM`, by round
 
     def as_json(self) -> dict[str, object]:
-        """Return the entry of a file of results."""
         return {
             **asdict(self),
             "decoding_ratio": self.decoding.ratio,
@@ -127,11 +113,7 @@ class Case:
 
 
 def measure(size: Size, *, rounds: int, cache: Path | None, log: Path | None) -> Case:
-    """Return the case of a model: first in one engine, then in one of ``LLM``'s own.
-
-    Raises:
-        ModelLost: an engine died.
-    """
+    """Return the case of a model: first in one engine, then in one of ``LLM``'s own."""
     directory, model = size.directory(cache), size.model()
     with VllmEngine.start(directory, arguments=ARGUMENTS, log=log) as engine:
         alone, recorded = engine.llm, Recorded(engine.llm)
@@ -153,11 +135,7 @@ def measure(size: Size, *, rounds: int, cache: Path | None, log: Path | None) ->
 
 
 def offline(directory: Path, rounds: int) -> tuple[float, ...]:
-    """Return the tokens a second of ``LLM`` on the same batch, in a process of its own.
-
-    Raises:
-        ModelLost: the process failed.
-    """
+    """Return the tokens a second of ``LLM`` on the same batch, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.vllm.cases", str(directory), json.dumps(LENGTHS), str(rounds)]
     done = subprocess.run(command, cwd=CHECKOUT, env=dict(os.environ), capture_output=True, text=True, check=False)
     if done.returncode:
@@ -166,7 +144,6 @@ def offline(directory: Path, rounds: int) -> tuple[float, ...]:
 
 
 def show(cases: Sequence[Case]) -> str:
-    """Return a table of the cases."""
     rows = [["model", "ours", "bare", "ratio", "offline", "weight_sync", "copy", "times"]]
     for case in cases:
         decoding, syncing = case.decoding, case.syncing
@@ -178,7 +155,6 @@ def show(cases: Sequence[Case]) -> str:
 
 
 def as_json(cases: Sequence[Case], rounds: int) -> Mapping[str, object]:
-    """Return the file of results."""
     return on_this_machine(
         {
             "versions": made_with(),
@@ -191,7 +167,6 @@ def as_json(cases: Sequence[Case], rounds: int) -> Mapping[str, object]:
 
 
 def main(directory: str, lengths: str, rounds: str) -> None:
-    """Print the speed of each round after the first."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - it logs to standard output when imported

@@ -31,21 +31,17 @@ from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step
 from oppo.models import Policy, Weights
 from oppo.stages import Generate
 
+# Tokens of a prompt: less than a block of the engine's cache, so that nothing of an earlier round is found there
 PROMPT: Final = 16
-"""Tokens of a prompt: less than a block of the engine's cache, so that nothing of an earlier round is found there."""
 
 
 class Completion(Protocol):
-    """vLLM's ``CompletionOutput``."""
-
     @property
     def token_ids(self) -> Sequence[int]:
         """The tokens since the last output."""
 
 
 class Output(Protocol):
-    """vLLM's ``RequestOutput``."""
-
     @property
     def outputs(self) -> Sequence[Completion]:
         """One completion."""
@@ -72,24 +68,20 @@ class Recorded:
     requests: list[tuple[object, object]] = field(default_factory=list)
 
     async def add_request(self, request_id: str, prompt: object, params: object, **options: object) -> object:
-        """Pass a request on."""
         self.requests.append((prompt, params))
         return await self.llm.add_request(request_id, prompt, params, **options)
 
     def __getattr__(self, name: str) -> object:
-        """Return anything else of the engine."""
         return getattr(self.llm, name)
 
 
-TOKENS: Final = "tokens"
-"""The metric of a step: how many tokens it decoded."""
+TOKENS: Final = "tokens"  # the metric of a step: how many tokens it decoded
 
 
 class Tally:
     """Reads the rollouts of a step, and counts their tokens."""
 
     async def run(self, rollouts: Receiver[RolloutEvent], /, *, out: Sender[StepReport], step: Step) -> None:
-        """Read one step's events."""
         tokens, finished, start = 0, list[int](), observe.now()
         while events := await rollouts.drain():
             tokens += sum(len(event.tokens) for event in events if isinstance(event, Chunk))
@@ -99,7 +91,6 @@ class Tally:
 
 
 def decoding_graph(policy: Policy, batch: int) -> Graph[StepReport]:
-    """Return a graph whose step decodes ``batch`` rollouts, and does nothing else."""
     builder = GraphBuilder[Prompt]("decoding", merge=merge_chunks, key=rollout_of)
     rollouts = builder.add("generate", Generate(policy, Synchronous(batch), Fixed(32)), builder.prompts)
     return builder.build(builder.add("tally", Tally(), rollouts))
@@ -114,29 +105,20 @@ def prompts_of(lengths: Sequence[int], vocabulary: int) -> Iterator[Prompt]:
 
 
 def length_of(prompt: Prompt) -> int:
-    """Return the tokens at which the response to a prompt ends."""
     return int(str(prompt.columns["length"]))
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingComparison:
-    """The result of :func:`compare_decoding`, by round.
+    """The result of :func:`compare_decoding`, by round."""
 
-    Attributes:
-        batch: rollouts decoded together.
-        tokens: made by each of the two in each round.
-        ours: tokens a second of the policy.
-        bare: tokens a second of ``AsyncLLM``.
-    """
-
-    batch: int
-    tokens: int
-    ours: tuple[float, ...]
-    bare: tuple[float, ...]
+    batch: int  # rollouts decoded together
+    tokens: int  # made by each of the two in each round
+    ours: tuple[float, ...]  # tokens a second of the policy
+    bare: tuple[float, ...]  # tokens a second of `AsyncLLM`
 
     @property
     def ratio(self) -> float:
-        """The median speed of ours over that of bare."""
         return median(self.ours) / median(self.bare)
 
 
@@ -149,16 +131,7 @@ async def compare_decoding(
     rounds: int = 5,
     clock: Callable[[], float] = observe.now,
 ) -> DecodingComparison:
-    """Return the speeds of both over ``rounds`` rounds in which they take turns; a round before these is not counted.
-
-    Args:
-        policy: decodes with ``engine``, to the lengths that :func:`length_of` says.
-        lengths: of the responses, one for each rollout of the batch.
-        clock: seconds.
-
-    Raises:
-        DataError: the two made different numbers of tokens.
-    """
+    """Return the speeds of both over ``rounds`` rounds, in turn; one before them is not counted."""
     ours, bare, expected = list[float](), list[float](), sum(lengths)
 
     async def timed(decode: Callable[[], Awaitable[int]]) -> float:
@@ -210,34 +183,21 @@ async def generated(llm: Bare, requests: Sequence[tuple[object, object]]) -> int
 
 @dataclass(frozen=True, slots=True)
 class SyncComparison:
-    """The result of :func:`compare_syncing`, by round.
+    """The result of :func:`compare_syncing`, by round."""
 
-    Attributes:
-        bytes: of the weights.
-        syncing: seconds until the engine serves new weights.
-        copying: seconds of copying as many bytes once.
-    """
-
-    bytes: int
-    syncing: tuple[float, ...]
-    copying: tuple[float, ...]
+    bytes: int  # of the weights
+    syncing: tuple[float, ...]  # seconds until the engine serves new weights
+    copying: tuple[float, ...]  # seconds of copying as many bytes once
 
     @property
     def ratio(self) -> float:
-        """The median seconds of weight sync over those of copying."""
         return median(self.syncing) / median(self.copying)
 
 
 async def compare_syncing(
     policy: Policy, tensors: Mapping[str, Tensor], *, rounds: int = 5, clock: Callable[[], float] = observe.now
 ) -> SyncComparison:
-    """Return the seconds of both over ``rounds`` rounds in which they take turns; a round before these is not counted.
-
-    Args:
-        policy: decodes nothing meanwhile.
-        tensors: its weights by ``state_dict`` name, each storage once.
-        clock: seconds.
-    """
+    """Return the seconds of both over ``rounds`` rounds, in turn; one before them is not counted."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     syncing, copying = list[float](), list[float]()

@@ -27,43 +27,30 @@ from oppo.errors import DataError
 from oppo.log import logger
 from oppo.run.train import FINAL, prepare, run
 
+# Fewer than the study on transformers made: by then its worst seed had gained three quarters of the final mean
 STEPS: Final = 10
-"""Fewer than the study on transformers made: by then its worst seed had gained three quarters of the final mean."""
 
-EXAMINED: Final = 128
-"""Held-out prompts that a policy answers."""
+EXAMINED: Final = 128  # held-out prompts that a policy answers
 
 SEEDS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """Mean scores of answers to held-out prompts.
+    """Mean scores of answers to held-out prompts."""
 
-    Attributes:
-        before: of the base policy.
-        after: of the policies that were trained with vLLM, by seed.
-        transformers: what the study on transformers gained in the mean, in more steps.
-        seeds: of that study.
-    """
-
-    before: float
-    after: tuple[float, ...]
-    transformers: float
-    seeds: int
+    before: float  # of the base policy
+    after: tuple[float, ...]  # of the policies that were trained with vLLM, by seed
+    transformers: float  # what the study on transformers gained in the mean, in more steps
+    seeds: int  # of that study
 
     @property
     def gains(self) -> tuple[float, ...]:
-        """What each seed gained."""
         return tuple(after - self.before for after in self.after)
 
 
 def recorded() -> tuple[Plan, tuple[float, ...]]:
-    """Return the plan of the committed study, and what each of its seeds gained with the streamed schedule.
-
-    Raises:
-        DataError: there is no such study.
-    """
+    """Return the plan of the committed study, and what each of its seeds gained with the streamed schedule."""
     results = Results.load(CHECKOUT / "benchmarks" / "convergence" / SCHEDULES.file, SCHEDULES.arms)
     scores = [outcome.answers.score.mean for cell, outcome in results.outcomes.items() if cell.arm == CHUNK.name]
     if results.start is None or not scores:
@@ -72,7 +59,6 @@ def recorded() -> tuple[Plan, tuple[float, ...]]:
 
 
 def measure(folder: Path, seeds: int = SEEDS) -> Learning:
-    """Train with each seed on vLLM in ``folder``, and return what was learned."""
     study, gained = recorded()
     plan = replace(study, steps=STEPS, examined=EXAMINED)
     assets = assets_of(plan)

@@ -17,7 +17,7 @@ import numpy as np
 from oppo.agents.bounds import MESSAGES, apart, read_json
 from oppo.agents.history import digest_of, essence, first_difference, plain
 from oppo.environments import EnvironmentFailure
-from oppo.errors import ConfigError, one_line, shortened, shown
+from oppo.errors import ConfigError, OppoError, one_line, shortened, shown
 from oppo.events import Drop, IntArray
 from oppo.models import SamplingSettings
 
@@ -453,7 +453,7 @@ class Session:
         rollout: str,
         columns: Mapping[str, object],
         requests: ChatRequests,
-        failure: Callable[[str], EnvironmentFailure],
+        failure: Callable[[str], OppoError],
         timeout: float | None,
         *,
         single: str,

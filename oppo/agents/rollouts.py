@@ -40,7 +40,6 @@ from oppo.libraries import require
 from oppo.log import logger
 from oppo.models import SamplingSettings
 from oppo.observe import work_context
-from oppo.placement.detached import run_detached
 from oppo.scorers import ScorerCapabilities
 from oppo.turns import Answer, Branching, Turn
 from oppo.user_code import CheckedFunction, UserFunction
@@ -77,13 +76,9 @@ class _Visit:
 class CalledAgent(CheckedFunction[_Visit, str, float | Drop]):
     kind: ClassVar[str] = "agent"
     error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
-    user: UserFunction
 
     def made(self, given: _Visit) -> object:
         return self.user.function(copy.deepcopy({**given.row}), given.url, given.key)
-
-    def failure(self, what: str, where: str) -> EnvironmentFailure:
-        return EnvironmentFailure(f"agent {self.user.name!r} {what} ({where})")
 
     def checked(self, result: object, where: str) -> float | Drop:
         if isinstance(result, Drop):
@@ -170,7 +165,7 @@ class Agents(Branching):
     @property
     def at_work(self) -> str:
         """The agent's name while one is waited for; empty otherwise."""
-        return f"agent {self.name!r}" if self._waiting else ""
+        return self._agent.title if self._waiting else ""
 
     @property
     def single(self) -> str:
@@ -259,10 +254,7 @@ class Agents(Branching):
     async def _run(self, visit: _Visit, session: Session, where: str) -> None:
         with session.scope:
             try:
-                if self._agent.user.is_async:
-                    outcome: float | Drop | EnvironmentFailure = await self._agent.answer(visit, where)
-                else:
-                    outcome = await run_detached(f"oppo-{self.name}", partial(self._agent.call, visit, where))
+                outcome: float | Drop | EnvironmentFailure = await self._agent.run(visit, where)
             except EnvironmentFailure as failure:
                 outcome = failure
             session.end(outcome)

@@ -45,15 +45,20 @@ class AgentsSection:
         "request",
     )
     timeout: Positive | None = setting(
-        None, "seconds in which an agent asks for something or returns, after its start or an answer; absent: no limit"
+        None,
+        "seconds in which an agent asks for something or returns, after its start or an answer; absent: no limit",
+        resume="free",
     )
-    host: Filled = setting("127.0.0.1", "where the server listens; agents of other machines need another address")
-    port: Annotated[int, Ge(0), Le(65535)] = setting(0, "of the server; 0: any that is free")
+    host: Filled = setting(
+        "127.0.0.1", "where the server listens; agents of other machines need another address", resume="free"
+    )
+    port: Annotated[int, Ge(0), Le(65535)] = setting(0, "of the server; 0: any that is free", resume="free")
     public_url: Annotated[str, OneOf((), "a URL such as http://machine:8000/v1", _URL)] = setting(
         "",
-        "the URL that agents are told, such as `http://machine:8000/v1`, where they reach the server by another "
+        "the URL that agents get, such as `http://machine:8000/v1`, where they reach the server by another "
         "address than `host`: from other machines, with a `host` of all addresses (`0.0.0.0`, `::`); empty: of "
         "`host`",
+        resume="free",
     )
 
     @property

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import ValidationError
 
@@ -21,7 +21,7 @@ from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.ppo import PPO
 from oppo.config.own import NAMED, Kinds, find
 from oppo.config.peers import flattened, ours
-from oppo.config.rewards import REWARD_KINDS, SOURCE, ModelRewardSection, is_code, is_name, reward_kind_of
+from oppo.config.rewards import REWARD_KINDS, SOURCE, is_name, reward_kind_of
 from oppo.config.scorers import ScorerSection
 from oppo.config.sections import StepSection, resolved, within
 from oppo.config.settings import Settings, keys_of
@@ -38,11 +38,8 @@ if TYPE_CHECKING:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
-    """Return the settings of the TOML file at ``path``, with ``section.key=value`` overrides, paths resolved.
-
-    Keys of earlier versions are read as those of today, with a message.
-    """
-    return resolve(overridden(converted(parsed(path), str(path)), overrides), path.absolute().parent)
+    """Return the settings of the TOML file at ``path``, with ``section.key=value`` overrides, paths resolved."""
+    return resolve(overridden(parsed(path), overrides), path.absolute().parent)
 
 
 def parsed(path: Path) -> dict[str, object]:
@@ -145,102 +142,6 @@ def _model(text: str, folder: Path) -> str:
         return _spec(text, folder)
     spelt_as_path = text.startswith((".", "/", "~"))
     return resolved(text, folder) if text and (spelt_as_path or os.path.lexists(folder / text)) else text
-
-
-OF_FUNCTIONS: Final[Mapping[str, str]] = {
-    "failure": "on_failure",
-    **{key: key for key in ("process", "concurrency", "timeout", "keep_special_tokens")},
-}
-"""Keys of a function by what earlier versions called them."""
-
-OF_REWARDS: Final[Mapping[str, str]] = {
-    **OF_FUNCTIONS,
-    **{key: key for key in ("each", "reading", "form", "over_long", "label", "column", "separators")},
-}
-"""The same for those of a reward, ``models.reward.NAME.failure``; of all rewards ``models.reward_failure``."""
-
-RENAMED: Final[Mapping[str, str]] = {
-    "models.environment": "environment.source",
-    **{f"models.environment_{old}": f"environment.{new}" for old, new in OF_FUNCTIONS.items()},
-    "run.exact": "run.deterministic",
-    "step.extra": "step.overcommit",
-    "step.lag_price": "step.staleness_price",
-    "step.on_publish": "step.kv_on_sync",
-    "step.publish": "step.weight_sync",
-}
-"""Keys of today by those of earlier versions."""
-
-OLD: Final[Mapping[str, str]] = {
-    "models.reward": "rewards.N.source",
-    "models.reward_drop": "rewards.N.on_drop",
-    **{f"models.reward_{old}": f"rewards.N.{new}" for old, new in OF_REWARDS.items()},
-    **RENAMED,
-}
-"""Every key of earlier versions, and what it is called today."""
-
-
-def converted(document: Mapping[str, object], file: str, keys: Mapping[str, str] = OLD) -> dict[str, object]:
-    """Return a document of an earlier version with the keys of today, and one of today as it is.
-
-    Args:
-        file: its name, for a message about each old key.
-        keys: those of today by those of earlier versions.
-    """
-    found: dict[str, Any] = {name: dict(each) if isinstance(each, Mapping) else each for name, each in document.items()}
-    places = {key: key.split(".") for key in keys}
-    old = [key for key, (name, last) in places.items() if isinstance(found.get(name), dict) and last in found[name]]
-    of_rewards = [key for key in old if keys[key].startswith("rewards.")]
-    both = [f"{key} and {keys[key]}" for key in of_rewards if "rewards" in found]
-    for key in sorted(set(old).difference(of_rewards)):
-        home, last = keys[key].split(".")
-        target, value = found.setdefault(home, {}), found[places[key][0]].pop(places[key][1])
-        if not isinstance(target, dict) or last in target:
-            both.append(f"{key} and {keys[key]}")
-        else:
-            target[last] = value
-    if both:
-        raise ConfigError(f"{file} has an old key beside the one of today: {', '.join(both)}; leave the old one out")
-    if of_rewards:
-        found["rewards"] = _rewards(found["models"])
-    if old:
-        names = ", ".join(f"{key} is {keys[key]} today" for key in old)
-        logger.once(f"{file} has keys of an earlier version: {names}")
-    return found
-
-
-def _rewards(section: dict[str, Any]) -> list[object]:
-    given = section.pop("reward", None)
-    shared = {new: section.pop(f"reward_{old}") for old, new in OF_REWARDS.items() if f"reward_{old}" in section}
-    of_all = {"on_drop": section.pop("reward_drop")} if "reward_drop" in section else {}
-    if not isinstance(given, Mapping):
-        return [_of_one(shared, of_all | ({} if given is None else {"source": given}))]
-    if shared.get("process") is True:
-        shared["process"] = "sync"  # of several rewards, those that are sync functions
-    models = [name for name, part in given.items() if isinstance(part, Mapping) and not is_code(part.get("source"))]
-    if (only := [key for key in ("label", "column") if shared.get(key)]) and len(models) > 1:
-        raise ConfigError(
-            f"models.reward_{only[0]} was for whichever of several reward models takes one: give it as "
-            f"models.reward.NAME.{only[0]} to one of {', '.join(models)}"
-        )
-    return [
-        _of_one({OF_REWARDS.get(key, key): each for key, each in part.items()}, of_all | {"name": name}, shared)
-        if isinstance(part, Mapping)
-        else part
-        for name, part in given.items()
-    ]
-
-
-def _of_one(own: Mapping[str, Any], fixed: Mapping[str, Any], shared: Mapping[str, Any] | None = None) -> object:
-    code = is_code({**own, **fixed}.get("source"))
-    known, of_models = declared(REWARD_KINDS["function" if code else "model"]), declared(ModelRewardSection)
-    # what is for rewards of the other kind was no fault, unless a function was told how a model reads
-    told = {key for key in own if code and key in of_models and not _equal(own[key], of_models[key].default)}
-    others = {key for kind in REWARD_KINDS.values() for key in declared(kind)} - known.keys() - told
-    return {key: value for key, value in {**(shared or {}), **own, **fixed}.items() if key not in others}
-
-
-def _equal(value: object, default: object) -> bool:
-    return value == (list(default) if isinstance(default, tuple) else default)
 
 
 SEEDED = ("data", "sampling", "trainer", "eval")
@@ -493,8 +394,6 @@ class SettingsFaults(Faults):
         return "".join(dict.fromkeys(map(ours, inside or [name])))
 
     def _home_of(self, place: tuple[str, ...]) -> str:
-        if now := OLD.get(".".join(place)):
-            return f" (it is {now} today)"
         if len(place) != 2:
             return ""
         if place[0].startswith("rewards."):

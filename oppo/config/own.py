@@ -351,14 +351,11 @@ def _refuse(words: str) -> ConfigError:
     return ConfigError(f"{KEY}: {words}")
 
 
-OF_STEP: Final[Mapping[str, str]] = {"extra": "overcommit", "lag_price": "staleness_price"}
-"""Keys of ``[step]`` by their names in earlier versions, by which an admission of one's own may take them too."""
-
 OWN: Final[Mapping[str, OwnRequirements]] = {
     "admission": OwnRequirements(
         "oppo.Admission",
         ("batch", "max_deferrals", "admit", "cut", "observe"),
-        frozenset({"batch", "max_deferrals", *OF_STEP, *OF_STEP.values()}),
+        frozenset({"batch", "max_deferrals", "overcommit", "staleness_price"}),
     ),
     "loss": LOSS,
 }
@@ -403,6 +400,6 @@ class Kinds:
         if name not in self.own:
             return None
         own, what = self.own[name], OWN[name]
-        made = own(settings, {key: getattr(step, OF_STEP.get(key, key)) for key in what.has})
+        made = own(settings, {key: getattr(step, key) for key in what.has})
         what.require(made, f"step.{name}: {own.spec} makes no {name}")
         return made

@@ -91,14 +91,16 @@ class FunctionRewardSection(RewardSection):
         default=False,
         description="call a sync function in its own processes, where it may hold the interpreter lock for long; a "
         "crash is then a failure like others; `sync`: only if it is a sync function",
+        resume="free",
     )
     concurrency: PositiveCount | None = setting(
-        None, "calls of the function that may overlap; absent: 64 of an async function, 1 of a sync one"
+        None, "calls of the function that may overlap; absent: 64 of an async function, 1 of a sync one", resume="free"
     )
     timeout: Positive | None = setting(
         None,
         "seconds after which a call of the function has failed, not counting the start of its process; an async "
         "function is then cancelled, a process interrupted, or killed if it goes on",
+        resume="free",
     )
     each: bool = setting(default=False, description="call the function for each rollout alone")
     keep_special_tokens: bool = setting(
@@ -115,6 +117,7 @@ class ModelRewardSection(RewardSection):
         "transformers",
         "what serves the model; `vllm`: an engine of its own, or a server (`url`), for a causal model with one label "
         "and the policy's tokenizer",
+        resume="rounding",
     )
     reading: When = setting(
         "auto",
@@ -147,7 +150,7 @@ class ModelRewardSection(RewardSection):
 class VllmRewardSection(OnVllm, RewardSection):
     """``[[rewards]]`` whose source is a reward model that vLLM serves."""
 
-    engine: ScoringEngine = setting("vllm", "")
+    engine: ScoringEngine = setting("vllm", "", resume="rounding")
 
     def __post_init__(self) -> None:
         RewardSection.__post_init__(self)
@@ -176,14 +179,18 @@ class JudgeRewardSection(RewardSection):
     )
     temperature: NonNegative = setting(0.0, "of the judge's sampling")
     max_tokens: PositiveCount = setting(512, "of its answer; `rating` takes 1")
-    api_key_env: str = setting("", "the environment variable that holds the service's key; empty: it asks for none")
+    api_key_env: str = setting(
+        "", "the environment variable that holds the service's key; empty: it asks for none", resume="free"
+    )
     on_failure: OnFailure = setting(
         "fail",
         "if it does not answer, or without a score: stop the run, drop the rollout, or ask again and then stop",
     )
-    concurrency: PositiveCount = setting(64, "requests that may overlap")
-    timeout: Positive = setting(60.0, "seconds for a request")
-    attempts: PositiveCount = setting(4, "for a request that failed in a way that may pass, the first included")
+    concurrency: PositiveCount = setting(64, "requests that may overlap", resume="free")
+    timeout: Positive = setting(60.0, "seconds for a request", resume="free")
+    attempts: PositiveCount = setting(
+        4, "for a request that failed in a way that may pass, the first included", resume="free"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,17 +23,23 @@ class OnVllm:
         default_factory=dict,
         metadata={
             "description": "arguments of its engine, by vLLM's names, as `{tensor_parallel_size = 2}`; those that the "
-            "run sets itself are refused"
+            "run sets itself are refused",
+            "resume": "rounding",
         },
     )
     url: str = setting(
         "",
         "a server that serves the model (`vllm serve MODEL`; a reward model with `--runner pooling`); empty: the run "
         "starts an engine",
+        resume="free",
     )
-    api_key_env: str = setting("", "the environment variable that holds the server's key; empty: it asks for none")
-    timeout: Positive = setting(60.0, "seconds for a request to the server")
-    attempts: PositiveCount = setting(4, "for a request that failed in a way that may pass, the first included")
+    api_key_env: str = setting(
+        "", "the environment variable that holds the server's key; empty: it asks for none", resume="free"
+    )
+    timeout: Positive = setting(60.0, "seconds for a request to the server", resume="free")
+    attempts: PositiveCount = setting(
+        4, "for a request that failed in a way that may pass, the first included", resume="free"
+    )
 
     def __post_init__(self) -> None:
         of_server = changed(self, {"api_key_env", "timeout", "attempts"})

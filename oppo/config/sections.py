@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from annotated_types import Gt, Le
 from pydantic import Field, PlainValidator, ValidationError
 
 from oppo.algorithms import ALGORITHMS
@@ -90,12 +89,16 @@ class EnvironmentSection:
         default=False,
         description="call a sync function in its own processes, where it may hold the interpreter lock for long; a "
         "crash is then a failure like others",
+        resume="free",
     )
-    concurrency: PositiveCount | None = setting(None, "function calls that may overlap; absent: 64, or 4 in processes")
+    concurrency: PositiveCount | None = setting(
+        None, "function calls that may overlap; absent: 64, or 4 in processes", resume="free"
+    )
     timeout: Positive | None = setting(
         None,
         "seconds after which a call of the function, a tool, `reset` or `get_reward` has failed, not counting the "
         "start of its process; an async function is then cancelled, a process interrupted, or killed if it goes on",
+        resume="free",
     )
     keep_special_tokens: bool = setting(
         default=False,
@@ -297,68 +300,78 @@ class RunSection:
 
     name: Name = setting("run", "the run's folder inside `directory`")
     directory: Filled = setting("runs", "the folder that holds runs")
-    steps: PositiveCount = setting(100, "how many updates to make")
+    steps: PositiveCount = setting(100, "how many updates to make", resume="free")
     seed: Seed = setting(
         0,
         "seeds the data order, sampling and training; `--set run.seed=N` also sets the seeds of other sections that "
         "were equal to it",
     )
     deterministic: bool = setting(default=False, description="make all bits independent of timing (slow; float32, CPU)")
-    cores: Annotated[int, Field(ge=0, le=1024)] = setting(0, "cores to work with; 0: all that the process may use")
+    cores: Annotated[int, Field(ge=0, le=1024)] = setting(
+        0, "cores to work with; 0: all that the process may use", resume="rounding"
+    )
     policy: Literal["thread", "process"] = setting(
-        "thread", "where the actor decodes: in a thread, or, on a CPU, in a process, whose death ends the run"
+        "thread",
+        "where the actor decodes: in a thread, or, on a CPU, in a process, whose death ends the run",
+        resume="rounding",
     )
     scorers: Literal["auto", "thread", "process"] = setting(
         "auto",
         "where the models that score work: in a thread beside the actor's, or in a process, which is restarted "
         "if it dies; auto: a process on a CPU with several cores, else a thread",
+        resume="rounding",
     )
-    scorers_gpu_share: Annotated[float, Gt(0), Le(1)] = setting(
-        1.0,
-        "share of a GPU's multiprocessors for a process of scorers there, so that decoding keeps the others; below 1 "
-        "it needs NVIDIA MPS",
-    )
-    trainer: Literal["thread", "process"] = setting("thread", "where updates are made")
+    trainer: Literal["thread", "process"] = setting("thread", "where updates are made", resume="free")
     panel: Literal["auto", "live", "lines", "off"] = setting(
-        "auto", "form of the progress display; auto: live on a terminal, else lines"
+        "auto", "form of the progress display; auto: live on a terminal, else lines", resume="free"
     )
     track: Annotated[tuple[Tracker, ...], FromList()] = setting(
         (),
         "where metrics and a few samples go besides the run directory: `tensorboard`, event files in it; `wandb`, "
         "Weights & Biases; `trackio`; `mlflow`, all three with the settings; each needs the extra of its name",
+        resume="free",
     )
     metric_names: Literal["trl", "verl"] = setting(
         "trl",
         "names of a step's [metrics](metrics.md) in metrics.jsonl, in trackers and for observers: `trl`, TRL's of PPO, "
         "or of GRPO for algorithms with groups; `verl`, verl's; what has none there keeps its own",
+        resume="free",
     )
-    logged_samples: Count = setting(4, "rollouts a step written to samples.jsonl with their text")
+    logged_samples: Count = setting(4, "rollouts a step written to samples.jsonl with their text", resume="free")
     trace: Count | Literal["all"] = setting(
         20,
         "how many of the first steps, and how many of the last, trace.json shows in chrome://tracing or Perfetto; "
         "`all`: every step, 0: none",
+        resume="free",
     )
     watchdog_seconds: Seconds = setting(
-        600.0, "seconds without progress after which a run is ended, with hang-report.json; 0: never"
+        600.0, "seconds without progress after which a run is ended, with hang-report.json; 0: never", resume="free"
     )
     call_timeout: Seconds = setting(
         3600.0,
         "replaces `watchdog_seconds` during one call of a model or a reward function, if longer; 0: no limit",
+        resume="free",
     )
-    scorer_restarts: Count = setting(3, "restarts per hour of a process of the scorers that dies")
-    max_empty: Count = setting(5, "end a run after this many consecutive steps without a trained rollout; 0: never")
+    scorer_restarts: Count = setting(3, "restarts per hour of a process of the scorers that dies", resume="free")
+    max_empty: Count = setting(
+        5, "end a run after this many consecutive steps without a trained rollout; 0: never", resume="free"
+    )
     max_nonfinite: Count = setting(
-        3, "end a run after this many consecutive updates that are not finite, and dump the batch; 0: never"
+        3,
+        "end a run after this many consecutive updates that are not finite, and dump the batch; 0: never",
+        resume="free",
     )
     checkpoint_every: Count = setting(
         25,
         "steps between checkpoints, from which `oppo resume` goes on; the last step writes one too; 0: none",
+        resume="free",
     )
-    keep_last: PositiveCount = setting(2, "how many of the newest checkpoints are kept")
+    keep_last: PositiveCount = setting(2, "how many of the newest checkpoints are kept", resume="free")
     keep_best: bool = setting(
         default=False,
         description="keep the checkpoint of the best score too: the held-out score with `eval.prompts`, else the mean "
         "score of the step",
+        resume="free",
     )
 
 
@@ -391,6 +404,7 @@ class ModelsSection:
         None,
         "train the served weights themselves, or a copy, from which the served ones are synced after each update; "
         "absent: `true`, but `false` with `step.lookahead`",
+        resume="free",
     )
     engine: Engine = setting(
         "transformers",
@@ -405,6 +419,7 @@ class ModelsSection:
         "auto",
         "device of the models that `[placement]` does not place: `auto`, `cpu`, `cuda`, or one of several as "
         "`cuda:1`; auto: `cuda` where there is one and `run.deterministic` is off, else `cpu`",
+        resume="rounding",
     )
     attention: Literal["auto", "segmented", "padded", "eager"] = setting(
         "auto",
@@ -658,22 +673,29 @@ class StepSection:
 class EvalSection:
     """``[eval]``: how the policy answers held-out prompts while it is trained."""
 
-    prompts: HeldOut = setting("", "held-out prompts, as `data.prompts`, without weights; empty: no evaluation")
+    prompts: HeldOut = setting(
+        "", "held-out prompts, as `data.prompts`, without weights; empty: no evaluation", resume="free"
+    )
     every: PositiveCount = setting(
         10,
         "steps between evaluations; there is one before the first step and one after the last too, and, with "
         "`run.keep_best`, one before each checkpoint",
+        resume="free",
     )
     samples: PositiveCount = setting(
         1,
         "the most likely response to each prompt is scored; above 1, so many are sampled besides, as in training, for "
         "their mean score and pass@k",
+        resume="free",
     )
-    count: Count = setting(0, "answer only the first so many prompts; 0: all")
+    count: Count = setting(0, "answer only the first so many prompts; 0: all", resume="free")
     pass_score: float | None = setting(
         None,
         "a response of at least this score passes, for pass@k; absent: 1 for one reward function or an agent; with a "
         "reward model or several rewards nothing passes",
+        resume="free",
     )
-    batch: Rollouts | None = setting(None, "responses that are decoded at a time; absent: as many as a step trains")
-    seed: Seed = setting(0, "keys the noise of sampled responses, the same in every evaluation")
+    batch: Rollouts | None = setting(
+        None, "responses that are decoded at a time; absent: as many as a step trains", resume="free"
+    )
+    seed: Seed = setting(0, "keys the noise of sampled responses, the same in every evaluation", resume="free")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, cast
 
@@ -29,7 +30,15 @@ from oppo.algorithms.ppo import PPO
 from oppo.config.agents import AgentsSection
 from oppo.config.own import NAMED, OWN, Kinds, checked, loss_of
 from oppo.config.placement import PlacementSection
-from oppo.config.rewards import ENVIRONMENT, ModelRewardSection, RewardList, RewardSection, VllmRewardSection, file_of
+from oppo.config.rewards import (
+    ENVIRONMENT,
+    REWARD_KINDS,
+    ModelRewardSection,
+    RewardList,
+    RewardSection,
+    VllmRewardSection,
+    file_of,
+)
 from oppo.config.scorers import ScorerSection, check_scorers, check_teacher
 from oppo.config.sections import (
     DataSection,
@@ -46,6 +55,7 @@ from oppo.declared import (
     MOST,
     STRICT,
     Declared,
+    Resume,
     Table,
     adapter,
     changed,
@@ -315,6 +325,18 @@ def keys_of(algorithm: type[Algorithm], kinds: Kinds | None = None) -> dict[str,
         for name, kind in tables.items()
         if isinstance(kind, type) and is_dataclass(kind)
     }
+
+
+@cache
+def changeable(how: Resume) -> frozenset[str]:
+    """Return the keys that may change in this way when a run is resumed; of rewards as ``rewards.N.key``."""
+    kinds = [("rewards.N", declared(kind)) for kind in REWARD_KINDS.values()]
+    return frozenset(
+        f"{section}.{key}"
+        for section, keys in [*keys_of(PPO).items(), *kinds]
+        for key, each in keys.items()
+        if each.resume == how
+    )
 
 
 def _refuse_idle(settings: Settings) -> None:

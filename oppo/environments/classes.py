@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, SupportsFloat, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsFloat, TypeVar, cast
 
 import anyio
 
@@ -38,10 +38,9 @@ T = TypeVar("T")
 class CalledOwner(CalledByName[T]):
     """A method of an environment that is no tool."""
 
-    kind: ClassVar[str] = "method of an environment"
-
-    def failure(self, what: str, where: str) -> EnvironmentFailure:
-        return EnvironmentFailure(f"{self.user.name}() of the environment {what} ({where})")
+    @property
+    def title(self) -> str:
+        return f"{self.user.name}() of the environment"
 
 
 @dataclass(frozen=True)

@@ -68,13 +68,6 @@ Said: TypeAlias = tuple[str, EnvironmentState] | Drop | None
 class CalledEnvironment(CheckedFunction[TextTurn, str, Said]):
     kind: ClassVar[str] = "environment"
     error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
-    user: UserFunction
-
-    def made(self, given: TextTurn) -> object:
-        return self.user.function(given)
-
-    def failure(self, what: str, where: str) -> EnvironmentFailure:
-        return EnvironmentFailure(f"environment {self.user.name!r} {what} ({where})")
 
     def checked(self, result: object, where: str) -> Said:
         if result is None or isinstance(result, Drop):
@@ -217,7 +210,6 @@ class CalledByName(CheckedFunction[Mapping[str, object], str, T]):
     """A function that is called with arguments by name; a method, with its instance as ``self``."""
 
     error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
-    user: UserFunction
 
     def made(self, given: Mapping[str, object]) -> object:
         function, arguments = self.user.function, {**given}
@@ -231,9 +223,6 @@ class CalledByName(CheckedFunction[Mapping[str, object], str, T]):
 @dataclass(frozen=True)
 class CalledTool(CalledByName[str]):
     kind: ClassVar[str] = "tool"
-
-    def failure(self, what: str, where: str) -> EnvironmentFailure:
-        return EnvironmentFailure(f"tool {self.user.name!r} {what} ({where})")
 
     def checked(self, result: object, where: str) -> str:
         try:

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
 from typing import Concatenate, Final, Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
@@ -37,19 +36,9 @@ def use_cores(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def use_gpu_share(cores: int, share: float) -> None:
-    """Limit this process to a share of its GPU (NVIDIA MPS), to be called before it uses CUDA."""
-    os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{100 * share:g}"
-    use_cores(cores)
-
-
 def use_device(cores: int, device: torch.device) -> None:
     use_cores(cores)
     use_stream(device, first=True)
-
-
-def mps_runs() -> bool:
-    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()  # noqa: S108 - its own
 
 
 def available_cores() -> int:
@@ -356,15 +345,13 @@ class DeviceLayout:
         policy: Home = "thread",
         trainer: Home = "thread",
         restarts: int = 3,
-        gpu_share: float = 1.0,
         remote: RemotePlaces | None = None,
     ) -> DeviceLayout:
         """Return places that share ``cores``, for models on ``devices``.
 
         Scorers on ``auto`` are in a process on a CPU with two cores or more: they and the actor spend much of their
         time in Python, which threads of one interpreter cannot do in parallel. Dead processes of scorers are replaced,
-        at most ``restarts`` in an hour; the actor's and the trainer's are not. ``gpu_share``: of a GPU, for processes
-        of scorers there.
+        at most ``restarts`` in an hour; the actor's and the trainer's are not.
         """
         remote, replicas = remote or RemotePlaces(), devices.replicas
         _require_cpu("policy", policy, [] if "policy" in devices.apart else [devices.actor])
@@ -377,8 +364,6 @@ class DeviceLayout:
                 first = name == "actor"
                 return DeviceThread(name, device, setup=setup, time_slice=slice_, lends=lends, first=first)
             logger.info(f"starting the process of the {name}")
-            if device.type == "cuda" and gpu_share < 1:
-                setup = partial(use_gpu_share, share, gpu_share)
             return Process(name, setup=setup, time_slice=slice_, restarts=restarts)
 
         def replica(number: int) -> Place:

@@ -24,7 +24,6 @@ import anyio
 import numpy as np
 
 from oppo import user_code
-from oppo.declared import require_real
 from oppo.errors import RewardError, as_itself, one_line, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
 from oppo.log import logger
@@ -217,13 +216,21 @@ class RewardFailure(RewardError):  # noqa: N818 - it says what happened
     """A reward function raised, or returned something that is no score; the caller was not at fault."""
 
 
+class Rollouts(tuple[int, ...]):
+    """The numbers of rollouts, as errors show them."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"rollouts {', '.join(map(str, self))}"
+
+
 @dataclass(frozen=True)
-class CalledFunction(CheckedFunction[Mapping[str, object], Sequence[int], tuple[list[ReturnedScore], CallLog]]):
+class CalledFunction(CheckedFunction[Mapping[str, object], Rollouts, tuple[list[ReturnedScore], CallLog]]):
     """A reward function with the check of its scores, and what it logs. ``logs``: which of :data:`LOGS` it is given."""
 
     kind: ClassVar[str] = "reward function"
     error: ClassVar[type[RewardFailure]] = RewardFailure
-    user: UserFunction
     optional: bool = False
     logs: frozenset[str] = frozenset()
 
@@ -236,16 +243,12 @@ class CalledFunction(CheckedFunction[Mapping[str, object], Sequence[int], tuple[
     async def _both(self, result: Awaitable[object], log: CallLog) -> tuple[object, CallLog]:
         return await result, log
 
-    def failure(self, what: str, where: Sequence[int]) -> RewardFailure:
-        return RewardFailure(f"reward function {self.user.name!r} {what} (rollouts {', '.join(map(str, where))})")
-
-    def checked(self, result: object, where: Sequence[int]) -> tuple[list[ReturnedScore], CallLog]:
+    def checked(self, result: object, where: Rollouts) -> tuple[list[ReturnedScore], CallLog]:
         result, log = cast("tuple[object, CallLog]", result)
         items, wrong = _items(result, len(where))
         if wrong:
             raise RewardFailure(
-                f"reward function {self.user.name!r} must return {len(where)} numbers, one for each completion, "
-                f"in a list; got {wrong}"
+                f"{self.title} must return {len(where)} numbers, one for each completion, in a list; got {wrong}"
             )
         return [self._score(item, rollout) for item, rollout in zip(items, where, strict=True)], log
 
@@ -263,7 +266,7 @@ class CalledFunction(CheckedFunction[Mapping[str, object], Sequence[int], tuple[
                 score = float(item)
         if not math.isfinite(score):
             raise RewardFailure(
-                f"reward function {self.user.name!r} must return a finite number for each completion; "
+                f"{self.title} must return a finite number for each completion; "
                 f"for rollout {rollout} it returned {shown(item)}"
             )
         return score
@@ -273,7 +276,7 @@ class CalledFunction(CheckedFunction[Mapping[str, object], Sequence[int], tuple[
             return placed(item)
         except Exception as error:  # any kind: the objects are the function's own
             raise RewardFailure(
-                f"reward function {self.user.name!r} must return finite numbers, one for each token or by whole "
+                f"{self.title} must return finite numbers, one for each token or by whole "
                 f"positions; for rollout {rollout} it returned {shown(item)}: {one_line(error)}"
             ) from error
 
@@ -326,11 +329,30 @@ PAUSES = (1.0, 5.0, 25.0)
 DOES_NOT_APPLY = "the reward does not apply"
 """Reason of a drop for a rollout for which an optional function returned ``None``."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardInputs:
+    """The sources of arguments of reward functions beside columns.
+
+    Attributes:
+        prompt_column: the column passed as ``prompts``.
+        conversation: returns a complete response as chat messages, where tools answer in it:
+            :meth:`oppo.hf.ChatFormat.conversation`; ``None``: it is one message.
+        environments: returns the instance of a rollout: :meth:`oppo.environments.EnvironmentClass.instance`.
+        max_steps: of the run, for ``trainer_state``.
+    """
+
+    prompt_column: str = "prompt"
+    conversation: Callable[[Finish], Sequence[Message]] | None = None
+    environments: Callable[[Finish], Awaitable[object]] | None = None
+    max_steps: int = 0
+
+
 _Work: TypeAlias = Callable[[Sequence[Finish]], Awaitable[list[float | Drop]]]
 
 
 class FunctionReward(
-    CallsFunction[Mapping[str, object], Sequence[int], tuple[list[ReturnedScore], CallLog]],
+    CallsFunction[Mapping[str, object], Rollouts, tuple[list[ReturnedScore], CallLog]],
     Closing,
     Scorer[float | Drop],
 ):
@@ -339,38 +361,30 @@ class FunctionReward(
     Any error of the function counts as its failure, ``sys.exit()`` and a ``CancelledError`` of its own included.
 
     Args:
-        function: ``f(prompts, completions, **columns)``, sync or async, or its ``file.py:name``. It is given what it
-            names of :data:`ARGUMENTS` and of the columns, or all if it takes ``**``; each is a list with one item for
-            each rollout, but for state and logs. ``prompts`` holds the data's ``prompt`` column if there is one, else
-            the prompt's text. ``completions`` are texts, or, of prompts that are chat messages, lists of messages, as
-            TRL has them; ``completion_ids`` are their tokens; ``trainer_state`` is a :class:`TrainerState`;
-            ``log_extra(column, values)`` and ``log_metric(name, value)`` are those of a :class:`CallLog`;
-            ``environments`` are those of ``instances``. Columns are
-            copies of the data's. For each rollout it returns a number, or rewards at places in the response: one for
-            each token, a mapping from positions of tokens, or a :class:`ByCharacter`. A sync function runs in a thread
-            of its own, or inline on a loop of virtual time. One that never returns keeps neither a cancelled run nor
-            the process from ending. Calls of an async function overlap, so a step waits for the slowest and not for
-            their sum.
+        function: ``f(prompts, completions, **columns)``, sync or async, or its ``file.py:name``. It gets the
+            :data:`ARGUMENTS` and columns that it names, or all if it takes ``**``: lists with an item for each rollout,
+            except state and logs. ``prompts`` are the data's prompts if it has such a column, else texts.
+            ``completions`` are texts, or, of prompts that are chat messages, lists of messages, as in TRL;
+            ``completion_ids`` their tokens; ``trainer_state`` a :class:`TrainerState`. ``log_extra(column, values)``
+            and ``log_metric(name, value)`` log. Columns are copies of the data's. For each rollout it returns a number,
+            or rewards at places in the response: one for each token, a mapping from positions of tokens, or a
+            :class:`ByCharacter`. A sync function runs in a thread of its own, or inline on a loop of virtual time; one
+            that never returns keeps neither a cancelled run nor the process from ending. Calls of an async function
+            overlap.
         decode: token ids to text, without special tokens.
-        name: the function's name in errors.
-        prompt_column: the column passed as ``prompts``.
-        on_failure: ``fail`` raises. ``retry`` calls again after each of ``pauses``, then raises. ``drop`` calls again
-            for each rollout alone, several at a time, and drops what still fails, so the drops do not depend on
-            which rollouts finished together. A missing column always raises.
-        pauses: seconds before each further attempt of ``retry``.
+        name: of the function in errors.
+        on_failure: ``fail`` raises. ``retry`` calls again after each of :data:`PAUSES`, then raises. ``drop`` calls
+            again for each rollout alone and drops those that still fail, so the drops do not depend on which rollouts
+            finished together. A missing column always raises.
         process: call the function in processes of its own: it may then hold the interpreter lock or crash. It must be
             sync, and importable by name.
-        concurrency: how many calls may overlap; by default 64 of an async function and 1 of a sync one. Overlapping
-            calls of a sync function are made in as many threads or processes.
+        concurrency: calls that may overlap; by default 64 of an async function and 1 of a sync one. Overlapping calls
+            of a sync function are made in as many threads or processes.
         timeout: seconds after which a call has failed; ``None``: never (:class:`oppo.user_code.UserCalls`).
         each: call the function for each rollout alone.
         optional: ``None`` as a score means that the reward does not apply: the rollout is dropped, or, as a part of
             :class:`Rewards`, scored by the other parts. Otherwise it is a failure.
-        max_steps: of the run, for ``trainer_state``.
-        conversation: returns a complete response as chat messages, where tools answer in it:
-            :meth:`oppo.hf.ChatFormat.conversation`; by default it is one message.
-        instances: returns the instance of a rollout for ``environments``:
-            :meth:`oppo.environments.EnvironmentClass.instance`.
+        inputs: sources of other arguments.
 
     Raises:
         ConfigError: ``concurrency`` or ``timeout`` is out of range.
@@ -390,31 +404,27 @@ class FunctionReward(
         decode: Callable[[Sequence[int]], str],
         *,
         name: str | None = None,
-        prompt_column: str = "prompt",
         on_failure: OnFailure = "fail",
-        pauses: Sequence[float] = PAUSES,
         process: bool = False,
         concurrency: int | None = None,
         timeout: float | None = None,
         each: bool = False,
         optional: bool = False,
-        max_steps: int = 0,
-        conversation: Callable[[Finish], Sequence[Message]] | None = None,
-        instances: Callable[[Finish], Awaitable[object]] | None = None,
+        inputs: RewardInputs = RewardInputs(),
     ) -> None:
         user = UserFunction.of(function, name, RewardError)
         named, self._takes_all = parameters_of(user.function, user.name)
         names = {p.name for p in named}
         self._given = frozenset(each for each in ARGUMENTS if self._takes_all or each in names)
-        self._instances = instances if "environments" in self._given else None
-        if self._instances is None:
+        self._inputs = inputs
+        if inputs.environments is None:
             self._given -= {"environments"}
             if any(p.name == "environments" and p.default is inspect.Parameter.empty for p in named):
                 raise RewardError(
                     f"reward function {user.name!r} asks for environments, and there are none: give a class of them, "
                     "environment.factory in settings"
                 )
-        elif process:
+        elif process and "environments" in self._given:
             raise RewardError(
                 f"reward function {user.name!r} asks for environments, which are objects of this process: leave "
                 "process out"
@@ -431,14 +441,9 @@ class FunctionReward(
             process=process,
         )
         self._decode = decode
-        self._prompt_column = prompt_column
         self._on_failure = on_failure
-        self._pauses = tuple(pauses) if on_failure == "retry" else ()
-        for pause in self._pauses:
-            require_real("a pause", pause, 0)
+        self._pauses = PAUSES if on_failure == "retry" else ()
         self._each = each
-        self._max_steps = max_steps
-        self._conversation = conversation
         self._samples: dict[str, list[float]] = {}
         self._extras: dict[int, dict[str, object]] = {}
 
@@ -533,13 +538,13 @@ class FunctionReward(
             return token_rewards(cast("Placed", score), finish.response, self._decode)
         except ValueError as error:
             raise self._function.failure(
-                f"returned rewards that do not fit the completion: {error}", [finish.rollout]
+                f"returned rewards that do not fit the completion: {error}", Rollouts([finish.rollout])
             ) from error
 
     async def _attempt(self, finished: Sequence[Finish]) -> list[ReturnedScore]:
-        arguments, rollouts = self._arguments(finished), [each.rollout for each in finished]
-        if self._instances is not None:
-            arguments["environments"] = [await self._instances(each) for each in finished]
+        arguments, rollouts = self._arguments(finished), Rollouts(each.rollout for each in finished)
+        if self._inputs.environments is not None and "environments" in self._given:
+            arguments["environments"] = [await self._inputs.environments(each) for each in finished]
         scores, log = await self._calls.make(arguments, rollouts)
         for name, values in log.metrics.items():  # weighted by completions, however many finish together
             self._samples.setdefault(name, []).extend(value for value in values for _ in rollouts)
@@ -556,13 +561,14 @@ class FunctionReward(
         # Copies, since rollouts of a group, and later epochs, are given the same columns again.
         makes: dict[str, Callable[[], object]] = {
             "prompts": lambda: [
-                copy.deepcopy(each.prompt.columns.get(self._prompt_column)) or self._decode(each.prompt.tokens.tolist())
+                copy.deepcopy(each.prompt.columns.get(self._inputs.prompt_column))
+                or self._decode(each.prompt.tokens.tolist())
                 for each in responses
             ],
             "completions": lambda: [self._completion(each) for each in finished],
             "completion_ids": lambda: [each.tokens.tolist() for each in responses],
             "trainer_state": lambda: TrainerState(
-                max((int(each.versions[-1]) for each in responses if len(each)), default=0), self._max_steps
+                max((int(each.versions[-1]) for each in responses if len(each)), default=0), self._inputs.max_steps
             ),
         }
         return {
@@ -572,9 +578,9 @@ class FunctionReward(
 
     def _completion(self, finish: Finish) -> str | list[Message]:
         response = finish.response
-        chat = isinstance(response.prompt.columns.get(self._prompt_column), list)
-        if chat and self._conversation is not None:
-            return [*self._conversation(finish)]
+        chat = isinstance(response.prompt.columns.get(self._inputs.prompt_column), list)
+        if chat and self._inputs.conversation is not None:
+            return [*self._inputs.conversation(finish)]
         text = self._decode(response.tokens.tolist())
         return [{"role": "assistant", "content": text}] if chat else text
 
@@ -584,7 +590,7 @@ class FunctionReward(
         Raises:
             RewardError: one bears the name of another argument, or one that the function asks for is not there.
         """
-        columns = sorted({*names} - {self._prompt_column})
+        columns = sorted({*names} - {self._inputs.prompt_column})
         if clash := [name for name in columns if name in {*ARGUMENTS[:2], *self._given}]:
             raise RewardError(
                 f"the data's column {clash[0]!r} bears the name of an argument of reward functions: rename it"

@@ -1,4 +1,4 @@
-"""A reward function that asks a service over HTTP: retries with back-off, and a circuit breaker.
+"""A reward function that asks a service over HTTP, and asks again after failures that may pass.
 
 It needs the extra ``http``: ``pip install 'oppo[http]'``.
 """
@@ -30,78 +30,7 @@ __all__ = ["JSON", "PASSING", "HttpReward", "ServiceFailure", "as_table", "from_
 
 
 class ServiceFailure(RewardError):  # noqa: N818 - it says what happened
-    """A service did not answer, or answered something that is no score, or is left alone."""
-
-
-class CircuitBreaker:
-    """Lets calls through to a service, or refuses them at once while the service is left alone.
-
-    Args:
-        name: of the service, in messages.
-        open_after: failed calls in a row after which it is left alone; 0: never.
-        rest: seconds for which it is.
-    """
-
-    def __init__(self, name: str, open_after: int, rest: float) -> None:
-        self._name = name
-        self._open_after = open_after
-        self._rest = rest
-        self._failed = 0  # calls in a row
-        self._until: float | None = None  # loop time, in seconds, at which it is asked again; None: closed
-        self._probe: anyio.Event | None = None  # set when the call that asks for all has come to its end
-
-    @asynccontextmanager
-    async def call(self) -> AsyncIterator[bool]:
-        """Wait for the outcome of a call that asks for all; then the body is a call, and its outcome counts.
-
-        A :class:`ServiceFailure` is a failure of the service, and so is a cancellation: the body must do nothing but
-        wait for the service, and who cancels it has waited for too long.
-
-        Yields:
-            Whether this is the call that asks for all.
-
-        Raises:
-            ServiceFailure: the service is left alone.
-        """
-        probe = await self._admitted()
-        try:
-            yield probe is not None
-        except (ServiceFailure, anyio.get_cancelled_exc_class()):
-            self._note_failure(probe)
-            raise
-        else:
-            self._note_answer()
-        finally:
-            if probe is not None:
-                self._probe = None
-                probe.set()
-
-    async def _admitted(self) -> anyio.Event | None:
-        while self._until is not None:
-            if self._probe is not None:
-                await self._probe.wait()
-                continue
-            left = self._until - anyio.current_time()
-            if left > 0:
-                raise ServiceFailure(
-                    f"{self._name} failed {self._failed} times in a row, and is not asked for another {left:.0f} s"
-                )
-            self._probe = anyio.Event()
-            return self._probe
-        return None
-
-    def _note_failure(self, probe: anyio.Event | None) -> None:
-        if self._until is not None and probe is None:
-            return  # the call was made before the service was left alone
-        self._failed += 1
-        if self._open_after and self._failed >= self._open_after:
-            self._until = anyio.current_time() + self._rest
-            logger.warning(f"{self._name} failed {self._failed} times in a row, and is left alone for {self._rest:g} s")
-
-    def _note_answer(self) -> None:
-        if self._until is not None:
-            logger.warning(f"{self._name} answers again")
-        self._failed, self._until = 0, None
+    """A service did not answer, or answered something that is no score."""
 
 
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | float | bool | None"
@@ -145,10 +74,6 @@ class HttpReward:
     429 and 5xx are asked again after a growing pause, or after what the header ``Retry-After`` says; any other failure
     is final.
 
-    After some failed calls in a row, including calls that were given up as too slow, the service is left alone for a
-    while, so that it can recover (a circuit breaker). Calls fail at once meanwhile; then one of them asks, once, and
-    the others wait for what comes of it.
-
     It is an async context manager, entered by a run: connections are kept from then on. Outside of a run each call has
     its own.
 
@@ -161,8 +86,6 @@ class HttpReward:
         longest_pause: seconds, also for what ``Retry-After`` asks for.
         concurrency: requests at a time, in a run.
         most_bytes: of an answer; a longer one is a failure.
-        open_after: failed calls in a row after which the service is left alone; 0: never.
-        rest: seconds for which it is.
         request: makes the JSON of a request of prompts, completions and columns.
         scores: takes the scores out of the JSON of an answer.
         transport: of httpx, for tests.
@@ -184,22 +107,18 @@ class HttpReward:
     longest_pause: float = 60.0
     concurrency: int = CONCURRENCY
     most_bytes: int = 10_000_000
-    open_after: int = 5
-    rest: float = 30.0
     request: Callable[[Sequence[object], Sequence[object], Mapping[str, Sequence[object]]], object] = as_table
     scores: Callable[[JSON], object] = from_table
     transport: httpx.AsyncBaseTransport | None = None
-    _breaker: CircuitBreaker = field(init=False, repr=False)
     _session: _Session | None = field(default=None, init=False, repr=False)
     _users: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         split_url(self.url, "a service")
-        for name, least in (("attempts", 1), ("concurrency", 1), ("most_bytes", 1), ("open_after", 0)):
-            require_whole(name, getattr(self, name), least, error=ConfigError)
-        for name in ("timeout", "pause", "longest_pause", "rest"):
+        for name in ("attempts", "concurrency", "most_bytes"):
+            require_whole(name, getattr(self, name), 1, error=ConfigError)
+        for name in ("timeout", "pause", "longest_pause"):
             require_real(name, getattr(self, name), 0, error=ConfigError)
-        self._breaker = self._closed()
 
     @property
     def __name__(self) -> str:
@@ -210,7 +129,7 @@ class HttpReward:
 
     async def __aenter__(self) -> Self:
         if not self._users:
-            self._session, self._breaker = self._connected(), self._closed()
+            self._session = self._connected()
         self._users += 1
         return self
 
@@ -226,8 +145,8 @@ class HttpReward:
         self, prompts: Sequence[object], completions: Sequence[object], **columns: Sequence[object]
     ) -> object:
         body = self.request(prompts, completions, {name: columns[name] for name in columns if name not in ARGUMENTS})
-        async with self._opened() as session, session.room, self._breaker.call() as asks_for_all:
-            answer = await self._answered(session.client, body, 1 if asks_for_all else self.attempts)
+        async with self._opened() as session, session.room:
+            answer = await self._answered(session.client, body)
         try:
             return self.scores(answer)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -252,29 +171,26 @@ class HttpReward:
         )
         return _Session(client, anyio.CapacityLimiter(self.concurrency))
 
-    def _closed(self) -> CircuitBreaker:
-        return CircuitBreaker(self.__name__, self.open_after, self.rest)
-
     @cached_property
     def _tls(self) -> ssl.SSLContext | bool:
         # Reading the certificates takes a while, so it is done once.
         return ssl.create_default_context() if self.url.startswith("https") else False
 
-    async def _answered(self, client: httpx.AsyncClient, body: object, attempts: int) -> JSON:
+    async def _answered(self, client: httpx.AsyncClient, body: object) -> JSON:
         made = 0
 
         def after(failure: Exception) -> bool | float:
             if not isinstance(failure, _Passing):
                 return False
-            if made < attempts:
+            if made < self.attempts:
                 asked = failure.pause
                 pause = f"about {wait:g} s" if asked is None else f"{asked:g} s"
-                logger.warning(f"{failure}; attempt {made + 1} of {attempts} follows in {pause}")
+                logger.warning(f"{failure}; attempt {made + 1} of {self.attempts} follows in {pause}")
             return True if failure.pause is None else failure.pause
 
         retrying = stamina.retry_context(
             on=after,
-            attempts=attempts,
+            attempts=self.attempts,
             timeout=None,
             wait_initial=self.pause,
             wait_max=self.longest_pause,

@@ -33,12 +33,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from oppo.config.load import OF_REWARDS, OLD, RENAMED, load
-from oppo.config.placement import PlacementSection
-from oppo.config.rewards import RewardSection
-from oppo.config.sections import EvalSection, RunSection
-from oppo.config.settings import Settings
-from oppo.declared import declared
+from oppo.config.load import load
+from oppo.config.sections import RunSection
+from oppo.config.settings import Settings, changeable
 from oppo.durable import is_plain, read_text, remove, whole, writing
 from oppo.errors import CheckpointError, ConfigError, DataError, OppoError, RunComplete, one_line
 from oppo.log import logger
@@ -310,8 +307,8 @@ class Provenance:
         return replace(self, files={**self.files, **digests})
 
     @classmethod
-    def restored(cls, state: State, rewards: Mapping[str, RewardSection]) -> Self:
-        """Return the provenance from :meth:`state`, of a run with these rewards."""
+    def restored(cls, state: State) -> Self:
+        """Return the provenance from :meth:`state`."""
         try:
             recorded, files, libraries = (
                 dict[str, str](state["provenance"][name]) for name in ("settings", "files", "libraries")
@@ -321,7 +318,7 @@ class Provenance:
                 f"the checkpoint does not say what its run was made of ({type(error).__name__}: {error}): it is of "
                 "another version of oppo, or was edited; start a new run"
             ) from error
-        return cls(under_todays_keys(recorded, rewards), under_todays_keys(files, rewards), libraries)
+        return cls(recorded, files, libraries)
 
     def state(self) -> State:
         return {"provenance": asdict(self)}
@@ -371,31 +368,6 @@ def fingerprints(settings: Settings) -> dict[str, str]:
     return {name: fingerprint(value) for name, value in flat.items()}
 
 
-def under_todays_keys(before: Mapping[str, str], rewards: Mapping[str, RewardSection]) -> dict[str, str]:
-    """Return digests that an earlier version recorded under the keys of today; those of today as they are.
-
-    Args:
-        rewards: of the run, by where they are.
-    """
-    homes = {f"models.reward.{each.name}": key for key, each in rewards.items()}
-    several = any(key.startswith("models.reward.") for key in before)
-    found, absent = dict[str, str](), fingerprint(None)
-    for key, value in sorted(before.items(), reverse=True):  # first what was for all rewards, models.reward_...
-        table, _, last = key.rpartition(".")
-        if key in homes:  # a file
-            found[f"{homes[key]}.source"] = value
-        elif table in homes:
-            if value != absent:
-                found[f"{homes[table]}.{OF_REWARDS.get(last, last)}"] = value
-        elif key == "models.reward":
-            found["rewards" if several else "rewards.0.source"] = value
-        elif key in OLD and key not in RENAMED:
-            found |= {OLD[key].replace("rewards.N", home): value for home in homes.values()}
-        else:
-            found[RENAMED.get(key, key)] = value
-    return found
-
-
 def fingerprint(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
@@ -420,69 +392,11 @@ def digest(path: Path, *, linked: bool = True) -> str:
 CHECKPOINTS = "checkpoints"
 """The checkpoints in a run directory."""
 
-MAY_CHANGE = frozenset(
-    {
-        "run.steps",
-        "run.panel",
-        "run.logged_samples",
-        "run.metric_names",
-        "run.track",
-        "run.trace",
-        "run.watchdog_seconds",
-        "run.call_timeout",
-        "run.scorer_restarts",
-        "run.scorers_gpu_share",
-        "run.trainer",
-        "run.max_empty",
-        "run.max_nonfinite",
-        "run.checkpoint_every",
-        "run.keep_last",
-        "run.keep_best",
-        "agents.host",
-        "agents.port",
-        "agents.public_url",
-        "agents.timeout",
-        "environment.concurrency",
-        "environment.process",
-        "environment.timeout",
-        "models.share_weights",
-        "placement.spread",
-        "rewards.N.concurrency",
-        "rewards.N.process",
-        "rewards.N.timeout",
-        "rewards.N.attempts",
-        "rewards.N.api_key_env",
-        "rewards.N.url",
-        *(f"eval.{key}" for key in declared(EvalSection)),
-    }
-)
-"""Settings that may change when a run is resumed: none of them changes what a step computes.
-
-``run.steps`` may change under a constant schedule of the learning rate, which does not depend on it.
-"""
-
-DRAINING = frozenset({"run.checkpoint_every"})
-"""Those that may not change with ``step.lookahead``: they decide after which steps none is in flight."""
-
-ROUNDING = frozenset(
-    {
-        "run.cores",
-        "run.policy",
-        "run.scorers",
-        "models.device",
-        "rewards.N.engine",
-        "rewards.N.vllm",
-        "trainer.micro_batch_tokens",
-        "trainer.gradient_checkpointing",
-        *(f"placement.{key}" for key in declared(PlacementSection) if key != "spread"),
-    }
-)
-"""Settings that decide how sums are rounded: they may change too, except in deterministic runs.
-
-Of ``placement.cluster`` that is whether there is one, and not its address.
-"""
-
 CLUSTER = "placement.cluster"
+"""It may change the rounding of sums by whether there is one, and not by its address."""
+
+DRAINING = "run.checkpoint_every"
+"""It may not change with ``step.lookahead``: it decides after which steps none is in flight."""
 
 ENGINE_ARGUMENTS = "vllm."
 """Before the arguments of vLLM's engine: they may change, as another machine may need others."""
@@ -514,18 +428,19 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
         key for key, value in before.items() if now.get(key, value) != value and not key.startswith(ENGINE_ARGUMENTS)
     }
     deterministic, schedule = settings.run.deterministic, settings.trainer.schedule
-    free = MAY_CHANGE - DRAINING if settings.step.lookahead else MAY_CHANGE
+    free, rounding = changeable("free"), changeable("rounding")
+    free -= {DRAINING} if settings.step.lookahead else set()
     where = f", and {of} was written with other values than config.toml has" if of else ""
-    if refused := sorted(key for key in changed if of_rewards(key) not in free | ROUNDING):
+    if refused := sorted(key for key in changed if of_rewards(key) not in free | rounding):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed{where}: put it back as it was, or start a new "
-            f"run; what may change is {', '.join(sorted(free if deterministic else free | ROUNDING))}"
+            f"run; what may change is {', '.join(sorted(free if deterministic else free | rounding))}"
             + ", and what [vllm] holds"
             * (settings.models.engine == "vllm")
         )
     if fingerprint("") not in (before.get(CLUSTER), now[CLUSTER]):
         changed -= {CLUSTER}
-    if deterministic and (refused := sorted(changed & ROUNDING)):
+    if deterministic and (refused := sorted(changed & rounding)):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed that is deterministic{where}: sums would be "
             "rounded in another order, and every bit is to be that of an uninterrupted run; start a new run for that"
@@ -555,7 +470,7 @@ def require_same_run(
     accept_changed_code: bool,
 ) -> None:
     """Check that a run goes on with the settings and the files that it had at a checkpoint."""
-    before = Provenance.restored(checkpoint.state(), settings.reward_tables)
+    before = Provenance.restored(checkpoint.state())
     require_same(before.settings, settings, of="its checkpoint")
     require_continued(before, now, settings.files, accept_changed_code=accept_changed_code)
 

@@ -78,7 +78,7 @@ class ScorersOnVllm:
             model = self.load.recipe(name, "causal", source, getattr(self.devices, role))
             self.load.check_tokens(source, model)
         with self.load.attributed(name, key):
-            server = partial(LogprobServer, top_k=top_k)
+            server = partial(LogprobServer, top_k=top_k, vocabulary=sampling.vocabulary)
             engine = self._engine(server, self.settings.on_vllm[name], model, role, LOGPROBS)
             scorer = self._kept(key, engine, partial(VllmLogprobs, engine, sampling=sampling, top_k=top_k, key=key))
         scorer.reporter = Reporter(name)

@@ -33,7 +33,6 @@ from oppo.hf.devices import (
     RemotePlaces,
     acting_share,
     available_cores,
-    mps_runs,
     require_sharable_memory,
     use_cores,
 )
@@ -111,8 +110,6 @@ def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
         require_sharable_memory("the process of the critic", "set run.scorers = 'thread'")
     if devices.replicas > 1 and "policy" not in devices.remote:
         _check_replicas(devices, acting_share(cores))
-    if run.scorers_gpu_share < 1:
-        _check_gpu_share(run.scorers_gpu_share, possible=bool(devices.apart - devices.remote - {"policy"}))
     with ExitStack() as stack:
         remote = _remote_places(settings, devices)
         stack.callback(remote.close)
@@ -124,7 +121,6 @@ def layout_of(settings: Settings, devices: Devices) -> DeviceLayout:
             policy=run.policy,
             trainer=run.trainer,
             restarts=run.scorer_restarts,
-            gpu_share=run.scorers_gpu_share,
             remote=remote,
         )
         stack.pop_all()
@@ -138,19 +134,6 @@ def _check_replicas(devices: Devices, cores: int) -> None:
         logger.warning(
             f"placement.policy_replicas = {devices.replicas} share {cores} core(s), half of run.cores: they will wait "
             "for each other"
-        )
-
-
-def _check_gpu_share(share: float, *, possible: bool) -> None:
-    if not possible:
-        raise ConfigError(
-            f"run.scorers_gpu_share = {share} is for scorers of a process on a GPU, and there are none: set "
-            "run.scorers = 'process', or leave it out"
-        )
-    if not mps_runs():
-        raise ConfigError(
-            f"run.scorers_gpu_share = {share} needs NVIDIA MPS, and it is not at work here: start it (nvidia-cuda-mps-"
-            "control -d), say where by CUDA_MPS_PIPE_DIRECTORY, or leave the share out"
         )
 
 

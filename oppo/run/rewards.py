@@ -45,7 +45,7 @@ from oppo.libraries import require
 from oppo.log import logger
 from oppo.models import Scorer
 from oppo.placement import Hosting
-from oppo.rewards import FunctionReward, Rewards, load_reward
+from oppo.rewards import FunctionReward, RewardInputs, Rewards, load_reward
 from oppo.rewards.judge import columns_of, judge, key_of
 from oppo.rewards.tasks import CHECKERS
 from oppo.run.loading import RoleLoader
@@ -103,11 +103,13 @@ class UserCode:
         def loaded(key: str, reward: FunctionRewardSection) -> Scorer[float | Drop]:
             decode = tokenizer.decode_whole if reward.keep_special_tokens else tokenizer.decode
             options: dict[str, Any] = {
-                "prompt_column": settings.data.column,
                 "optional": reward.name is not None,
-                "max_steps": settings.run.steps,
-                "instances": None if classes is None else classes.instance,
-                "conversation": _conversation(environment),
+                "inputs": RewardInputs(
+                    prompt_column=settings.data.column,
+                    conversation=_conversation(environment),
+                    environments=None if classes is None else classes.instance,
+                    max_steps=settings.run.steps,
+                ),
             }
             options |= {name: getattr(reward, name) for name in OPTIONS}
             if reward.source in CHECKERS:
@@ -187,7 +189,7 @@ def _judge(
         asked,
         decode,
         name=asked.__name__,
-        prompt_column=prompt_column,
+        inputs=RewardInputs(prompt_column=prompt_column),
         on_failure=section.on_failure,
         concurrency=section.concurrency,
         each=True,

@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ValidationError
 
 from oppo.admission import Admission
-from oppo.config.load import Faults, converted, load, overridden, parsed, resolve
+from oppo.config.load import Faults, load, overridden, parsed, resolve
 from oppo.config.sections import StepSection
 from oppo.config.settings import Settings
 from oppo.declared import STRICT, Table, declared
@@ -216,25 +216,10 @@ KINDS = {
 }
 """The class of each section, or of its tables."""
 
-RENAMED: Final[Mapping[str, str]] = {
-    "schedule.extra": "schedule.overcommit",
-    "engine.publish_seconds": "engine.weight_sync_seconds",
-    "schedule.lag_price": "schedule.staleness_price",
-    "schedule.recompute": "schedule.kv_on_sync",
-}
-"""Keys of today's profiles by those of earlier versions."""
-
 
 def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
-    """Return the profile in a TOML file, with ``section.key=value`` overrides.
-
-    Keys of earlier versions are read as those of today, with a message.
-    """
-    document = parsed(path)
-    schedule = document.get("schedule")
-    if isinstance(schedule, dict) and isinstance(schedule.get("recompute"), bool):
-        schedule["recompute"] = "recompute" if schedule["recompute"] else "keep"
-    return profile_of(overridden(converted(document, str(path), RENAMED), overrides), path.absolute().parent)
+    """Return the profile in a TOML file, with ``section.key=value`` overrides."""
+    return profile_of(overridden(parsed(path), overrides), path.absolute().parent)
 
 
 def profile_of(document: Mapping[str, object], folder: Path) -> Profile:

@@ -7,6 +7,7 @@ on is read one token past a whole block, which the next request reads again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +43,9 @@ LOGPROBS: Final[Mapping[str, object]] = MappingProxyType({"worker_extension_cls"
 
 LISTED: Final = 20
 """Likeliest ids that a server lists unless ``--max-logprobs`` says otherwise."""
+
+NEGLIGIBLE: Final = 1e-4
+"""Probability of all ids beyond the policy's, up to which a server's log-probs pass for those over the policy's."""
 
 
 def check_log_probs(sampling: SamplingSettings, *, server: bool) -> None:
@@ -90,6 +94,8 @@ class LogprobServer(ScoringServer):
 
     Args:
         top_k: as :class:`VllmLogprobs` has it; the server needs ``--max-logprobs`` of as many.
+        vocabulary: ids of the policy; 0: all of the server's model. A server cannot leave the others out (rows that pad
+            its table), so it is asked for the likeliest of them behind each response.
         given: as for :class:`~oppo.vllm.scorers.ScoringServer`.
 
     Example:
@@ -98,8 +104,9 @@ class LogprobServer(ScoringServer):
 
     ROUTE = "/v1/completions"
 
-    def __init__(self, url: str, source: str | Path, *, top_k: int = 0, **given: Any) -> None:
+    def __init__(self, url: str, source: str | Path, *, top_k: int = 0, vocabulary: int = 0, **given: Any) -> None:
         self.top_k = top_k
+        self.vocabulary = vocabulary
         self.flags = f" --max-logprobs {top_k}" if top_k > LISTED else ""
         super().__init__(url, source, **given)
 
@@ -108,14 +115,17 @@ class LogprobServer(ScoringServer):
         found: dict[str, Rows] = {}
 
         async def ask(each: Asked) -> None:
-            places = await service([], each.tokens)
+            choice = await service([], each.tokens)
             try:
-                found[each.salt] = _listed(places[each.read :], each.unread, self.top_k)
+                found[each.salt] = _listed(choice["prompt_logprobs"][each.read :], each.unread, self.top_k)
+                beyond = self._beyond(choice)
             except _MALFORMED as error:
                 raise RewardError(
                     f"{self.url} was asked for the log-probs of {len(each.tokens)} tokens, and answered "
-                    f"{shortened(str(places), 200)}"
+                    f"{shortened(str(choice), 200)}"
                 ) from error
+            if beyond > NEGLIGIBLE:
+                raise RewardError(f"{self.url}: {self._expected}, and got up to {beyond:.2g}")
 
         with as_itself():
             async with anyio.create_task_group() as tasks:
@@ -125,22 +135,48 @@ class LogprobServer(ScoringServer):
 
     def _try(self, found: Inspection) -> None:
         if scored := found.asked("POST", self.ROUTE, self._asked([0, 0])):
+            beyond = 0.0
             try:
-                ok = bool(_listed(self._scores(scored)[1:], [0], self.top_k))
+                choice = self._scores(scored)
+                ok = bool(_listed(choice["prompt_logprobs"][1:], [0], self.top_k))
+                beyond = self._beyond(choice)
             except _MALFORMED:
                 ok = False
             came = shortened(str(scored.get("choices")), 200)
             found.expect(f"the log-probs of two tokens by {self.ROUTE}", "one, of the second", came, ok=ok)
+            if beyond > NEGLIGIBLE:
+                raise ConfigError(f"{self.url}: {self._expected}, and got up to {beyond:.2g}")
 
     def _described(self, name: str, config: Any, longest: int) -> ScoringModel:
         return ScoringModel(name, int(config.get_text_config().vocab_size), longest - 1)
 
     def _asked(self, sequences: Any) -> dict[str, object]:
         asked = {"model": self.served, "prompt": sequences, "max_tokens": 1, "temperature": 0}
-        return {**asked, "prompt_logprobs": self.top_k}
+        # Of the ids that may follow, the likeliest is written, and its log-prob is the one over the whole table.
+        padding = {"allowed_token_ids": list(self._padding), "logprobs": 0} if self._padding else {}
+        return {**asked, **padding, "prompt_logprobs": self.top_k}
 
     def _scores(self, answer: Any) -> Any:
-        return answer["choices"][0]["prompt_logprobs"]
+        return answer["choices"][0]
+
+    @property
+    def _padding(self) -> range:
+        return range(self.vocabulary or self.model.vocabulary, self.model.vocabulary)
+
+    def _beyond(self, choice: Any) -> float:
+        # An upper bound of the probability of all ids that the policy lacks.
+        if not self._padding:
+            return 0.0
+        (logprob,) = choice["logprobs"]["token_logprobs"]
+        return min(1.0, len(self._padding) * math.exp(logprob))
+
+    @property
+    def _expected(self) -> str:
+        return (
+            f"{self.model.name} has {self.model.vocabulary} ids and the policy {self.vocabulary}, and a vLLM server "
+            f"cannot leave the others out: expected a probability of at most {NEGLIGIBLE:g} of them all (or leave url "
+            "out: an engine that the run starts leaves them out)"
+        )
 
     def _most_bytes(self, longest: int) -> int:
         return super()._most_bytes(longest) + 200 * longest * (1 + self.top_k)
@@ -163,9 +199,10 @@ class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
     """Scores each response token with its log-prob under a frozen causal LM: float32 [n], natural logarithm.
 
     Up to rounding they are those of :class:`oppo.hf.serve.scorers.ReferenceLogprobs`, and with ``top_k`` those of
-    :class:`oppo.hf.serve.scorers.TeacherLogprobs`. A server has its logits over all ids of the model's table; an engine
-    over those that may be sampled. The probability of all ids that ``top_k`` leaves out is what the others, in float32,
-    leave of 1, and at least 1e-7. See :class:`~oppo.vllm.scorers.VllmScorer`.
+    :class:`oppo.hf.serve.scorers.TeacherLogprobs`. An engine has its logits over the ids that may be sampled; a server
+    over all ids of its model's table, and is refused where those beyond the policy's are likely. The probability of all
+    ids that ``top_k`` leaves out is what the others, in float32, leave of 1, and at least 1e-7. See
+    :class:`~oppo.vllm.scorers.VllmScorer`.
 
     Args:
         engine: serves a causal LM that shares the policy's tokenizer; or a server that does.
@@ -254,9 +291,9 @@ class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
             return logprobs[:, 0]
         if self._sampled and (unknown := ids[ids >= self._sampled]).size:  # an engine leaves them out
             raise RewardError(
-                f"{self.engine} lists the id {unknown[0]} among the top_k = {self._top_k} likeliest, and the policy "
-                f"knows the {self._sampled} below {self._sampled}: ask for fewer, or leave url out, so that the run "
-                "starts an engine, which leaves such ids out"
+                f"{self._model.name} lists the id {unknown[0]} among the top_k = {self._top_k} likeliest, and the "
+                f"policy knows the {self._sampled} below {self._sampled}: ask for fewer, or leave url out, so that the "
+                "run starts an engine, which leaves such ids out"
             )
         limits = np.finfo(np.float32)
         top = np.maximum(logprobs[:, 1:], limits.min)

@@ -342,9 +342,9 @@ class ScoringServer(ABC):
             self.served = str(served.get("id", ""))
             longest = served.get("max_model_len", 0)
             found.expect("max_model_len in /v1/models", "a number of tokens", longest, ok=longest > 0)
+            self.model = self._described(name, config, longest)
             self._try(found)
             found.settle()
-        self.model = self._described(name, config, longest)
         self.service = HttpReward(
             f"{self.url}{self.ROUTE}",
             headers=headers,

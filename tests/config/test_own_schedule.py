@@ -59,11 +59,6 @@ def twice(batch: int, times: int = 2):
     return Overcommit(batch, batch // times)
 
 
-def former(batch: int, extra: int, lag_price: float):
-    assert lag_price == 1
-    return Overcommit(batch, extra)
-
-
 def none(batch: int):
     return None
 
@@ -133,11 +128,6 @@ def test_a_function_makes_an_admission(folder: Path) -> None:
     assert oppo(folder, "", *CHOSEN, "step.admission=mine.py:twice", "admission.times=4") == DONE
     assert [line["trained"] for line in records(folder, "first", "metrics.jsonl")] == [4, 4]
     assert records(folder, "first", "metrics.jsonl")[0]["deferred"] == 1
-
-
-def test_an_admission_of_earlier_versions_is_given_keys_of_the_step_by_their_names_then(folder: Path) -> None:
-    assert oppo(folder, "", *CHOSEN, "step.admission=mine.py:former", "step.overcommit=1") == DONE
-    assert records(folder, "first", "metrics.jsonl")[0]["deferral/overcommit"] == 1
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

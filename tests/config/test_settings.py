@@ -260,6 +260,7 @@ def test_an_override_may_be_the_whole_list_of_rewards(tmp_path: Path) -> None:
     ("tables", "messages"),
     [
         ("reward", ["[rewards]: expected tables [[rewards]], each with a source: ", ", got 'reward'"]),
+        ({"source": "reward"}, ["[rewards]: expected tables [[rewards]], each with a source"]),
         ([], ["[rewards]: expected at least one table, got none"]),
         ([1], ["[rewards.0]: expected a section with the keys source, name, weight, on_drop, engine,"]),
         ([{}], ["rewards.0.source is missing: directory or hub name of a reward model"]),

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from examples.reasoning_gym import learn, make_model
-from oppo.config.load import converted
 from tests import gym_stand_in
 
 EXAMPLE = Path(learn.__file__).parent
@@ -56,7 +55,7 @@ def test_without_the_library_it_says_what_to_install(
 def test_the_committed_curve_is_of_the_committed_settings_and_rises() -> None:
     committed = json.loads((EXAMPLE / "results.json").read_text(encoding="utf-8"))
     settings = tomllib.loads((EXAMPLE / "config.toml").read_text(encoding="utf-8"))
-    assert (converted(committed["settings"], "results.json"), committed["set"]) == (settings, [])
+    assert (committed["settings"], committed["set"]) == (settings, [])
     assert committed["task"] == {"name": make_model.TASK, **make_model.CONFIG, "held_out": 256}
     curve = committed["curve"]
     assert [point["updates"] for point in curve] == [*range(0, settings["run"]["steps"] + 1, settings["eval"]["every"])]

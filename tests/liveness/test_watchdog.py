@@ -30,7 +30,7 @@ from oppo.graph import Graph, Snapshot, Wait
 from oppo.hf.calls import ToolCall
 from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.liveness import Heartbeat, Stall, StallLimits, Vitals, Watchdog, watched
-from oppo.liveness.watchdog import GAP, _threads
+from oppo.liveness.watchdog import GAP, Parts, _threads
 from oppo.observe import Span
 from oppo.rewards import FunctionReward
 from oppo.scorers import capabilities_of
@@ -409,6 +409,29 @@ async def test_whatever_part_of_the_watchdog_fails_is_named_and_the_run_is_ended
     assert all(message in written["failed"][part] for part in parts)
     assert written["threads"]
     assert all(any(part in note for note in caught.value.__notes__) for part in parts)
+
+
+def test_a_part_that_hung_is_asked_again_once_it_has_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oppo.liveness.watchdog.PART_SECONDS", 0.05)
+    parts, go_on, returned, calls = Parts(), threading.Event(), threading.Event(), list[int]()
+
+    def part() -> int:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            go_on.wait()
+            returned.set()
+        return 7
+
+    assert [parts.call("the part", part, 0) for _ in range(3)] == [0, 0, 0]
+    assert "has not returned" in parts.faults["the part"]
+    go_on.set()
+    returned.wait()
+    assert calls == [0], "one that hangs is left alone"
+    monkeypatch.undo()
+    for thread in threading.enumerate():
+        if "the part" in thread.name:
+            thread.join()
+    assert parts.call("the part", part, 0) == 7
 
 
 def test_threads_of_one_name_are_reported(tmp_path: Path) -> None:

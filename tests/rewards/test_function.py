@@ -235,7 +235,7 @@ async def test_a_function_that_does_not_fit_the_data_is_a_fault_under_every_poli
 
 
 def failing(times: int) -> tuple[FunctionReward, list[float]]:
-    """Return a reward that fails so often and is tried three times, and when it is called."""
+    """Return a reward that fails so often and is tried four times, and when it is called."""
     called: list[float] = []
 
     async def reward(prompts: list[str], completions: list[str]) -> list[float]:
@@ -244,7 +244,7 @@ def failing(times: int) -> tuple[FunctionReward, list[float]]:
             raise ConnectionError("the judge is away")
         return [1.0 for _ in completions]
 
-    return FunctionReward(reward, decode, on_failure="retry", pauses=(1.0, 5.0)), called
+    return FunctionReward(reward, decode, on_failure="retry"), called
 
 
 def test_a_retry_waits_longer_each_time_and_then_goes_on() -> None:
@@ -257,8 +257,8 @@ def test_the_last_retry_fails_with_the_number_of_attempts() -> None:
     reward, called = failing(9)
     with pytest.raises(RewardError, match="the judge is away") as caught:
         run_virtual(reward.finish, TWO)
-    assert caught.value.__notes__ == ["it was the last of 3 attempts"]
-    assert len(called) == 3
+    assert caught.value.__notes__ == ["it was the last of 4 attempts"]
+    assert called == [0.0, 1.0, 6.0, 31.0]
 
 
 async def test_a_function_that_never_returns_does_not_keep_a_cancelled_run() -> None:

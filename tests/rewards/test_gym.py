@@ -10,6 +10,7 @@ import pytest
 from oppo import FunctionReward
 from oppo.errors import DataError
 from oppo.events import Chunk, Finish, Prompt, Response
+from oppo.rewards import RewardInputs
 from oppo.rewards.tasks import INSTRUCTION, _verifier, task_rows, verify
 from tests import gym_stand_in
 
@@ -60,7 +61,7 @@ def test_the_verifier_scores_the_answer_in_tags_or_the_whole_completion() -> Non
 async def test_it_is_a_reward_function() -> None:
     (row,) = task_rows("chain_sum", size=1, **EASY)
     texts = [str(row["answer"]), "banana"]
-    reward = FunctionReward(verify, lambda tokens: texts[tokens[0]], prompt_column="chat")
+    reward = FunctionReward(verify, lambda tokens: texts[tokens[0]], inputs=RewardInputs(prompt_column="chat"))
     ends = []
     for number in range(2):
         token = np.array([number], np.int32)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 
 import anyio
 import anyio.abc
-import anyio.lowlevel
 import httpx
 import pytest
 
@@ -126,177 +123,6 @@ def test_a_service_that_stays_away_is_named_with_what_it_said_last() -> None:
     with pytest.raises(ServiceFailure, match=f"{NAMED} answered 503 Service Unavailable: restarting"):
         called(judge)
     assert len(asked) == 4
-
-
-def test_answers_without_scores_are_no_reason_to_leave_a_service_alone() -> None:
-    judge, asked = served(*[httpx.Response(200, json={"score": 1})] * 9)
-    judge = replace(judge, open_after=3)
-
-    async def main() -> None:
-        async with judge:
-            for _ in range(9):
-                with pytest.raises(ServiceFailure, match="answered something without scores"):
-                    await judge(["a"], ["four"])
-
-    run_virtual(main)
-    assert len(asked) == 9
-
-
-def test_a_service_that_fails_again_and_again_is_left_alone_and_then_asked_once(messages: list[str]) -> None:
-    judge, asked = served(*[httpx.Response(400)] * 4)
-    judge = replace(judge, open_after=3, rest=20)
-
-    async def main() -> list[str]:
-        said = list[str]()
-        for pause in (0, 0, 0, 0, 19, 1, 0, 20):
-            await anyio.sleep(pause)
-            try:
-                said.append(str(await judge(["a"], ["four"])))
-            except ServiceFailure as failure:
-                said.append(str(failure).removeprefix(f"{NAMED} "))
-        return said
-
-    alone = "failed 3 times in a row, and is not asked for another {} s"
-    refused = "answered 400 Bad Request: "
-    assert run_virtual(main) == [
-        *[refused] * 3,
-        alone.format(20),
-        alone.format(1),
-        refused,
-        "failed 4 times in a row, and is not asked for another 20 s",
-        "[4]",
-    ]
-    assert len(asked) == 5
-    assert messages == [
-        *(f"{NAMED} failed {count} times in a row, and is left alone for 20 s" for count in (3, 4)),
-        f"{NAMED} answers again",
-    ]
-
-
-WAITING = 64
-
-
-def asked_by_all(judge: HttpReward, *, after: float, seconds: float = math.inf) -> tuple[list[object], list[float]]:
-    """Return what came of 64 calls at once, and when; the service is left alone for 20 s from the beginning."""
-    came, when = list[object](), list[float]()
-
-    async def ask() -> None:
-        with anyio.CancelScope() as scope:
-            scope.deadline = anyio.current_time() + seconds
-            try:
-                came.append(await judge(["a"], ["four"]))
-            except ServiceFailure as failure:
-                came.append(str(failure).removeprefix(f"{NAMED} "))
-            when.append(anyio.current_time())
-
-    async def main() -> None:
-        async with judge:
-            for _ in range(judge.open_after):
-                with pytest.raises(ServiceFailure):
-                    await judge(["a"], ["four"])
-            await anyio.sleep(after)
-            async with anyio.create_task_group() as tasks:
-                for _ in range(WAITING):
-                    tasks.start_soon(ask)
-
-    run_virtual(main)
-    return came, when
-
-
-def test_one_call_asks_a_service_that_has_rested_and_the_others_wait_for_what_comes_of_it() -> None:
-    judge, asked = served(*[httpx.Response(400)] * 3, seconds=5)
-    came, when = asked_by_all(replace(judge, open_after=3, rest=20), after=20)
-    assert asked == [0, 5, 10, 35, *[40] * (WAITING - 1)]
-    assert came == [[4]] * WAITING
-    assert when == [40, *[45] * (WAITING - 1)]
-
-
-def test_where_that_call_fails_the_others_fail_and_the_service_rests_again() -> None:
-    judge, asked = served(*[httpx.Response(503)] * 4, seconds=5)
-    came, when = asked_by_all(replace(judge, open_after=3, attempts=1, rest=20), after=20)
-    assert asked == [0, 5, 10, 35], "it asks once, though attempts that fail so are repeated otherwise"
-    assert came[0] == "answered 503 Service Unavailable: "
-    assert came[1:] == ["failed 4 times in a row, and is not asked for another 20 s"] * (WAITING - 1)
-    assert when == [40] * WAITING
-
-
-def test_calls_that_fail_after_the_service_was_left_alone_change_nothing(messages: list[str]) -> None:
-    judge, asked = served(*[httpx.Response(400)] * 99, seconds=5)
-    judge = replace(judge, open_after=3, rest=20)
-
-    async def ask() -> None:
-        with pytest.raises(ServiceFailure, match="answered 400"):
-            await judge(["a"], ["four"])
-
-    async def main() -> None:
-        async with judge, anyio.create_task_group() as tasks:
-            for _ in range(WAITING):
-                tasks.start_soon(ask)
-
-    run_virtual(main)
-    assert len(asked) == WAITING
-    assert messages == [f"{NAMED} failed 3 times in a row, and is left alone for 20 s"]
-
-
-def test_a_new_run_asks_a_service_that_the_last_one_left_alone() -> None:
-    judge, asked = served(*[httpx.Response(400)] * 3)
-    judge = replace(judge, open_after=3, rest=1000)
-
-    async def main() -> list[object]:
-        said = list[object]()
-        for calls in (4, 1):
-            async with judge:
-                for _ in range(calls):
-                    try:
-                        said.append(await judge(["a"], ["four"]))
-                    except ServiceFailure as failure:
-                        said.append(str(failure))
-        return said
-
-    *_, fourth, last = run_virtual(main)
-    assert "is not asked for another 1000 s" in str(fourth)
-    assert last == [4]
-    assert len(asked) == 4
-
-
-def test_calls_that_are_given_up_as_too_slow_are_failures_of_the_service(messages: list[str]) -> None:
-    judge, asked = served(seconds=1000.0)
-    judge = replace(judge, open_after=3, rest=20, timeout=500)
-    reward = FunctionReward(judge, decode=str, timeout=4)
-
-    async def main() -> list[str]:
-        said = list[str]()
-        for _ in range(4):
-            with pytest.raises(RewardFailure) as caught:
-                await reward.finish(finished(1))
-            said.append(str(caught.value))
-        return said
-
-    said = run_virtual(main)
-    assert ["took longer than 4 s" in each for each in said] == [True] * 3 + [False]
-    assert "failed 3 times in a row, and is not asked for another 20 s" in said[3]
-    assert messages == [f"{NAMED} failed 3 times in a row, and is left alone for 20 s"]
-    assert asked == [0, 4, 8]
-
-
-def test_a_call_that_waits_for_its_turn_when_it_is_given_up_is_no_failure() -> None:
-    judge, asked = served(seconds=3.0)
-    judge = replace(judge, open_after=1, concurrency=1)
-
-    async def give_up() -> None:
-        with anyio.move_on_after(2):
-            await judge(["a"], ["four"])
-
-    async def main() -> None:
-        async with judge, anyio.create_task_group() as tasks:
-            tasks.start_soon(judge, ["a"], ["four"])
-            await anyio.lowlevel.checkpoint()
-            tasks.start_soon(give_up)
-            await anyio.sleep(10)
-            assert await judge(["a"], ["four"]) == [4]
-
-    run_virtual(main)
-    assert asked == [0, 10]
 
 
 def test_a_step_waits_for_the_slowest_answer() -> None:
@@ -493,27 +319,6 @@ async def test_a_service_that_hangs_trickles_babbles_or_pours_is_a_failure(
             await run.enter_async_context(judge)
         with anyio.fail_after(30), pytest.raises(ServiceFailure, match=message):
             await judge(["a"], ["b"])
-
-
-async def test_a_service_that_hangs_is_left_alone_until_it_answers_a_call(messages: list[str]) -> None:
-    awake = False
-
-    async def wake_up(stream: anyio.abc.SocketStream) -> None:
-        await (score if awake else hang)(stream)
-
-    async with listening(wake_up) as url:
-        judge = HttpReward(url, open_after=2, rest=0.3)
-        async with judge:
-            for message in ("took longer than 0.1 s", "took longer than 0.1 s", "is not asked for another"):
-                with pytest.raises(RewardFailure, match=message):
-                    await FunctionReward(judge, decode=str, timeout=0.1).finish(finished(1))
-            awake = True
-            await anyio.sleep(0.4)
-            assert await judge(["a"], ["b"]) == [0.25]
-    assert [each.partition("/score ")[2] for each in messages] == [
-        "failed 2 times in a row, and is left alone for 0.3 s",
-        "answers again",
-    ]
 
 
 async def test_a_service_that_is_not_there_is_a_failure() -> None:

@@ -15,7 +15,7 @@ from oppo import Drop, Overcommit, grpo
 from oppo.errors import RewardError
 from oppo.events import Chunk, Finish, Prompt, Response
 from oppo.report.run_dir import RunDirectory
-from oppo.rewards import FunctionReward, Rewards, TrainerState, load_function, text_of
+from oppo.rewards import FunctionReward, RewardInputs, Rewards, TrainerState, load_function, text_of
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 
 CHAT = [{"role": "user", "content": "2+2?"}]
@@ -91,7 +91,12 @@ def test_a_function_is_given_what_it_names_and_no_more() -> None:
         seen.update(locals())
         return [0.0, 0.0]
 
-    scored(reward, finish(0, "a", version=3, gold=1, other=2), finish(1, "b", "2+2", version=5, gold=2), max_steps=9)
+    scored(
+        reward,
+        finish(0, "a", version=3, gold=1, other=2),
+        finish(1, "b", "2+2", version=5, gold=2),
+        inputs=RewardInputs(max_steps=9),
+    )
     del seen["seen"]
     assert seen == {
         "prompts": [CHAT, "2+2"],
@@ -184,7 +189,7 @@ def test_functions_in_processes_log_too(tmp_path: Path) -> None:
     assert load_function(f"{file}:f") is not None
 
     async def main() -> None:
-        async with FunctionReward(f"{file}:f", decode, process=True, max_steps=7) as reward:
+        async with FunctionReward(f"{file}:f", decode, process=True, inputs=RewardInputs(max_steps=7)) as reward:
             assert await reward.finish([finish(3, "a", "?")]) == [1.0]
             assert reward.capabilities.samples() == {"steps": [7.0]}
             assert reward.capabilities.extras() == {3: {"said": "a"}}

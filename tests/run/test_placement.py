@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import anyio
 import numpy as np
 import pytest
 import torch
@@ -196,31 +195,6 @@ def test_each_model_has_the_device_and_the_place_that_the_settings_name(folder: 
         assert len(list[Place](places)) == 5
     finally:
         places.close()
-
-
-@pytest.mark.usefixtures("three_gpus")
-def test_a_share_of_a_gpu_is_for_scorers_of_a_process_there_where_mps_is_at_work(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    chosen = ["models.device=cuda", "run.scorers_gpu_share=0.25"]
-    beside = load(folder / "config.toml", chosen)
-    with pytest.raises(ConfigError, match=r"scorers_gpu_share = 0\.25 is for scorers of a process"):
-        layout_of(beside, devices_of(beside))
-    apart = load(folder / "config.toml", [*chosen, "run.scorers=process"])
-    with pytest.raises(ConfigError, match=r"needs NVIDIA MPS.*CUDA_MPS_PIPE_DIRECTORY"):
-        layout_of(apart, devices_of(apart))
-    (tmp_path / "control").touch()
-    places = layout_of(apart, devices_of(apart))
-    try:
-        share = places.scoring["reward"].host(dict).call("look", _mps_share)
-        assert anyio.run(lambda: share) == "25"
-    finally:
-        places.close()
-
-
-def _mps_share(_: object) -> str | None:
-    return os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
 
 
 @pytest.mark.usefixtures("three_gpus")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
 import tomli_w
 
 from oppo.errors import ConfigError
-from oppo.log import routed
-from oppo.run.simulation import RENAMED, load_profile, profile_of
+from oppo.run.simulation import load_profile, profile_of
 from oppo.simulate.costs import GPUS, MODELS, Reached
-from oppo.simulate.profile import Profile, ScheduleSection
+from oppo.simulate.profile import Profile
 from oppo.simulate.run import SimulatedRun, ladder
 
 PROFILE: dict[str, dict[str, object]] = {
@@ -78,32 +76,6 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.toml").write_text("[workload")
     with pytest.raises(ConfigError, match="is not valid TOML"):
         load_profile(tmp_path / "odd.toml")
-
-
-@pytest.mark.parametrize(("recompute", "kv_on_sync"), [(True, "recompute"), (False, "keep")])
-def test_a_profile_of_an_earlier_version_opens_with_one_message(
-    recompute: bool,
-    kv_on_sync: Literal["recompute", "keep"],
-    tmp_path: Path,
-) -> None:
-    file = tmp_path / "profile.toml"
-    file.write_text(
-        tomli_w.dumps(
-            changed(engine={"publish_seconds": 0.25}, schedule={"extra": 3, "lag_price": 0.5, "recompute": recompute})
-        )
-    )
-    messages: list[str] = []
-    with routed(messages.append):
-        found = load_profile(file)
-    assert found.schedule == ScheduleSection(overcommit=3, staleness_price=0.5, kv_on_sync=kv_on_sync)
-    assert len(messages) == 1
-    assert all(f"{old} is {new} today" in messages[0] for old, new in RENAMED.items())
-
-
-def test_a_key_of_an_earlier_version_beside_that_of_today_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "profile.toml").write_text(tomli_w.dumps(changed(schedule={"extra": 3, "overcommit": 3})))
-    with pytest.raises(ConfigError, match=r"schedule\.extra and schedule\.overcommit"):
-        load_profile(tmp_path / "profile.toml")
 
 
 def test_a_file_of_lengths_lies_beside_the_profile(tmp_path: Path) -> None:

@@ -222,6 +222,7 @@ class FakeScoringServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
     """A server that scores as :class:`FakePooling` does, as a transport of httpx.
 
     Attributes:
+        likely: ids, of :data:`VOCABULARY`, that have all of the probability.
         instead: answers of routes in the place of its own.
         failing: so many requests to score are answered with 503 first.
         bodies: of the requests to score.
@@ -229,6 +230,7 @@ class FakeScoringServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
 
     key: str = ""
     longest: int = 160
+    likely: int = VOCABULARY
     instead: dict[str, httpx.Response] = field(default_factory=dict)
     failing: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -249,7 +251,7 @@ class FakeScoringServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
                 return self._scored(body["input"])
             case "/v1/completions":
                 self.bodies.append(body)
-                return self._read(body["prompt"], body["prompt_logprobs"])
+                return self._read(body["prompt"], body["prompt_logprobs"], body.get("allowed_token_ids"))
         return httpx.Response(404, json={"detail": "Not Found"})
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -262,17 +264,25 @@ class FakeScoringServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
         scored = [{"index": at, "object": "pooling", "data": [score(each)]} for at, each in enumerate(sequences)]
         return httpx.Response(200, json={"object": "list", "model": "served", "data": scored})
 
-    def _read(self, sequence: list[int], k: int) -> httpx.Response:
+    def _read(self, sequence: list[int], k: int, allowed: list[int] | None) -> httpx.Response:
         if self.failing and sequence != [0, 0]:
             self.failing -= 1
             return httpx.Response(503, text="busy")
         places: list[dict[str, Any] | None] = [None]
         for at in range(1, len(sequence)):
-            found = logprobs_after(sequence[:at], VOCABULARY)
+            found = self._logprobs_after(sequence[:at])
             order = np.argsort(-found, kind="stable").tolist()
             listed = {sequence[at]: order.index(sequence[at]) + 1} | {each: n + 1 for n, each in enumerate(order[:k])}
             places.append({str(each): {"logprob": float(found[each]), "rank": n} for each, n in listed.items()})
-        return httpx.Response(200, json={"choices": [{"index": 0, "text": "", "prompt_logprobs": places}]})
+        choice: dict[str, Any] = {"index": 0, "text": "", "prompt_logprobs": places}
+        if allowed is not None:
+            choice["logprobs"] = {"token_logprobs": [float(self._logprobs_after(sequence)[allowed].max())]}
+        return httpx.Response(200, json={"choices": [choice]})
+
+    def _logprobs_after(self, prefix: list[int]) -> NDArray[np.float32]:
+        found = np.full(VOCABULARY, -9999.0, np.float32)
+        found[: self.likely] = logprobs_after(prefix, self.likely)
+        return found
 
 
 def score(sequence: Sequence[int]) -> float:

@@ -198,9 +198,48 @@ async def test_more_ids_than_the_policy_has_are_refused() -> None:
         served(top_k=8, sampling=Sampling(max_new_tokens=128, vocabulary=7))
 
 
+PADDED = VOCABULARY - 7
+
+
+def known() -> list[Response]:
+    """Return responses of ids below :data:`PADDED`."""
+    return [
+        answered(n, (made.prompt.tokens % PADDED).tolist(), (made.tokens % PADDED).tolist())
+        for n, made in enumerate(responses())
+    ]
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+async def test_a_server_whose_padding_is_unlikely_has_the_log_probs_over_the_policys_ids(
+    source: Path, top_k: int
+) -> None:
+    sampling, fake = Sampling(max_new_tokens=128, vocabulary=PADDED), FakeScoringServer(likely=PADDED)
+    async with on_server(fake, source, top_k=top_k, sampling=sampling) as teacher:
+        values = await stream(teacher, made := known(), 3)
+    assert all(body["allowed_token_ids"] == list(range(PADDED, VOCABULARY)) for body in fake.bodies)
+    for each in made:
+        value = values[each.prompt.rollout]
+        assert_own(value.tokens if isinstance(value, TopLogprobs) else value, each, PADDED)
+
+
+async def test_a_server_whose_padding_is_likely_is_refused_at_its_start_or_behind_a_response(source: Path) -> None:
+    sampling, fake = Sampling(max_new_tokens=128, vocabulary=PADDED), FakeScoringServer()
+    expected = (
+        rf"served has {VOCABULARY} ids and the policy {PADDED}, .* at most 0\.0001 .*leave url out.*got up to 0\."
+    )
+    with pytest.raises(ConfigError, match=expected):
+        on_server(fake, source, sampling=sampling)
+    fake.likely = PADDED
+    teacher = on_server(fake, source, sampling=sampling)
+    fake.likely = VOCABULARY
+    with pytest.raises(RewardError, match=expected):
+        await stream(teacher, known(), 0)
+
+
 async def test_a_server_that_lists_an_id_which_the_policy_lacks_is_refused(source: Path) -> None:
-    sampling = Sampling(max_new_tokens=128, vocabulary=VOCABULARY // 2)
-    teacher = on_server(FakeScoringServer(), source, top_k=4, sampling=sampling)
+    known = VOCABULARY // 2
+    sampling = Sampling(max_new_tokens=128, vocabulary=known)
+    teacher = on_server(FakeScoringServer(likely=known), source, top_k=known + 1, sampling=sampling)
     with pytest.raises(RewardError, match=r"lists the id \d+ .* the policy knows the 48 below 48: .* leave url out"):
         await stream(teacher, responses(), 0)
 
@@ -242,7 +281,7 @@ def source(tmp_path: Path) -> Path:
 def on_server(
     fake: FakeScoringServer, source: Path, *, top_k: int = 0, sampling: Sampling = SAMPLING, **given: Any
 ) -> VllmLogprobs:
-    server = LogprobServer(URL, source, top_k=top_k, transport=fake, **given)
+    server = LogprobServer(URL, source, top_k=top_k, vocabulary=sampling.vocabulary, transport=fake, **given)
     server.service.pause = 0.0
     return VllmLogprobs(server, sampling=sampling, top_k=top_k, key="scorers.teacher")
 

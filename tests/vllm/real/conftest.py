@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import TemporaryDirectory, gettempdir
 
 import httpx
 import pytest
@@ -99,25 +99,25 @@ def scoring_server(directory: Path, folder: Path, *flags: str) -> Iterator[str]:
         "VLLM_CPU_OMP_THREADS_BIND": "0",
         "PYTHONWARNINGS": "ignore",
     }
-    with log.open("ab") as file:
+    with TemporaryDirectory() as own, log.open("ab") as file:  # it is killed, and leaves its sockets and files
         process = subprocess.Popen(
             [*command, "--port", str(port), *flags, *small.split()],
-            env=environment,
+            env={**environment, "VLLM_RPC_BASE_PATH": own, "TMPDIR": own},
             stdout=file,
             stderr=file,
             start_new_session=True,
         )
-    try:
-        for _ in range(900):
-            assert process.poll() is None, log.read_text()[-3000:]
-            with suppress(httpx.HTTPError):
-                if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
-                    break
-            time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        kill_group(process.pid)
-        process.wait()
+        try:
+            for _ in range(900):
+                assert process.poll() is None, log.read_text()[-3000:]
+                with suppress(httpx.HTTPError):
+                    if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
+                        break
+                time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            kill_group(process.pid)
+            process.wait()
 
 
 @pytest.fixture

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 from vllm import SamplingParams
 
+from oppo.errors import ConfigError
 from oppo.hf.serve.scorers import ReferenceLogprobs, TeacherLogprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
@@ -46,6 +48,14 @@ def engine(saved: Path) -> Iterator[VllmEngine]:
     arguments = {**LOGPROBS, "dtype": "float32", "block_size": BLOCK}
     with VllmEngine.start(saved, arguments=arguments, cores=1) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def padding(model: LlamaForCausalLM) -> float:
+    """The likeliest id beyond :data:`SAMPLED` behind two zeros, times their number."""
+    with torch.no_grad():
+        probabilities = model(torch.zeros(1, 2, dtype=torch.long)).logits[0, -1].softmax(-1)
+    return float(probabilities[SAMPLED:].max()) * (VOCABULARY - SAMPLED)
 
 
 def assert_close(got: object, want: object) -> None:
@@ -106,10 +116,13 @@ async def test_a_token_of_each_block_is_read_twice_and_no_other(engine: VllmEngi
 
 
 async def test_a_server_gives_the_log_probs_of_transformers(
-    model: LlamaForCausalLM, saved: Path, tmp_path: Path, thread: Thread
+    model: LlamaForCausalLM, saved: Path, padding: float, tmp_path: Path, thread: Thread
 ) -> None:
     sampling, made = Sampling(max_new_tokens=128), responses(8)
     with scoring_server(saved, tmp_path, "--no-enable-chunked-prefill") as url:
+        with pytest.raises(ConfigError, match="cannot leave the others out") as refused:
+            LogprobServer(url, saved, vocabulary=SAMPLED)
+        assert float(str(refused.value).rpartition(" ")[2]) == pytest.approx(min(1.0, padding), rel=0.1)
         for top_k in (0, 5):
             library = (
                 TeacherLogprobs(model, sampling=sampling, place=thread, top_k=top_k)
