@@ -56,8 +56,7 @@ class ParsedTurn:
         return {"role": "assistant", "content": self.content, **{key: each for key, each in more.items() if each}}
 
 
-_OWN: Final = frozenset({"messages", "tools", "add_generation_prompt"})
-"""Variables of a template that rendering sets."""
+_OWN: Final = frozenset({"messages", "tools", "add_generation_prompt"})  # variables of a template that rendering sets
 
 
 def chatting(

@@ -201,8 +201,7 @@ Scorers: TypeAlias = Literal["auto"] | Home
 SCORED: Final = ("reference", "reward", "critic", "teacher", "proximal")
 """The models that read what the policy has written."""
 
-OF_ONE: Final = ("policy", "reference", "reward", "critic", "teacher")
-"""The models that have one device each."""
+OF_ONE: Final = ("policy", "reference", "reward", "critic", "teacher")  # the models that have one device each
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from oppo.losses import Input
 AGREEMENT = 1e-4
 """Largest difference between an actor's logits and those of :class:`OwnHead`, in units of the largest logit."""
 
-LOGITS_BYTES: Final = 256 << 20
-"""The most that logits take in float32; more are computed a chunk of tokens at a time."""
+LOGITS_BYTES: Final = 256 << 20  # the most that logits take in float32; more are computed a chunk of tokens at a time
 
 CPU_LOGITS_BYTES: Final = 32 << 20
 """The same on a CPU, where a chunk that stays in its caches is faster: an update takes 0.7 to 1.05 of the time."""

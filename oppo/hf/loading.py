@@ -535,8 +535,7 @@ class ModelRecipe:
         return int(self.config().get_text_config().vocab_size)
 
 
-Loadable: TypeAlias = PreTrainedModel | ModelRecipe
-"""A model, or how it is loaded where it lives."""
+Loadable: TypeAlias = PreTrainedModel | ModelRecipe  # a model, or how it is loaded where it lives
 
 
 _resident: Final[WeakValueDictionary[str, PreTrainedModel]] = WeakValueDictionary()

@@ -35,14 +35,12 @@ from oppo.libraries import require
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-Quantization: TypeAlias = Literal["none", "nf4", "fp4"]
-"""The type of a base's weights: as they are, or 4 bits."""
+Quantization: TypeAlias = Literal["none", "nf4", "fp4"]  # the type of a base's weights: as they are, or 4 bits
 
 CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """Ways to begin a LoRA adapter after which its base is not the model of that name any more."""
 
-ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
-"""The file of an adapter's matrices, beside its configuration."""
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"  # the file of an adapter's matrices, beside its configuration
 
 
 def share_base(model: PreTrainedModel) -> PreTrainedModel:
@@ -257,8 +255,7 @@ def check_patterns(what: str, adapter: Mapping[str, Any], model: nn.Module) -> N
         )
 
 
-PATTERN_SECONDS = 10.0
-"""Seconds for the regular expressions of an adapter."""
+PATTERN_SECONDS = 10.0  # seconds for the regular expressions of an adapter
 
 _MATCHES: Final = (
     "import json, re, sys; patterns, names = json.load(sys.stdin); "

@@ -250,11 +250,8 @@ OBJECTS = (
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 """Where transformers looks for weights, in this order; an index names the files that hold them."""
 
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Where it looks next, if pickles are allowed."""
-
-PICKLES = ("bin", "pt", "pth", "ckpt", "pkl")
-"""Suffixes of pickled weights."""
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # where transformers looks next, if pickles are allowed
+PICKLES = ("bin", "pt", "pth", "ckpt", "pkl")  # suffixes of pickled weights
 
 
 OBSOLETE = (".attn.bias", ".attention.bias", ".masked_bias", ".attn.embed_positions", "decoder.version")

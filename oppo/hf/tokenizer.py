@@ -24,8 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from oppo.errors import ConfigError
 from oppo.log import logger
 
-Span: TypeAlias = tuple[int, int]
-"""The first character of a part of a text, and the one behind its last."""
+Span: TypeAlias = tuple[int, int]  # the first character of a part of a text, and the one behind its last
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Mark special tokens that data spells, while a template renders it: noncharacters, which text never contains."""
@@ -33,11 +32,8 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKED: Final = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLOSE}]")
 
 
-TEMPLATE_LINES: Final = 1_000_000
-"""Lines that a chat template executes at most for one conversation."""
-
-TEMPLATE_BYTES = 1 << 30
-"""Memory that it takes at most, as measured between lines."""
+TEMPLATE_LINES: Final = 1_000_000  # lines that a chat template executes at most for one conversation
+TEMPLATE_BYTES = 1 << 30  # memory that a template takes at most, as measured between lines
 
 TEMPLATE_PRODUCT: Final = 1 << 24
 """Characters that a product of constants, or of variables set to such, makes at most; and the bits of a power.

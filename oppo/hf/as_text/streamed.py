@@ -33,11 +33,8 @@ from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority
 from oppo.scorers import RolloutSession, RolloutSessions, ScorerCapabilities
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""Stands in decoded text for an incomplete character."""
-
-EMPTY_TEXT: Final = Rendered("")
-"""What is before the response, where that is not known before the end."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands in decoded text for an incomplete character
+EMPTY_TEXT: Final = Rendered("")  # what is before the response, where that is not known before the end
 
 
 class GrowingText:
@@ -72,11 +69,8 @@ class GrowingText:
         return after[len(before) :]
 
 
-TAIL: Final = 16
-"""Tokens of a word that are held back at most: merges reach back less far."""
-
-CONTEXT: Final = 200
-"""Characters before new text that are tokenized again with it, at most."""
+TAIL: Final = 16  # tokens of a word that are held back at most: merges reach back less far
+CONTEXT: Final = 200  # characters before new text that are tokenized again with it, at most
 
 MAX_REWINDS: Final = 3
 """Rewinds after which the rest of a rollout waits for its end: this text cannot be cut where words end."""
@@ -195,11 +189,8 @@ class Unaligned(Exception):  # noqa: N818 - it says what happened
     """The tokens of a text cannot be told to be those of the policy."""
 
 
-REREAD = "bridge/reread_tokens"
-"""The metric of the tokens of a rollout that were read in vain."""
-
-TAIL_TOKENS = "bridge/tail_tokens"
-"""The metric of the tokens of a rollout that were read when it had ended."""
+REREAD = "bridge/reread_tokens"  # the metric of the tokens of a rollout that were read in vain
+TAIL_TOKENS = "bridge/tail_tokens"  # the metric of the tokens of a rollout that were read when it had ended
 
 
 @dataclass(frozen=True, slots=True)

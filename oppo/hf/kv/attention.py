@@ -219,11 +219,8 @@ LAUNCHED_SEGMENT_BYTES = 128 * 2**20
 In practice the rows of a decode step are one segment there.
 """
 
-PACKED_TRIAL: Final = (3, 5)
-"""Lengths of the rows, in tokens, on which a model shows that it can read packed rows."""
-
-UNUSUAL = ("position_bias", "softcap")
-"""Arguments that some models give attention besides a mask and a scale."""
+PACKED_TRIAL: Final = (3, 5)  # lengths of the rows, in tokens, on which a model shows that it can read packed rows
+UNUSUAL = ("position_bias", "softcap")  # arguments that some models give attention besides a mask and a scale
 
 _sdpa = cast("Callable[..., tuple[Tensor, None]]", sdpa_attention_forward)
 

@@ -29,14 +29,12 @@ from oppo.hf.kv.attention import Segments, packed_rows
 ALIGNMENT = 8
 """Columns are a multiple of this: a slot then is a multiple of 64 bytes even with four two-byte numbers per column."""
 
-SLACK = 8
-"""A slab that holds rows and gets more reserves one spare slot for every so many live ones."""
+SLACK = 8  # a slab that holds rows and gets more reserves one spare slot for every so many live ones
 
 HEADROOM = 5
 """A slab that grows reserves columns for sequences longer by one part in so many, and so is copied less often."""
 
-SPARE = 1.125
-"""A slab larger than its rows need by this factor gives memory back when a row leaves."""
+SPARE = 1.125  # a slab larger than its rows need by this factor gives memory back when a row leaves
 
 
 @dataclass(slots=True)

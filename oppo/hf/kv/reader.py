@@ -48,8 +48,7 @@ from oppo.hf.kv.length_bucketing import cheapest_groups, filled, overhead_on, pa
 from oppo.hf.kv.states import Gates, RowCache
 from oppo.hf.routers import RouteRecords
 
-SHORTEST_CLASS = 64
-"""Length of the first length class, in tokens; each next class is twice as long."""
+SHORTEST_CLASS = 64  # length of the first length class, in tokens; each next class is twice as long
 
 
 class Incremental:

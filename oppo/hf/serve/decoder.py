@@ -71,8 +71,7 @@ class DecodeRow:
         return torch.tensor([*self.prompt.tokens.tolist(), *self.tokens])
 
 
-Deliver: TypeAlias = Callable[[DecodeStep], None]
-"""Makes a decode step's tokens visible to readers."""
+Deliver: TypeAlias = Callable[[DecodeStep], None]  # makes a decode step's tokens visible to readers
 
 
 class Decoder:
@@ -274,8 +273,7 @@ class ChunkedPrefill:
         return [logits[at] for at in range(len(portion))]
 
 
-DecoderOver: TypeAlias = Callable[[PreTrainedModel], Decoder]
-"""Returns a decoder over a model."""
+DecoderOver: TypeAlias = Callable[[PreTrainedModel], Decoder]  # returns a decoder over a model
 
 
 class PolicyCore:

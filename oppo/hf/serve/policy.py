@@ -28,8 +28,7 @@ from oppo.placement import Callback, Hosted, Hosting
 from oppo.rollout_buffer import DecodeSteps, RolloutBuffer, raise_first, response_to, unfinished
 from oppo.turns import StopCriteria, turn_ended
 
-PREFILL_TOKENS: Final = 2048
-"""Tokens that are prefilled between two decode steps by default."""
+PREFILL_TOKENS: Final = 2048  # tokens that are prefilled between two decode steps by default
 
 
 HfDecode: TypeAlias = RolloutBuffer[DecodeRow | None]

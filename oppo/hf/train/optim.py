@@ -152,8 +152,7 @@ def _adamw(settings: TrainerSettings, weights: Sequence[Sequence[nn.Parameter]])
 _FILE = "trainer.safetensors"
 _PARAMETER = "parameter"
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-_STEP = "step"
-"""The one state of AdamW that has not the parameter's shape."""
+_STEP = "step"  # the one state of AdamW that has not the parameter's shape
 
 
 def gather_training(optimisation: Optimisation, team: Team) -> dict[str, Tensor]:

@@ -285,5 +285,4 @@ class Replicas:
         return self.recipe, replace(self, loaded=True)
 
 
-SHARDS: Final = Replicas()
-"""Each rank has a shard, on the models' device."""
+SHARDS: Final = Replicas()  # each rank has a shard, on the models' device
