@@ -1,23 +1,35 @@
 from __future__ import annotations
 
+import copy
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from oppo.errors import ModelError, ModelRefused, ProtocolError
+from oppo.hf.devices import CPU
 from oppo.hf.introspection import backbone, score_head
-from oppo.hf.kv.attention import attend, kinds_of
+from oppo.hf.kv import attention
+from oppo.hf.kv.attention import (
+    NAME,
+    Segments,
+    attend,
+    attend_in_segments,
+    attends_eagerly,
+    kinds_of,
+    overhead_of,
+)
 from oppo.hf.kv.cache import KVRegion, KVView, Slab, SlabLayer
-from oppo.hf.kv.graphs import Capture
 from oppo.hf.kv.reader import Incremental
 from tests.hf import tiny
 
@@ -406,143 +418,157 @@ def test_a_nan_does_not_outlive_its_row() -> None:
     assert slab._layers[0, "attention"][1].isfinite().all()
 
 
-Call = tuple[object, ...]
-WHOLE = [name for name in tiny.CONFIGS if Incremental(model_of(name))._states is None]
+@given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=60), overhead=st.integers(0, 5000))
+def test_every_row_is_in_one_segment_and_segments_are_of_similar_length(lengths: list[int], overhead: int) -> None:
+    found = attention.segmented(lengths, overhead)
+    assert sorted(at for segment in found for at in segment) == list(range(len(lengths)))
+    assert all(segment == sorted(segment) for segment in found)
+    held = [[lengths[at] for at in segment] for segment in found]
+    assert all(min(longer) > max(shorter) for longer, shorter in pairwise(held))
+    assert sum(max(rows) * len(rows) + overhead for rows in held) <= max(lengths) * len(lengths) + overhead
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a segment cost as much as many megabytes of KV cache, and memory be given back when half of it is free."""
-    monkeypatch.setattr("oppo.hf.kv.attention.SEGMENT_BYTES", 2**40)
-    monkeypatch.setattr("oppo.hf.kv.cache.SPARE", 2.0)
+def test_rows_of_similar_length_are_one_segment() -> None:
+    assert attention.segmented([60, 70, 65, 80], overhead=60) == [[0, 1, 2, 3]]
 
 
-class Trace(TorchDispatchMode):
-    """Records operators with their numbers, the shapes of tensors and, of those that were there before, the places."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch's
-        self.calls: list[Call] = []
-        self._made: dict[int, Tensor] = {}  # kept, so that no other lies where one was
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> object:
-        del types
-        if func is not torch.ops.aten.lift_fresh.default:
-            self.calls.append((func, *map(self._seen, tree_leaves((args, kwargs or {})))))
-        result = func(*args, **(kwargs or {}))
-        known = {self._place(each) for each in tree_leaves((args, kwargs or {})) if isinstance(each, Tensor)}
-        new = func is torch.ops.aten.lift_fresh.default  # a constant
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor) and (new or self._place(each) not in known):
-                self._made[self._place(each)] = each
-        return result
-
-    def _place(self, tensor: Tensor) -> int:
-        return tensor.untyped_storage().data_ptr()
-
-    def _seen(self, value: object) -> object:
-        if not isinstance(value, Tensor):
-            return value if isinstance(value, int | float | bool | torch.dtype) else type(value)
-        return tuple(value.shape), value.stride(), 0 if self._place(value) in self._made else value.data_ptr()
+def test_deferred_rows_are_segmented_from_fresh_ones_if_that_saves_more_than_it_costs() -> None:
+    assert attention.segmented([20, 300, 22, 290, 25, 20], overhead=1000) == [[1, 3], [0, 2, 4, 5]]
+    assert attention.segmented([20, 300, 22, 290, 25, 20], overhead=1200) == [[0, 1, 2, 3, 4, 5]]
 
 
-class Replayed(Capture):
-    """Makes a captured pass again, and compares its operators with those of the capture: a graph would repeat these."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.captured = 0
-        self.anew = 0
-
-    def once(self, work: Callable[[], Tensor]) -> Tensor:
-        return work()
-
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        self.captured += 1
-        with Trace() as before:
-            output = work()
-        output = torch.empty_like(output)
-
-        def replay() -> None:
-            with Trace() as trace:
-                made = work()
-            differing = [pair for pair in zip(before.calls, trace.calls, strict=True) if pair[0] != pair[1]]
-            assert not differing
-            output.copy_(made)
-
-        return replay, output
-
-    def begin_anew(self) -> None:
-        self.anew += 1
+def test_the_more_bytes_a_token_has_the_fewer_tokens_pay_for_another_segment() -> None:
+    assert overhead_of(2 * attention.SEGMENT_BYTES, CPU) == 1
+    assert overhead_of(attention.SEGMENT_BYTES / 100, CPU) == 100
 
 
-@pytest.mark.parametrize("name", WHOLE)
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(work=operations)
-def test_fixed_steps_give_what_a_forward_pass_gives(name: str, work: list[Operation]) -> None:
-    reader = reader_of(name, segmented=True)
-    reader.capture_steps(Replayed())
-    run(reader, name, work)
+def test_a_model_that_attends_in_segments_reads_and_generates_as_before(tmp_path: Path) -> None:
+    model = tiny.causal("qwen2")
+    before = copy.deepcopy(model)
+    assert attend_in_segments(model)
+    assert attend_in_segments(model), "a second time it does already"
+    assert not attends_eagerly(model)
+    ids = torch.randint(3, tiny.VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    with torch.no_grad():
+        for given_mask in (None, mask):
+            assert torch.equal(model(ids, given_mask).logits, before(ids, given_mask).logits)
+    model.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text()
 
 
-def counts(reader: Incremental, capture: Replayed) -> tuple[int, int]:
-    assert reader._graphs is not None
-    return capture.captured, reader._graphs.replayed
+class Layer(torch.nn.Module):
+    """What transformers' attention asks of the layer that it is called for."""
+
+    def __init__(self, num_key_value_groups: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = num_key_value_groups
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "neox"])
-def test_a_graph_serves_steps_until_rows_columns_or_memory_outgrow_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("unusual", ["nothing", "a mask for each head", "position_bias", "dropout", "several queries"])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_whatever_it_is_asked_for_attention_is_that_of_transformers(groups: int, unusual: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    queries = 3 if unusual == "several queries" else 1
+    query = torch.randn(5, 4, queries, 8, generator=draw)
+    key, value = (torch.randn(5, groups, 9, 8, generator=draw) for _ in range(2))
+    mask = torch.randn(5, 4 if unusual == "a mask for each head" else 1, queries, 9, generator=draw)
+    bias = torch.randn(1, 4, queries, 9, generator=draw) if unusual == "position_bias" else None
+    module = Layer(4 // groups).train(unusual == "dropout")
+    seen = []
+    for name in (NAME, "sdpa"):
+        torch.manual_seed(0)
+        options = {"scaling": 0.3, "dropout": 0.5 * module.training, "position_bias": bias}
+        seen.append(ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, mask, **options)[0])
+    assert seen[0].shape == (5, queries, 4, 8)
+    torch.testing.assert_close(*seen)  # to the bit where transformers, too, lets heads stand as queries; 5.10 does not
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_segments_attend_as_each_would_alone(queries: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    module = Layer(2).eval()
+    query = torch.randn(5, 4, queries, 8, generator=draw)
+    keys, values = (
+        tuple(torch.randn(rows, 2, columns, 8, generator=draw) for rows, columns in ((2, 30), (3, 11)))
+        for _ in range(2)
+    )
+    mask = torch.rand(5, 1, queries, 30, generator=draw) < 0.7
+    attend = ALL_ATTENTION_FUNCTIONS[NAME]
+    together = attend(module, query, Segments(keys), Segments(values), mask, scaling=0.3)[0]
+    long = attend(module, query[:2], keys[0], values[0], mask[:2], scaling=0.3)[0]
+    short = attend(module, query[2:], keys[1], values[1], mask[2:, ..., :11], scaling=0.3)[0]
+    assert torch.equal(together, torch.cat((long, short)))
+
+
+@pytest.mark.parametrize("make", [lambda: tiny.causal("gemma2"), tiny.own_attention], ids=["gemma2", "xglm"])
+def test_a_model_whose_attention_is_its_own_is_stepped_as_one_rectangle(make: Callable[[], PreTrainedModel]) -> None:
+    model = make()
+    was = model.config._attn_implementation
+    assert not attend_in_segments(model)
+    assert model.config._attn_implementation == was
+
+
+def test_rows_of_every_length_are_read_in_one_pass_and_attend_in_segments() -> None:
+    model = tiny.causal("qwen2")
+    passes = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: passes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    reader, lengths = Incremental(model), [30, 100, 150, 7]
+    tokens = [torch.randint(3, tiny.VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    for row, sequence in enumerate(tokens):
+        reader.extend([row], [sequence[:-5]])
+    passes.clear()
+    sizes = [5, 3, 4, 5]
+    starts = [n - 5 for n in lengths]
+    pieces = [all_[start : start + n] for all_, start, n in zip(tokens, starts, sizes, strict=True)]
+    got = reader.extend(range(4), pieces)
+    assert passes == [(4, 5)]
+    assert reader.extend([], []) == []
+    for sequence, start, size, out in zip(tokens, starts, sizes, got, strict=True):
+        with torch.no_grad():
+            want = model(input_ids=sequence[None]).logits[0, start : start + size]
+        assert ((out - want).abs() / (1 + want.abs())).max() < 1e-5
+
+
+def test_a_rows_place_among_segments_does_not_show() -> None:
+    model = tiny.causal("llama")
+    lengths = [30, 150, 31, 140, 12, 29]
+    tokens = [torch.randint(3, tiny.VOCABULARY, (n + 1,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    reader = Incremental(backbone(model))
+    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2]):
+        reader.clear()
+        reader.extend(order, [tokens[row][:-1] for row in order], last=[1] * len(order))
+        got = reader.step(order, torch.stack([tokens[row][-1] for row in order]))
+        for row, out in zip(order, got, strict=True):
+            with torch.no_grad():
+                want = backbone(model)(tokens[row][None]).last_hidden_state[0, -1]
+            assert ((out - want).abs() / (1 + want.abs())).max() < 1e-5
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_the_kernel_for_rows_of_any_length_is_asked_for_what_rows_one_by_one_say(
+    heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oppo.hf.kv.graphs.ROWS", 2)
-    monkeypatch.setattr("oppo.hf.kv.graphs.COLUMNS", 64)
-    reader, capture = Incremental(model_of(name), classes=CLASSES), Replayed()
-    reader.capture_steps(capture)
-    prompts = [sequence(row)[:n] for row, n in enumerate([40, 12, 9, 20, 3])]
-    reader.extend(range(5), prompts)
-    run(reader, name, [("step", [0, 1, 2, 3], 0)])
-    assert counts(reader, capture) == (0, 0)  # the first of each shape is made as it is
-    run(reader, name, [("step", [0, 1, 2, 3], 0)] * 3)
-    assert counts(reader, capture) == (1, 3)
-    run(reader, name, [("forget", [1], 0), *[("step", [3, 0, 2], 0)] * 2])
-    assert counts(reader, capture) == (1, 5)  # three rows and one that is none
-    run(reader, name, [("step", [3, 4, 0, 2], 0)] * 2)  # where that was, another row follows
-    run(reader, name, [("step", [0, 2], 0)] * 3)  # two others keep the slots behind
-    captured, replayed = counts(reader, capture)
-    run(reader, name, [("step", [3, 4, 0, 2], 0)] * 30)
-    assert reader.length(0) > 64
-    assert counts(reader, capture)[0] > captured
-    assert counts(reader, capture)[1] > replayed + 20
-    assert 1 < capture.anew < 6  # whenever no graph is left whose memory could be shared
+    def kernel(*given: Any, window_size: tuple[int, int], scale: float) -> Tensor:
+        query, key, value, starts, ends, longest, most = given
+        assert (window_size, scale, longest, most) == ((-1, 0), 0.3, 6, 6)
+        assert starts is ends
+        assert starts.dtype == torch.int32
+        parts = []
+        for first, last in pairwise(starts.tolist()):
+            queries, keys, values = (each[first:last].transpose(0, 1) for each in (query, key, value))
+            parts.append(scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=0.3).transpose(0, 1))
+        return torch.cat(parts)
 
-
-def test_as_many_graphs_are_kept_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oppo.hf.kv.graphs.MOST", 1)
-    monkeypatch.setattr("oppo.hf.kv.graphs.ROWS", 1)
-    reader, capture = Incremental(model_of("llama"), classes=CLASSES), Replayed()
-    reader.capture_steps(capture)
-    reader.extend(range(4), [sequence(row)[:30] for row in range(4)])
-    for rows in ([0, 1, 2, 3], [1, 2], [0, 1, 2, 3]):
-        run(reader, "llama", [("step", rows, 0)] * 3)
-    assert reader._graphs is not None
-    assert len(reader._graphs._graphs) == 1
-    assert (capture.captured, capture.anew) == (3, 3)
-
-
-def test_a_model_that_cannot_be_captured_is_stepped_as_it_is(messages: list[str]) -> None:
-    class Failing(Replayed):
-        def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    reader = Incremental(model_of("llama"), classes=CLASSES)
-    reader.capture_steps(Failing())
-    run(reader, "llama", [("extend", [0, 1], 1), *[("step", [1, 0], 0)] * 5])
-    assert counts_of(messages, "cannot be captured (operation not permitted") == 1
-    assert reader._graphs is not None
-    assert reader._graphs.replayed == 0
-
-
-def counts_of(messages: list[str], part: str) -> int:
-    return sum(part in each for each in messages)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    generator, packed = torch.Generator().manual_seed(0), attention.Packed([4, 1, 6])
+    query, key, value = (torch.randn(1, each, 11, 8, generator=generator) for each in (4, heads, heads))
+    module = torch.nn.Module()
+    setattr(module, "num_key_value_groups", 4 // heads)  # noqa: B010 - a number, where torch declares modules
+    module.train(mode=False)
+    with attention.rows_apart(packed):
+        expected, _ = ALL_ATTENTION_FUNCTIONS[NAME](module, query, key, value, None, scaling=0.3)
+    torch.testing.assert_close(attention._packed_attention(packed, query, key, value, 0.3), expected)
