@@ -167,20 +167,13 @@ async def test_rollouts_join_while_others_are_decoded(serving: Serving) -> None:
             with pytest.raises(ProtocolError, match=r"rollouts \[6\] are being decoded, so they cannot join"):
                 await decoding.add(story.decodes[6:])
         assert (await policy.memory())[1] == 0
-    for prompt, tokens in zip(asked, story.tokens(), strict=True):
-        assert tokens == reference(model, prompt, SAMPLING)[0]
-
-
-async def test_rollouts_may_join_when_all_others_have_ended(serving: Serving) -> None:
-    model, asked = tiny.causal(), prompts(3)
-    with serving(model) as policy:
-        story = Story(await policy.open(asked))
-        async with policy.decoding([], story.cut) as decoding:
-            for k in range(3):
-                await decoding.add([story.decodes[k]])
-                await story.read(k, 100)
-    assert story.told == [[prompt.rollout] for prompt in asked]
-    for prompt, tokens in zip(asked, story.tokens(), strict=True):
+        late = Story(await policy.open(asked[:3]))
+        async with policy.decoding([], late.cut) as decoding:
+            for k in range(3):  # when all others have ended
+                await decoding.add([late.decodes[k]])
+                await late.read(k, 100)
+    assert late.told == [[prompt.rollout] for prompt in asked[:3]]
+    for prompt, tokens in zip([*asked, *asked[:3]], [*story.tokens(), *late.tokens()], strict=True):
         assert tokens == reference(model, prompt, SAMPLING)[0]
 
 
@@ -575,13 +568,27 @@ def ended(tokens: Sequence[int], *stops: str, young: int = 0) -> int | None:
     return next((n for n in range(1, len(tokens) + 1) if ending.reason(tokens[:n], 99) == "stop"), None)
 
 
-def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
-    assert ended([1, 2, 7, 1, 7, 7, 1], "\n\n") == 6
-    assert ended([1, 8, 1], "\n\n") == 2
-    assert ended([1, 2, 9, 1], "abc") == 3, "a text may span tokens"
-    assert ended([6, 5, 1], "bc") == 2, "a token may hold more than the text"
-    assert ended([1, 1, 1], "b") is None
-    assert ended([1, 1, 2, 9], "c", "b") == 3
+@pytest.mark.parametrize(
+    ("tokens", "stops", "young", "end"),
+    [
+        ([1, 2, 7, 1, 7, 7, 1], ("\n\n",), 0, 6),
+        ([1, 8, 1], ("\n\n",), 0, 2),
+        pytest.param([1, 2, 9, 1], ("abc",), 0, 3, id="a text may span tokens"),
+        pytest.param([6, 5, 1], ("bc",), 0, 2, id="a token may hold more than the text"),
+        ([1, 1, 1], ("b",), 0, None),
+        ([1, 1, 2, 9], ("c", "b"), 0, 3),
+        pytest.param([*([1] * 500), 2, 9, 1], ("abc",), 0, 502, id="however long the response is"),
+        pytest.param([*([9] * 50), *([1, 2] * 40), 1], ("ab" * 40,), 0, 130, id="however long the text is"),
+        ([9, 1, 1, 1, 9], ("c",), 0, 1),
+        pytest.param([9, 1, 1, 1, 9], ("c",), 1, 5, id="what was complete too early ends nothing later"),
+        ([9, 1, 1, 1, 9], ("c",), 4, 5),
+        pytest.param([9, 0, 0], ("c",), 1, None, id="tokens without text complete nothing"),
+    ],
+)
+def test_a_response_ends_with_the_token_that_completes_a_stop_text(
+    tokens: list[int], stops: tuple[str, ...], young: int, end: int | None
+) -> None:
+    assert ended(tokens, *stops, young=young) == end
 
 
 def bytes_text(tokens: Sequence[int]) -> str:
@@ -616,23 +623,6 @@ def test_a_character_that_is_incomplete_makes_no_earlier_text_a_new_one(decode: 
     tokens = list(f"{first}{later}{first}".encode())
     reasons = [ending.reason(tokens[:n], 99) for n in range(1, len(tokens) + 1)]
     assert reasons == [*[None] * (len(tokens) - 1), "stop"]
-
-
-def test_a_text_is_found_however_long_the_response_is() -> None:
-    assert ended([*([1] * 500), 2, 9, 1], "abc") == 502
-    longest = "ab" * 40
-    assert ended([*([9] * 50), *([1, 2] * 40), 1], longest) == 50 + 80
-
-
-def test_a_text_that_was_complete_too_early_does_not_end_a_response_later() -> None:
-    early = [9, 1, 1, 1, 9]
-    assert ended(early, "c", young=0) == 1
-    assert ended(early, "c", young=1) == 5
-    assert ended(early, "c", young=4) == 5
-
-
-def test_tokens_without_text_complete_nothing() -> None:
-    assert ended([9, 0, 0], "c", young=1) is None
 
 
 def test_only_the_last_tokens_are_decoded() -> None:

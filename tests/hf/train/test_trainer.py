@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -326,12 +327,7 @@ async def test_a_minibatch_that_is_not_finite_is_skipped_and_its_rollouts_are_re
     assert trained.metrics["train/minibatches_skipped"] == 2
     assert all(math.isfinite(value) for value in trained.metrics.values())
     assert all(p.isfinite().all() for p in trainer.core.optimisation.models.parameters())
-
-
-async def test_a_rollout_that_another_minibatch_trained_is_not_reported_as_not_finite(thread: Thread) -> None:
-    trainer = make(thread, epochs=4, minibatches=3)
-    batch = rollouts(trainer.core.actor, critic_of(trainer))
-    known(batch.advantages)[batch.rows()[3]] = np.nan
+    trainer = make(thread, epochs=4, minibatches=3)  # where others of its minibatch are trained in another
     trained = await trainer.update(batch)
     assert trained.nonfinite == (13,)
     assert {13} < set(trained.skipped) <= set(batch.rollouts)
@@ -590,22 +586,22 @@ async def test_saved_models_load_with_the_same_bits(thread: Thread, tmp_path: Pa
     assert (tmp_path / "actor" / "model.safetensors").is_file()
 
 
-def test_a_critic_with_two_labels_is_refused(thread: Thread) -> None:
-    with pytest.raises(ModelRefused, match="must have one label, a value, but has 2"):
-        HfTrainer(tiny.causal(), tiny.scalar(labels=2), sampling=SAMPLING, place=thread)
+@pytest.mark.parametrize(
+    ("actor", "critic", "refusal"),
+    [
+        (tiny.causal, partial(tiny.scalar, labels=2), "must have one label, a value, but has 2"),
+        (tiny.causal, tiny.causal, "has no 'score' head"),
+        (lambda: tiny.causal().requires_grad_(False), tiny.scalar, "no parameter of the actor requires a gradient"),
+    ],
+)
+def test_models_that_cannot_be_trained_together_are_refused(
+    actor: Callable[[], PreTrainedModel], critic: Callable[[], PreTrainedModel], refusal: str, thread: Thread
+) -> None:
+    with pytest.raises(ModelRefused, match=refusal):
+        HfTrainer(actor(), critic(), sampling=SAMPLING, place=thread)
 
 
-def test_a_critic_without_a_head_is_refused(thread: Thread) -> None:
-    with pytest.raises(ModelRefused, match="has no 'score' head"):
-        HfTrainer(tiny.causal(), tiny.causal(), sampling=SAMPLING, place=thread)
-
-
-def test_models_without_anything_to_train_are_refused(thread: Thread) -> None:
-    with pytest.raises(ModelRefused, match="no parameter of the actor requires a gradient"):
-        HfTrainer(tiny.causal().requires_grad_(False), tiny.scalar(), sampling=SAMPLING, place=thread)
-
-
-def alone(thread: Thread, critic: PreTrainedModel | None = None, **settings: object) -> tuple[HfTrainer, Batch]:
+def actor_alone(thread: Thread, critic: PreTrainedModel | None = None, **settings: object) -> tuple[HfTrainer, Batch]:
     """Return a trainer of a fresh actor, and a batch to train it on."""
     actor = tiny.causal(seed=1)
     trainer = trainer_of(actor, critic, thread, {"epochs": 2, "minibatches": 2} | settings)
@@ -617,7 +613,7 @@ async def test_the_actor_learns_to_the_bit_what_it_learns_beside_a_critic(
     thread: Thread, settings: dict[str, object]
 ) -> None:
     async def learnt(critic: PreTrainedModel | None) -> tuple[str, dict[str, float]]:
-        trainer, batch = alone(thread, critic, **settings)
+        trainer, batch = actor_alone(thread, critic, **settings)
         await trainer.update(batch)
         metrics = dict((await trainer.update(batch)).metrics)
         return weights_digest(trainer.core.actor), metrics
@@ -629,7 +625,7 @@ async def test_the_actor_learns_to_the_bit_what_it_learns_beside_a_critic(
 
 
 async def test_only_the_actor_is_synced_and_saved(thread: Thread, tmp_path: Path) -> None:
-    trainer, batch = alone(thread)
+    trainer, batch = actor_alone(thread)
     await trainer.update(batch)
     served = Served()
     await trainer.sync_weights(served)
@@ -645,21 +641,21 @@ async def test_only_the_actor_is_synced_and_saved(thread: Thread, tmp_path: Path
 async def test_it_goes_on_where_it_was_and_refuses_what_was_written_beside_a_critic(
     thread: Thread, tmp_path: Path
 ) -> None:
-    first, batch = alone(thread)
+    first, batch = actor_alone(thread)
     await first.update(batch)
     await first.write(tmp_path)
-    second, _ = alone(thread)
+    second, _ = actor_alone(thread)
     await second.restore(tmp_path)
     for trainer in (first, second):
         await trainer.update(batch)
     assert weights_digest(first.core.actor) == weights_digest(second.core.actor)
-    with_critic, _ = alone(thread, tiny.scalar(seed=2))
+    with_critic, _ = actor_alone(thread, tiny.scalar(seed=2))
     with pytest.raises(CheckpointError, match="written of other models"):
         await with_critic.restore(tmp_path)
 
 
 async def test_it_keeps_the_contract_of_a_trainer(thread: Thread) -> None:
-    trainer, batch = alone(thread)
+    trainer, batch = actor_alone(thread)
 
     async def made() -> HfTrainer:
         return trainer
@@ -668,7 +664,7 @@ async def test_it_keeps_the_contract_of_a_trainer(thread: Thread) -> None:
 
 
 async def test_a_minibatch_that_is_not_finite_is_skipped(thread: Thread) -> None:
-    trainer, batch = alone(thread, minibatches=len(LENGTHS))
+    trainer, batch = actor_alone(thread, minibatches=len(LENGTHS))
     known(batch.advantages)[batch.rows()[3]] = np.nan
     assert (await trainer.update(batch)).nonfinite == (13,)
     assert all(parameter.isfinite().all() for parameter in trainer.core.actor.parameters())
@@ -680,7 +676,7 @@ async def test_a_minibatch_that_is_not_finite_is_skipped(thread: Thread) -> None
 )
 def test_a_setting_that_is_about_a_critic_is_refused(thread: Thread, setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{setting} = {value} is about a critic, and there is none"):
-        alone(thread, None, **{setting: value})
+        actor_alone(thread, None, **{setting: value})
 
 
 def test_a_loss_of_a_critic_is_refused_without_one_and_a_critic_without_a_loss(thread: Thread) -> None:
@@ -708,7 +704,7 @@ def test_a_loss_of_a_critic_is_refused_without_one_and_a_critic_without_a_loss(t
 async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_and_nothing_stands_for_it(
     thread: Thread, settings: dict[str, object], message: str
 ) -> None:
-    trainer, _ = alone(thread, None, **settings)
+    trainer, _ = actor_alone(thread, None, **settings)
     graph = grpo(
         policy=HfPolicy(trainer.core.actor, sampling=Sampling(max_new_tokens=8, stop=(1, 2), seed=3), place=thread),
         reward=RewardModel(tiny.scalar(seed=4), place=thread),
@@ -729,7 +725,7 @@ async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_an
 
 
 async def test_without_a_reference_nothing_is_said_of_a_kl_to_it(thread: Thread) -> None:
-    trainers = [alone(thread) for _ in range(2)]
+    trainers = [actor_alone(thread) for _ in range(2)]
     beside, alone = [
         (await trainer.update(batch if referred else replace(batch, reference=None))).metrics
         for (trainer, batch), referred in zip(trainers, (True, False), strict=True)
