@@ -528,12 +528,6 @@ class ModelRecipe:
             raise ConfigError(f"the model at {self.path!r} has no configuration that can be read: {error}") from error
         return found
 
-    def positions(self) -> int:
-        return reach(self.config())
-
-    def vocabulary(self) -> int:
-        return int(self.config().get_text_config().vocab_size)
-
 
 Loadable: TypeAlias = PreTrainedModel | ModelRecipe  # a model, or how it is loaded where it lives
 
@@ -571,20 +565,16 @@ def name_of(model: Loadable) -> str:
 
 
 def positions_of(model: Loadable) -> int:
-    return model.positions() if isinstance(model, ModelRecipe) else longest(model)
+    return reach(model.config()) if isinstance(model, ModelRecipe) else longest(model)
 
 
 def vocabulary_of(model: Loadable) -> int:
-    return model.vocabulary() if isinstance(model, ModelRecipe) else vocabulary(model)
-
-
-def source_of(model: Loadable) -> Source[PreTrainedModel]:
-    return model if isinstance(model, ModelRecipe) else SharedModel(model)
+    return int(model.config().get_text_config().vocab_size) if isinstance(model, ModelRecipe) else vocabulary(model)
 
 
 def worker_maker(kind: Callable[..., T], model: Loadable, *args: object) -> Callable[[], T]:
     """Return what makes ``kind(model, *args)`` in any process."""
-    return partial(_worker, kind, source_of(model), *args)
+    return partial(_worker, kind, model if isinstance(model, ModelRecipe) else SharedModel(model), *args)
 
 
 def _worker(kind: Callable[..., T], source: Source[PreTrainedModel], *args: object) -> T:

@@ -14,7 +14,7 @@ from oppo.config.settings import Settings
 from oppo.durable import make
 from oppo.errors import ConfigError
 from oppo.hf.devices import Devices, acting_share, available_cores
-from oppo.hf.loading import ModelRecipe
+from oppo.hf.loading import ModelRecipe, positions_of
 from oppo.hf.model_files import RewardKind, located
 from oppo.log import logger
 from oppo.models import Sampling
@@ -122,7 +122,7 @@ class ScorersOnVllm:
             **arguments,
             "dtype": settings.models.dtype,
             "trust_remote_code": settings.models.trust_remote_code,
-            "max_model_len": min(model.positions(), longest),
+            "max_model_len": min(positions_of(model), longest),
         }
         return VllmEngine.start(
             located(model.path, weights=True, allow_pickle=settings.models.allow_pickle),

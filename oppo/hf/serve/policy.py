@@ -20,8 +20,8 @@ import anyio
 from oppo.declared import require_whole
 from oppo.errors import ModelLost, ProtocolError
 from oppo.events import Prompt, Response
-from oppo.hf.loading import Loadable, ModelRecipe, ResidentRecipe, name_of, positions_of, vocabulary_of
-from oppo.hf.serve.decoder import Counters, Decoder, DecodeRow, PolicyCore, Signals, core_maker
+from oppo.hf.loading import Loadable, ModelRecipe, ResidentRecipe, name_of, positions_of, vocabulary_of, worker_maker
+from oppo.hf.serve.decoder import Counters, Decoder, DecodeRow, PolicyCore, Signals, policy_core
 from oppo.hf.weights import SentWeights, addresses, changing, share_storage
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Sampling, Weights
 from oppo.placement import Callback, Hosted, Hosting
@@ -115,7 +115,7 @@ class HfPolicy:
             counters=self.counters,
             routed_experts=routed_experts,
         )
-        self._core = place.host(core_maker(model, decoder, recompute=kv_on_sync == "recompute"))
+        self._core = place.host(worker_maker(policy_core, model, decoder, kv_on_sync == "recompute"))
 
     @property
     def version(self) -> int:
