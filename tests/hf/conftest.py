@@ -25,6 +25,12 @@ def thread() -> Iterator[Thread]:
 
 
 @pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    with Process("models", setup=child.ONE) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
 def actor_process() -> Iterator[Process]:
     with Process("actor", setup=child.set_up) as process:
         yield process

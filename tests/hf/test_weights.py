@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -20,7 +19,7 @@ from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelLost, ModelRefused, ProtocolError
-from oppo.events import Finish, FloatArray, Prompt
+from oppo.events import Prompt
 from oppo.hf.devices import ModelPlace
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.probe import probe
@@ -31,7 +30,6 @@ from oppo.hf.weights import SharedModel, share, weights_digest
 from oppo.models import Sampling, Scorer, Weights
 from oppo.placement import Place, Process, Thread
 from oppo.placement.wire import pack_with_blocks, unpack
-from oppo.testing import check_scorer
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import AT, ONE, deadly
@@ -156,32 +154,6 @@ def test_a_model_is_trained_in_shared_memory_as_elsewhere() -> None:
 def test_a_tensor_that_is_not_on_the_cpu_is_refused() -> None:
     with pytest.raises(ModelRefused, match="a model on meta cannot be shared with another process"):
         share([torch.empty(3, device="meta")])
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    with Process("scorers", setup=ONE) as process:
-        yield process
-
-
-async def test_every_scorer_keeps_the_contract(process: Process) -> None:
-    finished = [Finish(response.prompt.rollout, response, "eos") for response in responses(3, seed=4)]
-
-    async def reference() -> ReferenceLogprobs:
-        return ReferenceLogprobs(tiny.causal(), sampling=Sampling(), place=process)
-
-    async def reward() -> RewardModel:
-        return RewardModel(tiny.scalar(), place=process)
-
-    async def critic() -> ValueModel:
-        return ValueModel(tiny.scalar(), place=process)
-
-    def close(a: FloatArray, b: FloatArray) -> bool:
-        return np.allclose(a, b, rtol=1e-5, atol=1e-5)
-
-    await check_scorer(reference, finished, close)
-    await check_scorer(critic, finished, close)
-    await check_scorer(reward, finished, lambda a, b: abs(a - b) <= 1e-5 * (1 + abs(b)))
 
 
 async def assert_same(one: Scorer[object], other: Scorer[object]) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.errors import ConfigError, ModelError, ProtocolError, SessionsLost
+from oppo.errors import ConfigError, ModelError, SessionsLost
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.as_text.streamed import (
@@ -54,14 +54,20 @@ def model_of(name: str = "llama", *, pad: int | None = 0) -> PreTrainedModel:
     return tiny.scalar_of(config)
 
 
-def rollouts(policy: HfTokenizer, count: int = 5, seed: int = 0) -> list[Response]:
+def rollouts(
+    policy: HfTokenizer, count: int = 5, seed: int = 0, *, words: Sequence[str] = WORDS, end: bool = False
+) -> list[Response]:
+    """Return responses to chats, with the token that ends them if so asked; their log-probs are random."""
     dice = random.Random(seed)
     made = []
     for number in range(count):
         prompt = [{"role": "user", "content": " ".join(dice.choices(WORDS, k=4))}]
         opening = Prompt(number, number, np.array(policy.encode("say"), np.int32), columns={"prompt": prompt})
-        tokens = policy.encode_exactly(" ".join(dice.choices([*WORDS, "\n", "  "], k=dice.randint(1, 25))))
-        made.append(Response.empty(opening).then(chunk(number, 0, np.array(tokens or [7], np.int32))))
+        tokens = policy.encode_exactly(" ".join(dice.choices([*words, "\n", "  "], k=dice.randint(1, 25)))) or [7]
+        tokens += [int(policy.inner.eos_token_id)] if end else []
+        log = -np.array([dice.random() for _ in tokens], np.float32)
+        chunk = Chunk(number, 0, np.array(tokens, np.int32), log, np.zeros(len(tokens), np.int32))
+        made.append(Response.empty(opening).then(chunk))
     return made
 
 
@@ -143,32 +149,23 @@ async def test_exact_scores_are_equal_to_the_bit_for_any_arrival_pattern_and_in_
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-async def test_it_keeps_the_contract_of_a_scorer(deterministic: bool, thread: Thread) -> None:
+async def test_both_keep_the_contract_of_a_scorer(deterministic: bool, thread: Thread) -> None:
     policy = spot("byte-level")
-    finished = [Finish(each.prompt.rollout, each, "eos") for each in rollouts(policy, 4, seed=4) if len(each) >= 4]
+    finished = [
+        Finish(each.prompt.rollout, each, "eos") for each in rollouts(policy, 4, seed=4, end=True) if len(each) >= 4
+    ]
 
-    async def make() -> BridgedReward:
+    async def reward() -> BridgedReward:
         bridge = Bridge(policy, spot("sentence-piece"))
         return BridgedReward(model_of(), bridge, place=thread, deterministic=deterministic)
 
+    async def teacher() -> BridgedTeacher:
+        bridge, sampling = Bridge(policy, spot("byte-level", TEMPLATE), "chat"), sampling_of(policy)
+        return BridgedTeacher(teacher_of(), sampling=sampling, bridge=bridge, place=thread, deterministic=deterministic)
+
     assert len(finished) >= 2
-    await check_scorer(make, finished, close)
-
-
-async def test_events_out_of_place_are_errors(thread: Thread) -> None:
-    policy = spot("byte-level")
-    scorer = BridgedReward(model_of(), Bridge(policy, spot("unigram")), place=thread)
-    (response,) = rollouts(policy, 1)
-    with pytest.raises(ProtocolError, match="rollout 0 is unknown to LlamaFor"):
-        await scorer.extend([response.chunk()])
-    await scorer.extend([response.prompt, response.chunk(0, 1)])
-    with pytest.raises(ProtocolError, match="a second time"):
-        await scorer.extend([response.prompt])
-    with pytest.raises(ProtocolError, match=r"rollout 0 finished with \d+ tokens, .* was given"):
-        await scorer.finish([Finish(0, response, "eos")])
-    await scorer.forget([0, 99])
-    with pytest.raises(ProtocolError, match="unknown"):
-        await scorer.finish([Finish(0, response, "eos")])
+    await check_scorer(reward, finished, close)
+    await check_scorer(teacher, finished, close)
 
 
 @pytest.mark.parametrize("over_long", ["error", "drop", "truncate"])
@@ -282,21 +279,6 @@ def sampling_of(policy: HfTokenizer) -> Sampling:
     return Sampling(max_new_tokens=99, temperature=TEMPERATURE, stop=(int(policy.inner.eos_token_id),))
 
 
-def ended(policy: HfTokenizer, count: int = 6, seed: int = 0, *, words: Sequence[str] = WORDS) -> list[Response]:
-    dice = random.Random(seed)
-    made = []
-    for number in range(count):
-        prompt = [{"role": "user", "content": " ".join(dice.choices(WORDS, k=4))}]
-        opening = Prompt(number, number, np.array(policy.encode("say"), np.int32), columns={"prompt": prompt})
-        tokens = policy.encode_exactly(" ".join(dice.choices([*words, "\n", "  "], k=dice.randint(1, 25))))
-        tokens.append(int(policy.inner.eos_token_id))
-        log = -np.array([dice.random() for _ in tokens], np.float32)
-        zeros = np.zeros(len(tokens), np.int32)
-        chunk = Chunk(number, 0, np.array(tokens, np.int32), log, zeros)
-        made.append(Response.empty(opening).then(chunk))
-    return made
-
-
 @tiny.apart
 @torch.no_grad()
 def library_sum(model: PreTrainedModel, bridge: Bridge, response: Response) -> float:
@@ -332,7 +314,7 @@ async def test_the_log_prob_of_a_response_is_that_of_the_teachers_own_call_on_it
 ) -> None:
     tokenizer, model = spot(policy), teacher_of(name)
     bridge = Bridge(tokenizer, reader, "chat")
-    made = ended(tokenizer)
+    made = rollouts(tokenizer, 6, end=True)
     wanted = [library_sum(model, bridge, each) for each in made]
     teacher = BridgedTeacher(
         model, sampling=sampling_of(tokenizer), bridge=bridge, place=thread, deterministic=deterministic
@@ -352,7 +334,7 @@ async def test_with_the_same_tokenizer_it_says_of_each_token_what_a_reference_do
     tokenizer = spot("byte-level", TEMPLATE)
     model, sampling = teacher_of(), sampling_of(tokenizer)
     bridge, made = Bridge(tokenizer, tokenizer, "chat"), []
-    for each in ended(tokenizer, words=[word for word in WORDS if word.isascii()]):
+    for each in rollouts(tokenizer, 6, words=[word for word in WORDS if word.isascii()], end=True):
         messages = each.prompt.columns["prompt"]
         ids = tokenizer.encode_chat(messages)  # type: ignore[arg-type] # messages
         prompt = Prompt(each.prompt.rollout, each.prompt.rollout, np.array(ids, np.int32), columns={"prompt": messages})
@@ -375,28 +357,16 @@ async def test_ids_that_a_teacher_s_tokenizer_lacks_make_no_difference(thread: T
     assert reader.size == teacher_of().config.vocab_size
     for model in (teacher_of(), tiny.lengthened(teacher_of())):
         teacher = BridgedTeacher(model, sampling=sampling, bridge=bridge, place=thread)
-        said.append(await stream(teacher, ended(tokenizer), 0))
+        said.append(await stream(teacher, rollouts(tokenizer, 6, end=True), 0))
     for one, other in zip(*(each.values() for each in said), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
-
-
-async def test_a_teacher_keeps_the_contract_of_a_scorer(thread: Thread) -> None:
-    tokenizer = spot("unigram")
-    bridge = Bridge(tokenizer, spot("byte-level", TEMPLATE), "chat")
-    teacher = BridgedTeacher(teacher_of(), sampling=sampling_of(tokenizer), bridge=bridge, place=thread)
-    finished = [Finish(each.prompt.rollout, each, "eos") for each in ended(tokenizer)]
-
-    async def make() -> BridgedTeacher:
-        return teacher
-
-    await check_scorer(make, finished, close)
 
 
 async def test_a_response_that_a_template_changes_or_that_is_too_long_is_dropped_by_what_happened(
     thread: Thread,
 ) -> None:
     tokenizer = spot("byte-level")
-    (response,) = ended(tokenizer, 1)
+    (response,) = rollouts(tokenizer, 1, end=True)
     tokens = np.append(tokenizer.encode_exactly("  one"), tokenizer.inner.eos_token_id).astype(np.int32)
     zeros = np.zeros(len(tokens), np.int32)
     spaced = Response.empty(response.prompt).then(Chunk(0, 0, tokens, zeros.astype(np.float32), zeros))

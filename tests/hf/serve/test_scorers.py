@@ -274,21 +274,22 @@ def test_a_model_with_several_labels_or_no_score_layer_is_refused(thread: Thread
         ValueModel(model, place=thread)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-async def test_every_scorer_keeps_the_contract(thread: Thread, deterministic: bool) -> None:
+@pytest.mark.parametrize(("at", "deterministic"), [("thread", False), ("thread", True), ("process", False)])
+async def test_every_scorer_keeps_the_contract(at: str, deterministic: bool, request: pytest.FixtureRequest) -> None:
+    place: Place = request.getfixturevalue(at)
     finished = [Finish(response.prompt.rollout, response, "eos") for response in responses(3, seed=4)]
 
     async def reference() -> ReferenceLogprobs:
-        return ReferenceLogprobs(tiny.causal(), sampling=Sampling(), place=thread, deterministic=deterministic)
+        return ReferenceLogprobs(tiny.causal(), sampling=Sampling(), place=place, deterministic=deterministic)
 
     async def reward() -> RewardModel:
-        return RewardModel(tiny.scalar(), place=thread, deterministic=deterministic)
+        return RewardModel(tiny.scalar(), place=place, deterministic=deterministic)
 
     async def critic() -> ValueModel:
-        return ValueModel(tiny.scalar(), place=thread, deterministic=deterministic)
+        return ValueModel(tiny.scalar(), place=place, deterministic=deterministic)
 
     async def steps() -> ProcessRewardModel:
-        return ProcessRewardModel(tiny.steps(), place=thread, separators=SEPARATORS, deterministic=deterministic)
+        return ProcessRewardModel(tiny.steps(), place=place, separators=SEPARATORS, deterministic=deterministic)
 
     def close(a: FloatArray, b: FloatArray) -> bool:
         return np.allclose(a, b, rtol=1e-5, atol=1e-5)

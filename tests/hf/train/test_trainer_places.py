@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,12 +40,6 @@ from tests.hf.train.test_trainer import rollouts
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
 SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=1, minibatches=2, micro_batch_tokens=64)
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    with Process("trainer", setup=ONE) as process:
-        yield process
 
 
 @dataclass(frozen=True)
@@ -211,7 +205,7 @@ async def test_progress_is_seen_while_an_update_goes_on_elsewhere(process: Proce
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(trainer.update, batch)
             await anyio.to_thread.run_sync(begun.read_text)
-            assert (process.at_work, trainer.progress, trainer.version) == ("trainer: update", 0, 0)
+            assert (process.at_work, trainer.progress, trainer.version) == ("models: update", 0, 0)
             await anyio.to_thread.run_sync(go_on.write_text, "go on")
     assert (trainer.progress, trainer.version) == (2 * len(batch), 1)
 
