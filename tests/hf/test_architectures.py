@@ -243,7 +243,7 @@ def test_the_experts_of_a_token_do_not_depend_on_its_batch_mates(name: str) -> N
         picked.clear()
         reader.extend([2, 0, 4 + start], [tokens[2, 3:22], tokens[0, start : start + 10], tokens[4, :17]])
         # Chunks are padded on the left to the longest, 19, and rows stand in the order of their slots.
-        at = sorted((0, 2, 4 + start), key=reader._slab_of[0].slot).index(0)
+        at = sorted((0, 2, 4 + start), key=reader._rows.held[0].slot).index(0)
         for layer, want in zip(picked, alone, strict=True):
             assert torch.equal(layer.view(3, 19, -1)[at, -10:], want[start : start + 10])
         reader.forget([2])
