@@ -1,7 +1,7 @@
 """Devices of models by name, cores of the CPU, the places of a run on them, and errors when their memory runs out.
 
-The actor decodes on half of the cores; reward, reference and critic take turns on the rest, those of each device in a
-place of their own; the update, which runs alone, has all of them. Each place is a thread or a process, or, for training
+The actor decodes on half of the cores; reward, reference and critic take turns on the rest, in a place
+for each device; the update, which runs alone, has all of them. Each place is a thread or a process, or, for training
 ranks, several processes. One more thread writes checkpoints and computes nothing. On a GPU each thread has a stream of
 its own. The core counts are the same for every schedule and every choice of places, so that runs can be compared bit
 for bit.

@@ -75,7 +75,7 @@ DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
     "float16": torch.float16,
     "auto": "auto",
 }
-"""The types of weights, by their names in settings; ``auto``: that of the checkpoint."""
+"""The dtypes of weights, by their names in settings; ``auto``: the checkpoint's."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -118,7 +118,7 @@ def load_causal(path: str | Path, **options: Unpack[LoadOptions]) -> PreTrainedM
 def load_scalar(path: str | Path, *, new_head: bool = False, **options: Unpack[LoadOptions]) -> PreTrainedModel:
     """Return the sequence-classification model with one label at a directory or hub name, in evaluation mode, probed.
 
-    A head for logits in the checkpoint is left out. The other arguments and errors are those of :func:`load_causal`.
+    A head for logits in the checkpoint is left out. Other arguments and errors as for :func:`load_causal`.
 
     Args:
         path: likewise.
@@ -135,7 +135,7 @@ def load_scalar(path: str | Path, *, new_head: bool = False, **options: Unpack[L
 def load_process(path: str | Path, **options: Unpack[LoadOptions]) -> PreTrainedModel:
     """Return the token-classification model at a directory or hub name, in evaluation mode, probed.
 
-    Arguments and errors are those of :func:`load_causal`.
+    Arguments and errors as for :func:`load_causal`.
 
     Raises:
         ModelRefused: also if the model has no linear head.
@@ -467,7 +467,7 @@ LOADERS: Final[dict[ModelKind, Callable[..., PreTrainedModel]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecipe:
-    """How a model is loaded, wherever that is done; the arguments are those of :func:`oppo.hf.load_causal`.
+    """How a model is loaded, wherever that is done; arguments as for :func:`oppo.hf.load_causal`.
 
     Attributes:
         kind: ``causal`` (a policy, a reference), ``scalar`` (a reward model, a critic) or ``process``.

@@ -388,7 +388,7 @@ def _of_attention(name: str) -> bool:
 
 
 def require_peft(what: str) -> None:
-    """Check that PEFT is installed and that its version and that of transformers work together; ``what`` needs them."""
+    """Check that PEFT, which ``what`` needs, is installed in a version that works with transformers'."""
     require("lora", what, module="peft")
     try:
         check_peft_version(min_version=MIN_PEFT_VERSION)
@@ -455,7 +455,7 @@ def rounding_loss(state: Mapping[str, object], merged: Mapping[str, object], dty
 
 @torch.no_grad()
 def adapter_matrices(model: nn.Module) -> dict[str, Tensor]:
-    """Return the matrices of a model's adapters by the names that PEFT gives them in files, those of B scaled."""
+    """Return the matrices of a model's adapters by their names in PEFT's files, each B scaled."""
     from peft.tuners.lora import Linear  # noqa: PLC0415 - an extra, installed if there are adapters
 
     found = dict[str, Tensor]()

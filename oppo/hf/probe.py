@@ -98,7 +98,7 @@ def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: 
 
     Args:
         model: any model with a causal backbone.
-        tolerance: replaces that of the model's dtype in :data:`TOLERANCES`.
+        tolerance: replaces the one of the model's dtype in :data:`TOLERANCES`.
         attention: the only kind to try; ``auto``: the fastest that agrees (:mod:`oppo.hf.kv.attention`), and whole
             sequences if none does.
 

@@ -154,7 +154,7 @@ class HfTokenizer:
 
     Attributes:
         inner: the transformers tokenizer.
-        beside: files that belong to it, such as those of an image processor: their bytes by name.
+        beside: bytes of files that belong to it, such as an image processor's, by name.
         tools: the schemas of tools that the chat template shows.
         variables: of the chat template, such as ``enable_thinking``.
     """
@@ -240,8 +240,8 @@ class HfTokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, object]], *, last: int | None = None) -> list[int]:
         """Return the token ids of a conversation, up to the start of the assistant's turn.
 
-        A last message of the assistant is left open: the response continues it. Special tokens are those of the
-        template; one that a message spells is ordinary text.
+        A last message of the assistant is left open: the response continues it. Only the template writes
+        special tokens; one that a message spells is ordinary text.
 
         Args:
             messages: with all of their fields.

@@ -186,7 +186,7 @@ V = TypeVar("V")
 
 
 class Unaligned(Exception):  # noqa: N818 - it says what happened
-    """The tokens of a text cannot be told to be those of the policy."""
+    """The tokens of a text cannot be aligned with the policy's."""
 
 
 REREAD = "bridge/reread_tokens"  # the metric of the tokens of a rollout that were read in vain

@@ -131,7 +131,7 @@ class TeacherWorker(BridgeWorker[Spans]):
         inside = np.flatnonzero((theirs > 0) & (theirs <= len(text)) & (np.arange(len(theirs)) > 0))
         borders = np.intersect1d(theirs[inside], ours)
         at = np.searchsorted(borders, theirs[inside])
-        sums = np.zeros(len(borders) + 2)  # behind the spans that of the end, and what no border follows
+        sums = np.zeros(len(borders) + 2)  # behind the spans: the end, and what no border follows
         np.add.at(sums, np.where(at < len(borders), at, -1), kept[inside - 1])
         of = np.searchsorted(borders, ours)
         begun_before = at[:1] if len(inside) and theirs[inside[0] - 1] < 0 else at[:0]  # in the prompt

@@ -232,7 +232,7 @@ class Segments(NamedTuple):
 
 
 def expand_in_segments(model: PreTrainedModel) -> None:
-    """Have the layers of ``model`` whose cache holds latents expand those of each segment apart, from now on."""
+    """Have the layers of ``model`` whose cache holds latents expand each segment apart, from now on."""
     for module in model.modules():
         layer: Any = module
         if hasattr(layer, "expand_kv") and not isinstance(layer.expand_kv, partial):
@@ -277,7 +277,7 @@ class Packed:
 
 @contextmanager
 def rows_apart(packed: Packed | None) -> Iterator[None]:
-    """Let the tokens of a pass, which takes :func:`packed_mask` for its mask, attend to those of their own row only."""
+    """Let the tokens of a pass, whose mask is :func:`packed_mask`, attend to their own row only."""
     token = _packed.set(packed)
     try:
         yield

@@ -161,7 +161,7 @@ class Slab(Slots):
         return len({layer for layer, _ in self._layers})
 
     def store(self, layer: int, region: KVRegion, *news: Tensor, of: str = "attention") -> tuple[Tensor, ...]:
-        """Write new keys and values, or an indexer's keys, [n, heads, q, size]; return those of all tokens."""
+        """Write new keys and values, or an indexer's keys, [n, heads, q, size]; return all tokens'."""
         stores = self.write(layer, region, *news, of=of)
         return tuple(store[region.slots, :, : region.end] for store in stores)
 
@@ -355,7 +355,7 @@ class SlabLayer(CacheLayerMixin):
         return cast("Tensor", Segments(all_keys)), cast("Tensor", Segments(all_values))  # models only pass them on
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write an indexer's new keys [n, q, size]; return those of all tokens of the rows, which are one rectangle."""
+        """Write an indexer's new keys [n, q, size]; return the keys of all tokens of the rows, which are one rectangle."""
         ((slab, region),) = self.views
         (keys,) = slab.store(self._number, region, indexer_key_states[:, None], of="indexer")
         return keys[:, 0]

@@ -98,7 +98,7 @@ class Incremental:
             self.capture_steps(Capture(self.device))
 
     def capture_steps(self, capture: Capture) -> None:
-        """Launch decode steps as graphs from now on: those of one segment, of a model without recurrent states."""
+        """Launch decode steps of one segment as graphs from now on; the model has no recurrent states."""
 
         def forward(view: KVView, ids: Tensor, positions: Tensor) -> Tensor:
             return self._forward([view], (), ids, positions, keep=1)[:, 0]

@@ -15,7 +15,7 @@ from oppo.hf.kv.cache import Slab
 class Rows:
     """Rows by number; ``held``: the slab of each that was read.
 
-    Rows that are read in chunks are in slabs by length class; those of a decode step are in slabs by segment.
+    Rows that are read in chunks are in slabs by length class, rows that decode in slabs by segment.
     """
 
     def __init__(self, classes: Sequence[int], longest: int, model: str) -> None:

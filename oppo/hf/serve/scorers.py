@@ -386,7 +386,7 @@ class ValueModel(StreamedScorer[FloatArray]):
     state after the response.
 
     After :meth:`load`, sessions opened under an older version are stale: the caller forgets and replays them. Arguments
-    and errors are those of :class:`RewardModel`.
+    and errors as for :class:`RewardModel`.
     """
 
     def __init__(self, model: Loadable, *, place: Hosting, deterministic: bool = False) -> None:
@@ -490,7 +490,7 @@ class RecomputedLogprobs(ReferenceLogprobs):
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.actor`` from the next call on; tensors that are the model's own are not copied.
 
-        An empty ``weights.actor`` changes the version only. Errors are those of :meth:`ValueModel.load`.
+        An empty ``weights.actor`` changes the version only. Errors as of :meth:`ValueModel.load`.
         """
         await self._follow(weights.actor, weights.version)
 

@@ -35,7 +35,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        # Gradients are added to those of the copies, and cleared.
+        # Gradients are added to the copies' gradients, and cleared.
         for parameter, master in self._copies.items():
             if parameter.grad is not None:
                 gradient = parameter.grad.float()

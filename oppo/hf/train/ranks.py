@@ -94,7 +94,7 @@ class Alone:
 
 
 class Ranked:
-    """Processes that have met by ``torch.distributed``, gloo for tensors of a CPU and NCCL for those of GPUs."""
+    """Processes that have met by ``torch.distributed``, by gloo on CPUs and NCCL on GPUs."""
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
         for name in _LAUNCHER & os.environ.keys():

@@ -264,7 +264,7 @@ class HfTrainerCore:
             )
 
     def _accumulate(self, batch: Batch, rows: list[list[int]], partial: PartialGradient) -> None:
-        # The gradient is that of the sum of these units' losses, if it is finite.
+        # Accumulates the gradient of the sum of these units' losses, if it is finite.
         self.optimisation.require_every_step()
         one = Whole(1.0, 1.0, 1.0, float(self._sampling.max_new_tokens))
         losses = [torch.zeros((), device=self._models.actor.device)]  # a rank may have no part of them
@@ -392,7 +392,7 @@ class HfTrainerCore:
         return self._models.packs(longest_read(batch))
 
     def _idle(self, batch: Batch, rows: list[int]) -> None:
-        # Passes without a gradient: those of other ranks need this one's shards.
+        # Passes without a gradient: other ranks' passes need this one's shards.
         part = self._packed(batch, rows)
         if not torch.is_grad_enabled():
             self.optimisation.models(part, None)
@@ -475,8 +475,8 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
     Weights with fewer bits than float32 are trained through float32 copies. Metrics are of the loss, of the tokens'
     staleness, and of the work done.
 
-    A trunk that the two models share (:func:`oppo.hf.value_model_on`) is read once, and its gradient is that of the sum
-    of all losses. It belongs to the actor: it has the actor's learning rate, is clipped with the actor, and does not
+    A trunk that the two models share (:func:`oppo.hf.value_model_on`) is read once, and has the gradient of the sum of
+    all losses. It belongs to the actor: it has the actor's learning rate, is clipped with the actor, and does not
     learn during the critic's warm-up, which trains the value head only.
 
     In a :class:`~oppo.placement.Process` both processes share the weights (:mod:`oppo.hf.weights`); the float32 copies
@@ -495,7 +495,7 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         loss: PPO's by default, :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
         shard: where there are several ranks, each has a shard of weights, gradients and optimizer states (FSDP2, see
             :mod:`oppo.hf.train.ranks`); otherwise each has all of them.
-        devices: of the ranks; those of the models when empty. Ranks on GPUs are given models on the CPU, which then
+        devices: of the ranks; the models' own when empty. Ranks on GPUs are given models on the CPU, which then
             hold the weights that are synced and saved.
         recipe: how ranks on other machines load the models; the trained weights they get from this one.
 
