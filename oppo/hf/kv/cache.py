@@ -355,7 +355,7 @@ class SlabLayer(CacheLayerMixin):
         return cast("Tensor", Segments(all_keys)), cast("Tensor", Segments(all_values))  # models only pass them on
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write an indexer's new keys [n, q, size]; return the keys of all tokens of the rows, which are one rectangle."""
+        """Write an indexer's new keys [n, q, size]; return all keys of the rows, one rectangle."""
         ((slab, region),) = self.views
         (keys,) = slab.store(self._number, region, indexer_key_states[:, None], of="indexer")
         return keys[:, 0]
