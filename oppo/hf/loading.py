@@ -64,7 +64,7 @@ from oppo.hf.model_files import (
     require_no_code,
 )
 from oppo.hf.probe import probe
-from oppo.hf.weights import ALIGNMENT, SharedModel, Source
+from oppo.hf.weights import ALIGNMENT, SharedModel
 from oppo.log import logger, routed
 
 T = TypeVar("T")
@@ -577,5 +577,5 @@ def worker_maker(kind: Callable[..., T], model: Loadable, *args: object) -> Call
     return partial(_worker, kind, model if isinstance(model, ModelRecipe) else SharedModel(model), *args)
 
 
-def _worker(kind: Callable[..., T], source: Source[PreTrainedModel], *args: object) -> T:
+def _worker(kind: Callable[..., T], source: ModelRecipe | SharedModel[PreTrainedModel], *args: object) -> T:
     return kind(source.load(), *args)

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -165,7 +165,6 @@ def weights_digest(model: nn.Module) -> str:
 
 
 M = TypeVar("M", bound=nn.Module)
-M_co = TypeVar("M_co", bound=nn.Module, covariant=True)
 
 ALIGNMENT = 64
 """Bytes: torch allocates tensors at multiples of it on a CPU. Rounding depends on a tensor's address modulo this."""
@@ -193,13 +192,6 @@ class TensorLayout:
         flat = torch.frombuffer(blocks[self.block], dtype=self.dtype)
         view = flat.as_strided(self.shape, self.stride, self.offset)
         return nn.Parameter(view, self.requires_grad) if self.parameter else view
-
-
-class Source(Protocol[M_co]):
-    """Where a model comes from, in the process that needs it."""
-
-    def load(self) -> M_co:
-        """Return the model."""
 
 
 class SharedModel(Generic[M]):

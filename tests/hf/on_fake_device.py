@@ -35,7 +35,7 @@ from oppo.hf.serve.scorers import (
 )
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.optim import gather_training
-from oppo.hf.train.ranks import Alone
+from oppo.hf.train.ranks import Team
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.hf.weights import adopt, copies
 from oppo.losses import ClippedLoss, PPOLoss
@@ -203,7 +203,7 @@ def sync(make: Make = causal) -> Counts:
         found["sync"] = watch.taken()
         copies(core.weights().actor)
         found["copies"] = watch.taken()
-        assert {each.device.type for each in gather_training(core.optimisation, Alone()).values()} == {"cpu"}
+        assert {each.device.type for each in gather_training(core.optimisation, Team()).values()} == {"cpu"}
     return found
 
 

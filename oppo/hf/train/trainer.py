@@ -38,8 +38,8 @@ from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, recompute
 from oppo.hf.train.metrics import AUX, StalenessMetrics, Sums, UpdateMetrics
 from oppo.hf.train.optim import Optimisation, gather_training, read_training, write_training
 from oppo.hf.train.packing import MicroBatch, longest_read, micro_batches, minibatches, pack, tokens_read, units
-from oppo.hf.train.ranks import SHARDS, Alone, Ranked, Replicas, Team, reset, whole
-from oppo.hf.weights import SharedModel, Source
+from oppo.hf.train.ranks import SHARDS, Ranked, Replicas, Team, reset, whole
+from oppo.hf.weights import SharedModel
 from oppo.losses import (
     Divided,
     Input,
@@ -145,7 +145,7 @@ class HfTrainerCore:
         self._sampling = sampling
         self._inputs = loss.reads | loss.measures
         self._replicas = replicas
-        self._team: Team = Alone()
+        self._team = Team()
         self._partial: PartialGradient | None = None
 
     def join(self, rank: int, size: int, meeting: str) -> None:
@@ -160,7 +160,7 @@ class HfTrainerCore:
     @cached_property
     def optimisation(self) -> Optimisation:
         # Created at its first use, so that its memory is allocated where updates are made.
-        if isinstance(self._team, Alone):  # else they were prepared before they were sharded
+        if not isinstance(self._team, Ranked):  # else they were prepared before they were sharded
             self._whole.prepare()
         return Optimisation(self._models, self.settings)
 
@@ -446,7 +446,7 @@ class HfTrainerCore:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MakesCore:
-    models: Source[ActorCritic]
+    models: SharedModel[ActorCritic] | ActorCriticRecipe
     sampling: Sampling
     settings: TrainerSettings
     loss: Loss
