@@ -1,4 +1,4 @@
-"""A thread for models; a policy in a thread and in a process. One child serves all tests of a module."""
+"""Places for models, and a policy in a thread and in a process; one place serves all tests of a module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from oppo.hf.devices import use_cores
-from oppo.placement import Process, Thread
+from oppo.placement import Process, Ranks, Thread
 from tests.hf import child, stories
 from tests.hf.stories import Serving
 
@@ -28,6 +28,12 @@ def thread() -> Iterator[Thread]:
 def process() -> Iterator[Process]:
     with Process("models", setup=child.ONE) as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks("trainer", 2, setup=child.ONE) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")

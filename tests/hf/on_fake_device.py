@@ -1,4 +1,9 @@
-"""A process whose models are on a device that is not there: prints what each kind of work did there, as JSON."""
+"""A process whose models are on a device that is not there: prints what each kind of work did there, as JSON.
+
+Fake tensors have shapes, dtypes and devices. Here they are of a backend without kernels, whose operations follow a
+device's rules and are counted; to register it changes the whole process. Results are zeros and true, so this says
+nothing about numbers, streams, races and recomputation.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,12 +53,6 @@ from tests.placement.instances import gone
 SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=1, micro_batch_tokens=40)
 
 SEVERAL_STEPS = replace(SETTINGS, minibatches=2, epochs=2)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks("trainer", 2, setup=ONE) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

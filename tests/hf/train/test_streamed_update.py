@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -23,7 +23,6 @@ from oppo.models import Trained
 from oppo.placement import Place, Ranks, Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.child import ONE
 from tests.hf.train.test_trainer import rollouts
 from tests.hf.train.test_trainer_places import SAMPLING
 
@@ -38,12 +37,6 @@ LOSSES: dict[str, Loss] = {
     "sequences": SequenceLoss(),
     "pairs": PairwiseLoss(),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks("trainer", 2, setup=ONE) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")
