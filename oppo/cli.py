@@ -226,8 +226,9 @@ def doctor(
     """
     from oppo.config.load import load  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.hf.memory import Hardware  # noqa: PLC0415 - likewise
+    from oppo.run.deployment import Deployment  # noqa: PLC0415 - likewise
     from oppo.run.doctor import attempt, examine  # noqa: PLC0415 - likewise
-    from oppo.run.places import require_engine  # noqa: PLC0415 - likewise
+    from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
     from oppo.run.train import require_installed  # noqa: PLC0415 - likewise
 
     if trial and assume:
@@ -237,7 +238,7 @@ def doctor(
     if assumed is None:
         require_installed(settings)
     else:
-        require_engine(settings, assumed)
+        require_engines(Deployment.of(settings, assumed))
     found = examine(settings, assumed)
     console.out(*map(harmless, found.lines()), sep="\n", highlight=False)
     if found.faults:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, Final, Generic, Literal, Self, TypeAlias, TypeVar, get_args
 
 import numpy as np
@@ -259,6 +259,11 @@ class ToolTokens:
     start: int
     tokens: IntArray
 
+    def as_chunk(self, version: int) -> Chunk:
+        """Return them as if sampled by these weights, with log-probs of 0."""
+        n = len(self.tokens)
+        return Chunk(self.rollout, self.start, self.tokens, np.zeros(n, np.float32), np.full(n, version, np.int32))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Response:
@@ -290,22 +295,22 @@ class Response:
     @classmethod
     def of(cls, prompt: Prompt, pieces: Iterable[Chunk | ToolTokens]) -> Response:
         """Return the response that consists of these pieces, in order."""
-        response = cls.empty(prompt)
-        for sampled, run in groupby(pieces, lambda piece: isinstance(piece, Chunk)):
-            if sampled:
-                first, *later = (piece for piece in run if isinstance(piece, Chunk))
-                response = response.then(first.merge(*later))
-            else:
-                for piece in run:
-                    response = response.then(piece)
-        return response
+        chunks, sampled, version = list[Chunk](), list[bool](), 0
+        for piece in pieces:
+            sampled.append(isinstance(piece, Chunk))
+            chunks.append(piece if isinstance(piece, Chunk) else piece.as_chunk(version))
+            version = int(chunks[-1].versions[-1]) if len(piece.tokens) else version
+        if not chunks:
+            return cls.empty(prompt)
+        whole, lengths = chunks[0].merge(*chunks[1:]), [len(chunk.tokens) for chunk in chunks]
+        mask, support, routed = np.repeat(sampled, lengths), whole.support, whole.routed_experts
+        return cls(prompt, whole.tokens, whole.logprobs, whole.versions, mask, support, routed)
 
     def then(self, piece: Chunk | ToolTokens) -> Response:
         """Return this response with ``piece`` appended."""
         n, sampled = len(piece.tokens), isinstance(piece, Chunk)
         if isinstance(piece, ToolTokens):
-            last = self.versions[-1:] if len(self) else np.zeros(1, np.int32)
-            piece = Chunk(piece.rollout, piece.start, piece.tokens, np.zeros(n, np.float32), np.repeat(last, n))
+            piece = piece.as_chunk(int(self.versions[-1]) if len(self) else 0)
         return Response(
             self.prompt,
             np.concatenate((self.tokens, piece.tokens)),
@@ -422,7 +427,7 @@ class Scored(Generic[T_co]):
 
 RolloutEvent: TypeAlias = Prompt | Chunk | ToolTokens | Defer | Finish | Drop
 
-_OF_A_ROLLOUT = (Chunk, Prompt, Finish, ToolTokens, Defer, Drop, Scored)
+_OF_A_ROLLOUT: Final = (Chunk, Prompt, Finish, ToolTokens, Defer, Drop, Scored)
 
 
 def described(value: object) -> str:
@@ -529,8 +534,8 @@ class Batch:
             items: object = getattr(self, name)
             if not isinstance(items, Sequence) or not all(isinstance(item, kind) for item in items):
                 raise ProtocolError(f"Batch.{name} must be a tuple of {kind.__name__} objects; got {described(items)}")
-        rows, tokens = len(self.responses), sum(map(len, self.responses))
-        borders = np.cumsum([0, *map(len, self.responses)])
+        borders = np.cumsum([0, *(len(response.tokens) for response in self.responses)])
+        rows, tokens = len(self.responses), int(borders[-1])
         if not np.array_equal(self.offsets, borders):
             raise ProtocolError(
                 f"Batch.offsets must be an array of {rows + 1} numbers, the borders of the responses: 0, then each "
@@ -589,12 +594,17 @@ class Batch:
         rows = dict[int, list[int]]()
         for row, response in enumerate(self.responses):
             rows.setdefault(response.prompt.first, []).append(row)
+        if len(rows) == len(self):
+            return list(np.arange(len(self)).reshape(-1, 1))
         return [np.array(each, np.int64) for each in rows.values()]
 
     @property
     def firsts(self) -> NDArray[np.int64]:
         """The first row of each rollout of a group: what rollouts have once, such as a score, is taken there."""
-        return np.array([rows[0] for rows in self.conversations()], np.int64)
+        row_of = {}
+        for row, response in enumerate(self.responses):
+            row_of.setdefault(response.prompt.first, row)
+        return np.array(list(row_of.values()), np.int64)
 
     def shares(self) -> FloatArray:
         """Return the share of each row in the sampled tokens of its rollout, float32 [N]: 1 if it is the only one."""
@@ -610,7 +620,9 @@ class Batch:
         What discounts, sums or counts over a conversation runs over these: a tool's tokens between two of them are a
         part of the state that the second one sees.
         """
-        return [row.start + np.flatnonzero(self.sampled[row]) for row in self.rows()]
+        positions = np.flatnonzero(self.sampled)
+        borders = np.searchsorted(positions, self.offsets).tolist()
+        return [positions[first:last] for first, last in pairwise(borders)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -133,7 +133,7 @@ class RolloutBuffer(Generic[R]):
         self._end_read = False
         self._state: PieceState = "cut"
         self._failure: Exception | None = None
-        self._readiness: anyio.Event | None = None
+        self._readiness: asyncio.Future[None] | None = None
         self._from_tool = 0  # unread tool tokens
         self._answer: list[int] = []
         self._turn = turn_so_far(response) if turns else []
@@ -246,9 +246,9 @@ class RolloutBuffer(Generic[R]):
         self.enough = self._taken + limit
         self.engine.collect()
         while not self._readable():
-            self._readiness = anyio.Event()
+            self._readiness = asyncio.get_running_loop().create_future()  # an event is four objects more
             try:
-                await self._readiness.wait()
+                await self._readiness
             finally:
                 self._readiness = None
         return self._take(limit)
@@ -289,8 +289,8 @@ class RolloutBuffer(Generic[R]):
 
     def wake(self) -> None:
         """Wake the reader, and who waits for a turn."""
-        if self._readiness is not None:
-            self._readiness.set()
+        if self._readiness is not None and not self._readiness.done():
+            self._readiness.set_result(None)
         self._wake_turn()
 
     def _wake_turn(self) -> None:

@@ -113,7 +113,7 @@ class Settings(BaseModel):
     trainer: Annotated[TrainerSettings, Table(), BeforeValidator(_spanning)] = Field({}, validate_default=True)
     scorers: dict[str, Annotated[ScorerSection, Table()]] = Field({})
     vllm: dict[str, object] = Field({})
-    """Arguments of vLLM's engine, by its own names, or its servers; :mod:`oppo.run.places` checks them before anything
+    """Arguments of vLLM's engine, by its own names, or its servers; :mod:`oppo.run.engines` checks them before anything
     is loaded."""
 
     @model_validator(mode="after")

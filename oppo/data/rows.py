@@ -48,7 +48,6 @@ def located(row: object, number: int, *, of_columns: bool = False) -> Located:
 
 
 def is_dataset(rows: object) -> bool:
-    """Return whether rows are a dataset of the library ``datasets``, whose format is one of columns."""
     return hasattr(rows, "features")
 
 
@@ -109,7 +108,7 @@ def _require_distinct(names: Sequence[str], path: Path) -> None:
 
 
 def as_written(row: Row) -> Row:
-    """Return a row of a format of columns without the nulls that its chat messages have for keys of other messages."""
+    """Return a row without the nulls that a format of columns puts into chat messages for keys of other messages."""
     # All values of a column have the keys of each there. A message's own ``content`` may be null.
     return {
         name: [_message_as_written(each) for each in value] if _is_chat(value) else value for name, value in row.items()

@@ -123,11 +123,7 @@ class PromptStream(Iterator[Prompt]):
 
 
 class _Shuffled:
-    """The prompts of one source, in an order of their own in each epoch.
-
-    Args:
-        number: of the source among those of its stream.
-    """
+    """The prompts of one source, in an order of their own in each epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, number: int) -> None:
         if not prompts:
@@ -148,9 +144,6 @@ class _Shuffled:
 
 class Cycle:
     """The sources of a mixture in the order in which their prompts come, which repeats.
-
-    Args:
-        weights: of each source: how many of its prompts a cycle holds; 1 or more.
 
     Example:
         >>> cycle = Cycle([3, 1])

@@ -182,7 +182,8 @@ class FanOut(Generic[T]):
         """Deliver ``item`` to every target; see :meth:`oppo.Sender.send` for what a cancellation leaves."""
         if self._require is not None:
             self._require(item)
-        for target in [target for target in self._targets if not target.offer(item)]:
+        full = [target for target in self._targets if not target.offer(item)]
+        for target in full:
             await target.send(item)
         if self._on_delivered is not None:
             self._on_delivered(item)

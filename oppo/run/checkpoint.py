@@ -56,13 +56,7 @@ _NAME = re.compile(r"^step-(\d{6,})$")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint on disk.
-
-    Attributes:
-        step: steps that the run had made.
-        score: of the last of them; NaN without one.
-        measure: what that is a score of; only scores of the same are compared.
-    """
+    """A whole checkpoint on disk after ``step`` steps; scores are compared where their ``measure`` is the same."""
 
     path: Path
     step: int
@@ -96,10 +90,8 @@ class Checkpoints:
 
     @contextmanager
     def writing(self, step: int, score: float = math.nan, measure: str = "score") -> Iterator[Path]:
-        """Yield a directory to write into; it becomes the checkpoint of ``step`` if no error ends the context.
-
-        Older checkpoints than are kept are deleted then, and so are those of later steps, which a resumed run gave up.
-        """
+        """Yield a directory that becomes the checkpoint of ``step`` if no error ends the context."""
+        # Then those beyond what is kept are deleted, and those of later steps, which a resumed run gave up.
         path = self._directory / _named(step)
         try:
             if os.path.lexists(path):
@@ -117,7 +109,6 @@ class Checkpoints:
         self._prune(path)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole and can be read; log each newer one."""
         for path in reversed(self._paths()):
             try:
                 found = _usable(path)
@@ -130,7 +121,7 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        """Whether a checkpoint has ever been named here, whole or not; the models of ``final`` are none."""
+        """Whether a checkpoint has ever been named here, whole or not."""
         return bool(self._paths())
 
     @property
@@ -287,13 +278,7 @@ HELD_OUT = "eval.prompts"
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Settings, files and libraries of a run, models apart.
-
-    Attributes:
-        settings: a digest of each, under ``section.key``.
-        files: SHA-256 of each file, directory, or other source of prompts, under the setting that names it.
-        libraries: their versions.
-    """
+    """Digests of a run's settings, by ``section.key``, and files, by the setting that names each; library versions."""
 
     settings: Mapping[str, str]
     files: Mapping[str, str]
@@ -308,7 +293,6 @@ class Provenance:
 
     @classmethod
     def restored(cls, state: State) -> Self:
-        """Return the provenance from :meth:`state`."""
         try:
             recorded, files, libraries = (
                 dict[str, str](state["provenance"][name]) for name in ("settings", "files", "libraries")
@@ -330,13 +314,7 @@ class Provenance:
 def require_continued(
     before: Provenance, now: Provenance, files: Mapping[str, Path], *, accept_changed_code: bool
 ) -> None:
-    """Check that a resumed run has the files it began with; report the differences that are accepted.
-
-    Args:
-        before: recorded in the checkpoint.
-        files: of the run, by their settings.
-        accept_changed_code: accept another content of a file of code.
-    """
+    """Check that a resumed run has the files it began with; log the differences that are accepted."""
     for name, digest_now in now.files.items():
         if before.files.get(name) == digest_now:
             continue
@@ -359,10 +337,7 @@ def require_continued(
 
 
 def fingerprints(settings: Settings) -> dict[str, str]:
-    """Return a digest of every setting, under ``section.key``: a value may hold a secret, in a URL for example.
-
-    Those of the rewards are under ``rewards.0.key`` and so on; ``rewards`` is which there are.
-    """
+    """Return a digest of every setting, by ``section.key`` and ``rewards.0.key``; a value may hold a secret."""
     flat = {f"{name}.{key}": value for name, values in settings.tables().items() for key, value in values.items()}
     flat["rewards"] = sorted(each.name or "" for each in settings.rewards)
     return {name: fingerprint(value) for name, value in flat.items()}
@@ -373,10 +348,8 @@ def fingerprint(value: object) -> str:
 
 
 def digest(path: Path, *, linked: bool = True) -> str:
-    """Return the SHA-256 of a file, or why it cannot be read; a pipe, which may never end, is not opened.
-
-    That of a directory is the SHA-256 of its files' names and digests. What a link leads to is read if ``linked``.
-    """
+    """Return the SHA-256 of a file, or of a directory's names and digests; or why it cannot be read."""
+    # a pipe may never end, and is not opened
     try:
         if path.is_dir():
             found = {file.relative_to(path).as_posix(): digest(file) for file in path.rglob("*") if file.is_file()}
@@ -403,7 +376,6 @@ ENGINE_ARGUMENTS = "vllm."
 
 
 def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
-    """Return the settings of the run in ``directory``, with ``section.key=value`` overrides."""
     file = directory / "config.toml"
     if not is_plain(file):
         raise ConfigError(f"there is no run to resume in {directory}: expected the file {file}")
@@ -419,9 +391,7 @@ def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
 def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "") -> None:
     """Check that a resumed run has the settings it began with, except for those that may change.
 
-    Args:
-        before: the former :func:`fingerprints`; settings that they lack are not compared.
-        of: what recorded ``before``, unless the run's ``config.toml`` did.
+    ``of`` names what recorded ``before``, unless the run's ``config.toml`` did.
     """
     now = fingerprints(settings)
     changed = {
@@ -469,7 +439,6 @@ def require_same_run(
     *,
     accept_changed_code: bool,
 ) -> None:
-    """Check that a run goes on with the settings and the files that it had at a checkpoint."""
     before = Provenance.restored(checkpoint.state())
     require_same(before.settings, settings, of="its checkpoint")
     require_continued(before, now, settings.files, accept_changed_code=accept_changed_code)
@@ -505,6 +474,5 @@ def newest(run: RunSection, directory: Path, checkpoints: Checkpoints) -> Checkp
 
 
 def is_young(directory: Path, every: int) -> bool:
-    """Return whether a run that writes checkpoints has made too few steps for its first."""
     made = sum(1 for _ in read(directory / METRICS))
     return 0 < every >= made

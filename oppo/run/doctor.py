@@ -29,9 +29,9 @@ from oppo.log import logger, routed
 from oppo.models import Sampling, VariesSampling
 from oppo.redact import harmless
 from oppo.run.checkpoint import Provenance
+from oppo.run.deployment import Deployment
 from oppo.run.memory import SHARE, Expected, advice, at_worst, by_device, crowded, expected, load_of
 from oppo.run.models import policy_tokenizer
-from oppo.run.places import devices_of
 from oppo.run.prompts import supplied
 from oppo.run.rewards import begin_of, environment_of
 from oppo.run.train import PreparedRun, prepare
@@ -49,14 +49,7 @@ _PARTS: Final = [each.name for each in fields(Bytes)]
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Memory that a run needs, found without loading its models.
-
-    Attributes:
-        needs: of each model.
-        load: for which they were estimated.
-        faults: messages about devices with too little memory, and what would fit; empty if there is enough.
-        assumed: the hardware that was meant; ``None``: this machine.
-    """
+    """Memory that a run needs under a load, found without loading its models; no ``faults`` if there is enough."""
 
     needs: Sequence[Expected]
     load: Load
@@ -92,15 +85,15 @@ def examine(settings: Settings, assumed: Hardware | None = None) -> Diagnosis:
     """
     if assumed is not None and assumed.machines > 1 and not settings.placement.cluster:
         logger.info("the run is on one machine: --ray, or placement.cluster, places models on others")
-    devices = devices_of(settings, assumed)
+    deployment = Deployment.of(settings, assumed)
     with routed():
         tokenizer = policy_tokenizer(settings)
         environment = environment_of(settings, tokenizer)
         supply = supplied(settings, tokenizer, Provenance.of(settings), begin=begin_of(environment))
         load = load_of(settings, supply.longest)
-    needs = expected(settings, devices, load, assumed)
+    needs = expected(deployment, load)
     found = crowded(needs, assumed, spread=settings.placement.spread)
-    return Diagnosis(needs, load, [*found, advice(settings, devices, load, assumed)] if found else (), assumed)
+    return Diagnosis(needs, load, [*found, advice(deployment, load)] if found else (), assumed)
 
 
 def versions() -> str:
@@ -130,21 +123,16 @@ def _largest(models: Sequence[Expected]) -> str:
     return f"most of it {'KV cache' if part == 'keys_values' else part} of the {model} ({decimal(size)})"
 
 
-def longest_of(settings: Settings) -> Settings:
-    """Return the settings of a run whose responses are all as long as they may be, and which evaluates nothing."""
-    return settings.changed(
-        {
-            "sampling": {"min_new_tokens": settings.sampling.max_new_tokens, "stop_strings": ()},
-            "environment": {"source": ""},
-            "eval": {"prompts": ""},
-        }
-    )
-
-
 def attempt(settings: Settings) -> Iterator[str]:
     if settings.agents.program:
         raise ConfigError("a longest step has no agents: train a step, or try one without agents.program")
-    with Peak() as peak, prepare(longest_of(settings), dry_run=True) as session:
+    # every response as long as it may be, and no evaluation
+    longest = {
+        "sampling": {"min_new_tokens": settings.sampling.max_new_tokens, "stop_strings": ()},
+        "environment": {"source": ""},
+        "eval": {"prompts": ""},
+    }
+    with Peak() as peak, prepare(settings.changed(longest), dry_run=True) as session:
         loaded = peak.by_device()
         logger.info("making one step as long as the settings allow")
         seconds = anyio.run(_step, session)
@@ -178,15 +166,7 @@ WIDTH: Final = 100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tried:
-    """The outcome of a rehearsal.
-
-    Attributes:
-        finish: the first of two responses.
-        scores: of both, or why there is none.
-        seconds: that the reward took.
-        parts: what a reward of several parts said of the first, by metric.
-        answer: tokens of the environment to a turn that did not end by itself; ``None`` without.
-    """
+    """Two responses: the first, the scores of both, the environment's answer to a turn that did not end by itself."""
 
     finish: Finish
     scores: Sequence[float | Drop]

@@ -49,7 +49,7 @@ _AS_FUNCTION = (
 
 
 def adapter_of(models: ModelsSection) -> Path:
-    """Return where the files of ``models.adapter`` are, once they say that it is for ``models.policy``."""
+    """Return the directory of ``models.adapter``, once its files say that it is for ``models.policy``."""
     try:
         directory = located(models.adapter, weights=True)
         base = str(read_object(directory / ADAPTER).get("base_model_name_or_path"))
@@ -103,7 +103,7 @@ class RoleLoader:
             return self._checked(path, self._served(name, "causal", path))
 
     def teacher(self, name: str) -> tuple[Loadable, HfTokenizer | None]:
-        """Return the teacher of ``models.<name>``, and its tokenizer if that is not the policy's."""
+        """Return the teacher ``models.<name>``, and its tokenizer if it is another than the policy's."""
         path = self._models.teachers[name]
         with self.attributed(name):
             model = self._served(name, "causal", path)
@@ -124,10 +124,7 @@ class RoleLoader:
         return reward_kind(self._located(path), trusted=self._models.trust_remote_code)
 
     def scalar_reward(self, key: str, path: str) -> tuple[Loadable, str | None]:
-        """Return a reward model with one label, and its tokenizer's difference to the policy's, in words.
-
-        ``None``: it reads the policy's tokens as they are.
-        """
+        """Return a reward model with one label, and its tokenizer's difference from the policy's, or ``None``."""
         model = self._served(key, "scalar", path)
         return model, self._difference(path, model)
 
@@ -144,7 +141,7 @@ class RoleLoader:
         return HfTokenizer(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code))
 
     def recipe(self, name: str, kind: ModelKind, path: str, device: torch.device) -> ModelRecipe:
-        """Return how the model of ``models.<name>`` is loaded in another process; on another machine it has a GPU."""
+        """Return how the model of ``models.<name>`` is loaded in another process."""
         models = self._models
         return ModelRecipe(
             path=path,
@@ -236,12 +233,7 @@ class RoleLoader:
 
 
 def critic_source(models: ModelsSection, rewards: Sequence[str], fit: Sequence[str]) -> str:
-    """Return what the critic starts from: its model, unless that is a reward model that cannot be a critic.
-
-    Args:
-        rewards: the reward models.
-        fit: those that can; else the first of them, or the policy.
-    """
+    """Return what the critic starts from: its model, unless that is a reward model that is unfit to be a critic."""
     if models.critic in fit or models.critic not in rewards:
         return models.critic
     return next(iter(fit), models.policy)

@@ -54,12 +54,7 @@ CITATION: Final = """\
 def push(run: Path, repo: str, *, private: bool = False, dry_run: bool = False, api: HfApi | None = None) -> str:
     """Write a run's model card, push it with the trained policy in one commit, and return where both are.
 
-    Args:
-        run: the run directory, which gets the card :data:`CARD` and is not changed otherwise.
-        repo: ``owner/name`` at the hub, which is made if it is not there.
-        private: make it a private one.
-        dry_run: write the card only, and return its path.
-        api: the hub's client; that of the environment unless given.
+    With ``dry_run`` only the card is written, into the run directory, and its path returned.
     """
     from huggingface_hub import CommitOperationAdd, HfApi  # noqa: PLC0415 - with its HTTP clients, .2 s
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # noqa: PLC0415 - likewise
@@ -121,7 +116,7 @@ def _of_hub(source: PromptSource) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or the first of one with an object a line; nothing if there is none."""
+    # the object in a JSON file, or the first of a file with one a line
     try:
         text = file.read_text(encoding="utf-8")
         found, _ = json.JSONDecoder().raw_decode(text)
@@ -164,5 +159,5 @@ def _lines(run: Path, settings: Settings, repo: str, facts: Mapping[str, Any]) -
 
 
 def _named(text: str) -> str:
-    """Return a hub's name as it is, and of a path, which tells of a machine, its last part."""
+    # a path tells of a machine
     return text if is_hub_name(text) and not Path(text).is_absolute() else PurePath(text).name

@@ -71,13 +71,7 @@ OPTIONS: Final = ("on_failure", "process", "concurrency", "timeout", "each")
 
 @dataclass(frozen=True, slots=True)
 class UserCode:
-    """The user's own code in a run, loaded and checked before any model is.
-
-    Attributes:
-        settings: of all rewards, by their place in the file: ``rewards.0``, ``rewards.1``, ...
-        environment: ``None`` without one.
-        rewards: those that are code.
-    """
+    """The user's own code in a run, loaded and checked before any model is; rewards by their key, ``rewards.0``."""
 
     settings: Mapping[str, RewardSection]
     environment: AnyEnvironment | None
@@ -91,11 +85,7 @@ class UserCode:
         place: Hosting,
         environment: AnyEnvironment | None = None,
     ) -> UserCode:
-        """Return the code that the settings name; scorers that a file makes work in ``place``.
-
-        Args:
-            environment: of :func:`environment_of`; ``None``: it is made here.
-        """
+        """Return the code that the settings name; scorers that a file makes work in ``place``."""
         _leave_retries_to_our_log()
         environment = environment or environment_of(settings, tokenizer)
         classes = environment if isinstance(environment, EnvironmentClass | Environments) else None
@@ -131,7 +121,6 @@ class UserCode:
         return cls(tables, environment, rewards)
 
     def check_columns(self, names: Collection[str]) -> None:
-        """Check that the data has the columns that the rewards, encoders and judges need."""
         for scorer in self.rewards.values():
             for function in scorer.functions if isinstance(scorer, Rewards) else [scorer]:
                 if isinstance(function, FunctionReward):
@@ -148,11 +137,7 @@ class UserCode:
                 )
 
     def reward(self, models: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
-        """Return the reward: zeros where the settings name none.
-
-        Args:
-            models: the reward models, by their place in the file.
-        """
+        """Return the reward, with the reward models: zeros where the settings name none."""
         if isinstance(self.environment, Agents):
             return self.environment.reward
         if not self.settings:
@@ -166,7 +151,6 @@ class UserCode:
 
 
 def _leave_retries_to_our_log() -> None:
-    """Silence stamina's log in this process: ours has the retries of HTTP rewards."""
     with suppress(ImportError):  # an extra
         from stamina.instrumentation import set_on_retry_hooks  # noqa: PLC0415 - an extra
 
@@ -225,12 +209,7 @@ AnyEnvironment: TypeAlias = FunctionEnvironment | Tools | Environments | Agents
 
 
 def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment | None:
-    """Return the environment of a run; ``None`` without one.
-
-    Args:
-        settings: of the run.
-        tokenizer: the policy's, which shows the tools of one class or function; several classes have views of it.
-    """
+    # the policy's tokenizer shows the tools of one class or function; several classes have views of it
     section, agents = settings.environment, settings.agents
     if agents.program:
         served = {name: getattr(agents, name) for name in ("on_failure", "timeout", "host", "port", "public_url")}
@@ -274,7 +253,6 @@ def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment
 
 
 def class_tools(key: str, spec: str) -> list[Callable[..., object]]:
-    """Return the tools of the class of environments that a setting names."""
     with naming(key, spec):
         return tools_of(made_by(_factory(spec)))
 
@@ -325,11 +303,7 @@ def track_of(reward: RewardSection) -> str:
 
 
 def kind_of(key: str, reward: ModelRewardSection, found: RewardKind) -> RewardKind:
-    """Return the kind that a model is served as, of what its architecture says.
-
-    Args:
-        key: its place in the file, ``rewards.0``.
-    """
+    """Return the kind that a model is served as, which its settings may change from what its architecture says."""
     if found == "scalar" and (reward.reading == "whole" or reward.label):
         found = "classifier"
     if found != "similarity" and reward.column:
@@ -342,13 +316,7 @@ def kind_of(key: str, reward: ModelRewardSection, found: RewardKind) -> RewardKi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedRewardModel:
-    """A reward model that is served.
-
-    Attributes:
-        source: its directory or hub name.
-        model: that reads the policy's tokens; ``None`` if it reads text.
-        may_be_critic: whether the critic can start from it.
-    """
+    """A reward model that is served; ``model`` is ``None`` if it reads text."""
 
     source: str
     scorer: Scorer[float | Drop]

@@ -53,7 +53,6 @@ class Simulation:
     """A system, what it trains, and the schedules to compare.
 
     Attributes:
-        baseline: name of the schedule that the others are compared with.
         measured: median seconds for each trained token of the baseline, where it has run.
         refused: why a schedule does not go with the settings of the run, by name.
     """
@@ -109,7 +108,6 @@ def of_profile(path: Path, overrides: Sequence[str] = ()) -> Simulation:
 
 
 def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
-    """Return the simulation of a run that has finished, calibrated on its records."""
     record = RunRecord.read(directory)
     settings = load(directory / "config.toml")
     if settings.environment.answering or settings.agents.program:
@@ -218,7 +216,6 @@ KINDS = {
 
 
 def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
-    """Return the profile in a TOML file, with ``section.key=value`` overrides."""
     return profile_of(overridden(parsed(path), overrides), path.absolute().parent)
 
 

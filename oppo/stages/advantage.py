@@ -106,8 +106,9 @@ class Objective:
 
 def _mean_sum(batch: Batch, each: FloatArray, dtype: DTypeLike = np.float32) -> float:
     # The mean over rollouts of the sums over the sampled tokens of all their conversations.
-    at = batch.sampled_rows()
-    sums = [each[np.concatenate([at[row] for row in rows])].sum(dtype=dtype) for rows in batch.conversations()]
+    at, rollouts = batch.sampled_rows(), batch.conversations()
+    tokens = [at[rows[0]] if len(rows) == 1 else np.concatenate([at[row] for row in rows]) for rows in rollouts]
+    sums = [each[positions].sum(dtype=dtype) for positions in tokens]
     return float(np.mean(sums, dtype=np.float64))
 
 

@@ -253,7 +253,7 @@ def require_per_token(values: object, finish: Finish, what: str, *, last: bool =
 
 def finished_rollout(item: object) -> int | None:
     """Return the rollout that an item ends or scores; ``None`` for an item that no other input matches."""
-    return item.rollout if isinstance(item, Finish | Drop | Scored) else None
+    return item.rollout if isinstance(item, (Scored, Finish, Drop)) else None
 
 
 def flat(arrays: Sequence[FloatArray]) -> FloatArray:

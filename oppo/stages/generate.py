@@ -21,6 +21,7 @@ from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted
 from oppo.events import (
+    UNROUTED,
     Batch,
     Defer,
     Drop,
@@ -418,20 +419,14 @@ class Generate:
         restored, self._restored = list(self._restored.values()), {}
         decodes = await self._decodes([snapshot.response for snapshot in restored]) if restored else []
         for snapshot, decode in zip(restored, decodes, strict=True):
-            response, prompt = snapshot.response, snapshot.response.prompt
-            self._in_flight[prompt.rollout] = InFlightRollout(
-                prompt,
-                decode,
-                announced=True,
-                pieces=response.pieces(),
-                length=len(response),
-                reason=snapshot.reason,
-                dropped=snapshot.dropped,
-                tool_tokens=int((~response.sampled).sum()),
-            )
-            if self._branching is not None and not snapshot.dropped:
+            prompt, reason, dropped = snapshot.response.prompt, snapshot.reason, snapshot.dropped
+            rollout = InFlightRollout(prompt, decode, announced=True, reason=reason, dropped=dropped)
+            for piece in snapshot.response.pieces():
+                rollout.append(piece)
+            self._in_flight[prompt.rollout] = rollout
+            if self._branching is not None and not dropped:
                 self._branching.expect(prompt)
-            self._tell_end(self._in_flight[prompt.rollout])
+            self._tell_end(rollout)
 
     async def _decodes(self, rollouts: Sequence[Prompt | Response]) -> Sequence[Decode]:
         numbers = [(each if isinstance(each, Prompt) else each.prompt).rollout for each in rollouts]
@@ -625,8 +620,9 @@ def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) 
     if not n:
         ends = piece.state == "cut" or (turns and piece.state != "live")
         return "" if ends else f"a piece with no token that says {piece.state!r}; only 'cut' may"
-    if piece.tokens.min() < 0:
-        return f"a piece that holds the token id {piece.tokens.min()}; expected 0 or more"
+    least = piece.tokens[0] if n == 1 else piece.tokens.min()  # a reduction is ten times as expensive
+    if least < 0:
+        return f"a piece that holds the token id {least}; expected 0 or more"
     if piece.from_tool:
         return ""
     lengths = (len(piece.logprobs), len(versions))
@@ -634,14 +630,16 @@ def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) 
     routed: object = piece.routed_experts
     if not isinstance(support, Support):
         return f"a piece whose support is {described(support)}; expected a Support"
-    if not isinstance(routed, RoutedExperts) or not routed.describes(n) or (len(routed.ids) and routed.ids.ndim != 3):
+    if routed is not UNROUTED and (
+        not isinstance(routed, RoutedExperts) or not routed.describes(n) or (len(routed.ids) and routed.ids.ndim != 3)
+    ):
         return f"a piece of {n} tokens whose routed experts are {described(routed)}; expected RoutedExperts of each"
     if lengths != (n, n) or not support.describes(n):
         return (
             f"a piece of {n} tokens with {lengths[0]} log-probs, {lengths[1]} versions and a support of "
             f"{len(support.counts)} tokens; expected one of each for each token"
         )
-    if (piece.logprobs > _ROUNDING).any():
+    if piece.logprobs[0] > _ROUNDING or (n > 1 and (piece.logprobs > _ROUNDING).any()):
         return f"a piece with a log-prob of {piece.logprobs.max()}; expected at most 0, the log of a probability"
     if not oldest <= versions[0] <= versions[-1] <= newest or (n > 1 and (versions[1:] < versions[:-1]).any()):
         return (
@@ -660,7 +658,7 @@ class Ended:
     deferred: list[int] = field(default_factory=list)
 
     async def send(self, event: RolloutEvent, /) -> None:
-        if isinstance(event, Finish | Drop):
+        if isinstance(event, (Finish, Drop)):
             self.ended.append(event.rollout)
         elif isinstance(event, Defer):
             self.deferred.append(event.rollout)

@@ -315,6 +315,7 @@ class InFlightRollout:
         announced: whether its prompt has been sent to the scorers.
         length: tokens so far.
         tool_tokens: how many of them an environment gave.
+        newest_version: of the weights that made the last sampled token; 0 without one.
         reason: why the response ended; ``None`` while it is unfinished.
         dropped: why the rollout is not trained; empty if it is.
         ended: loop time at which its last piece was read, in seconds; NaN while it is unfinished.
@@ -330,23 +331,23 @@ class InFlightRollout:
     dropped: str = ""
     ended: float = math.nan
     tool_tokens: int = 0
+    newest_version: int = 0
     grown: anyio.Event | None = None
 
     def append(self, piece: Chunk | ToolTokens) -> None:
+        n = len(piece.tokens)
         self.pieces.append(piece)
-        self.length += len(piece.tokens)
-        self.tool_tokens += len(piece.tokens) if isinstance(piece, ToolTokens) else 0
+        self.length += n
+        if isinstance(piece, Chunk):
+            self.newest_version = int(piece.versions[-1])
+        else:
+            self.tool_tokens += n
         if self.grown is not None:
             self.grown.set()
 
     @property
     def sampled(self) -> int:
         return self.length - self.tool_tokens
-
-    @property
-    def newest_version(self) -> int:
-        """Version of the weights that made its last sampled token; 0 without one."""
-        return next((int(each.versions[-1]) for each in reversed(self.pieces) if isinstance(each, Chunk)), 0)
 
     def response(self) -> Response:
         return Response.of(self.prompt, self.pieces)

@@ -15,7 +15,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from oppo.errors import SessionsLost, as_itself, awaited, noted
-from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
+from oppo.events import Chunk, Defer, Drop, Finish, Prompt, RolloutEvent, Scored, ToolTokens
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import PrioritisedScorer, Scorer, SyncedModel, entered, require_count, require_model
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
@@ -50,14 +50,14 @@ class Backlog:
     def add(self, events: Iterable[RolloutEvent]) -> None:
         for event in events:
             match event:
+                case Chunk() | Prompt() | ToolTokens():
+                    self._unread.setdefault(event.rollout, []).append(event)
                 case Finish():
                     self._outcomes.finished.append(event)
                 case Drop():
                     self._outcomes.dropped.append(event)
                 case Defer():
                     self._outcomes.deferred.append(event)
-                case _:
-                    self._unread.setdefault(event.rollout, []).append(event)
         self._change.set()
 
     def end(self) -> None:

@@ -146,7 +146,7 @@ def test_many_cancelled_senders_pass_their_places_on() -> None:
                 assert channel.drain_nowait() == [0, 1]  # keeps places for two of those, which never run again
             assert await channel.drain() == [6]
         assert channel.statistics().waiting_senders == 0
-        assert channel.has_room
+        assert channel.offer(7)
 
     run_virtual(main)
 
@@ -203,7 +203,7 @@ def test_nobody_overtakes_a_sender_that_has_been_admitted() -> None:
             tasks.start_soon(channel.send, 1)
             await anyio.wait_all_tasks_blocked()
             assert channel.drain_nowait() == [0]
-            assert not channel.has_room
+            assert not channel.offer(2)
             with pytest.raises(anyio.WouldBlock):
                 channel.send_nowait(2)
         assert channel.drain_nowait() == [1]

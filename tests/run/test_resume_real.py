@@ -27,7 +27,7 @@ from oppo.run.checkpoint import COMPLETE, _seal as seal, fingerprints, settings_
 from oppo.run.train import FINAL, prepare
 from tests.forked import Program
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, records, resume, start, tokenizer
+from tests.workplace import furnish, oppo, records, resume, start, tokenizer, weights
 
 STEPS = 6
 EXACT = (f"run.steps={STEPS}", "run.deterministic=true", "run.checkpoint_every=2", "step.chunk=3", "run.trace=0")
@@ -40,13 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = furnish(tmp_path_factory.mktemp("resume"))
     assert oppo(folder, "", *EXACT, "run.name=whole") == DONE
     return folder
-
-
-def weights(folder: Path, name: str) -> dict[str, bytes]:
-    """Return every tensor of the trained models, as bytes."""
-    files = sorted((folder / "runs" / name / FINAL).glob("*/model.safetensors"))
-    assert files
-    return {f"{file.parent.name}/{key}": each.tobytes() for file in files for key, each in load_file(file).items()}
 
 
 def whole_of(folder: Path, lookahead: int) -> str:

@@ -15,8 +15,9 @@ from oppo.errors import ConfigError, ModelLost
 from oppo.events import Batch
 from oppo.hf.memory import Hardware
 from oppo.models import Sampling, SyncedModel, Trained, Weights
+from oppo.run.deployment import Deployment
+from oppo.run.engines import require_engines
 from oppo.run.memory import Expected, at_worst, crowded, expected
-from oppo.run.places import devices_of, require_engine
 from oppo.testing import FakeScorer, FakeTrainer, fake_scalar, run_virtual
 from oppo.vllm import VllmPolicy
 from oppo.vllm.arguments import engine_arguments
@@ -140,11 +141,11 @@ def test_what_a_sleeping_engine_cannot_do_is_refused(tmp_path: Path) -> None:
         assert name in str(refused.value)
     assumed = Hardware.assumed("2xH100-80GB")
     sleeping = ["models.engine=vllm", "placement.share=sleep"]
-    require_engine(load(folder / "config.toml", sleeping), assumed)
+    require_engines(Deployment.of(load(folder / "config.toml", sleeping), assumed))
     with pytest.raises(ConfigError, match=r"frees the GPUs of vLLM, 0, for the trainer, and that is on cuda:1"):
-        require_engine(load(folder / "config.toml", [*sleeping, "placement.trainer=cuda:1"]), assumed)
+        require_engines(Deployment.of(load(folder / "config.toml", [*sleeping, "placement.trainer=cuda:1"]), assumed))
     with pytest.raises(ConfigError, match="vLLM does not sleep on a CPU"):
-        require_engine(load(folder / "config.toml", [*sleeping, "placement.policy=cpu"]), assumed)
+        require_engines(Deployment.of(load(folder / "config.toml", [*sleeping, "placement.policy=cpu"]), assumed))
 
 
 def test_memory_that_engine_and_update_need_by_turns_is_counted_once(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_memory_that_engine_and_update_need_by_turns_is_counted_once(tmp_path: P
 
     def counted(share: str) -> dict[str, Expected]:
         settings = load(folder / "config.toml", ["models.engine=vllm", f"placement.share={share}"])
-        return {each.model: each for each in expected(settings, devices_of(settings, assumed), None, assumed)}
+        return {each.model: each for each in expected(Deployment.of(settings, assumed), None)}
 
     beside, sleeping = counted("beside"), counted("sleep")
     there = [each for each in sleeping.values() if each.device.type == "cuda"]
