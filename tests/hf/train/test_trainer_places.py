@@ -35,7 +35,7 @@ from oppo.models import Sampling
 from oppo.placement import Hosting, Place, Process, Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.child import ONE, Pausing, deadly
+from tests.hf.child import ONE, Pausing, deadly_update
 from tests.hf.train.test_trainer import rollouts
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
@@ -212,7 +212,7 @@ async def test_progress_is_seen_while_an_update_goes_on_elsewhere(process: Proce
 
 async def test_a_run_whose_trainer_is_killed_in_an_update_says_how_to_go_on(thread: Thread, tmp_path: Path) -> None:
     models = tiny.apart(plain)()
-    with Process("trainer", setup=partial(deadly, tmp_path, 2)) as process, anyio.fail_after(60):
+    with Process("trainer", setup=partial(deadly_update, tmp_path, 2)) as process, anyio.fail_after(60):
         trainer = trainer_of(models, process)
         with pytest.raises(ModelLost, match=r"was killed by SIGKILL .* while it did 'update' for 'trainer'") as lost:
             await steps(graph_of(models, trainer, thread, thread), 2)
