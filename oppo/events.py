@@ -601,7 +601,7 @@ class Batch:
     @property
     def firsts(self) -> NDArray[np.int64]:
         """The first row of each rollout of a group: what rollouts have once, such as a score, is taken there."""
-        row_of = {}
+        row_of = dict[int, int]()
         for row, response in enumerate(self.responses):
             row_of.setdefault(response.prompt.first, row)
         return np.array(list(row_of.values()), np.int64)

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from oppo.agents import Agents
-from oppo.agents.bounds import BODY, CHARACTERS
+from oppo.agents.requests import BODY, CHARACTERS
 from oppo.environments import EnvironmentFailure, Tools
 from oppo.errors import ConfigError, DataError
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens

@@ -19,7 +19,7 @@ import pytest
 
 from oppo import Overcommit, PolicyPool, grpo
 from oppo.agents import Agents
-from oppo.agents.conversation import ChatRequests
+from oppo.agents.requests import ChatRequests
 from oppo.events import Batch, Chunk, Prompt, StepReport
 from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Capabilities, Policy, Sampling

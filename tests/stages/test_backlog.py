@@ -44,20 +44,17 @@ def test_what_has_been_read_is_gone_and_what_follows_it_waits_behind_others() ->
     assert sizes(backlog, 100) == [(2, 1), (1, 5), (1, 1)]
 
 
-def test_outcomes_include_the_unread_events_of_finished_rollouts() -> None:
+def test_outcomes_are_taken_at_once_and_unread_events_rollout_by_rollout() -> None:
     backlog = Backlog()
     assert not backlog.is_urgent()
     backlog.add([prompt(1), prompt(2), chunk(1, 0, 5), Defer(2, 1)])
     assert not backlog.is_urgent(), "nobody waits for what is deferred"
     backlog.add([finish(1), Drop(3, "filtered")])
     assert backlog.is_urgent()
-    outcomes = backlog.take_outcomes()
-    assert [type(each) for each in outcomes.unread] == [Prompt, Chunk]
-    assert ([each.rollout for each in outcomes.finished], outcomes.dropped, outcomes.deferred) == (
-        [1],
-        [Drop(3, "filtered")],
-        [Defer(2, 1)],
-    )
+    finished, dropped, deferred = backlog.take_outcomes()
+    assert [each.rollout for each in finished] == [1]
+    assert (dropped, deferred) == ([Drop(3, "filtered")], [Defer(2, 1)])
+    assert [type(each) for each in backlog.take_unread(1)] == [Prompt, Chunk]
     assert not backlog.is_urgent()
     assert sizes(backlog, 100) == [(2, 1)]
     assert [event.rollout for event in backlog.take_unread(2)] == [2]
