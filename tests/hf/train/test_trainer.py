@@ -220,17 +220,6 @@ async def test_an_update_equals_trls(thread: Thread) -> None:
         np.testing.assert_allclose(ours[name], tensor, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "neox"])
-async def test_before_the_first_step_the_ratio_is_one(name: str, thread: Thread) -> None:
-    trainer = make(thread, name=name)
-    trained = await trainer.update(rollouts(trainer.core.actor, critic_of(trainer)))
-    assert trained.metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
-    assert trained.metrics["policy/approxkl_avg"] == pytest.approx(0, abs=1e-8)
-    assert trained.metrics["policy/clipfrac_avg"] == 0
-    assert not trainer.core.actor.training
-    assert not critic_of(trainer).training
-
-
 async def test_micro_batching_does_not_change_the_gradient(thread: Thread) -> None:
     def gradients(budget: int) -> tuple[dict[str, Tensor], int]:
         trainer = make(thread, micro_batch_tokens=budget)
