@@ -53,11 +53,10 @@ class Backlog:
         self._change.set()
 
     def is_urgent(self) -> bool:
-        """Return whether a rollout has finished or was dropped, so that the step waits; callable from any thread."""
+        # A rollout has finished or was dropped, so that the step waits; called from any thread.
         return bool(self._finished or self._dropped)
 
     async def has_work(self) -> bool:
-        """Wait for an event and return true; return false if none is left and none comes."""
         while not (self.is_urgent() or self._deferred or self._unread):
             if self._ended:
                 return False
@@ -74,10 +73,7 @@ class Backlog:
         return self._unread.pop(rollout, [])
 
     def portion(self, tokens: float) -> list[Growth]:
-        """Return unread events of at most ``tokens`` tokens together, and one event at least.
-
-        They stay until :meth:`mark_read`. The rollouts that have waited longest come first.
-        """
+        """Return the longest-waiting unread events of at most ``tokens`` tokens, and one at least."""
         portion: list[Growth] = []
         for event in chain.from_iterable(self._unread.values()):
             tokens -= len(event.tokens)
@@ -98,18 +94,6 @@ T = TypeVar("T")
 
 _LOST: Final = -1
 """The version of a session that the scorer has lost."""
-
-
-@dataclass(slots=True, eq=False)
-class ReadRollout(RolloutSession):
-    """A scorer's session, as its stage knows it.
-
-    Attributes:
-        events: that it read or, of older weights, passed over; kept for a scorer that follows the trainer, which reads
-            all of them again if the rollout is deferred.
-    """
-
-    events: list[Growth] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -144,7 +128,9 @@ class Score(Generic[T]):
     scorer: Scorer[T | Drop]
     after: str = ""
     _prioritised: PrioritisedScorer[T | Drop] = field(init=False, repr=False)
-    _sessions: dict[int, ReadRollout] = field(default_factory=dict, init=False, repr=False)
+    _sessions: dict[int, RolloutSession] = field(default_factory=dict, init=False, repr=False)
+    _kept: dict[int, list[Growth]] = field(default_factory=dict, init=False, repr=False)
+    """What sessions of a scorer that follows the trainer read or, of older weights, passed over; by rollout."""
     _deferred: list[Growth] = field(default_factory=list, init=False, repr=False)
     _seconds_per_token: float = field(default=0.0, init=False, repr=False)
     """Of the fastest call, inflated by the slice's ``rise`` for each call since; 0 before the first call."""
@@ -222,9 +208,9 @@ class Score(Generic[T]):
         closed: list[Drop | Defer] = [*dropped]
         closed += [event for event in deferred if event.restart or self._following]
         for event in closed:
-            unread, session = backlog.take_unread(event.rollout), self._sessions.get(event.rollout)
+            unread = backlog.take_unread(event.rollout)
             if isinstance(event, Defer) and not event.restart:
-                self._deferred += [*(session.events if session else []), *unread]
+                self._deferred += [*self._kept.get(event.rollout, ()), *unread]
         await self._forget(sorted(event.rollout for event in closed), IN_ORDER)
 
     async def _read_ahead(self, backlog: Backlog, step: Step) -> None:
@@ -255,6 +241,7 @@ class Score(Generic[T]):
             step.note(Extras(extras))
         for event in finished:
             del self._sessions[event.rollout]
+            self._kept.pop(event.rollout, None)
         return [
             replace(value, rollout=event.rollout)
             if isinstance(value, Drop)
@@ -277,8 +264,8 @@ class Score(Generic[T]):
             with self._sessions_may_be_lost():
                 await self._extend(accepted, step, priority)
         for event in events if self._following is not None else ():
-            if session := self._sessions.get(event.rollout):
-                session.events.append(event)
+            if event.rollout in self._sessions:
+                self._kept.setdefault(event.rollout, []).append(event)
 
     async def _extend(self, accepted: Sequence[Growth], step: Step, priority: Priority) -> None:
         start = anyio.current_time()
@@ -296,7 +283,8 @@ class Score(Generic[T]):
 
     def _accepts(self, event: Growth, version: int) -> bool:
         if isinstance(event, Prompt):
-            self._sessions[event.rollout] = ReadRollout(event.rollout, len(event.tokens), version)
+            self._sessions[event.rollout] = RolloutSession(event.rollout, len(event.tokens), version)
+            self._kept.pop(event.rollout, None)
             return True
         session = self._sessions.get(event.rollout)
         return session is not None and session.version == version
@@ -316,6 +304,8 @@ class Score(Generic[T]):
 
     async def _forget(self, rollouts: Sequence[int], priority: Priority) -> None:
         known = [rollout for rollout in rollouts if self._sessions.pop(rollout, None)]
+        for rollout in known:
+            self._kept.pop(rollout, None)
         if known:
             with noted(f"while forgetting rollouts {known}"), self._sessions_may_be_lost():
                 await self._prioritised.forget(known, priority=priority)

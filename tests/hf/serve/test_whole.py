@@ -49,7 +49,7 @@ from tests.hf.stories import full_logprobs, prompts
 from tests.known import known
 from tests.pipelines import Tap
 from tests.responses import responses, stream
-from tests.test_correction import EVERY
+from tests.test_returns import EVERY
 from tests.vllm.fake_engine import VOCABULARY, FakeAsyncLLM, engine_of, running
 
 SAMPLING = Sampling(max_new_tokens=30, temperature=0.7, stop=(2, 3))
