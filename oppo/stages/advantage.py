@@ -236,7 +236,7 @@ def _current(batch: Batch) -> FloatArray:
 def controlled(kl: SupportsFloat | KLControl) -> KLControl:
     """Return the controller of a KL penalty: ``kl`` itself, or a fixed one for a number."""
     if not isinstance(kl, SupportsFloat | FixedKL | AdaptiveKL):
-        raise ConfigError(f"kl must be a number, or a controller such as oppo.AdaptiveKL, not {kl!r}")
+        raise ConfigError(f"kl must be a number, or a controller such as oppo.returns.AdaptiveKL, not {kl!r}")
     return kl if isinstance(kl, FixedKL | AdaptiveKL) else FixedKL(float(kl))
 
 

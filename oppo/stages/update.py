@@ -232,7 +232,9 @@ def require_supports(synced: Sequence[SyncedModel]) -> None:
 
 def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batch) -> None:
     if not isinstance(trained, Trained):
-        raise ProtocolError(f"update() of the trainer must return oppo.Trained(metrics, ...); got {described(trained)}")
+        raise ProtocolError(
+            f"update() of the trainer must return oppo.models.Trained(metrics, ...); got {described(trained)}"
+        )
     if trainer.version != before + 1:
         raise ProtocolError(f"after an update of version {before} the trainer's is {trainer.version}, not {before + 1}")
     strangers = sorted({*trained.nonfinite, *trained.skipped} - set(batch.rollouts))

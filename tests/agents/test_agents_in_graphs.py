@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo import Overcommit, PromptStream, grpo
+from oppo import Overcommit, grpo
 from oppo.admission import TailBatched
 from oppo.agents import Agents
+from oppo.data import PromptStream
 from oppo.evaluation import Evaluated, Evaluation
 from oppo.events import Batch, Chunk, Prompt, Response
 from oppo.run.checkpoint import read_state, write_state

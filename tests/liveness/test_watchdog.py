@@ -663,7 +663,7 @@ def graph() -> oppo.Graph[oppo.StepReport]:
 
 
 async def gaps(tmp_path: Path) -> list[float | None]:
-    async with graph().open(prompts(20)) as run, oppo.watched(run, report=tmp_path / "hang.json"):
+    async with graph().open(prompts(20)) as run, watched(run, report=tmp_path / "hang.json"):
         return [report.metrics.get(GAP) async for report in run.steps(2)]
 
 

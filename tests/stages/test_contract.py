@@ -179,7 +179,7 @@ GENERATE, UPDATE = "in stage 'generate' of graph 'ppo', step 1", "in stage 'upda
         (
             "trainer",
             Careless(),
-            "update() of the trainer must return oppo.Trained(metrics, ...); got {'loss/fake'",
+            "update() of the trainer must return oppo.models.Trained(metrics, ...); got {'loss/fake'",
             UPDATE,
         ),
         ("reward", Mute(fake_scalar), "finish() of the scorer must return a list, one item for each of ", SCORING),

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo import GAE, Graph, Observation, Overcommit, StepReport, Synchronous, TailBatched, grpo, ppo, wrap
+from oppo import GAE, Graph, Overcommit, StepReport, Synchronous, grpo, ppo, wrap
+from oppo.admission import Observation, TailBatched
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
 from oppo.models import Capabilities
