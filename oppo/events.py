@@ -67,7 +67,8 @@ class _Ragged:
 
     def describes(self, count: int) -> bool:
         """Return whether these ids can belong to ``count`` tokens: ``counts`` has as many items, or none."""
-        return len(self.counts) in {0, count}
+        described = len(self.counts)
+        return not described or described == count
 
     def slice(self, start: int, stop: int | None) -> Self:
         """Return the ids of tokens ``start .. stop``, as a view."""
@@ -127,8 +128,8 @@ class Support(_Ragged):
 class RoutedExperts(_Ragged):
     """The experts that the routers of a mixture of experts chose while some tokens were made; ragged, often empty.
 
-    A token has those of the positions that the engine read for it: the first token those of the prompt, each other
-    those of the token before it, and after a tool's answer those of the answer too. A position that has none is routed
+    A token has the experts of the positions that the engine read for it: the first token of the prompt, each other
+    of the token before it, and after a tool's answer of the answer too. A position that has none is routed
     anew when it is trained.
 
     Attributes:
@@ -169,7 +170,7 @@ class Prompt:
         admission: number of the prompt, unique in a run, its ordinal in a :class:`oppo.PromptStream`; keys the sampling
             noise.
         tokens: int32 [P], the prompt as the policy reads it; at least one token.
-        sample: index of this sample among those of the same prompt.
+        sample: index of this sample of its prompt.
         group: the ``admission`` of the prompt, shared by the rollouts that are compared with one another.
         columns: the other columns of the prompt's row, for reward functions.
         branch: 0, but for a further conversation of the same sample, as of a subagent: then a number below 2**20.
@@ -384,7 +385,7 @@ class Drop:
 
     Attributes:
         reason: why, for the record.
-            At most 4000 characters are kept, and what is no UTF-8 is escaped.
+            At most 4000 characters are kept, escaped for UTF-8.
         nonfinite: whether the reason is a number that is not finite.
 
     Raises:
@@ -486,7 +487,7 @@ class Batch:
         teacher: float32 [T], log-probs of the teacher of a distillation, likewise; ``None`` without a teacher.
         teacher_ids: int32 [T, k], the teacher's likeliest ids at each token, the likeliest first; ``None`` unless it
             gives them.
-        teacher_top: float32 [T, k + 1], their log-probs, and that of all other ids together; over the whole vocabulary.
+        teacher_top: float32 [T, k + 1], their log-probs, and one of all other ids together; over the whole vocabulary.
         values: float32 [T], the critic's value of the state *before* each token; ``None`` without a critic.
         last_values: float32 [N], its value of the state after the last token; ``None`` unless it gives that too.
         rewards: float32 [T], per token, after the KL penalty; ``None`` unless they were estimated.
@@ -582,7 +583,7 @@ class Batch:
         return {name: column for name, column in columns.items() if column is not None}
 
     def support(self, rows: Iterable[int]) -> Support:
-        """Return the support of the tokens of ``rows``, end to end; each call joins those of the responses."""
+        """Return the support of the tokens of ``rows``, end to end; each call joins the responses' supports."""
         return Support.concatenate((self.responses[r].support, len(self.responses[r])) for r in rows)
 
     def rows(self) -> Sequence[slice]:
@@ -601,7 +602,7 @@ class Batch:
     @property
     def firsts(self) -> NDArray[np.int64]:
         """The first row of each rollout of a group: what rollouts have once, such as a score, is taken there."""
-        row_of = {}
+        row_of = dict[int, int]()
         for row, response in enumerate(self.responses):
             row_of.setdefault(response.prompt.first, row)
         return np.array(list(row_of.values()), np.int64)

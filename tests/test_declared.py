@@ -19,10 +19,15 @@ from hypothesis import given, strategies as st
 from transformers import get_scheduler
 
 import oppo
+from oppo.admission import SlopeAdaptive, TailAdaptive, TailBatched
+from oppo.admission.chunking import Fixed, Tuned
+from oppo.data import PromptStream
 from oppo.declared import require_declared, require_real, require_whole, split_url
 from oppo.errors import ConfigError
 from oppo.liveness import StallLimits
 from oppo.losses import PPOLoss
+from oppo.report import RunDirectory
+from oppo.returns import AdaptiveKL, Correction, FixedKL, ScoreShaping
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts
 from oppo.training import LearningRateSchedule
 
@@ -48,25 +53,25 @@ DECLARED = re.compile(rf"\b({'|'.join(KINDS)})\b")
 
 MADE: dict[str, Callable[..., object]] = {
     "Sampling": oppo.Sampling,
-    "Fixed": oppo.Fixed,
-    "Tuned": partial(oppo.Tuned, cap=64),
-    "FixedKL": partial(oppo.FixedKL, coefficient=0.1),
-    "AdaptiveKL": partial(oppo.AdaptiveKL, initial=0.1),
+    "Fixed": Fixed,
+    "Tuned": partial(Tuned, cap=64),
+    "FixedKL": partial(FixedKL, coefficient=0.1),
+    "AdaptiveKL": partial(AdaptiveKL, initial=0.1),
     "Overcommit": partial(oppo.Overcommit, batch=4),
-    "SlopeAdaptive": partial(oppo.SlopeAdaptive, batch=16),
-    "TailAdaptive": partial(oppo.TailAdaptive, batch=16),
-    "TailBatched": partial(oppo.TailBatched, batch=16),
-    "Correction": oppo.Correction,
-    "ScoreShaping": oppo.ScoreShaping,
+    "SlopeAdaptive": partial(SlopeAdaptive, batch=16),
+    "TailAdaptive": partial(TailAdaptive, batch=16),
+    "TailBatched": partial(TailBatched, batch=16),
+    "Correction": Correction,
+    "ScoreShaping": ScoreShaping,
     "TrainerSettings": oppo.TrainerSettings,
     "PPOLoss": PPOLoss,
     "GAE": oppo.GAE,
     "Update": partial(oppo.Update, FakeTrainer()),
     "Generate": partial(oppo.Generate, FakePolicy(lambda _: 2), oppo.Synchronous(2)),
     "StallLimits": partial(StallLimits, seconds=1.0),
-    "PromptStream": partial(oppo.PromptStream, prompts(2)),
+    "PromptStream": partial(PromptStream, prompts(2)),
     "Process": partial(oppo.Process, "scorers"),
-    "RunDirectory": partial(oppo.RunDirectory, Path("/proc/none")),
+    "RunDirectory": partial(RunDirectory, Path("/proc/none")),
     "FakePolicy": partial(FakePolicy, lambda _: 2),
     "FakeScorer": partial(FakeScorer, fake_scalar),
     "FakeCritic": FakeCritic,
@@ -104,18 +109,18 @@ def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argum
         (oppo.Sampling, {"temperature": math.inf}, "temperature of Sampling must be a finite number, not inf"),
         (oppo.Sampling, {"seed": -1}, "seed must be at least 0, not -1"),
         (oppo.Sampling, {"stop": (1, 2.5)}, "stop of Sampling must be a whole number, not 2.5"),
-        (oppo.Tuned, {"cap": 64, "parts": (0.5, math.nan)}, "parts of Tuned must be a finite number, not nan"),
-        (oppo.Tuned, {"cap": 64, "parts": 0.5}, "parts of Tuned must be a tuple, not 0.5"),
+        (Tuned, {"cap": 64, "parts": (0.5, math.nan)}, "parts of Tuned must be a finite number, not nan"),
+        (Tuned, {"cap": 64, "parts": 0.5}, "parts of Tuned must be a tuple, not 0.5"),
         (grpo, {"samples": math.nan}, "samples must be a whole number, not nan"),
         (oppo.Synchronous, {"batch": math.nan}, "batch of Overcommit must be a whole number, not nan"),
         (oppo.GAE, {"kl": math.nan}, "coefficient of FixedKL must be a finite number, not nan"),
-        (oppo.FixedKL, {"coefficient": -1.0}, "coefficient must be 0 or more and finite, not -1.0"),
-        (oppo.AdaptiveKL, {"initial": 0.0}, "coefficient must be more than 0 where it adapts, not 0"),
-        (oppo.AdaptiveKL, {"initial": 0.1, "target": 0.0}, "the KL target must be positive, not 0.0"),
-        (oppo.AdaptiveKL, {"initial": 0.1, "horizon": 0.0}, "the KL horizon must be positive, not 0.0"),
-        (oppo.ScoreShaping, {"clip": 0.0}, "clip must be more than 0, not 0.0"),
-        (oppo.ScoreShaping, {"missing_eos_penalty": -1.0}, "missing_eos_penalty must be at least 0, not -1.0"),
-        (oppo.ScoreShaping, {"long_from": 5, "long_to": 4}, "grows between two lengths, long_from = 5 and long_to = 4"),
+        (FixedKL, {"coefficient": -1.0}, "coefficient must be 0 or more and finite, not -1.0"),
+        (AdaptiveKL, {"initial": 0.0}, "coefficient must be more than 0 where it adapts, not 0"),
+        (AdaptiveKL, {"initial": 0.1, "target": 0.0}, "the KL target must be positive, not 0.0"),
+        (AdaptiveKL, {"initial": 0.1, "horizon": 0.0}, "the KL horizon must be positive, not 0.0"),
+        (ScoreShaping, {"clip": 0.0}, "clip must be more than 0, not 0.0"),
+        (ScoreShaping, {"missing_eos_penalty": -1.0}, "missing_eos_penalty must be at least 0, not -1.0"),
+        (ScoreShaping, {"long_from": 5, "long_to": 4}, "grows between two lengths, long_from = 5 and long_to = 4"),
         (oppo.TrainerSettings, {"epochs": 0}, "epochs must be more than 0, not 0"),
         (oppo.TrainerSettings, {"learning_rate": -1.0}, "learning_rate must be at least 0"),
         (oppo.TrainerSettings, {"critic_warmup": -1}, "critic_warmup must be at least 0"),
@@ -136,13 +141,13 @@ def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argum
         (PPOLoss, {"kl_estimator": "k4"}, "kl_estimator must be 'k1', 'k2' or 'k3', not 'k4'"),
         (PPOLoss, {"value_clip": 0.0}, "value_clip must be more than 0, not 0.0"),
         (PPOLoss, {"value_coefficient": -1.0}, "value_coefficient must be at least 0, not -1.0"),
-        (oppo.Correction, {"cap": 0.9}, "cap must be at least 1, not 0.9"),
-        (oppo.Correction, {"cap": math.inf}, "cap of Correction must be a finite number, not inf"),
-        (oppo.Correction, {"low": 1.1}, "low must be at most 1, not 1.1"),
-        (oppo.Correction, {"high": 0.9}, "high must be at least 1, not 0.9"),
-        (oppo.Correction, {"k3": 0.0}, "k3"),
-        (oppo.Correction, {"weight": "mask", "level": "product"}, "masks every long one by the product"),
-        (oppo.Correction, {"weight": "some"}, "weight must be 'none', 'truncated' or 'mask', not 'some'"),
+        (Correction, {"cap": 0.9}, "cap must be at least 1, not 0.9"),
+        (Correction, {"cap": math.inf}, "cap of Correction must be a finite number, not inf"),
+        (Correction, {"low": 1.1}, "low must be at most 1, not 1.1"),
+        (Correction, {"high": 0.9}, "high must be at least 1, not 0.9"),
+        (Correction, {"k3": 0.0}, "k3"),
+        (Correction, {"weight": "mask", "level": "product"}, "masks every long one by the product"),
+        (Correction, {"weight": "some"}, "weight must be 'none', 'truncated' or 'mask', not 'some'"),
     ],
 )
 def test_an_error_names_the_argument_and_what_was_expected(

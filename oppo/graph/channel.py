@@ -79,7 +79,6 @@ class Receiver(Protocol[T_co]):
 
 
 async def changed(*receivers: Receiver[Any]) -> None:
-    """Wait until one of the receivers has an item or ends."""
     event = anyio.Event()
     for receiver in receivers:
         receiver.watch(event)

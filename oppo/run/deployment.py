@@ -69,6 +69,11 @@ class Deployment:
         models = _with_types(settings.models, self.devices, self.assumed)
         return replace(self, settings=settings, models=models, trainer=settings.trainer)
 
+    def spanning(self, steps: int) -> Self:
+        """Return the deployment of a run whose learning-rate schedule spans ``steps``."""
+        settings = self.settings.spanning(steps)
+        return replace(self, settings=settings, trainer=settings.trainer)
+
     @property
     def gpus(self) -> int | None:
         """GPUs of the machine that is assumed."""

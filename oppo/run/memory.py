@@ -18,8 +18,9 @@ from oppo.config.sections import SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelRefused
+from oppo.hf.as_text.whole import transformer_of
 from oppo.hf.devices import CPU, Devices
-from oppo.hf.loading import outline, transformer_of
+from oppo.hf.loading import outline
 from oppo.hf.lora import Quantization, add_lora, load_lora
 from oppo.hf.memory import (
     Bytes,
@@ -329,9 +330,9 @@ def _workers(
     stored = make().dtype
     served = getattr(torch, dtype, stored)
     replicas = int(str(arguments.get("data_parallel_size") or 1))
-    each = at_rest(make).weights * served.itemsize // stored.itemsize * replicas // workers_of(arguments)
+    weights = at_rest(make).weights * served.itemsize // stored.itemsize * replicas // workers_of(arguments)
     if on.type == "cpu":
-        return [Expected(model, CPU, Bytes(each, keys_values=int(str(arguments.get(CACHE) or GIB))), remote)]
+        return [Expected(model, CPU, Bytes(weights, keys_values=int(str(arguments.get(CACHE) or GIB))), remote)]
     gpus = [on] * workers_of(arguments)
     if not remote:
         gpus = [torch.device("cuda", gpu) for gpu in gpus_of(arguments, None if assumed is None else assumed.gpus)]
@@ -339,9 +340,9 @@ def _workers(
     for number, device in enumerate(gpus):
         memory = None if remote else memory_of(device, assumed)
         taken = int(share * memory[1]) if memory is not None and share is not None else 0
-        cache = int(str(arguments[CACHE])) if arguments.get(CACHE) else max(LEAST_CACHE, taken - each)
+        cache = int(str(arguments[CACHE])) if arguments.get(CACHE) else max(LEAST_CACHE, taken - weights)
         name = model if len(gpus) == 1 else f"{model}, worker {number}"
-        needs.append(Expected(name, device, Bytes(each, keys_values=cache), remote, share=share))
+        needs.append(Expected(name, device, Bytes(weights, keys_values=cache), remote, share=share))
     return needs
 
 
@@ -421,12 +422,12 @@ def _sampling(section: SamplingSection) -> Sampling:
 
 
 def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:
-    found: dict[torch.device, list[Expected]] = {}
-    for each in needs:
-        if each.remote:
+    needs_of: dict[torch.device, list[Expected]] = {}
+    for need in needs:
+        if need.remote:
             continue
-        found.setdefault(each.device, []).append(each)
-    return found
+        needs_of.setdefault(need.device, []).append(need)
+    return needs_of
 
 
 def is_of_training(need: Expected) -> bool:
@@ -435,9 +436,9 @@ def is_of_training(need: Expected) -> bool:
 
 def at_worst(models: Sequence[Expected]) -> int:
     """Return the bytes that models need on their device at once: either an update, or what sleeps meanwhile."""
-    total, asleep = sum(each.bytes.total for each in models), sum(each.bytes.total for each in models if each.sleeps)
-    trained = [each for each in models if is_of_training(each)]
-    return total - min(asleep, sum(each.bytes.total - each.at_rest().bytes.total for each in trained))
+    total, asleep = sum(need.bytes.total for need in models), sum(need.bytes.total for need in models if need.sleeps)
+    trained = [need for need in models if is_of_training(need)]
+    return total - min(asleep, sum(need.bytes.total - need.at_rest().bytes.total for need in trained))
 
 
 def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, spread: bool = False) -> list[str]:
@@ -457,15 +458,15 @@ def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, sprea
 
 def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware, *, spread: bool) -> Iterator[str]:
     actors: dict[str, list[Expected]] = {}
-    ranks = sum(each.remote and each.model.startswith(RANK) for each in needs)
+    ranks = sum(need.remote and need.model.startswith(RANK) for need in needs)
     if spread and ranks > assumed.machines - 1:
         yield (
             f"placement.spread puts {ranks} training ranks on as many machines beside this one, and "
             f"{assumed.machines - 1} are assumed"
         )
-    for each in needs:
-        if each.remote and each.device.type == "cuda":
-            actors.setdefault(each.model.partition(".")[0], []).append(each)
+    for need in needs:
+        if need.remote and need.device.type == "cuda":
+            actors.setdefault(need.model.partition(".")[0], []).append(need)
     there = (assumed.machines - 1) * assumed.gpus
     if len(actors) > there:
         yield (
@@ -473,7 +474,7 @@ def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware, *, spread: bo
             f"GPUs are assumed ({assumed})"
         )
     for models in actors.values():
-        if sum(each.bytes.total for each in models) > assumed.bytes:
+        if sum(need.bytes.total for need in models) > assumed.bytes:
             held = ", ".join(map(str, models))
             yield f"a GPU of the cluster has {decimal(assumed.bytes)}, and an actor would hold {held}"
 
@@ -495,9 +496,9 @@ def with_share(deployment: Deployment) -> Deployment:
         return deployment
     with routed():
         needs = expected(deployment, load_of(settings, settings.data.max_prompt_tokens))
-    if found := crowded([need for need in needs if need.device.type == "cuda" and need.device.index in gpus]):
+    if faults := crowded([need for need in needs if need.device.type == "cuda" and need.device.index in gpus]):
         raise ConfigError(
-            f"{'; '.join(found)}: give the policy a GPU of its own (placement.policy), or choose vllm.{SHARE} yourself"
+            f"{'; '.join(faults)}: give the policy a GPU of its own (placement.policy), or choose vllm.{SHARE} yourself"
         )
     return replace(deployment, share=next(need.share for need in needs if need.share is not None))
 
@@ -506,11 +507,11 @@ def require_memory(deployment: Deployment) -> None:
     """Check, before anything is loaded, that all weights, what training keeps, and a policy's states fit."""
     try:
         with routed():
-            found = crowded(expected(deployment, None))
+            faults = crowded(expected(deployment, None))
     except (ConfigError, ModelRefused):
         return
-    if found:
-        raise ConfigError(f"{'; '.join(found)}: {advice(deployment, None)}")
+    if faults:
+        raise ConfigError(f"{'; '.join(faults)}: {advice(deployment, None)}")
 
 
 def advice(deployment: Deployment, load: Load | None) -> str:

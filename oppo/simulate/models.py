@@ -93,7 +93,7 @@ class FakeScorer(Generic[T]):
         await spend(self.device, "score", self.per_call + reading)
         for event in events:
             session = self.sessions.receive(event)
-            session.tokens.frombytes(event.tokens.astype(np.int32).tobytes())
+            session.tokens.frombytes(event.tokens.astype(np.int32, copy=False).tobytes())
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
         """Return the value of each rollout and forget its session.

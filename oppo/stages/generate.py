@@ -141,7 +141,7 @@ class Generate:
                 closing.push_async_callback(rollout.aclose)
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Return what is wrong if the selection is not a stage too."""
+        """Report a selection that is no stage of the graph."""
         del named
         fault = (
             'has a Selection that reads no scores: add the same one after the reward, g.add("select", selection, '
@@ -318,8 +318,7 @@ class Generate:
 
                     def read(rollout: InFlightRollout) -> None:
                         number = rollout.prompt.rollout
-                        reader = partial(self._read, rollout, size, out, round_)
-                        readers.start_soon(reader, name=f"read rollout {number}")
+                        readers.start_soon(self._read, rollout, size, out, round_, name=f"read rollout {number}")
                         if self._conversations is not None:
                             name = f"converse in rollout {number}"
                             conversations.start_soon(self._conversations.converse, rollout, step, name=name)
@@ -486,7 +485,7 @@ class Generate:
 
     async def _finish(self, unit: Unit, out: Sender[RolloutEvent]) -> None:
         unit.sent = True
-        # Branches first: whoever has the score of a first conversation then knows of the others.
+        # Branches first: a scorer that finishes a first conversation then knows of the others.
         for number in [prompt.rollout for prompt in sorted(unit.prompts, key=lambda prompt: not prompt.branch)]:
             rollout = self._in_flight[number]
             ending = rollout.ending(() if self._conversations is None else self._conversations.said(number))
@@ -497,14 +496,7 @@ class Generate:
 
 @dataclass(eq=False)
 class DecodingRound:
-    """The rollouts of one decoding.
-
-    Attributes:
-        engine: decodes them.
-        meter: measures them.
-        read: starts to read a rollout, in a task of its own.
-        cut: set once the step is known to be cut.
-    """
+    """The rollouts of one decoding; ``read`` starts the reader of one, ``cut`` is set once the step is cut."""
 
     engine: Decoding
     meter: DecodeMeter
@@ -529,7 +521,6 @@ class DecodingRound:
         self.engine.stop()
 
     async def unless_cut(self, wait: Callable[[], Awaitable[None]]) -> None:
-        """Wait for this, at most until the step is cut."""
         async with anyio.create_task_group() as tasks:
 
             async def stop() -> None:
@@ -547,11 +538,8 @@ class DecodingRound:
         take: Callable[[int], Awaitable[Groups]],
         open_: Callable[[Groups], Awaitable[Sequence[InFlightRollout]]],
     ) -> None:
-        """Let units join until the step is cut, or no more can: the prompts or the remaining steps do not reach.
-
-        What was read of the prompts by the time of the cut is deferred, unwritten: reading them is not cancelled, since
-        that would end an async generator.
-        """
+        # Until the step is cut, or no more can join: the prompts or the remaining steps do not reach. What was read of
+        # the prompts by the cut is deferred, unwritten: cancelling the read would end an async generator.
         while not ledger.is_cut():
             self._news = anyio.Event()
             wanted = ledger.refill(remaining)
@@ -590,7 +578,6 @@ def require_turns(policy: Policy) -> MultiTurnPolicy:
 
 
 def require_piece(piece: Piece, policy: Policy, rollout: int, limit: int, oldest: int, *, turns: bool = False) -> None:
-    """Raise ``ProtocolError`` unless a piece can be the next of its rollout."""
     if fault := _fault_of(piece, limit, oldest, policy.version, turns):
         raise ProtocolError(f"rollout {rollout}: read({limit}) of {type(policy).__name__} returned {fault}")
 
@@ -665,7 +652,6 @@ class Ended:
         await self.out.send(event)
 
     def fault_of(self, batch: Batch | None) -> str:
-        """Return the fault of a step's batch that does not have each of these rollouts once, or among its drops."""
         trained, drops, deferred = ((), (), ()) if batch is None else (batch.rollouts, batch.dropped, batch.deferred)
         for what, have, came in (
             ("ended", (*trained, *(drop.rollout for drop in drops)), self.ended),

@@ -8,7 +8,6 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -62,10 +61,11 @@ def test_an_exact_run_is_the_same_where_a_process_loads_the_models_that_score(
     """As on a GPU, whose memory is not shared: the critic's weights are sent, before the first step too."""
 
     def apart(settings: Settings) -> Deployment:
-        here = Deployment.of(settings)
+        here = of(settings)
         return replace(here, devices=replace(here.devices, apart=frozenset({"reference", "reward", "critic"})))
 
-    monkeypatch.setattr("oppo.run.models.Deployment", SimpleNamespace(of=apart))
+    of = Deployment.of
+    monkeypatch.setattr(Deployment, "of", apart)
     assert here == train(folder, "apart", *AHEAD, "run.steps=6", "run.scorers=process")
 
 

@@ -1,8 +1,9 @@
-"""Calls with priorities in a thread that several share: urgent ones hold its queue, preempted ones are not made."""
+"""Places of this machine: what holds in each, threads, and priorities of calls."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,11 +13,196 @@ import anyio.lowlevel
 import pytest
 
 from oppo.errors import ModelLost
-from oppo.placement import Inline, Process, Thread
+from oppo.graph import Step
+from oppo.observe import Span
+from oppo.placement import Inline, Place, Process, Ranks, Thread
 from oppo.placement.shared_memory import Block
 from oppo.scheduling import DEFAULT_TIME_SLICE, Preempted, Preemptible, Priority, TimeSlice, Urgent
-from tests.placement.instances import Slate, Total
-from tests.placement.test_thread import Work
+from oppo.testing import run_virtual
+from tests.placement.instances import Crew, Slate, Total, fail_to_set_up
+
+
+@pytest.mark.parametrize("kind", [Inline, Thread])
+async def test_work_is_done_in_one_thread_in_order_and_reported(kind: type[Inline | Thread]) -> None:
+    spans, heard = list[Span](), list[str]()
+    with kind("scorers", listener=spans.append) as place:
+        total, plain = place.host(partial(Total, 1), track="critic"), place.host(lambda: None)
+        assert await total.call("add", Total.add, 2, times=3) == 7
+        await total.load(Total.add, 1, lambda: heard.append(place.at_work))
+        assert await total.call("look", lambda here: (here.sum, place.at_work)) == (8, "critic: look")
+        here = await plain.call("look", lambda _: threading.get_ident()) == threading.get_ident()
+        assert here == (kind is Inline)
+        assert place.at_work == ""
+    tracks = [(span.track, span.label) for span in spans]
+    assert tracks == [*(("critic", label) for label in ("add", "load", "look")), ("scorers", "look")]
+    assert heard == ["critic: load"], "before any other call"
+
+
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        (Inline("reward"), "the place 'reward'"),
+        (Thread("reward"), "the thread of 'reward'"),
+        (partial(Process, "reward"), "the process of 'reward'"),
+        (partial(Ranks, "reward", 2), "the group of ranks of 'reward'"),
+    ],
+    ids=["inline", "thread", "process", "ranks"],
+)
+async def test_a_closed_place_says_what_it_cannot_do(place: Place | partial[Process], named: str) -> None:
+    opened = place if isinstance(place, Place) else place()
+    crew = opened.host(Crew)
+    opened.close()
+    opened.close()
+    with pytest.raises(ModelLost, match=f"{named} is closed, so it cannot do 'extend'"):
+        await crew.call("extend", Crew.add, 1)
+
+
+@pytest.mark.parametrize("kind", [partial(Process, "reward"), partial(Ranks, "reward", 2)])
+def test_a_setup_that_fails_is_the_error_of_the_first_call(kind: partial[Process]) -> None:
+    with kind(setup=fail_to_set_up) as place:
+        place.host(Total)
+        with pytest.raises(OSError, match="no such core"):
+            place.wait_until_ready()
+
+
+@pytest.mark.parametrize("kind", [Inline, Thread, Process])
+async def test_a_span_says_for_which_step_the_call_was_made_and_in_which_role(
+    kind: type[Inline | Thread | Process],
+) -> None:
+    spans: list[Span] = []
+    with kind("total", listener=spans.append) as place:
+        total = place.host(partial(Total, 1))
+
+        async def work(step: Step) -> None:
+            with step.working("score"):
+                await anyio.lowlevel.checkpoint()
+                await total.call("add", Total.add, 1)
+                await total.load(Total.add, 1)
+
+        async with anyio.create_task_group() as tasks:
+            for number in (3, 4):
+                tasks.start_soon(work, Step(number, 1, 0.0))
+        await total.call("add", Total.add, 1)
+    assert sorted((span.step, span.role) for span in spans[:-1]) == [
+        (3, "score"),
+        (3, "score"),
+        (4, "score"),
+        (4, "score"),
+    ]
+    assert (spans[-1].step, spans[-1].role) == (None, None), "of no step"
+
+
+def test_virtual_time_goes_on_around_it() -> None:
+    async def main() -> tuple[int, float]:
+        total = Inline("total").host(Total)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep, 5)
+            for number in range(4):
+                tasks.start_soon(total.call, "add", Total.add, number)
+        return await total.call("add", Total.add, 0), anyio.current_time()
+
+    assert run_virtual(main) == (6, 5.0)
+
+
+class Work:
+    """Something that is in progress from the moment it says so until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.finished = False
+
+    def __call__(self) -> str:
+        self.begun.set()
+        assert self.go_on.wait(10)
+        self.finished = True
+        return "done"
+
+    async def until_begun(self) -> None:
+        assert await asyncio.to_thread(self.begun.wait, 10)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_call_that_has_begun_is_waited_for_when_its_task_is_cancelled(times: int) -> None:
+    """As Ctrl-C does, and a timeout of asyncio: neither knows of anyio's shields."""
+    work = Work()
+    with Thread("model") as thread:
+        async with asyncio.TaskGroup() as tasks:
+            caller = tasks.create_task(thread.call("work", work))
+            await work.until_begun()
+            for _ in range(times):
+                caller.cancel()
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            still_waiting = not caller.done()
+            work.go_on.set()
+        assert still_waiting, "the caller went on though its model was still at work"
+        assert caller.cancelled()
+        assert work.finished
+
+
+async def test_a_call_that_has_begun_is_waited_for_when_its_scope_is_cancelled() -> None:
+    work = Work()
+    with Thread("model") as thread:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(thread.call, "work", work)
+                await work.until_begun()
+                scope.cancel()
+                work.go_on.set()
+        assert scope.cancelled_caught
+        assert work.finished
+
+
+async def test_an_error_of_the_work_is_raised_though_the_caller_was_cancelled_meanwhile() -> None:
+    work = Work()
+
+    def failing() -> None:
+        work()
+        raise ZeroDivisionError("no result")
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            caller = tasks.create_task(thread.call("work", failing))
+            await work.until_begun()
+            caller.cancel()
+            await asyncio.sleep(0)
+            work.go_on.set()
+
+    with Thread("model") as thread:
+        with pytest.raises(ExceptionGroup) as caught:
+            await main()
+        assert [str(error) for error in caught.value.exceptions] == ["no result"]
+
+
+async def test_calls_run_in_one_thread_in_order_after_its_setup_and_are_reported() -> None:
+    seen: list[tuple[str, int]] = []
+    spans: list[Span] = []
+
+    def note(what: str) -> None:
+        seen.append((what, threading.get_ident()))
+
+    with Thread("model", listener=spans.append, setup=lambda: note("setup")) as thread:
+        async with anyio.create_task_group() as tasks:
+            for what in ("first", "second"):
+                tasks.start_soon(thread.call, what, note, what)
+    assert [what for what, _ in seen] == ["setup", "first", "second"]
+    assert len({ident for _, ident in seen} | {threading.get_ident()}) == 2
+    assert [(span.track, span.label) for span in spans] == [("model", "first"), ("model", "second")]
+
+
+async def test_a_setup_that_fails_is_the_callers_error_and_is_tried_again() -> None:
+    attempts: list[int] = []
+
+    def setup() -> None:
+        attempts.append(len(attempts))
+        if len(attempts) == 1:
+            raise ZeroDivisionError("no threads")
+
+    with Thread("model", setup=setup) as thread:
+        with pytest.raises(ZeroDivisionError, match="no threads"):
+            await thread.call("work", int)
+        assert [await thread.call("work", int), await thread.call("work", int)] == [0, 0]
+    assert attempts == [0, 1]
 
 
 class Log:
