@@ -42,7 +42,7 @@ from oppo.vllm.processes import EngineFiles, ServerProcess, environment, failure
 from oppo.vllm.sync import FILES
 from tests.placement.instances import Total
 from tests.vllm import scenario
-from tests.vllm.bench import WEIGHTS, Bench, varied
+from tests.vllm.bench import WEIGHTS, Bench
 from tests.vllm.fake_engine import BLOCK, FakeAsyncLLM, engine_of, running
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
@@ -407,11 +407,8 @@ class Silent(FakeAsyncLLM):
 def test_decoding_ends_when_the_engine_dies_in_a_call(call: str) -> None:
     bench = Bench(Silent(call))
 
-    async def main() -> None:
-        await bench.step(await bench.policy.open(varied(3)), cut_at=1)
-
     with pytest.raises(ModelLost, match=r"vLLM has (died|failed).*go on from the newest checkpoint"):
-        bench.run(main)
+        bench.play(3, cut_at=1)
 
 
 @pytest.mark.parametrize("call", ["reset_prefix_cache", "pause_generation"])
