@@ -22,7 +22,6 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt
@@ -42,7 +41,6 @@ from oppo.vllm.sync import (
     plain,
     restored,
 )
-from tests.hf import tiny
 from tests.vllm.bench import WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender
 
@@ -203,52 +201,6 @@ def test_a_fingerprint_tells_tensors_apart_by_type_shape_and_what_is_all_over_th
 def test_a_dtype_that_the_format_does_not_know_is_named() -> None:
     with pytest.raises(ModelError, match=r"weight a is of torch.complex64, which cannot travel to vLLM: expected one"):
         MemoryFile().write({"a": torch.ones(3, dtype=torch.complex64)})
-
-
-def config(**changes: Any) -> LlamaConfig:
-    made = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
-
-
-def weights(**changes: Any) -> dict[str, Tensor]:
-    return LlamaForCausalLM(config(**changes)).state_dict()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_models_own_weights_pass_whether_tied_ones_come_once_or_twice(tied: bool) -> None:
-    served = ServedWeights.of("actor", config(tie_word_embeddings=tied))
-    model = LlamaForCausalLM(config(tie_word_embeddings=tied))
-    served.require(model.state_dict())
-    served.require(dict(model.named_parameters()))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": 1}, r"actor, which vLLM serves: 9 missing \(model\.layers\.1\..*\.\.\.\); it goes on"),
-        ({"num_hidden_layers": 3}, r"actor, which vLLM serves: 9 unknown \(model\.layers\.2\..*\.\.\.\)"),
-        ({"vocab_size": 33}, r"2 of another shape \(model\.embed_tokens\.weight \[33, 8\], not \[32, 8\], lm_head"),
-        ({"attention_bias": True}, r"8 unknown \(model\.layers\.0\.self_attn\.q_proj\.bias"),
-    ],
-)
-def test_those_of_another_model_are_named(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        ServedWeights.of("actor", config()).require(weights(**changes))
-
-
-def test_an_output_layer_of_its_own_is_missed_where_it_is_not_tied() -> None:
-    without = {name: tensor for name, tensor in weights().items() if name != "lm_head.weight"}
-    with pytest.raises(ModelError, match=r"1 missing \(lm_head\.weight\)"):
-        ServedWeights.of("actor", config()).require(without)
-    ServedWeights.of("actor", config(tie_word_embeddings=True)).require(without)
-
-
-def test_it_takes_no_memory() -> None:
-    large = ServedWeights.of("actor", config(vocab_size=10_000_000, hidden_size=10_000, intermediate_size=10_000))
-    assert large.shapes["lm_head.weight"] == (10_000_000, 10_000)
-    assert torch.empty(0).device.type == "cpu"
 
 
 TENSORS = {"first": torch.arange(6.0).reshape(2, 3), "second": torch.ones(2)}
@@ -650,16 +602,6 @@ def test_a_cancelled_sync_that_does_not_end_leaves_the_engine_lost() -> None:
             await bench.step(await bench.policy.open(varied(1)))
 
     bench.run(main)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3"])
-def test_weights_of_a_mixture_are_sent_as_its_checkpoint_has_them(name: str, tmp_path: Path) -> None:
-    model = tiny.mixture(name)
-    model.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    sent = ServedWeights.of(name, model.config).as_saved(model.state_dict())
-    assert sent.keys() == saved.keys()
-    assert all(torch.equal(tensor, saved[each]) for each, tensor in sent.items())
 
 
 def test_an_engine_that_keeps_the_kv_cache_of_other_weights_is_lost() -> None:
