@@ -38,27 +38,17 @@ RATIO: Final = "ratio"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric.
+    """One metric."""
 
-    Attributes:
-        name: in this package; parts in braces stand for any text without a slash.
-        unit: of its value.
-        meaning: its description, and where TRL's or verl's differs.
-        trl: its name in TRL's GRPO, if that is another.
-        verl: its name in verl, if that is another.
-        earlier: its name in files of earlier versions, if that was another.
-    """
-
-    name: str
-    unit: str
-    meaning: str
-    trl: str = ""
-    verl: str = ""
-    earlier: str = ""
+    name: str  # in this package; parts in braces stand for any text without a slash
+    unit: str  # of its value
+    meaning: str  # its description, and where TRL's or verl's differs
+    trl: str = ""  # its name in TRL's GRPO, if that is another
+    verl: str = ""  # its name in verl, if that is another
+    earlier: str = ""  # its name in files of earlier versions, if that was another
 
 
-MetricNames: TypeAlias = Literal["trl", "verl"]
-"""The names of TRL's GRPO, or of verl."""
+MetricNames: TypeAlias = Literal["trl", "verl"]  # the names of TRL's GRPO, or of verl
 
 
 @cache
@@ -112,6 +102,7 @@ def _own_name(name: str) -> str:
     return name
 
 
+# Every metric, by section of the page
 METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
     "The step": (
         Metric("step", "ordinal", "Steps made so far, from 1; the trackers have it as their step."),
@@ -362,15 +353,14 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
         Metric("bottleneck/finished", "units", "Units that were completed."),
     ),
 })  # fmt: skip
-"""Every metric, by section of the page."""
 
 MFU: Final = {kind: f"perf/mfu/{kind}" for kind in ("decode", "score", "update")}
 MEMORY: Final = {kind: f"memory/{kind}" for kind in ("allocated", "reserved")}
 
 Metrics: TypeAlias = dict[str, float | int | None]
 
+# The least share of a step's seconds from which scoring is worth hiding; a reward of milliseconds is below
 SCORING: Final = 0.01
-"""The least share of a step's seconds from which scoring is worth hiding; a reward of milliseconds is below."""
 
 
 def step_metrics(report: StepReport) -> Metrics:

@@ -66,8 +66,7 @@ from oppo.weight_sync import CopiesWeights, name_of
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-FAR = 1_000
-"""Versions by which a spoilt piece is ahead of the current weights, or behind them."""
+FAR = 1_000  # versions by which a spoilt piece is ahead of the current weights, or behind them
 
 
 class _FaultySynced:
@@ -90,8 +89,6 @@ class _FaultySynced:
 
 @dataclass(eq=False)
 class FaultyDecode:
-    """A decode of :class:`FaultyPolicy`."""
-
     inner: Decode
     player: Player
 
@@ -315,7 +312,6 @@ def faulty_reward(name: str, function: RewardFunction, script: Script) -> Reward
 
 
 def spoilt_piece(piece: Piece, what: Spoilt) -> Piece:
-    """Return a piece, of at least one token, made invalid."""
     spoilt: dict[str, Callable[[], Piece]] = {
         "nan": lambda: replace(piece, logprobs=np.full_like(piece.logprobs, np.nan)),
         "shape": lambda: replace(piece, logprobs=piece.logprobs[:-1]),
@@ -327,7 +323,6 @@ def spoilt_piece(piece: Piece, what: Spoilt) -> Piece:
 
 
 def spoilt_values(values: Sequence[T], what: Spoilt) -> Sequence[T]:
-    """Return the values of some rollouts, made invalid."""
     if what == "count":
         return values[:-1]
     return [cast("T", _spoilt(value, what)) for value in values]  # of another type on purpose

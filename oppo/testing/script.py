@@ -17,6 +17,9 @@ import anyio
 from oppo.errors import ModelError
 from oppo.simulate.engine import VirtualTimeLoop
 
+# Of a policy and its decodes: `open`, `decoding`, `read`, `turn`, `aclose`, `load`. Of a scorer: `extend`, `finish`,
+# `forget`, and `load` if it is synced. Of a trainer: `update`, `sync_weights`, and `accumulate` and `commit` of a batch
+# in parts. Of a reward function: `call`. Of an environment: `answer`
 Method: TypeAlias = Literal[
     "open",
     "decoding",
@@ -34,12 +37,9 @@ Method: TypeAlias = Literal[
     "call",
     "answer",
 ]
-"""Of a policy and its decodes: ``open``, ``decoding``, ``read``, ``turn``, ``aclose``, ``load``. Of a scorer:
-``extend``, ``finish``, ``forget``, and ``load`` if it is synced. Of a trainer: ``update``, ``sync_weights``, and
-``accumulate`` and ``commit`` of a batch in parts. Of a reward function: ``call``. Of an environment: ``answer``."""
 
+# How an answer is wrong; `SPOILT` lists what applies to each method
 Spoilt: TypeAlias = Literal["nan", "count", "shape", "none", "empty", "version", "order", "token", "stranger"]
-"""How an answer is wrong; :data:`SPOILT` lists what applies to each method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,12 @@ class HalfSynced:
     silent: bool = False
 
 
+# Faults that a model's wrapper applies, since they need the arguments or the result of the call
 Applied: TypeAlias = Garbage | LoseSessions | HalfSynced
-"""Faults that a model's wrapper applies, since they need the arguments or the result of the call."""
 
 FaultKind: TypeAlias = Raise | Hang | Slow | Flap | Applied
 
+# How the answer of each method can be wrong; the other methods return nothing
 SPOILT: Mapping[Method, tuple[Spoilt, ...]] = {
     "open": ("count",),
     "read": ("nan", "shape", "empty", "version", "order", "token"),
@@ -120,7 +121,6 @@ SPOILT: Mapping[Method, tuple[Spoilt, ...]] = {
     "call": ("nan", "count", "none"),
     "answer": ("empty", "token"),
 }
-"""How the answer of each method can be wrong; the other methods return nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,18 +175,10 @@ Script: TypeAlias = tuple[Fault, ...]
 
 @dataclass(eq=False)
 class Player:
-    """Plays the faults of one model.
-
-    Attributes:
-        model: its name in the script.
-        script: of all models.
-        calls: of each method so far.
-        struck: the faults that happened, in order; a flap once for each call that failed.
-    """
-
-    model: str
-    script: Script
-    calls: Counter[Method] = field(default_factory=Counter)
+    model: str  # its name in the script
+    script: Script  # of all models
+    calls: Counter[Method] = field(default_factory=Counter)  # of each method so far
+    # the faults that happened, in order; a flap once for each call that failed
     struck: list[Fault] = field(default_factory=list)
 
     async def play(self, method: Method) -> Applied | None:
