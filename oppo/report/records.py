@@ -1,8 +1,7 @@
 """Files of one JSON object a line: written, read, rewound to a checkpoint; the journal; the lock of a run directory.
 
 In a file step n is the one after which n steps are made: 1 is the first, and an evaluation before it has step 0.
-Records in memory have the index of a step, from 0 on. So have files of earlier versions: they are known by their first
-line, and rewritten when their run is resumed.
+Records in memory have the index of a step, from 0 on.
 
 A line that is no record, such as the last one that a kill may tear, is left out, kept in a file of its own and
 reported. The lines after it stay.
@@ -118,8 +117,6 @@ _LONGEST = 2**26  # bytes of a line
 
 def read(path: Path, damaged: Damaged = lambda number, line: None) -> Iterator[Record]:
     """Yield the records of a file, each with the index of its step; none without the file."""
-    first = 0 if path.name == EVALUATIONS else 1
-    before: int | None = None
     try:
         file = opened(path, "r")
     except FileNotFoundError:
@@ -128,12 +125,10 @@ def read(path: Path, damaged: Damaged = lambda number, line: None) -> Iterator[R
         lines = iter(partial(file.buffer.readline, _LONGEST), b"")
         for number, line in enumerate(lines, 1):
             record = _record(line, path.name)
-            if record is not None:
-                step = cast("int", record["step"])
-                before = (1 if step >= first else 0) if before is None else before
-                yield {**record, "step": step - before}
-            else:
+            if record is None:
                 damaged(number, line)
+            else:
+                yield {**record, "step": cast("int", record["step"]) - 1}
 
 
 def line_of(record: Mapping[str, object]) -> str:
@@ -146,7 +141,11 @@ def _record(line: bytes, name: str) -> Record | None:
         record: object = json.loads(line, parse_constant=_number, parse_float=_number, parse_int=_whole)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or type(step := record.get("step")) is not int or not -1 <= step < MOST:
+    if (
+        not isinstance(record, dict)
+        or type(step := record.get("step")) is not int
+        or not (name != EVALUATIONS) <= step < MOST
+    ):
         return None
     fits = _FITS.get(name)
     return record if fits is None or fits(record) else None
