@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import END, Spread, checkout, markdown, placed, require_writable, turns
+from benchmarks.harness import END, Spread, placed, require_writable, turns
 from oppo.errors import ConfigError
 
 
@@ -36,11 +36,6 @@ def test_a_part_takes_the_place_of_the_older_one_between_its_own_marks() -> None
             placed(lacking, "<!-- one -->\n", "new\n")
 
 
-def test_a_row_without_a_column_is_no_row_of_the_table() -> None:
-    with pytest.raises(ValueError, match="columns"):
-        markdown(["a", "b"], [["1", "2"], ["3"]])
-
-
 def test_looking_whether_results_can_be_written_leaves_no_file_and_harms_none(tmp_path: Path) -> None:
     old, new = tmp_path / "old.json", tmp_path / "folder" / "new.json"
     old.write_text("kept")
@@ -49,8 +44,3 @@ def test_looking_whether_results_can_be_written_leaves_no_file_and_harms_none(tm
     for taken in (old / "results.json", tmp_path):
         with pytest.raises(ConfigError, match=f"--json: {taken}"):
             require_writable({"--json": taken})
-
-
-def test_a_commit_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no-such-commit"), checkout("no-such-commit", tmp_path / "source"):
-        pass

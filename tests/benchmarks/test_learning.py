@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import learning
 from benchmarks.harness import END
-from benchmarks.learning import BEGIN, LAGS, RESULTS, Found, Outcome, Task, content, main, reached
+from benchmarks.learning import BEGIN, LAGS, RESULTS, Found, Task, content, main
 
 EMPTY = f"# Learning\n\n{BEGIN}{END}\n"
 
@@ -27,18 +27,6 @@ def test_the_page_is_made_of_the_results_of_record() -> None:
     for lags in found.outcomes.values():
         assert {lag: len(each) for lag, each in lags.items()} == dict.fromkeys(LAGS, results["seeds"])
         assert sum(each.after - each.before for each in lags[0]) > 0
-
-
-def test_lags_are_compared_by_seed_in_parts_of_what_none_gained() -> None:
-    runs = {
-        lag: [Outcome(0.0, 1.0 - lag / 10 + seed / 10, 2.0, lag, [0, 0, 0.9, 0.9, 0.9], [1.0] * 5) for seed in (0, 1)]
-        for lag in LAGS
-    }
-    table = Found({"sums": runs}).table().splitlines()
-    assert table[2] == "| sums | 0 | 0.00 | 0.00 | 1.05 | - | 2.0 | 160 | 5.0 | 5.0 |"
-    assert "| -10% (-10% to -10%) |" in table[3]
-    assert reached(runs[0][0], 0.5) == (4 * 32, 4.0)
-    assert reached(runs[0][0], 0.95) == (float("inf"), float("inf"))
 
 
 def test_a_run_writes_results_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,14 @@ GROUPS = (
     "step.algorithm=grpo", "algorithm.samples=2", "step.batch=2", "step.overcommit=1", "run.steps=2", "run.panel=off",
 )  # fmt: skip
 
+# Names of TRL's GRPOTrainer
 TRL = {
     "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "clip_ratio/region_mean", "grad_norm", "step_time",
     "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
     "learning_rate",
 }  # fmt: skip
-"""Names of TRL's GRPOTrainer."""
 
+# Names of verl
 VERL = {
     "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm",
     "actor/lr", "critic/score/mean", "critic/score/min", "critic/score/max", "critic/rewards/mean",
@@ -36,13 +37,12 @@ VERL = {
     "prompt_length/max", "prompt_length/min", "timing_s/gen", "timing_s/update_actor", "timing_s/step",
     "timing_s/update_weights", "perf/total_num_tokens", "perf/mfu/actor",
 }  # fmt: skip
-"""Names of verl."""
 
+# Those of verl's critic
 CRITIC = {
     "critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/returns/mean", "critic/values/mean",
     "critic/values/min", "critic/values/max", "critic/vf_explained_var",
 }  # fmt: skip
-"""Those of verl's critic."""
 
 
 @pytest.fixture(scope="module")

@@ -26,13 +26,11 @@ from tests.workplace import read_lines
 
 
 def records(count: int, text: str = "") -> list[dict[str, object]]:
-    """Return records that any file might hold."""
     held = {"event": "admitted", "score": None, "prompt": "", "completion": text}
     return [{"step": step, **held} for step in range(count)]
 
 
 def spelled(records: list[dict[str, object]]) -> str:
-    """Return the lines of records."""
     counted = [{**each, "step": int(str(each["step"])) + 1} for each in records]
     return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in counted)
 
@@ -47,7 +45,6 @@ def test_the_first_steps_stay_whatever_their_text_holds(tmp_path: Path, text: st
 
 
 def test_a_line_that_is_torn_is_dropped_and_told_wherever_it_is_torn(tmp_path: Path) -> None:
-    """The last one of a run that writes it now, or was killed."""
     file, text = tmp_path / "samples.jsonl", "\N{GRINNING FACE}"
     whole, torn = (spelled(records(count, text)).encode() for count in (2, 3))
     for size in range(len(whole) + 1, len(torn) - 1):

@@ -292,7 +292,6 @@ def test_a_run_in_progress_cannot_be_resumed(tmp_path: Path) -> None:
 
 
 def steps_of(path: Path) -> list[str]:
-    """Return the steps that a trace shows, in order."""
     events = json.loads((path / "trace.json").read_text())
     assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {"step"}
     return [event["name"] for event in events if event["ph"] == "X"]

@@ -15,7 +15,6 @@ from oppo.testing import FakePolicy, prompts, run_virtual
 
 
 def reading_policy(kv_on_sync: Literal["recompute", "keep"] = "recompute") -> FakePolicy:
-    """Return a policy whose decode step takes a second, and which reads four tokens in one."""
     loads = Capabilities(adds_while_decoding=True, loads_while_decoding="between decode steps")
     return FakePolicy(lambda prompt: 8, 1.0, reading=0.25, kv_on_sync=kv_on_sync, capabilities=loads)
 

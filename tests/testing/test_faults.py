@@ -277,8 +277,6 @@ def rule(prompts: Sequence[str], completions: Sequence[str], **_columns: Sequenc
 
 
 def judged(script: tuple[Fault, ...], on_failure: OnFailure) -> tuple[list[object], float]:
-    """Return the scores of two rollouts by a faulty reward function, and the seconds they took."""
-
     async def main() -> tuple[list[object], float]:
         reward = FunctionReward(faulty_reward("judge", rule, script), decode=str, on_failure=on_failure)
         scores = await reward.finish(finished(CLEAN.batches[0].responses)[:2])

@@ -18,7 +18,6 @@ from oppo.errors import ConfigError
 
 
 def made(folder: Path, workload: BenchWorkload = SMOKE) -> Files:
-    """Return a workload's directory without models."""
     lengths = LengthStatistics(7, 20, 9, 0.0, 1.0)
     (folder / "spec.json").write_text(json.dumps({"workload": workload.name, "recipe": asdict(workload)}))
     (folder / "prompts.jsonl").write_text("")

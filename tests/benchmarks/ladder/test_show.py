@@ -9,7 +9,7 @@ import pytest
 from benchmarks import CHECKOUT
 from benchmarks.harness import placed
 from benchmarks.ladder.__main__ import main
-from benchmarks.ladder.show import PICTURE, TIMES_SERIAL, Results, bars_of, ladders, table, title
+from benchmarks.ladder.show import PICTURE, ladders, table
 from oppo.errors import ConfigError
 
 PAGE = CHECKOUT / "benchmarks" / "results" / "README.md"
@@ -26,13 +26,6 @@ def test_the_picture_of_record_is_drawn_without_measuring(tmp_path: Path) -> Non
     assert (tmp_path / "ladder.svg").read_text() == PICTURE.read_text()
     with pytest.raises(ConfigError, match=r"ladder\.png"):
         main(["--plot", str(tmp_path / "ladder.png")])
-
-
-@pytest.mark.parametrize("recorded", ladders(), ids=title)
-def test_bars_of_record_are_in_times_of_the_serial_step_within_their_worst_and_best_rounds(recorded: Results) -> None:
-    bars = bars_of(recorded)
-    assert (bars.unit, dict(zip(bars.names, bars.widths, strict=True))["serial"]) == (TIMES_SERIAL, 1.0)
-    assert all(low <= width <= high for low, width, high in zip(bars.below, bars.widths, bars.above, strict=True))
 
 
 def test_every_result_of_record_says_what_it_was_measured_on() -> None:
