@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks import learning
-from benchmarks.harness import END
-from benchmarks.learning import BEGIN, LAGS, RESULTS, Found, Task, content, main
+from benchmarks.harness import END, command
+from benchmarks.learning import BEGIN, LAGS, RESULTS, Found, Task, content, make
 
 EMPTY = f"# Learning\n\n{BEGIN}{END}\n"
 
@@ -35,9 +35,9 @@ def test_a_run_writes_results_and_table(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(learning, "tasks", lambda: [shown])
     monkeypatch.setattr(learning, "HELD_OUT", 8)
     (tmp_path / "learning.md").write_text(EMPTY)
-    assert main(["--seeds", "1", "--steps", "3", "--out", str(tmp_path)]) == 0
+    assert command(make, ["--seeds", "1", "--steps", "3", "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "learning.json").read_text())
     assert of_record((tmp_path / "learning.md").read_text()) == content(results)
     staleness = [each[0].staleness for each in Found.of(results).outcomes["tool"].values()]
     assert staleness == pytest.approx([0, 2 / 3, 1])
-    assert main(["--seeds", "0", "--out", str(tmp_path)]) == 2
+    assert command(make, ["--seeds", "0", "--out", str(tmp_path)]) == 2

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import CHECKOUT
-from benchmarks.__main__ import main
+from benchmarks.__main__ import bench
+from benchmarks.harness import command
 from benchmarks.ladder.directory import Facts, Files, LengthStatistics, workload_in
 from benchmarks.ladder.rounds import earlier
 from benchmarks.ladder.workloads import SMOKE, BenchWorkload, Plan
@@ -92,7 +93,7 @@ def test_the_smoke_workload_runs_through_the_whole_ladder_s_machinery(
     options = ["--workload", "smoke", "--layout", "split", "--modes", "serial,fixed", "--steps", "1", "--rounds", "1"]
     options += ["--warm-up", "1"]
     options += ["--json", str(results), "--cache", str(tmp_path / "cache")]
-    assert main([*options, "--plot", str(picture)]) == 0
+    assert command(bench, [*options, "--plot", str(picture)]) == 0
     printed = capsys.readouterr()
     told = json.loads(results.read_text())
     assert (told["workload"], told["layout"], told["valid"], told["faults"]) == ("smoke", "split", True, [])

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import bench
+from benchmarks.harness import command
 from benchmarks.ladder import rounds
 from benchmarks.ladder.directory import config_of, language_of, scalar_model
 from benchmarks.ladder.workloads import (
@@ -55,7 +56,7 @@ def test_what_cannot_be_measured_is_refused_by_name_before_anything_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rounds, "CHECKOUT", tmp_path)  # has no environment of the peer
     workload = [] if "--workload" in options else ["--workload", "smoke"]
-    assert main([*workload, "--cache", str(tmp_path / "cache"), *options]) == 2
+    assert command(bench, [*workload, "--cache", str(tmp_path / "cache"), *options]) == 2
     assert named in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
