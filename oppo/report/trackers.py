@@ -99,10 +99,7 @@ FLUSH_SECONDS: Final = 1  # between two looks of the writing thread; with 0 it l
 
 
 class TensorBoard(Tracker):
-    """An observer that writes each step's metrics as scalars, under their names in ``metrics.jsonl``.
-
-    A context manager that completes the file. A thread of TensorBoard's own writes it, within :data:`FLUSH_SECONDS` of
-    each step.
+    """A tracker that writes event files, in a thread of TensorBoard's own, within :data:`FLUSH_SECONDS` of each step.
 
     Args:
         path: the folder of event files, which is made: ``tensorboard --logdir PATH`` shows it.
@@ -165,11 +162,11 @@ def _markdown(samples: Sequence[Record]) -> str:
 
 
 class WeightsAndBiases(Tracker):
-    """An observer that logs each step's metrics, under their names in ``metrics.jsonl``; a context manager.
+    """A tracker that logs to Weights & Biases.
 
-    The environment variables of wandb choose where to: ``WANDB_API_KEY``, ``WANDB_ENTITY``, ``WANDB_MODE=offline``. Of
-    a run that goes on, Weights & Biases leaves out steps that it has already. Neither the standard output nor the
-    state of the git repository is sent.
+    The environment variables of wandb choose where to: ``WANDB_API_KEY``, ``WANDB_ENTITY``, ``WANDB_MODE=offline``. A
+    resumed run leaves out steps that are there. Neither the standard output nor the state of the git repository is
+    sent.
 
     Args:
         path: the folder, which is made, for what wandb keeps in ``wandb`` below it.
@@ -184,11 +181,6 @@ class WeightsAndBiases(Tracker):
 
     Raises:
         ConfigError: the folder cannot be written, the service does not answer, or it refuses the run.
-
-    Example:
-        >>> with WeightsAndBiases(Path("runs/first"), name="first") as log:  # doctest: +SKIP
-        ...     async with graph.open(prompts, observers=[log]) as run:
-        ...         ...
     """
 
     kept = "the run of Weights & Biases"
@@ -267,7 +259,7 @@ def _mode_of_environment() -> Literal["online", "offline"] | None:
 
 
 class Trackio(Tracker):
-    """An observer that logs each step's metrics to Trackio, under their names in ``metrics.jsonl``; a context manager.
+    """A tracker that logs to Trackio.
 
     Trackio's environment variables choose where to: a folder of this machine (``TRACKIO_DIR``), a Space
     (``TRACKIO_SPACE_ID``) or a server (``TRACKIO_SERVER_URL``). A process has one such run at a time, which is
@@ -323,7 +315,7 @@ class Trackio(Tracker):
 
 
 class MLflow(Tracker):
-    """An observer that logs each step's metrics to MLflow, under their names in ``metrics.jsonl``; a context manager.
+    """A tracker that logs to MLflow.
 
     MLflow's environment variables choose where to: ``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME`` (``oppo`` by
     default), and ``MLFLOW_RUN_ID`` of a run that is there. In names ``->`` is ``.``, since MLflow takes no ``>``. A
