@@ -22,9 +22,9 @@ from oppo.durable import make
 from oppo.errors import ConfigError, ModelRefused, OppoError
 from oppo.hf.devices import DeviceLayout, ModelPlace, acting_share
 from oppo.hf.introspection import longest
+from oppo.hf.loading import Loadable, ModelRecipe, positions_of
 from oppo.hf.lora import adapter_matrices, rank_of
 from oppo.hf.model_files import RewardKind, located
-from oppo.hf.recipe import Loadable, ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.weights import SentWeights
@@ -520,7 +520,7 @@ class ScorersOnVllm:
             **arguments,
             "dtype": models.dtype,
             "trust_remote_code": models.trust_remote_code,
-            "max_model_len": min(model.positions(), reach),
+            "max_model_len": min(positions_of(model), reach),
         }
         return VllmEngine.start(
             located(model.path, weights=True, allow_pickle=models.allow_pickle),
