@@ -1,8 +1,8 @@
 """Log-probs of growing responses on vLLM: a reference or a teacher, by the log-probs of prompts, read incrementally.
 
 vLLM computes the log-prob of each token of a prompt that its prefix cache does not hold, so a request that may read the
-cache gives the log-probs of the new tokens. The log-prob of a token comes from the hidden state before it: a rollout that goes
-on is read one token past a whole block, which the next request reads again.
+cache gives the log-probs of the new tokens. The log-prob of a token comes from the hidden state before it: a rollout
+that goes on is read one token past a whole block, which the next request reads again.
 """
 
 from __future__ import annotations
