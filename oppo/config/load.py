@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Self
 from pydantic import ValidationError
 
 from oppo.algorithms import ALGORITHMS
+from oppo.algorithms.distill import Distill
 from oppo.algorithms.ppo import PPO
-from oppo.config.own import NAMED, Kinds, find
+from oppo.config.own import NAMED, algorithm_of, step_of
 from oppo.config.peers import flattened, ours
 from oppo.config.rewards import REWARD_KINDS, SOURCE, is_name, reward_kind_of
 from oppo.config.scorers import ScorerSection
 from oppo.config.sections import StepSection, resolved, within
-from oppo.config.settings import Settings, keys_of
+from oppo.config.settings import Settings
+from oppo.config.tables import keys_of
 from oppo.declared import SEEDS, Declared, declared, expectation
 from oppo.durable import read_text
 from oppo.errors import ConfigError, did_you_mean, in_toml, shortened
@@ -96,9 +98,7 @@ def _spec(text: str, folder: Path) -> str:
 
 
 def _with_files(document: Mapping[str, object], folder: Path) -> Mapping[str, object]:
-    step = document.get("step")
-    if not isinstance(step, Mapping):
-        return document
+    step = step_of(document)
     named = {name: step.get(name) for name in NAMED}
     found = {name: _spec(spec, folder) for name, spec in named.items() if isinstance(spec, str) and SPEC.match(spec)}
     return {**document, "step": {**step, **found}} if found else document
@@ -214,12 +214,11 @@ def seeded(document: Mapping[str, object]) -> dict[str, object]:
 def with_correction(document: Mapping[str, object]) -> dict[str, object]:
     """Return the document with :data:`CORRECTION` if vLLM decodes and the algorithm has one but names none."""
     filled = dict(document)
-    models, step, algorithm = (filled.get(name, {}) for name in ("models", "step", "algorithm"))
+    models, algorithm = (filled.get(name, {}) for name in ("models", "algorithm"))
     if not isinstance(models, Mapping) or models.get("engine") != "vllm" or not isinstance(algorithm, Mapping):
         return filled
-    name = step.get("algorithm", "ppo") if isinstance(step, Mapping) else "ppo"
-    kind = find(name)
-    if name == "distill" and "distill_top_k" in algorithm:  # no ratio, which it would correct
+    kind = algorithm_of(document)
+    if kind is Distill and "distill_top_k" in algorithm:  # no ratio, which it would correct
         return filled
     if kind is not None and "is_correction" in declared(kind):
         filled["algorithm"] = {"is_correction": CORRECTION, **algorithm}
@@ -368,9 +367,9 @@ class SettingsFaults(Faults):
 
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
-        kinds, step = Kinds.of(document), document.get("step")
-        named = step.get("algorithm") if kinds.algorithm is not None and isinstance(step, Mapping) else None
-        keys = keys_of(kinds.algorithm or PPO, kinds)
+        algorithm, step = algorithm_of(document), step_of(document)
+        named = step.get("algorithm") if algorithm is not None else None
+        keys = keys_of(algorithm or PPO, step)
         rewards = document.get("rewards")
         for number, table in enumerate(rewards if isinstance(rewards, list | tuple) else []):
             keys[f"rewards.{number}"] = {**declared(REWARD_KINDS[reward_kind_of(table)])}

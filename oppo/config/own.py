@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from types import NoneType, SimpleNamespace, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Union, cast, get_args, get_origin
 
 from oppo import user_code
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.base import Algorithm, Roles
-from oppo.algorithms.ppo import PPO
 from oppo.config.sections import StepSection
 from oppo.declared import require_declared
 from oppo.errors import ConfigError, OppoError, contained, place_of, shown
@@ -365,41 +364,38 @@ NAMED: Final = ("algorithm", *OWN)
 """The keys of ``[step]`` that may name a file of code, whose settings are a table of the same name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kinds:
-    """The classes of these tables.
+def step_of(document: Mapping[str, object]) -> Mapping[str, object]:
+    step = document.get("step")
+    return step if isinstance(step, Mapping) else {}
 
-    Attributes:
-        algorithm: ``None`` for an unknown name.
-        own: the parts of one's own that are named, by their keys.
-        scoreless: no reward need be named: the algorithm reads none, or agents return it.
-    """
 
-    algorithm: type[Algorithm] | None = PPO
-    own: Mapping[str, OwnPart] = field(default_factory=dict)
-    scoreless: bool = False
+def algorithm_of(document: Mapping[str, object]) -> type[Algorithm] | None:
+    """Return the algorithm that a document names; ``None`` for an unknown name."""
+    return find(step_of(document).get("algorithm", StepSection().algorithm))
 
-    @classmethod
-    def of(cls, document: Mapping[str, object]) -> Self:
-        """Return those that a document names."""
-        step = document.get("step")
-        named: Mapping[str, object] = step if isinstance(step, Mapping) else {}
-        specs = {name: spec for name in OWN if isinstance(spec := named.get(name), str) and SPEC.match(spec)}
-        agents, algorithm = document.get("agents"), find(named.get("algorithm", StepSection().algorithm))
-        return cls(
-            scoreless=getattr(algorithm, "scoreless", False)
-            or bool(isinstance(agents, Mapping) and agents.get("program")),
-            algorithm=algorithm,
-            own={name: part(f"step.{name}", spec, OWN[name].has) for name, spec in specs.items()},
-        )
 
-    def table(self, name: str) -> type[DataclassInstance]:
-        return self.own[name].settings if name in self.own else NoSettings
+def is_scoreless(document: Mapping[str, object]) -> bool:
+    """Whether no reward need be named: the algorithm reads none, or agents return it."""
+    agents = document.get("agents")
+    of_agents = isinstance(agents, Mapping) and agents.get("program")
+    return bool(of_agents or getattr(algorithm_of(document), "scoreless", False))
 
-    def make(self, name: str, settings: object, step: StepSection) -> object:
-        if name not in self.own:
-            return None
-        own, what = self.own[name], OWN[name]
-        made = own(settings, {key: getattr(step, key) for key in what.has})
-        what.require(made, f"step.{name}: {own.spec} makes no {name}")
-        return made
+
+def extension(name: str, spec: object) -> OwnPart | None:
+    """Return the user extension that ``step.admission`` or ``step.loss`` names; ``None`` for a name of ours."""
+    return part(f"step.{name}", spec, OWN[name].has) if isinstance(spec, str) and SPEC.match(spec) else None
+
+
+def table_of(name: str, spec: object) -> type[DataclassInstance]:
+    own = extension(name, spec)
+    return NoSettings if own is None else own.settings
+
+
+def made(name: str, settings: object, step: StepSection) -> object:
+    """Return a new object of the user extension that ``step`` names; ``None`` for a name of ours."""
+    own, what = extension(name, getattr(step, name)), OWN[name]
+    if own is None:
+        return None
+    found = own(settings, {key: getattr(step, key) for key in what.has})
+    what.require(found, f"step.{name}: {own.spec} makes no {name}")
+    return found

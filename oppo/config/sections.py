@@ -32,7 +32,7 @@ from oppo.declared import (
     required,
     setting,
 )
-from oppo.errors import ConfigError, DataError, did_you_mean, in_toml, shortened
+from oppo.errors import ConfigError, DataError, did_you_mean, shortened
 from oppo.models import SamplingSettings
 from oppo.user_code import SPEC
 
@@ -133,40 +133,6 @@ class EnvironmentSection:
             else {name: placed(spec, folder) for name, spec in made.items()}
         )
         return replace(self, source=placed(self.source, folder), tools=tools, factory=factory)
-
-    def check_tools(self, shown: str) -> None:
-        """Check the settings of tools against those of a function, and tools that are only ``shown``."""
-        given = [key for key in ("source", "tools", "factory") if getattr(self, key)]
-        if len(given) > 1:
-            does = {"source": "answers every turn", "tools": "answer calls", "factory": "answers calls of its methods"}
-            first, second = given[:2]
-            raise ValueError(
-                f"environment.{first} = {in_toml(getattr(self, first))} {does[first]}, and environment.{second} "
-                f"{does[second]}: leave one of them out"
-            )
-        served = (OPENENV + "http://", OPENENV + "https://")
-        if odd := [name for name, spec in self.factories.items() if not (SPEC.match(spec) or spec.startswith(served))]:
-            raise ValueError(
-                f"{odd[0]}: expected file.py:name, or {OPENENV}URL, such as {OPENENV}http://localhost:8000, got "
-                f"{self.factories[odd[0]]!r}"
-            )
-        calls = bool(self.tools or self.factory)
-        if calls and shown:
-            raise ValueError(
-                f"data.tools = {shown!r} shows tools that nothing calls, and environment.{given[0]} shows its own: "
-                "leave data.tools out"
-            )
-        if self.factory and self.process:
-            raise ValueError(
-                "environment.process = true calls functions in other processes, and the instances of "
-                "environment.factory are objects of this one: leave process out"
-            )
-        idle = {} if calls else {"on_failure": self.on_failure == "answer", "max_turns": self.max_turns}
-        if calls:
-            idle = {"keep_special_tokens": self.keep_special_tokens}
-        for key in (key for key, given in idle.items() if given):
-            of = "text of a function; tools answer by the chat template" if calls else "tools"
-            raise ValueError(f"environment.{key} = {in_toml(getattr(self, key))} is for {of}: leave it out")
 
 
 ROWS: Final = "<rows of a program>"
