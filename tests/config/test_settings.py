@@ -18,6 +18,7 @@ from oppo.algorithms.ppo import PPO
 from oppo.config.load import load, overridden, resolve
 from oppo.config.rewards import FunctionRewardSection, ModelRewardSection, VllmRewardSection
 from oppo.config.scorers import ScorerSection
+from oppo.config.sections import ROWS, sources
 from oppo.config.settings import Settings
 from oppo.config.tables import keys_of
 from oppo.errors import ConfigError
@@ -27,6 +28,8 @@ from oppo.stages import GAE
 from oppo.training import TrainerSettings
 
 MINIMAL = '[models]\npolicy = "./actor"\n[[rewards]]\nsource = "reward.py:score"\n[data]\nprompts = "prompts.jsonl"\n'
+AGENT = "agents.program=agent.py:run"
+BY_AGENT = MINIMAL.replace('[[rewards]]\nsource = "reward.py:score"\n', "")
 
 
 def loaded(folder: Path, text: str = "", *overrides: str, base: str = MINIMAL) -> Settings:
@@ -159,16 +162,14 @@ def test_a_reward_model_on_vllm_has_an_engine_or_a_server(tmp_path: Path) -> Non
         ("rewards.0.form=chat", ["unknown key 'rewards.0.form'", "whose source is a model)"]),
         ("rewards.0.engine=vlm", ["rewards.0.engine: expected 'transformers' or 'vllm'", "'vlm'"]),
         ("rewards.0.vllm=3", ["rewards.0.vllm: expected a section, got 3"]),
-        ("run.deterministic=true", ["run.deterministic makes every bit", "rewards.0.engine = 'vllm'"]),
         ("rewards.0.source=reward.py:score", ["unknown key 'rewards.0.engine'"]),
-        ('placement.remote=["reward"]', ["rewards.0.engine = 'vllm' starts an engine on this machine"]),
     ],
 )
 def test_what_means_nothing_for_a_reward_model_on_vllm_is_refused(
     tmp_path: Path, override: str, messages: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        loaded(tmp_path, "", override, *(["placement.cluster=auto"] if "remote" in override else []), base=ON_VLLM)
+        loaded(tmp_path, "", override, base=ON_VLLM)
     assert all(message in str(caught.value) for message in messages), str(caught.value)
 
 
@@ -214,20 +215,11 @@ def test_reference_and_teacher_on_vllm_have_an_engine_or_a_server(tmp_path: Path
         ("scorers.teacher.uri=x", ["unknown key 'scorers.teacher.uri' (did you mean 'url'?)", "url, api_key_env,"]),
         ('scorers.teacher.math.engine="vllm"', ["unknown key 'scorers.teacher.math'", '[scorers."teacher.math"] is']),
         ("scorers.teacher.engine=vlm", ["scorers.teacher.engine: expected 'transformers' or 'vllm'", "'vlm'"]),
-        ("run.deterministic=true", ["run.deterministic makes every bit", "scorers.reference.engine = 'vllm'"]),
-        ('placement.remote=["reference"]', ["scorers.reference.engine = 'vllm' serves it"]),
-        ('placement.remote=["teacher"]', ["vLLM serves one ([scorers])"]),
-        ("models.adapter=org/adapter models.reference=org/adapter", ["the reference is the adapter 'org/adapter'"]),
-        (
-            "models.lora_rank=4 models.quantization=nf4 models.reference=org/actor",
-            ["the reference has the policy's weights in 4 bits (models.quantization = 'nf4')"],
-        ),
     ],
 )
 def test_what_means_nothing_for_a_scorer_on_vllm_is_refused(tmp_path: Path, override: str, messages: list[str]) -> None:
-    more = ["placement.cluster=auto"] if "remote" in override else []
     with pytest.raises(ConfigError) as caught:
-        loaded(tmp_path, "", *override.split(" "), *more, base=SCORERS)
+        loaded(tmp_path, "", *override.split(" "), base=SCORERS)
     assert all(message in str(caught.value) for message in messages), str(caught.value)
 
 
@@ -301,15 +293,6 @@ def test_a_critic_on_the_policys_trunk_is_no_model_of_its_own(tmp_path: Path) ->
     )
 
 
-def test_adapters_of_experts_have_a_rank(tmp_path: Path) -> None:
-    assert loaded(tmp_path, "", "models.lora_experts=true", "models.lora_rank=2").models.lora_experts
-    said = refused(tmp_path, "", "models.lora_experts=true")
-    assert "models.lora_experts would be" in said
-    assert "models.lora_rank = 0" in said
-    said = refused(tmp_path, "", 'models.lora={target_modules = ["q_proj"]}')
-    assert "models.lora would be" in said
-
-
 def test_the_reference_of_a_policy_with_an_adapter_has_it_too(tmp_path: Path) -> None:
     models = loaded(tmp_path, "", "models.adapter=./old", "algorithm.kl=0.1").models
     assert (models.adapter, models.reference) == (str(tmp_path / "old"), str(tmp_path / "old"))
@@ -336,13 +319,6 @@ def test_adapters_alone_go_to_vllm_from_linear_layers(tmp_path: Path, overrides:
     assert loaded(tmp_path, "", *fitting).models.lora_sync == "adapter"
 
 
-def test_experts_are_not_replayed_where_log_probs_are_recomputed_without(tmp_path: Path) -> None:
-    assert loaded(tmp_path, "", "trainer.router_replay=true").trainer.router_replay
-    said = refused(tmp_path, "", "trainer.router_replay=true", "algorithm.ratio_base=proximal")
-    assert "trainer.router_replay = true" in said
-    assert "correction for stale tokens in [algorithm]" in said
-
-
 def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_path: Path) -> None:
     settings = loaded(tmp_path, "", "step.algorithm=grpo")
     assert (settings.models.critic, settings.algorithm.responses, loaded(tmp_path).algorithm.responses) == ("", 8, 1)
@@ -354,30 +330,15 @@ def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_pa
     ("override", "message"),
     [
         (
-            "models.critic=./other",
-            "'grpo' has no critic and cannot use models.critic = './other': leave that out",
-        ),
-        ("models.shared_trunk=true", "and cannot use models.shared_trunk = true: leave that out"),
-        ("trainer.critic_warmup=1", "and cannot use trainer.critic_warmup = 1: leave that out"),
-        (
-            "models.critic=./other trainer.critic_warmup=1",
-            "cannot use models.critic = './other', trainer.critic_warmup = 1: leave",
-        ),
-        (
             "algorithm.lam=0.9",
             "unknown key 'algorithm.lam' (it is a key of [algorithm] for 'ppo', not for 'grpo'); the keys of",
         ),
         ("algorithm.value_clip=none", "for 'ppo', not for 'grpo'"),
-        (
-            "sampling.temperature=0.0",
-            "with one another, and sampling.temperature = 0 makes them all the same: give one above 0",
-        ),
-        ("step.algorithm=rloo sampling.temperature=0", "step.algorithm = 'rloo' compares the responses to a prompt"),
         ("algorithm.samples=1", "algorithm.samples: expected at least 2, got 1"),
         ("step.algorithm=ppo algorithm.samples=4", "for 'grpo', 'rloo', 'dr_grpo', 'dapo', 'gspo', not for 'ppo'"),
     ],
 )
-def test_what_means_nothing_without_a_critic_is_refused(tmp_path: Path, override: str, message: str) -> None:
+def test_a_key_of_another_algorithm_is_refused(tmp_path: Path, override: str, message: str) -> None:
     assert message in refused(tmp_path, "", "step.algorithm=grpo", *override.split(" "))
 
 
@@ -428,9 +389,6 @@ def test_a_seed_that_a_section_alone_names_is_its_own_whatever_the_runs_becomes(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("trainer.minibatches=64", ["trainer.minibatches = 64", "32 responses", "a divisor"]),
-        ("trainer.minibatches=5", ["trainer.minibatches = 5", "32 responses"]),
-        ("trainer.minibatches=32 step.algorithm=online_dpo", ["trainer.minibatches = 32", "16 groups"]),
         ("trainer.learning_rate=1", ["trainer.learning_rate", "0.1"]),
         ("trainer.critic_learning_rate=0.2", ["trainer.critic_learning_rate", "0.1"]),
         ("sampling.temperature=1e-300", ["[sampling]", "temperature must be 0, which is greedy, or 0.001 to 1000"]),
@@ -452,12 +410,11 @@ def test_a_seed_that_a_section_alone_names_is_its_own_whatever_the_runs_becomes(
         ("step.algorithm=gpro", ["step.algorithm", "did you mean 'grpo'?"]),
         ("step.algorithm=gprpo", ["step.algorithm", "did you mean 'grpo'?"]),
         ("models.engine=vlm", ["models.engine", "did you mean 'vllm'?"]),
+        ("agents.program=agent", ["agents.program", "file.py:function"]),
+        (f"{AGENT} agents.port=70000", ["agents.port"]),
+        (f"{AGENT} agents.public_url=machine:8000", ["a URL such as http://machine:8000/v1"]),
         ("step.batch=1000000000", ["step.batch", "1048576"]),
         (f"run.name={'x' * 300}", ["run.name", "at most 128 characters"]),
-        (
-            "step.algorithm=dapo step.admission=tail-batched",
-            ["step.admission = 'tail-batched'", "algorithm.dynamic_sampling = true"],
-        ),
     ],
 )
 def test_values_that_mean_nothing_are_refused_in_the_words_of_the_file(
@@ -465,6 +422,29 @@ def test_values_that_mean_nothing_are_refused_in_the_words_of_the_file(
 ) -> None:
     said = refused(tmp_path, "", *override.split(" "))
     assert [each for each in words if each not in said] == []
+
+
+def test_an_agent_needs_no_rewards_and_its_file_is_one_of_the_run(tmp_path: Path) -> None:
+    found = loaded(tmp_path, "", AGENT, base=BY_AGENT)
+    assert found.rewards == ()
+    assert found.agents.program == f"{tmp_path}/agent.py:run"
+    assert found.files["agents.program"] == tmp_path / "agent.py"
+    assert resolve(found.document(), Path("/")) == found
+    assert "[rewards] is missing" in refused(tmp_path, "", base=BY_AGENT)
+
+
+def test_tasksets_are_prompts_whose_files_are_code_of_the_run(tmp_path: Path) -> None:
+    prompts = 'data.prompts=[{path="verifiers:sums.py:Sums",config={num_tasks=8}},"verifiers:gsm8k"]'
+    tasks = (prompts, "agents.program=verifiers")
+    found = loaded(tmp_path, "", *tasks, "eval.prompts=verifiers:owner/gsm8k", base=BY_AGENT)
+    one, other = sources(found.data.prompts)
+    file = f"{tmp_path}/sums.py"
+    assert (one.path, one.taskset, one.config) == (f"verifiers:{file}:Sums", f"{file}:Sums", {"num_tasks": 8})
+    assert (other.taskset, found.eval.prompts) == ("gsm8k", "verifiers:owner/gsm8k")
+    assert found.files == {"agents.program of data.prompts[0]": Path(file)}
+    assert resolve(found.document(), Path("/")) == found
+    of_program = loaded(tmp_path, "", "agents.program=verifiers", f"data.prompts={ROWS}", base=BY_AGENT)
+    assert of_program.data.prompts == ROWS  # of oppo.environments.verifiers
 
 
 @pytest.mark.parametrize("run", ["seed = true", "seed = 7"])
@@ -540,10 +520,6 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
             '[step]\novercommit = 2\nadmission = "tail-batched"\n',
             "admission = 'tail-batched' launches a quarter of the batch more: leave overcommit out",
         ),
-        (
-            '[step]\nadmission = "adaptive"\n[run]\ndeterministic = true\n',
-            "run.deterministic makes every bit independent of timing, and step.admission = 'adaptive' decides by time",
-        ),
         ("[algorithm]\nscore_clip = 0\n", "algorithm.score_clip: expected more than 0, got 0"),
         ('[algorithm]\nvalue_clip = "off"\n', "algorithm.value_clip: expected a number or 'none', got 'off'"),
         (
@@ -575,8 +551,6 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
             "[sampling]\nstop = [1, 2.5]\n",
             "sampling.stop: expected item 1 to be a whole number or a string, got 2.5",
         ),
-        ('[run]\ndeterministic = true\n[models]\ndtype = "auto"\n', "run.deterministic needs models.dtype = 'float32'"),
-        ('[run]\ndeterministic = true\n[models]\ndevice = "cuda"\n', "run.deterministic needs models.device = 'cpu'"),
         ('[models]\ndevice = "gpu"\n', "models.device: expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1'"),
     ],
 )
@@ -629,13 +603,6 @@ def test_a_wrong_value_is_shown_in_part_where_it_is_long(tmp_path: Path) -> None
 @pytest.mark.parametrize("seed", [-1, 2**63])
 def test_a_seed_out_of_range_is_one_fault_though_all_sections_follow_it(tmp_path: Path, seed: int) -> None:
     assert refused(tmp_path, f"[run]\nseed = {seed}\n").startswith("run.seed: expected ")
-
-
-def test_a_fault_of_several_sections_begins_with_what_it_is_about(tmp_path: Path) -> None:
-    said = refused(tmp_path, "", "run.deterministic=true", "models.dtype=auto")
-    assert said.removeprefix(f"{tmp_path / 'run.toml'}: ").startswith(
-        "run.deterministic needs models.dtype = 'float32'"
-    )
 
 
 def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:

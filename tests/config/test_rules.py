@@ -1,0 +1,169 @@
+"""Settings that do not go together: every rule of the table, by settings that break it and what the message names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo.config.load import overridden, resolve
+from oppo.config.settings import RULES
+from oppo.config.tables import Tables
+from oppo.errors import ConfigError
+
+MINIMAL: dict[str, Any] = {
+    "models": {"policy": "actor"},
+    "rewards": [{"source": "reward"}],
+    "data": {"prompts": "prompts.jsonl"},
+}
+SHORT = {
+    "AGENT": "agents.program=agent.py:run",
+    "EXACT": "run.deterministic=true",
+    "TWO": 'placement.trainer=["cuda:1","cuda:2"]',
+    "CLUSTER": "placement.cluster=auto",
+    "ON_VLLM": "models.engine=vllm",
+}
+
+BROKEN = [
+    re.sub(r"\s+", " ", entry).split(" | ")
+    for entry in re.split(
+        r"\n(?! )",
+        """\
+environment.source=a.py:b environment.tools=["a.py:b"] | source = 'a.py:b' answers every turn | tools answer calls
+environment.source=a.py:b environment.factory=a.py:B | source = 'a.py:b' | environment.factory answers calls
+environment.factory=guess | environment.factory: expected file.py:name, or openenv:URL | got 'guess'
+environment.factory.one=guess | environment.factory.one: expected file.py:name
+environment.tools=["a.py:b"] data.tools=t.json | data.tools = 't.json' shows tools that nothing calls |
+    environment.tools
+environment.factory=a.py:B environment.process=true | environment.process = true | leave process out
+environment.max_turns=3 | environment.max_turns = 3 is for tools
+environment.source=a.py:b environment.on_failure=answer | environment.on_failure = 'answer' is for tools
+environment.tools=["a.py:b"] environment.keep_special_tokens=true |
+    environment.keep_special_tokens = true is for text of a function; tools answer by the chat template
+data.prompts=verifiers:sums | data.prompts = 'verifiers:sums' is a taskset | set agents.program = 'verifiers'
+AGENT eval.prompts=verifiers:sums | eval.prompts = 'verifiers:sums' is a taskset
+agents.program=verifiers | data.prompts = 'prompts.jsonl' is none | name one as 'verifiers:NAME'
+data.prompts=[{path="a.jsonl",config={n=1}}] | data.prompts[0] = 'a.jsonl' has a config, and only a taskset has one
+agents.program=verifiers data.prompts=[{path="verifiers:s",split="x"}] | has a split, and a taskset has no such
+agents.program=verifiers data.prompts=[{path="verifiers:s",column="q"}] | has a column, and a taskset has no such
+agents.timeout=5 | agents.timeout is of an agent, and agents.program names none
+AGENT agents.public_url=http://host/v1 | agents.public_url = 'http://host/v1' | agents.port = 0 is any
+AGENT environment.source=a.py:b | agents.program = 'agent.py:run' | leave environment.source out
+AGENT environment.tools=["a.py:b"] | agents.program = 'agent.py:run' | leave environment.tools out
+AGENT data.tools=tools.json | agents.program = 'agent.py:run' | leave data.tools out
+AGENT data.over_long=truncate | data.over_long = 'truncate' | raise data.max_prompt_tokens
+AGENT data.column=task | no column holds the prompt: leave column out
+AGENT eval.prompts=[{path="a.jsonl",column="task"}] | no column holds the prompt: leave column out
+AGENT | agents.program = 'agent.py:run' | leave [[rewards]] out
+rewards.0.source=environment | rewards.0.source = 'environment' is what get_reward() | environment.factory names none
+step.loss=LOSS algorithm.clip=0.3 | step.loss = ' | reads algorithm.clip: leave that out
+step.algorithm=distill | algorithm.distill = 1.0 learns | models.teacher names none
+algorithm.distill=0.5 | step.algorithm = 'ppo' with algorithm.distill = 0.5 learns | models.teacher names none
+models.teacher=large | models.teacher = 'large' | step.algorithm = 'ppo' learns nothing of it: set algorithm.distill
+step.algorithm=online_dpo models.teacher=large | learns nothing of it: choose step.algorithm = 'distill'
+placement.teacher=cpu | placement.teacher = 'cpu' places a teacher, and models.teacher names none
+scorers.critic.engine=vllm | [scorers.critic] serves no model of this run: expected reference | correct its name
+algorithm.kl=0 scorers.reference.engine=vllm | has neither a reference nor a teacher; name one in models.reference
+scorers.reference.engine=vllm models.adapter=old | the reference is the adapter 'old' on the policy's base
+scorers.reference.engine=vllm models.quantization=nf4 models.lora_rank=2 | 4 bits (models.quantization = 'nf4') |
+    name another model in models.reference
+step.algorithm=grpo algorithm.scale_scores=each_reward | algorithm.scale_scores = 'each_reward' | [[rewards]] has one
+step.algorithm=distill models.teacher=large rewards=[] eval.prompts=held.jsonl run.keep_best=true |
+    eval.prompts and run.keep_best = true is about scores, and there are none without [[rewards]]
+EXACT ON_VLLM | run.deterministic | vLLM chooses its batches by time | set models.engine = 'transformers'
+EXACT rewards.0.engine=vllm | run.deterministic | rewards.0.engine = 'vllm' has vLLM choose its batches
+EXACT scorers.reference.engine=vllm algorithm.kl=0.1 | run.deterministic | scorers.reference.engine = 'vllm' has
+EXACT step.admission=adaptive | run.deterministic | step.admission = 'adaptive' decides by time
+EXACT step.admission=continuous | run.deterministic | step.admission = 'continuous' rollouts join others
+EXACT step.weight_sync=in-flight step.lookahead=1 | run.deterministic | step.weight_sync = 'in-flight' syncs
+EXACT models.dtype=auto | run.deterministic needs models.dtype = 'float32', got 'auto'
+EXACT models.device=cuda | run.deterministic needs models.device = 'cpu' (or 'auto'), got 'cuda'
+EXACT placement.scorers=cuda:1 | run.deterministic needs placement.scorers = 'cpu'
+ON_VLLM run.policy=process | run.policy = 'process' | set models.engine = 'transformers'
+ON_VLLM sampling.top_p=0.9 | sampling.top_p = 0.9 | bound them by sampling.top_k too
+vllm.max_num_seqs=8 | [vllm] holds max_num_seqs | models.engine = 'transformers'
+step.lookahead=1 models.share_weights=true | step.lookahead = 1 | models.share_weights = true |
+    leave share_weights out
+TWO models.share_weights=true | models.share_weights = true | placement.trainer = ['cuda:1', 'cuda:2'] is not
+CLUSTER placement.remote=["teacher"] | placement.remote has 'teacher', and models.teacher names none
+CLUSTER placement.remote=["trainer"] | 'trainer', and its first rank is here
+CLUSTER placement.remote=["reference"] algorithm.kl=0 | 'reference', and step.algorithm = 'ppo' refers to none
+CLUSTER placement.remote=["reward"] rewards.0.source=a.py:b | 'reward', and [[rewards]] names no model that
+CLUSTER placement.remote=["reward"] rewards.0.engine=vllm | 'reward', and rewards.0.engine = 'vllm' starts an
+CLUSTER placement.remote=["critic"] step.algorithm=grpo | 'critic', and step.algorithm = 'grpo' has none
+CLUSTER placement.remote=["critic"] models.shared_trunk=true | 'critic', and models.shared_trunk = true makes
+CLUSTER placement.remote=["policy"] models.shared_trunk=true | 'policy', and models.shared_trunk = true makes
+CLUSTER placement.remote=["policy"] run.policy=process | 'policy', and run.policy = 'process' serves it
+CLUSTER placement.remote=["policy"] ON_VLLM vllm.urls=["http://h:1"] | 'policy', and vllm.urls names the
+CLUSTER placement.remote=["reference"] algorithm.kl=0.1 scorers.reference.engine=vllm |
+    'reference', and scorers.reference.engine = 'vllm' serves it
+CLUSTER placement.remote=["teacher"] algorithm.distill=1 models.teacher=large scorers.teacher.engine=vllm |
+    'teacher', and vLLM serves one ([scorers])
+CLUSTER TWO | placement.trainer names 'cuda:2', and an actor has the GPU that Ray gives it
+models.shared_trunk=true placement.policy=cuda:1 | on 'cuda:1', and models.device = 'auto': set placement.critic =
+placement.trainer=["cpu","cuda"] | placement.trainer = ['cpu', 'cuda'] has devices of several kinds
+placement.trainer=["cuda:1","cuda:1"] | placement.trainer = ['cuda:1', 'cuda:1'] names a device twice | --ray
+CLUSTER rewards.0.source=a.py:b step.algorithm=dapo | placement.cluster is given, and no model of this run
+TWO run.trainer=process | run.trainer = 'process' is one process, and placement.trainer has 2 ranks
+placement.critic=cuda:1 step.algorithm=grpo | 'grpo' has no critic and cannot use placement.critic = 'cuda:1'
+placement.policy_replicas=2 ON_VLLM vllm.urls=["http://h:1"] |
+    placement.policy_replicas = 2 starts engines, and vllm.urls names servers
+placement.policy_replicas=2 EXACT | placement.policy_replicas = 2 | run.deterministic = true, and bits
+placement.policy_replicas=2 run.policy=process models.shared_trunk=true | placement.policy_replicas = 2 |
+    run.policy = 'process', which | models.shared_trunk = true, which
+placement.share=sleep | placement.share = 'sleep' | models.engine = 'transformers', which cannot sleep
+placement.share=sleep ON_VLLM step.lookahead=1 | step.lookahead = 1, which decodes while the policy is trained
+placement.share=sleep ON_VLLM step.kv_on_sync=keep | step.kv_on_sync = 'keep', since an engine that sleeps has
+placement.share=sleep ON_VLLM placement.policy_replicas=2 | placement.policy_replicas or placement.remote, since
+placement.share=sleep ON_VLLM vllm.urls=["http://h:1"] | vllm.urls, since others start and end servers
+step.weight_sync=in-flight | step.weight_sync = 'in-flight' | set step.lookahead to 1 or more
+step.weight_sync=in-flight step.lookahead=1 models.shared_trunk=true | step.weight_sync = 'in-flight' |
+    models.shared_trunk = true | leave one of the two out
+step.stream_updates=true EXACT trainer.epochs=2 trainer.minibatches=2 trainer.router_aux_loss=0.1
+    algorithm.score_norm=true algorithm.kl=0.1 algorithm.kl_target=1 algorithm.kl_horizon=9 models.share_weights=true |
+    run.deterministic = true, and parts | models.share_weights = true, and gradients | trainer.epochs = 2 |
+    trainer.minibatches = 2 | step.algorithm = 'ppo', whose | trainer.router_aux_loss = 0.1 |
+    algorithm.score_norm = true | algorithm.kl_target
+step.stream_updates=true step.algorithm=dapo trainer.epochs=1 trainer.minibatches=1 algorithm.scale_scores=batch |
+    algorithm.scale_scores = 'batch'; algorithm.dynamic_sampling = true: change that
+models.lora_experts=true | models.lora_experts would be | models.lora_rank = 0
+models.lora={use_rslora=true} | models.lora would be | models.lora_rank = 0
+trainer.router_replay=true algorithm.ratio_base=proximal | trainer.router_replay = true | correction for stale tokens
+step.loss=LOSS run.trainer=process |
+    run.trainer = 'process' takes the loss to another process, which cannot import Mine from a file
+step.loss=LOSS placement.trainer=["cpu","cpu"] | placement.trainer, with ranks, takes the loss to another process
+eval.every=3 eval.samples=2 | [eval] has every, samples, and nothing is evaluated
+step.algorithm=grpo models.critic=other trainer.critic_warmup=1 |
+    'grpo' has no critic and cannot use models.critic = 'other', trainer.critic_warmup = 1: leave that out
+step.algorithm=grpo models.shared_trunk=true | and cannot use models.shared_trunk = true
+trainer.minibatches=5 | trainer.minibatches = 5 does not divide the 32 responses of step.batch = 32 | a divisor
+trainer.minibatches=32 step.algorithm=online_dpo | trainer.minibatches = 32 does not divide the 16 groups
+step.algorithm=dapo step.admission=tail-batched | step.admission = 'tail-batched' | algorithm.dynamic_sampling = true
+step.algorithm=rloo sampling.temperature=0 | step.algorithm = 'rloo' compares | sampling.temperature = 0 makes""",
+    )
+]
+"""Settings, and what the message says of them."""
+
+LOSS = "from oppo.losses import PPOLoss\nclass Mine(PPOLoss): pass\ndef made(): return Mine()\n"
+
+
+def document(folder: Path, chosen: str) -> dict[str, Any]:
+    (folder / "loss.py").write_text(LOSS)
+    short = {**SHORT, "step.loss=LOSS": f"step.loss={folder / 'loss.py'}:made"}
+    return overridden(MINIMAL, [short.get(each, each) for each in chosen.split(" ")])
+
+
+@pytest.mark.parametrize(("chosen", "words"), [(chosen, words) for chosen, *words in BROKEN])
+def test_what_does_not_go_together_is_refused_by_its_names(chosen: str, words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(document(tmp_path, chosen), tmp_path)
+    assert [each for each in words if each not in str(caught.value)] == []
+    assert "settings are wrong" not in str(caught.value)
+
+
+def test_every_rule_is_the_first_that_some_of_these_break(tmp_path: Path) -> None:
+    tables = [Tables.of(document(tmp_path, chosen)) for chosen, *_ in BROKEN]
+    first = {next(words for words, applies in RULES.items() if applies(each)) for each in tables}
+    assert sorted(RULES.keys() - first) == []
