@@ -98,13 +98,7 @@ def required(description: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """The declaration of a field.
-
-    Attributes:
-        kind: its type, annotations included.
-        default: ``MISSING`` if the field is required.
-        description: a text, or empty.
-    """
+    """The declaration of a field; its default is ``MISSING`` if it is required."""
 
     kind: Any
     default: object
@@ -113,7 +107,6 @@ class Declared:
 
 
 def declared(record: type) -> Mapping[str, Declared]:
-    """Return the declarations of a dataclass's arguments, by name."""
     return _declared(record)
 
 
@@ -137,14 +130,9 @@ def changed(record: DataclassInstance, names: Collection[str]) -> dict[str, obje
 
 
 def require_declared(record: DataclassInstance, *, error: type[Exception] = ValueError) -> None:
-    """Require that a dataclass's numbers lie within their bounds and its literals among their choices.
+    """Check the numbers of a dataclass by their bounds, also in tuples, and its literals by their choices.
 
-    This checks arguments of type ``int``, ``float`` and ``Literal``, annotated or not, also in unions with ``None`` and
-    each other, and tuples of numbers.
-
-    Args:
-        record: its module must import the names in its annotations at run time.
-        error: raised otherwise.
+    Its module must import the names in its annotations at run time.
 
     Example:
         >>> from oppo.models import Sampling
@@ -160,7 +148,6 @@ def require_declared(record: DataclassInstance, *, error: type[Exception] = Valu
 
 
 def require_whole(name: str, value: object, least: int = WHOLE.start, *, error: type[Exception] = ValueError) -> None:
-    """Require a whole number that is ``least`` or more."""
     _require(name, value, _number(Annotated[int, Ge(least), Lt(WHOLE.stop)]), error)
 
 
@@ -172,7 +159,6 @@ def require_real(
     infinite: bool = False,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Require a number that is ``least`` or more, and finite unless ``infinite``."""
     _require(name, value, _number(Annotated[float, Ge(least), AllowInfNan(infinite)]), error)
 
 
@@ -189,7 +175,7 @@ _PLACE: Final = re.compile(r"([^@]*@)?([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9
 
 
 def split_url(url: str, whose: str) -> SplitResult:
-    """Return the parts of an address that begins with ``http``; it leads to ``whose``, for the error."""
+    """Return the parts of an HTTP URL; ``whose`` server it is, for the error."""
     with suppress(ValueError):  # of brackets, or a port that is too high
         parts = urlsplit(url)
         if "[" in parts.netloc:
@@ -301,12 +287,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Marks a text that is one of ``choices``, or of another form.
-
-    Attributes:
-        form: the other form, in words.
-        pattern: which a text of that form matches.
-    """
+    """Marks a text that is one of ``choices``, or of another ``form``, which ``pattern`` matches."""
 
     choices: tuple[str, ...]
     form: str
@@ -325,13 +306,13 @@ class OneOf:
 
 @cache
 def adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    """Return the validator of a table whose dataclass is chosen while the file is read."""
+    """The validator of a table whose dataclass is chosen while the file is read."""
     table: Any = Annotated[kind, Table()]
     return TypeAdapter(table | None, config=STRICT)  # that of a dataclass alone takes no config
 
 
 def expectation(detail: ErrorDetails) -> str:
-    """Return what a value should have been, in words that suit a settings file and an argument."""
+    """Return the words for an expected value, in a settings file or of an argument."""
     for bound, words in _BOUNDS.items():
         if (limit := detail.get("ctx", {}).get(bound)) is not None:
             return (

@@ -156,10 +156,9 @@ for stale tokens with it.
 
 
 def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
-    """Return a parsed file with ``section.key=value`` overrides; those of a list name an item, ``rewards.0.key=value``.
+    """Return a parsed file with ``section.key=value`` overrides; ``rewards.0.key=value`` is for an item of a list.
 
-    The number after the last adds an item; a name with a dot is quoted. A new ``run.seed`` replaces the old one in
-    every section that names it: in a resolved file all of them do.
+    The number after the last adds an item; a name with a dot is quoted.
     """
     changed: dict[str, object] = copy.deepcopy(dict(document))
     parsed = [_parsed(override) for override in overrides]
@@ -198,7 +197,6 @@ def _put(document: dict[str, object], place: Sequence[str], value: object, overr
 
 
 def seeded(document: Mapping[str, object]) -> dict[str, object]:
-    """Return the document with the run's seed in every section of :data:`SEEDED` that names none."""
     filled: dict[str, object] = dict(document)
     if (seed := _seed(document.get("run"))) is None:
         return filled
@@ -212,7 +210,6 @@ def seeded(document: Mapping[str, object]) -> dict[str, object]:
 
 
 def with_correction(document: Mapping[str, object]) -> dict[str, object]:
-    """Return the document with :data:`CORRECTION` if vLLM decodes and the algorithm has one but names none."""
     filled = dict(document)
     models, algorithm = (filled.get(name, {}) for name in ("models", "algorithm"))
     if not isinstance(models, Mapping) or models.get("engine") != "vllm" or not isinstance(algorithm, Mapping):
@@ -272,13 +269,7 @@ SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Describes the faults of a file with sections of keys.
-
-    Attributes:
-        keys: declarations by section and key.
-        sections: all that there can be.
-        named: sections whose keys are names of sections of one kind: ``[gpus.NAME]``.
-    """
+    """The words for faults of a file; ``named``: sections whose keys are names of sections, as in ``[gpus.NAME]``."""
 
     keys: Mapping[str, Mapping[str, Declared]]
     sections: Sequence[str]
@@ -357,11 +348,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class SettingsFaults(Faults):
-    """Describes the faults of a run's settings.
-
-    Attributes:
-        algorithm: the name of the algorithm that declares ``[algorithm]``.
-    """
+    """The words for faults of a run's settings."""
 
     algorithm: str = ""
 
@@ -408,7 +395,7 @@ class SettingsFaults(Faults):
 
 
 def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
-    """Check that no setting holds a secret, by its name or its value: a run writes its settings into a file."""
+    # a run writes its settings into a file
     for name, section in tables.items():
         for key, text in _texts(name, section):
             if text and (names_secret(key.rpartition(".")[2]) or holds_secret(text)):

@@ -34,13 +34,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def naming(key: str, spec: str) -> Iterator[None]:
-    """Raise a ``ConfigError`` that names the setting, the code and its line instead of an error of the body.
+    """Raise a ``ConfigError`` that names the setting ``key`` and the code instead of an error of the body.
 
     An error of this library stays itself, with the code and the line as a note.
-
-    Args:
-        key: the setting that names the code.
-        spec: the code, ``file.py:name``.
     """
     try:
         with contained(lambda words: ConfigError(f"{key}: {spec} raised {words}")):
@@ -59,14 +55,13 @@ class NoSettings:
 
 @dataclass(frozen=True, slots=True)
 class OwnRequirements:
-    """What a user's admission, chunk size or reward must have; ``has``: the keys of ``[step]`` that it may take."""
+    """The members of a user extension; ``has``: the keys of ``[step]`` that it may take."""
 
     protocol: str
     members: tuple[str, ...]
     has: frozenset[str] = frozenset()
 
     def require(self, made: object, otherwise: str) -> None:
-        """Raise ``ConfigError``, whose message begins with ``otherwise``, if what was made lacks a member."""
         if lacking := [member for member in self.members if not hasattr(made, member)]:
             raise ConfigError(
                 f"{otherwise}, since {type(made).__name__} lacks {', '.join(lacking)}: write what {self.protocol} lists"
@@ -78,12 +73,11 @@ LOSS: Final = OwnRequirements("oppo.losses.Loss", ("unit", "reads", "measures", 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnPart:
-    """A user extension: a class or a function of ``file.py:name``, with the parameters that the run gives it.
+    """A user extension: a class or a function of ``file.py:name``.
 
     Attributes:
-        key: the setting that names it.
-        given: its parameters that the run gives.
-        whole: its parameter for all of that as one object; ``None`` without one.
+        given: its parameters for objects of the run, by name.
+        whole: its parameter for all of these as one object.
         settings: the class of its table.
     """
 
@@ -95,7 +89,6 @@ class OwnPart:
     settings: type[DataclassInstance]
 
     def __call__(self, settings: object, has: Mapping[str, object], whole: object = None) -> object:
-        """Return what it makes of its table's values and of what the run ``has``: by name, or as one object."""
         arguments = {name: has[name] for name in self.given}
         arguments |= {each.name: getattr(settings, each.name) for each in fields(self.settings)}
         first = () if self.whole is None else (whole,)
@@ -105,14 +98,6 @@ class OwnPart:
 
 @cache
 def part(key: str, spec: str, has: frozenset[str], *, takes_whole: bool = False) -> OwnPart:
-    """Return the user extension that ``file.py:name`` names; a file is run once in a process.
-
-    Args:
-        key: the setting that names it, ``step.admission``.
-        has: the names of what the run gives.
-        takes_whole: whether its first parameter may be for all of that as one object.
-    """
-
     def refuse(words: str) -> ConfigError:
         return ConfigError(f"{key}: {words}")
 
@@ -122,7 +107,6 @@ def part(key: str, spec: str, has: frozenset[str], *, takes_whole: bool = False)
 def part_of(
     make: Callable[..., object], key: str, spec: str, has: Collection[str], *, takes_whole: bool = False
 ) -> OwnPart:
-    """Return a class or a function as a part; see :func:`part`."""
     given: list[str] = []
     settings: list[tuple[str, Any, Any]] = []
     whole: str | None = None
@@ -212,14 +196,13 @@ ROLES: Final = frozenset(each.name for each in fields(Roles))
 
 
 def find(name: object) -> type[Algorithm] | None:
-    """Return the algorithm of a name; ``None`` for an unknown one."""
     if not isinstance(name, str):
         return None
     return _loaded(name) if user_code.SPEC.match(name) else ALGORITHMS.get(name)
 
 
 def with_name(document: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a document whose ``step.algorithm`` is a name: an object also gives the table ``[algorithm]``."""
+    """Return a document with the name of its algorithm; the fields of an object become the table ``[algorithm]``."""
     step = document.get("step")
     given = step.get("algorithm") if isinstance(step, Mapping) else None
     if not isinstance(step, Mapping) or given is None or isinstance(given, str):
@@ -262,10 +245,8 @@ def _loaded(spec: str) -> type[Algorithm]:
 class FunctionAlgorithm:
     """A function that returns the graph of a step, as an algorithm; derived classes have its settings as fields.
 
-    It trains a critic if it has a parameter ``critic``, and corrects for stale tokens if it has one ``proximal``. A
-    reference is loaded if it has one ``reference``, or one for all roles, and it needs ``models.teacher`` if it has one
-    ``teacher``. Its loss is that of PPO, with or without a
-    critic. Its setting ``samples``, if there is one, is the number of responses to each prompt.
+    Its parameters say which models there are: ``critic``, ``reference``, ``teacher``, and ``proximal`` to correct stale
+    tokens. Its setting ``samples``, if any, is the number of responses to a prompt.
     """
 
     has_critic: ClassVar[bool]
@@ -277,7 +258,6 @@ class FunctionAlgorithm:
 
     @property
     def refers(self) -> bool:
-        """Whether log-probs of a reference may be needed: it is named, or all roles are given as one object."""
         return "reference" in self.part.given or self.part.whole is not None
 
     @property
@@ -286,7 +266,7 @@ class FunctionAlgorithm:
 
     @property
     def distills(self) -> bool | None:
-        """Whether a teacher is needed; ``None``, where all roles are given as one object: if there is one."""
+        # None: with all roles as one object, if a teacher is named
         return True if "teacher" in self.part.given else None if self.part.whole is not None else False
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
@@ -308,7 +288,6 @@ def of_function(spec: str, part: OwnPart) -> type[Algorithm]:
 
 
 def checked(algorithm: Algorithm) -> Algorithm:
-    """Return an algorithm whose settings are within their bounds, defaults too, and whose properties can be read."""
     spec = user_code.spec_of(type(algorithm))
     if spec and is_dataclass(algorithm):
         try:
@@ -370,7 +349,6 @@ def step_of(document: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def algorithm_of(document: Mapping[str, object]) -> type[Algorithm] | None:
-    """Return the algorithm that a document names; ``None`` for an unknown name."""
     return find(step_of(document).get("algorithm", StepSection().algorithm))
 
 
@@ -382,7 +360,7 @@ def is_scoreless(document: Mapping[str, object]) -> bool:
 
 
 def extension(name: str, spec: object) -> OwnPart | None:
-    """Return the user extension that ``step.admission`` or ``step.loss`` names; ``None`` for a name of ours."""
+    """Return the user extension of ``step.admission`` or ``step.loss``; ``None`` for a name of ours."""
     return part(f"step.{name}", spec, OWN[name].has) if isinstance(spec, str) and SPEC.match(spec) else None
 
 
@@ -392,7 +370,6 @@ def table_of(name: str, spec: object) -> type[DataclassInstance]:
 
 
 def made(name: str, settings: object, step: StepSection) -> object:
-    """Return a new object of the user extension that ``step`` names; ``None`` for a name of ours."""
     own, what = extension(name, getattr(step, name)), OWN[name]
     if own is None:
         return None

@@ -100,7 +100,6 @@ class PlacementSection:
     )
 
     def names(self, device: str) -> Mapping[str, tuple[str, ...]]:
-        """Return the devices by model, where ``device`` is that of models that have none of their own."""
         scorers = self.scorers or device
         return {
             "policy": (self.policy or device,),

@@ -50,7 +50,6 @@ ENVIRONMENT: Final = "environment"
 
 
 def is_name(source: str) -> bool:
-    """Whether a reward's source is a name of ours, and no file, model or URL."""
     return source == ENVIRONMENT or source in CHECKERS
 
 
@@ -209,7 +208,6 @@ REWARD_KINDS: Final[Mapping[str, type[RewardSection]]] = {
 
 
 def reward_kind_of(table: object) -> str:
-    """Return which of :data:`REWARD_KINDS` a table of ``[[rewards]]`` is, by its source and its engine."""
     source = table.get("source") if isinstance(table, Mapping) else getattr(table, "source", None)
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         return "judge"

@@ -45,7 +45,6 @@ def resolved(text: str, folder: Path) -> str:
 
 
 def placed(spec: str, folder: Path) -> str:
-    """Return a ``file.py:function`` with the path of its file in ``folder`` absolute; another text as it is."""
     file, _, name = spec.rpartition(":")
     return f"{resolved(file, folder)}:{name}" if SPEC.match(spec) else spec
 
@@ -108,14 +107,12 @@ class EnvironmentSection:
 
     @property
     def factories(self) -> Mapping[str, str]:
-        """What makes instances, by the setting that names it: ``environment.factory``, or ``...factory.NAME``."""
         if isinstance(self.factory, dict):
             return {f"environment.factory.{name}": spec for name, spec in self.factory.items()}
         return {"environment.factory": self.factory} if self.factory else {}
 
     @property
     def answering(self) -> str:
-        """The key of what answers; empty without one."""
         return next((key for key in ("source", "tools", "factory") if getattr(self, key)), "")
 
     @property
@@ -141,8 +138,6 @@ ROWS: Final = "<rows of a program>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSource:
-    """One source of prompts."""
-
     path: Filled = required("a file, a directory that datasets wrote, a dataset's name at a hub, or a taskset")
     weight: Positive | None = setting(None, "share of the prompts, relative to those of the others")
     column: Filled | None = setting(None, "the column that holds the prompt, where it is another than `data.column`")
@@ -168,7 +163,6 @@ class PromptSource:
         return self if is_name or self.path == ROWS else replace(self, path=resolved(self.path, folder))
 
     def table(self) -> dict[str, object]:
-        """Return what a file holds of it: the values that are not defaults."""
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
 
 
@@ -237,7 +231,7 @@ def sources(prompts: str | tuple[PromptSource, ...]) -> tuple[PromptSource, ...]
 
 
 def named(key: str, prompts: str | tuple[PromptSource, ...]) -> dict[str, PromptSource]:
-    """Return the sources of a setting, each by its name: ``data.prompts``, or ``data.prompts[0]`` of several."""
+    """Return the sources of a setting by name: ``data.prompts``, or ``data.prompts[0]`` of several."""
     if isinstance(prompts, str):
         return {key: PromptSource(path=prompts)} if prompts else {}
     return {f"{key}[{number}]": each for number, each in enumerate(prompts)}
@@ -256,7 +250,7 @@ ADMISSIONS: Final = ("overcommit", "continuous", "adaptive", "slope", "slope-alg
 
 
 def about(kind: type) -> str:
-    """Return the first line of a class's docstring, from its colon on."""
+    # algorithms say what they are behind the colon of their first line
     return (kind.__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
 
 
@@ -459,7 +453,6 @@ class ModelsSection:
 
     @property
     def teachers(self) -> Mapping[str, str]:
-        """The teachers by their keys: ``teacher``, or ``teacher.NAME`` of several."""
         if isinstance(self.teacher, dict):
             return {f"teacher.{name}": path for name, path in self.teacher.items()}
         return {"teacher": self.teacher} if self.teacher else {}
@@ -470,7 +463,6 @@ class ModelsSection:
 
     @property
     def unfit_alone(self) -> Sequence[str]:
-        """Why an engine cannot be given adapters alone; empty if it can."""
         faults = {
             f"engine = {self.engine!r}, which is not given adapters apart": self.engine != "vllm",
             "all weights being trained: set lora_rank or adapter": not self.adapts,
@@ -486,7 +478,6 @@ class ModelsSection:
 
     @property
     def is_reference_on_base(self) -> bool:
-        """Whether the reference is the base of the adapters that are trained."""
         return self.adapts and self.reference in {self.policy, self.adapter}
 
 
@@ -627,7 +618,6 @@ class StepSection:
 
     @property
     def most_overcommit(self) -> int:
-        """How many prompts ``admission`` keeps in flight beyond the batch at most."""
         if self.overcommit is not None:
             return self.overcommit
         if self.admission in ADMISSIONS:

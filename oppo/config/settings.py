@@ -111,7 +111,6 @@ def _on_gpu(s: Tables) -> tuple[str, str] | None:
 
 
 def _why_here(s: Tables) -> tuple[str, str] | None:
-    """Return a model that is to be remote and cannot be, and why."""
     if not (impossible := s.remote - s.can_be_remote):
         return None
     named_algorithm = f"step.algorithm = {s.step.algorithm!r}"
@@ -201,7 +200,6 @@ def _unlike_a_sum(s: Tables) -> str:
 
 
 def _loss_of_a_file(s: Tables) -> tuple[str, str] | None:
-    """Return the setting that takes the loss to another process, and the class that cannot be imported there."""
     if not (apart := s.run.trainer == "process") and len(s.devices["trainer"]) == 1:
         return None
     kind, key = type(s.trained_loss()), "run.trainer = 'process'" if apart else "placement.trainer, with ranks,"
@@ -219,7 +217,6 @@ def _of_a_critic(s: Tables) -> str:
 
 
 def _uneven(s: Tables) -> tuple[int, str] | None:
-    """Return how many responses or groups a batch has, if minibatches do not divide them."""
     batch, responses = s.step.batch, s.algorithm.responses
     units = batch, "responses"
     if responses > 1 and s.trainer.minibatches > 1 and s.trained_loss().unit == "group":

@@ -133,7 +133,6 @@ class Tables(BaseModel):
         return cls.model_validate({**rewards, **document}, context=document)
 
     def own_admission(self) -> Admission | None:
-        """Return a new admission of one's own; ``None`` where ``step.admission`` names one of ours."""
         return cast("Admission | None", made("admission", self.admission, self.step))
 
     def trained_loss(self) -> Loss:
@@ -148,19 +147,13 @@ class Tables(BaseModel):
 
     @property
     def devices(self) -> Mapping[str, tuple[str, ...]]:
-        """The devices by model: ``policy``, ``trainer``, ``reference``, ``reward``, ``critic``, ``teacher``.
-
-        A missing teacher counts as on the CPU, so that no other device is looked for.
-        """
+        # without a teacher no device of one is looked for
         found = self.placement.names(self.models.device)
         return found if self.models.teacher else {**found, "teacher": ("cpu",)}
 
     @property
     def actor_device(self) -> str:
-        """The device on which transformers loads the policy here: where it decodes, or else where it is trained.
-
-        Ranks on GPUs have the whole weights on the CPU only. What reads the policy again is then beside the reference.
-        """
+        """The device on which transformers loads the policy here: where it decodes, or else where it is trained."""
         devices = self.devices
         if self.serves_here:
             return devices["policy"][0]
@@ -176,10 +169,7 @@ class Tables(BaseModel):
 
     @property
     def trains_where_it_serves(self) -> bool:
-        """Whether updates are made on the device of the policy and the critic that transformers serves here, if any.
-
-        Ranks are processes, which share no memory of GPUs.
-        """
+        """Whether updates are made on the device of the policy and the critic that transformers serves here, if any."""
         devices, models = self.devices, {"critic"} if self.algorithm.has_critic else set()
         if self.serves_here:
             models.add("policy")
@@ -191,12 +181,10 @@ class Tables(BaseModel):
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a reference: one that is named, or the policy as it began, if the algorithm refers to it."""
         return bool(self.models.reference) or self.algorithm.refers
 
     @property
     def reward_tables(self) -> Mapping[str, RewardSection]:
-        """The rewards by their place in the file: ``rewards.0``, ``rewards.1``, ..."""
         return {f"rewards.{number}": reward for number, reward in enumerate(self.rewards)}
 
     @property
@@ -206,18 +194,17 @@ class Tables(BaseModel):
 
     @property
     def reward_engines(self) -> Mapping[str, VllmRewardSection]:
-        """The rewards whose models are served by engines that this run starts, by their place in the file."""
+        """The rewards that engines of this run serve, by their place in the file."""
         found = {key: each for key, each in self.reward_tables.items() if isinstance(each, VllmRewardSection)}
         return {key: each for key, each in found.items() if not each.url}
 
     @property
     def on_vllm(self) -> Mapping[str, ScorerSection]:
-        """The reference and the teachers that vLLM serves, by their names."""
+        """The reference and the teachers that vLLM serves."""
         return {name: each for name, each in self.scorers.items() if each.engine == "vllm"}
 
     @property
     def can_be_remote(self) -> frozenset[str]:
-        """The models of this run that can be actors of a cluster."""
         models = self.models
         can = {
             "policy": not self.on_server and not models.shared_trunk and self.run.policy == "thread",
@@ -231,14 +218,14 @@ class Tables(BaseModel):
 
     @property
     def remote(self) -> frozenset[str]:
-        """The models that are actors of a cluster; of the ``trainer``, every rank but the first."""
+        """The models in actors of a cluster; of the ``trainer``, every rank but the first."""
         if not self.placement.cluster:
             return frozenset()
         return frozenset(self.placement.remote) or self.can_be_remote - {"policy"}
 
     @property
     def on_server(self) -> bool:
-        """Whether a vLLM server decodes, which others start and end."""
+        """Whether servers decode that others start (``vllm.urls``)."""
         return "urls" in self.vllm
 
     @property
@@ -249,12 +236,11 @@ class Tables(BaseModel):
 
     @property
     def run_directory(self) -> Path:
-        """The folder that the run writes."""
         return Path(self.run.directory) / self.run.name
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files and directories that the run reads besides its models, each under the setting that names it."""
+        """Files and directories that the run reads besides its models, by the settings that name them."""
         rewards = {f"{key}.source": reward.source for key, reward in self.reward_tables.items()}
         steps = {f"step.{name}": getattr(self.step, name) for name in NAMED}
         code = {**rewards, **steps}
@@ -271,14 +257,10 @@ class Tables(BaseModel):
 
     @property
     def keys(self) -> dict[str, dict[str, Declared]]:
-        """The declaration of every key by section, but of those in lists and tables of tables."""
         return keys_of(type(self.algorithm), {name: getattr(self.step, name) for name in OWN})
 
     def tables(self) -> dict[str, dict[str, object]]:
-        """Return every setting as in a file, by section and key; ``None`` for an absent key.
-
-        The sections of the rewards are ``rewards.0``, ``rewards.1``, ...
-        """
+        """Return all settings by section and key, ``None`` for an absent key; rewards are ``rewards.0``, ``rewards.1``, ..."""
         found = {
             name: {key: _spelt(getattr(getattr(self, name), key)) for key in keys} for name, keys in self.keys.items()
         }
@@ -287,18 +269,18 @@ class Tables(BaseModel):
         return {**found, "vllm": dict(self.vllm)} if self.vllm else found
 
     def spanning(self, steps: int) -> Self:
-        """Return these settings with a learning-rate schedule that spans ``steps``, as many as the prompts last for."""
+        """Return these settings with a learning-rate schedule of ``steps``."""
         return self.model_copy(update={"trainer": replace(self.trainer, total_steps=steps)})
 
     def changed(self, changes: Mapping[str, Mapping[str, object] | Sequence[object]]) -> Self:
-        """Return these settings with ``changes``, by section and key; the list of rewards is a whole one."""
+        """Return these settings with ``changes`` by section and key; a list of rewards replaces all of them."""
         document = self.document()
         for name, keys in changes.items():
             document[name] = {**document.get(name, {}), **keys} if isinstance(keys, Mapping) else keys
         return type(self).of(document)
 
     def document(self) -> dict[str, Any]:
-        """Return the resolved file, parsed: resolving it in any folder gives these settings again."""
+        """Return the resolved file, parsed: resolved in any folder, it gives these settings again."""
         found: dict[str, Any] = {
             name: {key: value for key, value in keys.items() if value is not None}
             for name, keys in self.tables().items()
@@ -307,7 +289,6 @@ class Tables(BaseModel):
         return {**found, "rewards": rewards}
 
     def toml(self) -> str:
-        """Return the resolved file: loading it from any folder gives these settings again."""
         return tomli_w.dumps(self.document())
 
 
@@ -318,7 +299,7 @@ def _spelt(value: object) -> object:
 
 
 def keys_of(algorithm: type[Algorithm], step: Mapping[str, object] = {}) -> dict[str, dict[str, Declared]]:
-    """Return the declaration of every key by section: for an algorithm, and the user extensions that ``step`` names."""
+    """Return the declarations of all keys by section, for an algorithm and the user extensions that ``step`` names."""
     tables: dict[str, Any] = {name: each.annotation for name, each in Tables.model_fields.items()}
     own = {name: table_of(name, step[name]) for name in OWN if extension(name, step.get(name)) is not None}
     return {
@@ -330,7 +311,7 @@ def keys_of(algorithm: type[Algorithm], step: Mapping[str, object] = {}) -> dict
 
 @cache
 def changeable(how: Resume) -> frozenset[str]:
-    """Return the keys that may change in this way when a run is resumed; of rewards as ``rewards.N.key``."""
+    """Return the keys that may change so when a run is resumed; ``rewards.N.key`` is a key of any reward."""
     kinds = [("rewards.N", declared(kind)) for kind in REWARD_KINDS.values()]
     return frozenset(
         f"{section}.{key}"
