@@ -191,9 +191,7 @@ def _require(name: str, given: object, validator: TypeAdapter[Any], error: type[
         validator.validate_python(_plain(given))
     except ValidationError as fault:
         details = fault.errors(include_url=False)
-        expected = " or ".join(dict.fromkeys(map(expectation, details))).replace(
-            "a list", "a tuple"
-        )  # which Python has
+        expected = " or ".join(dict.fromkeys(expectation(each, _IN_PYTHON) for each in details))
         if details[0]["type"] in _WORDS:  # a wrong type: the owner tells which function is called wrongly
             name = f"{name}{owner}"
         raise error(f"{name} must be {expected}, not {details[0]['input']!r}") from None
@@ -216,18 +214,18 @@ def _number(kind: Any) -> TypeAdapter[Any]:
 def _validator(record: type, name: str) -> TypeAdapter[Any] | None:
     # None of an argument that holds no number and no literal, or objects too, which the record itself checks
     kind = declared(record)[name].kind
-    leaves = set(_leaves(kind))
-    is_checked = leaves & {int, float, Literal} and leaves <= {int, float, Literal, str, NoneType, abc.Callable}
+    kinds = set(leaves(kind))
+    is_checked = kinds & {int, float, Literal} and kinds <= {int, float, Literal, str, NoneType, abc.Callable}
     return TypeAdapter(_exact(kind), config=STRICT) if is_checked else None
 
 
-def _leaves(kind: Any) -> Iterator[Any]:
+def leaves(kind: Any) -> Iterator[Any]:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        yield from _leaves(arguments[0])
+        yield from leaves(arguments[0])
     elif origin in (Union, types.UnionType, tuple):
         for each in arguments:
-            yield from () if each is Ellipsis else _leaves(each)
+            yield from () if each is Ellipsis else leaves(each)
     else:
         yield origin or kind
 
@@ -260,7 +258,9 @@ _WORDS: Final = {
     "callable_type": "a function",
     "dict_type": "a section",
 }
-"""What was expected, by the kind of fault."""
+"""What was expected in a settings file, by the kind of fault."""
+
+_IN_PYTHON: Final = {**_WORDS, "tuple_type": "a tuple"}
 
 _BOUNDS: Final = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
 
@@ -311,11 +311,11 @@ def adapter(kind: type[Any]) -> TypeAdapter[Any]:
     return TypeAdapter(table | None, config=STRICT)  # that of a dataclass alone takes no config
 
 
-def expectation(detail: ErrorDetails) -> str:
+def expectation(detail: ErrorDetails, words: Mapping[str, str] = _WORDS) -> str:
     """Return the words for an expected value, in a settings file or of an argument."""
-    for bound, words in _BOUNDS.items():
+    for bound, form in _BOUNDS.items():
         if (limit := detail.get("ctx", {}).get(bound)) is not None:
             return (
-                "a number" if limit == -math.inf else words.format("2**63" if limit == WHOLE.stop else f"{limit:.10g}")
+                "a number" if limit == -math.inf else form.format("2**63" if limit == WHOLE.stop else f"{limit:.10g}")
             )
-    return _WORDS.get(detail["type"]) or detail["msg"].removeprefix("Input should be ")
+    return words.get(detail["type"]) or detail["msg"].removeprefix("Input should be ")

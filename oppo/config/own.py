@@ -1,8 +1,7 @@
-"""Parts of one's own: what ``file.py:name`` names where a setting has names of ours, and its table of the file.
+"""User extensions: algorithms, admissions and losses, loaded from ``file.py:name``.
 
-A part is a class or a function that returns one. It is called with what it has parameters for: what a run has, by its
-name (``batch``), and settings, which are all others of a type that a file can hold. The part's own table, such as
-``[admission]``, holds those.
+An extension is a class, or a function that returns an object. A run offers it keys of ``[step]``, an algorithm the
+models, for parameters of these names; its other parameters are settings, in a table such as ``[admission]``.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
-from types import NoneType, SimpleNamespace, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Union, cast, get_args, get_origin
+from types import NoneType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, cast
 
 from oppo import user_code
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.base import Algorithm, Roles
 from oppo.config.sections import StepSection
-from oppo.declared import require_declared
+from oppo.declared import leaves, require_declared
 from oppo.errors import ConfigError, OppoError, contained, place_of, shown
 from oppo.events import StepReport
 from oppo.graph import Graph
@@ -54,78 +53,77 @@ class NoSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRequirements:
-    """The members of a user extension; ``has``: the keys of ``[step]`` that it may take."""
+class Contract:
+    """What user extensions of a kind must have, and the keys of ``[step]`` that they are offered as arguments."""
 
     protocol: str
     members: tuple[str, ...]
-    has: frozenset[str] = frozenset()
+    offered: frozenset[str] = frozenset()
 
-    def require(self, made: object, otherwise: str) -> None:
+    def check(self, made: object, otherwise: str) -> None:
         if lacking := [member for member in self.members if not hasattr(made, member)]:
             raise ConfigError(
                 f"{otherwise}, since {type(made).__name__} lacks {', '.join(lacking)}: write what {self.protocol} lists"
             )
 
 
-LOSS: Final = OwnRequirements("oppo.losses.Loss", ("unit", "reads", "measures", "metrics", "__call__"))
+LOSS: Final = Contract("oppo.losses.Loss", ("unit", "reads", "measures", "metrics", "__call__"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnPart:
+class Extension:
     """A user extension: a class or a function of ``file.py:name``.
 
     Attributes:
-        given: its parameters for objects of the run, by name.
-        whole: its parameter for all of these as one object.
-        settings: the class of its table.
+        takes: its parameters among the objects that a run offers.
+        takes_all: whether its first parameter is for all of these as one object.
+        settings: the class of its table, which has its other parameters.
     """
 
     key: str
     spec: str
     make: Callable[..., object]
-    given: tuple[str, ...]
-    whole: str | None
+    takes: frozenset[str]
+    takes_all: bool
     settings: type[DataclassInstance]
 
-    def __call__(self, settings: object, has: Mapping[str, object], whole: object = None) -> object:
-        arguments = {name: has[name] for name in self.given}
+    @classmethod
+    def of(
+        cls, make: Callable[..., object], key: str, spec: str, offered: Collection[str], *, or_all: bool = False
+    ) -> Self:
+        takes, takes_all = set[str](), False
+        settings: list[tuple[str, Any, Any]] = []
+        for at, parameter in enumerate(_parameters(make, key, spec)):
+            required = parameter.default is parameter.empty
+            if parameter.name in offered:
+                takes.add(parameter.name)
+            elif set(leaves(kind := _kind(make, parameter, key, spec))) <= VALUES:
+                settings.append((parameter.name, kind, _declaration(make, parameter)))
+            elif or_all and at == 0 and required:
+                takes_all = True
+            elif required:
+                raise ConfigError(
+                    f"{key}: nothing is given for the parameter {parameter.name!r} of {spec}: a run has "
+                    f"{', '.join(sorted(offered))}, and a setting has a type that a file can hold, such as int, float "
+                    "or str"
+                )
+        return cls(key, spec, make, frozenset(takes), takes_all, _table(spec, settings))
+
+    def __call__(self, settings: object, offered: Mapping[str, object], everything: object = None) -> object:
+        arguments = {name: offered[name] for name in self.takes}
         arguments |= {each.name: getattr(settings, each.name) for each in fields(self.settings)}
-        first = () if self.whole is None else (whole,)
         with naming(self.key, self.spec):
-            return self.make(*first, **arguments)
+            return self.make(*((everything,) if self.takes_all else ()), **arguments)
+
+
+VALUES: Final = frozenset({Literal, bool, int, float, str, NoneType})
+"""The types of which a file can hold values."""
 
 
 @cache
-def part(key: str, spec: str, has: frozenset[str], *, takes_whole: bool = False) -> OwnPart:
-    def refuse(words: str) -> ConfigError:
-        return ConfigError(f"{key}: {words}")
-
-    return part_of(user_code.load_function(spec, refuse), key, spec, has, takes_whole=takes_whole)
-
-
-def part_of(
-    make: Callable[..., object], key: str, spec: str, has: Collection[str], *, takes_whole: bool = False
-) -> OwnPart:
-    given: list[str] = []
-    settings: list[tuple[str, Any, Any]] = []
-    whole: str | None = None
-    for at, parameter in enumerate(_parameters(make, key, spec)):
-        required, kind = parameter.default is parameter.empty, None
-        if parameter.name in has:
-            given.append(parameter.name)
-            continue
-        kind = _kind(make, parameter, key, spec)
-        if _is_value(kind):
-            settings.append((parameter.name, kind, _declaration(make, parameter)))
-        elif takes_whole and at == 0 and required:
-            whole = parameter.name
-        elif required:
-            raise ConfigError(
-                f"{key}: nothing is given for the parameter {parameter.name!r} of {spec}: a run has "
-                f"{', '.join(sorted(has))}, and a setting has a type that a file can hold, such as int, float or str"
-            )
-    return OwnPart(key, spec, make, tuple(given), whole, _table(spec, settings))
+def _extension(key: str, spec: str, offered: frozenset[str]) -> Extension:
+    make = user_code.load_function(spec, lambda words: ConfigError(f"{key}: {words}"))
+    return Extension.of(make, key, spec, offered)
 
 
 def _parameters(make: Callable[..., object], key: str, spec: str) -> list[inspect.Parameter]:
@@ -160,17 +158,6 @@ def _annotations(owner: type) -> Mapping[str, object]:
     return annotations
 
 
-def _is_value(kind: Any) -> bool:
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return _is_value(arguments[0])
-    if origin in (Union, UnionType):
-        return all(_is_value(each) for each in arguments)
-    if origin is tuple:
-        return all(each is Ellipsis or _is_value(each) for each in arguments)
-    return origin is Literal or kind in (bool, int, float, str, NoneType)
-
-
 def _declaration(make: Callable[..., object], parameter: inspect.Parameter) -> Any:
     if is_dataclass(make):
         own = {each.name: each for each in fields(make)}[parameter.name]
@@ -203,9 +190,8 @@ def find(name: object) -> type[Algorithm] | None:
 
 def with_name(document: Mapping[str, object]) -> Mapping[str, object]:
     """Return a document with the name of its algorithm; the fields of an object become the table ``[algorithm]``."""
-    step = document.get("step")
-    given = step.get("algorithm") if isinstance(step, Mapping) else None
-    if not isinstance(step, Mapping) or given is None or isinstance(given, str):
+    step = step_of(document)
+    if (given := step.get("algorithm")) is None or isinstance(given, str):
         return document
     kind = given if isinstance(given, type) else type(given)
     name = next((name for name, each in ALGORITHMS.items() if each is kind), "") or user_code.spec_of(kind)
@@ -227,7 +213,7 @@ def _loaded(spec: str) -> type[Algorithm]:
     # a file is run once in a process
     found: object = user_code.load_function(spec, _refuse)
     if inspect.isroutine(found):
-        return of_function(spec, part_of(found, KEY, spec, ROLES, takes_whole=True))
+        return of_function(spec, Extension.of(found, KEY, spec, ROLES, or_all=True))
     if not (inspect.isclass(found) and is_dataclass(found)):
         raise _refuse(
             f"{spec} must be a dataclass, whose fields are the settings of [algorithm], derived from GroupAlgorithm or "
@@ -250,7 +236,7 @@ class FunctionAlgorithm:
     """
 
     has_critic: ClassVar[bool]
-    part: ClassVar[OwnPart]
+    part: ClassVar[Extension]
 
     @property
     def responses(self) -> int:
@@ -258,20 +244,20 @@ class FunctionAlgorithm:
 
     @property
     def refers(self) -> bool:
-        return "reference" in self.part.given or self.part.whole is not None
+        return "reference" in self.part.takes or self.part.takes_all
 
     @property
     def corrects(self) -> bool:
-        return "proximal" in self.part.given
+        return "proximal" in self.part.takes
 
     @property
     def distills(self) -> bool | None:
         # None: with all roles as one object, if a teacher is named
-        return True if "teacher" in self.part.given else None if self.part.whole is not None else False
+        return True if "teacher" in self.part.takes else None if self.part.takes_all else False
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
-        has = {name: getattr(roles, name) for name in ROLES}
-        return _graph(self.part(self, has, roles), self.part.spec)
+        offered = {name: getattr(roles, name) for name in ROLES}
+        return _graph(self.part(self, offered, roles), self.part.spec)
 
     def loss(self) -> Loss:
         from oppo.losses import default_loss  # noqa: PLC0415 - torch takes seconds to import
@@ -279,8 +265,8 @@ class FunctionAlgorithm:
         return default_loss(critic=self.has_critic)
 
 
-def of_function(spec: str, part: OwnPart) -> type[Algorithm]:
-    members = {"has_critic": "critic" in part.given, "part": part, "__doc__": part.make.__doc__}
+def of_function(spec: str, part: Extension) -> type[Algorithm]:
+    members = {"has_critic": "critic" in part.takes, "part": part, "__doc__": part.make.__doc__}
     kind = make_dataclass(
         spec.rpartition(":")[2], [], bases=(part.settings, FunctionAlgorithm), namespace=members, frozen=True
     )
@@ -315,7 +301,7 @@ def loss_of(algorithm: Algorithm) -> Loss:
         return algorithm.loss()
     with naming(KEY, f"{spec}.loss"):
         loss = algorithm.loss()
-    LOSS.require(loss, f"{KEY}: {spec}.loss returned no loss")
+    LOSS.check(loss, f"{KEY}: {spec}.loss returned no loss")
     return loss
 
 
@@ -329,15 +315,15 @@ def _refuse(words: str) -> ConfigError:
     return ConfigError(f"{KEY}: {words}")
 
 
-OWN: Final[Mapping[str, OwnRequirements]] = {
-    "admission": OwnRequirements(
+OWN: Final[Mapping[str, Contract]] = {
+    "admission": Contract(
         "oppo.Admission",
         ("batch", "max_deferrals", "admit", "cut", "observe"),
         frozenset({"batch", "max_deferrals", "overcommit", "staleness_price"}),
     ),
     "loss": LOSS,
 }
-"""The parts of one's own besides the algorithm, each by its key in ``[step]`` and its table."""
+"""User extensions besides the algorithm, by their keys in ``[step]`` and their tables."""
 
 NAMED: Final = ("algorithm", *OWN)
 """The keys of ``[step]`` that may name a file of code, whose settings are a table of the same name."""
@@ -359,9 +345,9 @@ def is_scoreless(document: Mapping[str, object]) -> bool:
     return bool(of_agents or getattr(algorithm_of(document), "scoreless", False))
 
 
-def extension(name: str, spec: object) -> OwnPart | None:
+def extension(name: str, spec: object) -> Extension | None:
     """Return the user extension of ``step.admission`` or ``step.loss``; ``None`` for a name of ours."""
-    return part(f"step.{name}", spec, OWN[name].has) if isinstance(spec, str) and SPEC.match(spec) else None
+    return _extension(f"step.{name}", spec, OWN[name].offered) if isinstance(spec, str) and SPEC.match(spec) else None
 
 
 def table_of(name: str, spec: object) -> type[DataclassInstance]:
@@ -373,6 +359,6 @@ def made(name: str, settings: object, step: StepSection) -> object:
     own, what = extension(name, getattr(step, name)), OWN[name]
     if own is None:
         return None
-    found = own(settings, {key: getattr(step, key) for key in what.has})
-    what.require(found, f"step.{name}: {own.spec} makes no {name}")
+    found = own(settings, {key: getattr(step, key) for key in what.offered})
+    what.check(found, f"step.{name}: {own.spec} makes no {name}")
     return found

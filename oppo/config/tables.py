@@ -260,7 +260,7 @@ class Tables(BaseModel):
         return keys_of(type(self.algorithm), {name: getattr(self.step, name) for name in OWN})
 
     def tables(self) -> dict[str, dict[str, object]]:
-        """Return all settings by section and key, ``None`` for an absent key; rewards are ``rewards.0``, ``rewards.1``, ..."""
+        """Return all settings by section and key, ``None`` for an absent key; rewards are ``rewards.0`` and so on."""
         found = {
             name: {key: _spelt(getattr(getattr(self, name), key)) for key in keys} for name, keys in self.keys.items()
         }
