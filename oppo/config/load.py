@@ -24,7 +24,7 @@ from oppo.config.own import NAMED, algorithm_of, step_of
 from oppo.config.peers import flattened, ours
 from oppo.config.rewards import REWARD_KINDS, SOURCE, is_name, reward_kind_of
 from oppo.config.scorers import ScorerSection
-from oppo.config.sections import StepSection, resolved, within
+from oppo.config.sections import StepSection, placed, resolved, within
 from oppo.config.settings import Settings
 from oppo.config.tables import keys_of
 from oppo.declared import SEEDS, Declared, declared, expectation
@@ -92,16 +92,10 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     return found
 
 
-def _spec(text: str, folder: Path) -> str:
-    file, _, name = text.rpartition(":")
-    return f"{resolved(file, folder)}:{name}"
-
-
 def _with_files(document: Mapping[str, object], folder: Path) -> Mapping[str, object]:
     step = step_of(document)
-    named = {name: step.get(name) for name in NAMED}
-    found = {name: _spec(spec, folder) for name, spec in named.items() if isinstance(spec, str) and SPEC.match(spec)}
-    return {**document, "step": {**step, **found}} if found else document
+    named = {name: placed(spec, folder) for name in NAMED if isinstance(spec := step.get(name), str)}
+    return {**document, "step": {**step, **named}} if named else document
 
 
 def _with_tables(document: Mapping[str, object]) -> Mapping[str, object]:
@@ -139,7 +133,7 @@ def _why_not_vllm(document: Mapping[str, object]) -> str:
 def _model(text: str, folder: Path) -> str:
     # a hub's name stays as it is; what exists in the folder, or is spelt as a path, becomes absolute
     if SPEC.match(text):
-        return _spec(text, folder)
+        return placed(text, folder)
     spelt_as_path = text.startswith((".", "/", "~"))
     return resolved(text, folder) if text and (spelt_as_path or os.path.lexists(folder / text)) else text
 

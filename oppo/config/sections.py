@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError
 
 from oppo.algorithms import ALGORITHMS
-from oppo.config.placement import DeviceName
 from oppo.data.datasets_library import is_hub_name
 from oppo.data.stream import whole_numbers
 from oppo.declared import (
@@ -54,82 +54,6 @@ OPENENV: Final = "openenv:"
 
 VERIFIERS: Final = "verifiers"
 """The agent that runs tasks of verifiers; before the name of a taskset and a colon, a source of prompts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentSection:
-    """``[environment]``: what answers a response that has ended at a stop, as a tool does."""
-
-    source: str = setting(
-        "",
-        "`file.py:function` that answers a response at a stop token or string, as a tool does, so that the response "
-        "goes on; empty: none",
-    )
-    tools: Annotated[tuple[Annotated[str, OneOf((), "file.py:function", SPEC)], ...], FromList()] = setting(
-        (),
-        "functions that the policy calls by its chat template, each as `file.py:function`, with type hints and a "
-        "docstring in Google's style, of which the template shows it their schemas; empty: none",
-    )
-    factory: str | dict[str, Filled] = setting(
-        "",
-        "`file.py:name` of a class with `reset`, methods that are tools and maybe `get_reward`, as TRL's "
-        "`environment_factory`, or of a function that makes an instance; or `openenv:URL`, a server of OpenEnv; or a "
-        "table of several, `{guess = 'games.py:Guess', ...}`, by the value of the column `environment`; empty: none",
-    )
-    on_failure: Literal["fail", "drop", "answer"] | None = setting(
-        None,
-        "if a function fails: stop the run, drop the rollout, or, of tools, answer with the error; absent: `fail`, of "
-        "tools `answer`",
-    )
-    max_turns: PositiveCount | None = setting(
-        None, "answers of tools in a response, after which a call ends it; absent: no limit"
-    )
-    process: bool = setting(
-        default=False,
-        description="call a sync function in its own processes, where it may hold the interpreter lock for long; a "
-        "crash is then a failure like others",
-        resume="free",
-    )
-    concurrency: PositiveCount | None = setting(
-        None, "function calls that may overlap; absent: 64, or 4 in processes", resume="free"
-    )
-    timeout: Positive | None = setting(
-        None,
-        "seconds after which a call of the function, a tool, `reset` or `get_reward` has failed, not counting the "
-        "start of its process; an async function is then cancelled, a process interrupted, or killed if it goes on",
-        resume="free",
-    )
-    keep_special_tokens: bool = setting(
-        default=False,
-        description="keep special tokens in the text for the function, and take those that its answer spells as "
-        "special tokens; otherwise an answer is ordinary text, whatever it spells",
-    )
-
-    @property
-    def factories(self) -> Mapping[str, str]:
-        if isinstance(self.factory, dict):
-            return {f"environment.factory.{name}": spec for name, spec in self.factory.items()}
-        return {"environment.factory": self.factory} if self.factory else {}
-
-    @property
-    def answering(self) -> str:
-        return next((key for key in ("source", "tools", "factory") if getattr(self, key)), "")
-
-    @property
-    def files(self) -> dict[str, Path]:
-        named = {"environment.source": self.source}
-        named |= {f"environment.tools[{number}]": spec for number, spec in enumerate(self.tools)}
-        named |= self.factories
-        return {name: Path(spec.rpartition(":")[0]) for name, spec in named.items() if SPEC.match(spec)}
-
-    def within(self, folder: Path) -> EnvironmentSection:
-        made, tools = self.factory, tuple(placed(each, folder) for each in self.tools)
-        factory = (
-            placed(made, folder)
-            if isinstance(made, str)
-            else {name: placed(spec, folder) for name, spec in made.items()}
-        )
-        return replace(self, source=placed(self.source, folder), tools=tools, factory=factory)
 
 
 ROWS: Final = "<rows of a program>"
@@ -242,6 +166,33 @@ def within(prompts: str | tuple[PromptSource, ...], folder: Path) -> str | tuple
         return PromptSource(path=prompts).within(folder).path if prompts else ""
     return tuple(each.within(folder) for each in prompts)
 
+
+_DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+SCORERS: Final = ("reference", "reward", "critic", "teacher")
+"""The models that score."""
+
+Remote: TypeAlias = Literal["policy", "reference", "reward", "critic", "teacher", "trainer"]
+"""A model that can be in a Ray actor of a cluster; of the trainer, every rank but the first."""
+
+
+def _require_device(device: str) -> str:
+    if _DEVICE.fullmatch(device) is None:
+        raise ValueError(f"expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1', got {device!r}")
+    return device
+
+
+def _listed(devices: object) -> object:
+    return [devices] if isinstance(devices, str) and devices else devices or []
+
+
+DeviceName: TypeAlias = Annotated[str, AfterValidator(_require_device)]
+
+Another: TypeAlias = Annotated[str, AfterValidator(lambda device: device and _require_device(device))]
+"""A device, or nothing for that of something else."""
+
+Several: TypeAlias = Annotated[tuple[DeviceName, ...], FromList(), BeforeValidator(_listed)]
+"""A device or a list of them."""
 
 Engine: TypeAlias = Literal["auto", "transformers", "vllm"]
 Tracker: TypeAlias = Literal["tensorboard", "wandb", "trackio", "mlflow"]
@@ -479,6 +430,79 @@ class ModelsSection:
     @property
     def is_reference_on_base(self) -> bool:
         return self.adapts and self.reference in {self.policy, self.adapter}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementSection:
+    """``[placement]``: the device of each model, where they are not all on ``models.device``."""
+
+    policy: Another = setting("", "device of the policy that decodes; empty: `models.device`", resume="rounding")
+    trainer: Several = setting(
+        (),
+        'device of the trainer; or a list of devices for as many training ranks, each a process, such as `["cuda:1", '
+        '"cuda:2"]` or `["cpu", "cpu"]`; empty: `models.device`',
+        resume="rounding",
+    )
+    scorers: Another = setting(
+        "", "device of reference, reward, critic and teacher; empty: `models.device`", resume="rounding"
+    )
+    reference: Another = setting("", "device of the reference; empty: `placement.scorers`", resume="rounding")
+    reward: Another = setting("", "device of reward models; empty: `placement.scorers`", resume="rounding")
+    critic: Another = setting("", "device of the critic that is served; empty: `placement.scorers`", resume="rounding")
+    teacher: Another = setting("", "device of the teacher; empty: `placement.scorers`", resume="rounding")
+    shard: bool = setting(
+        default=True,
+        description="give each training rank a shard of weights, gradients and optimizer states (FSDP2), in place of "
+        "all of them; one rank has all",
+        resume="rounding",
+    )
+    cluster: str = setting(
+        "",
+        "Ray cluster for the models of `placement.remote`: `auto`, that of `RAY_ADDRESS` or of `ray start` on this "
+        "machine, or the `host:port` of its head; empty: none",
+        resume="rounding",
+    )
+    remote: Annotated[tuple[Remote, ...], FromList()] = setting(
+        (),
+        "with a cluster, the models that are remote, one Ray actor each; of the trainer, every rank but the first; "
+        "empty: every model that can be remote, but the policy",
+        resume="rounding",
+    )
+    actor_cpus: PositiveCount = setting(
+        1,
+        "with a cluster, the cores that each Ray actor reserves on its machine and computes with; rank 0 computes with "
+        "as many",
+        resume="rounding",
+    )
+    spread: bool = setting(
+        default=False, description="with a cluster, put each rank of the trainer on a machine of its own", resume="free"
+    )
+    policy_replicas: Annotated[int, Field(ge=1, le=1024)] = setting(
+        1,
+        "engines that decode as one pool, which outlives the death of any: processes of this machine, each with a GPU, "
+        "from that of `placement.policy` on, or its share of the cores; with the policy in `placement.remote`, Ray "
+        "actors",
+        resume="rounding",
+    )
+    share: Literal["beside", "sleep"] = setting(
+        "beside",
+        "how vLLM has a GPU together with the trainer: `beside`: each has its own part of the memory; `sleep`: the "
+        "engine sleeps while the policy is trained, its weights in the CPU's memory and its KV cache dropped, so that "
+        "the KV cache of deferred rollouts is recomputed",
+        resume="rounding",
+    )
+
+    def names(self, device: str) -> Mapping[str, tuple[str, ...]]:
+        scorers = self.scorers or device
+        return {
+            "policy": (self.policy or device,),
+            "trainer": self.trainer or (device,),
+            **{name: (getattr(self, name) or scorers,) for name in SCORERS},
+        }
+
+    def key_of(self, model: str) -> str:
+        own = [model, "scorers"] if model in SCORERS else [model]
+        return next((f"placement.{key}" for key in own if getattr(self, key)), "models.device")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from pydantic import (
 from oppo.admission import Admission
 from oppo.algorithms.base import Algorithm
 from oppo.algorithms.ppo import PPO
-from oppo.config.agents import AgentsSection
+from oppo.config.environment import AgentsSection, EnvironmentSection
 from oppo.config.own import (
     NAMED,
     OWN,
@@ -39,7 +39,6 @@ from oppo.config.own import (
     step_of,
     table_of,
 )
-from oppo.config.placement import PlacementSection
 from oppo.config.rewards import (
     ENVIRONMENT,
     REWARD_KINDS,
@@ -52,9 +51,9 @@ from oppo.config.rewards import (
 from oppo.config.scorers import ScorerSection
 from oppo.config.sections import (
     DataSection,
-    EnvironmentSection,
     EvalSection,
     ModelsSection,
+    PlacementSection,
     PromptSource,
     RunSection,
     SamplingSection,
