@@ -20,13 +20,13 @@ from pydantic import ValidationError
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.distill import Distill
 from oppo.algorithms.ppo import PPO
-from oppo.config.own import NAMED, algorithm_of, step_of
+from oppo.config.own import NAMED, algorithm_of
 from oppo.config.peers import flattened, ours
 from oppo.config.rewards import REWARD_KINDS, SOURCE, is_name, reward_kind_of
 from oppo.config.scorers import ScorerSection
 from oppo.config.sections import StepSection, placed, resolved, within
 from oppo.config.settings import Settings
-from oppo.config.tables import keys_of
+from oppo.config.tables import keys_of, table_in
 from oppo.declared import SEEDS, Declared, declared, expectation
 from oppo.durable import read_text
 from oppo.errors import ConfigError, did_you_mean, in_toml, shortened
@@ -93,7 +93,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
 
 
 def _with_files(document: Mapping[str, object], folder: Path) -> Mapping[str, object]:
-    step = step_of(document)
+    step = table_in(document, "step")
     named = {name: placed(spec, folder) for name in NAMED if isinstance(spec := step.get(name), str)}
     return {**document, "step": {**step, **named}} if named else document
 
@@ -208,7 +208,7 @@ def with_correction(document: Mapping[str, object]) -> dict[str, object]:
     models, algorithm = (filled.get(name, {}) for name in ("models", "algorithm"))
     if not isinstance(models, Mapping) or models.get("engine") != "vllm" or not isinstance(algorithm, Mapping):
         return filled
-    kind = algorithm_of(document)
+    kind = algorithm_of(table_in(document, "step"))
     if kind is Distill and "distill_top_k" in algorithm:  # no ratio, which it would correct
         return filled
     if kind is not None and "is_correction" in declared(kind):
@@ -348,7 +348,8 @@ class SettingsFaults(Faults):
 
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
-        algorithm, step = algorithm_of(document), step_of(document)
+        step = table_in(document, "step")
+        algorithm = algorithm_of(step)
         named = step.get("algorithm") if algorithm is not None else None
         keys = keys_of(algorithm or PPO, step)
         rewards = document.get("rewards")

@@ -190,8 +190,9 @@ def find(name: object) -> type[Algorithm] | None:
 
 def with_name(document: Mapping[str, object]) -> Mapping[str, object]:
     """Return a document with the name of its algorithm; the fields of an object become the table ``[algorithm]``."""
-    step = step_of(document)
-    if (given := step.get("algorithm")) is None or isinstance(given, str):
+    step = document.get("step")
+    given = step.get("algorithm") if isinstance(step, Mapping) else None
+    if not isinstance(step, Mapping) or given is None or isinstance(given, str):
         return document
     kind = given if isinstance(given, type) else type(given)
     name = next((name for name, each in ALGORITHMS.items() if each is kind), "") or user_code.spec_of(kind)
@@ -329,20 +330,8 @@ NAMED: Final = ("algorithm", *OWN)
 """The keys of ``[step]`` that may name a file of code, whose settings are a table of the same name."""
 
 
-def step_of(document: Mapping[str, object]) -> Mapping[str, object]:
-    step = document.get("step")
-    return step if isinstance(step, Mapping) else {}
-
-
-def algorithm_of(document: Mapping[str, object]) -> type[Algorithm] | None:
-    return find(step_of(document).get("algorithm", StepSection().algorithm))
-
-
-def is_scoreless(document: Mapping[str, object]) -> bool:
-    """Whether no reward need be named: the algorithm reads none, or agents return it."""
-    agents = document.get("agents")
-    of_agents = isinstance(agents, Mapping) and agents.get("program")
-    return bool(of_agents or getattr(algorithm_of(document), "scoreless", False))
+def algorithm_of(step: Mapping[str, object]) -> type[Algorithm] | None:
+    return find(step.get("algorithm", StepSection().algorithm))
 
 
 def extension(name: str, spec: object) -> Extension | None:

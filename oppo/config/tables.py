@@ -33,10 +33,8 @@ from oppo.config.own import (
     algorithm_of,
     checked,
     extension,
-    is_scoreless,
     loss_of,
     made,
-    step_of,
     table_of,
 )
 from oppo.config.rewards import (
@@ -75,15 +73,21 @@ if TYPE_CHECKING:
     from oppo.losses import Loss
 
 
+def table_in(document: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Return a table of a document that is not checked yet; an empty one if there is none."""
+    found = document.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def _algorithm(table: object, info: ValidationInfo) -> Algorithm:
-    kind = algorithm_of(info.context or {})
+    kind = algorithm_of((info.context or {}).get("step", {}))
     chosen: Algorithm = PPO() if kind is None else adapter(kind).validate_python(table)
     return checked(chosen)
 
 
 def _own(table: object, info: ValidationInfo) -> object:
     name = str(info.field_name)
-    spec = step_of(info.context or {}).get(name)
+    spec = (info.context or {}).get("step", {}).get(name)
     if table and extension(name, spec) is None:
         raise ValueError(
             f"it holds the settings of a part of your own: name that in step.{name} as file.py:name, or leave it out"
@@ -125,11 +129,12 @@ class Tables(BaseModel):
 
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
-        rewards: dict[str, object] = {"rewards": ()} if is_scoreless(document) else {}
-        environment = document.get("environment")
-        if not rewards and isinstance(environment, Mapping) and environment.get("factory"):
+        step, agents, environment = (table_in(document, name) for name in ("step", "agents", "environment"))
+        scoreless = bool(agents.get("program") or getattr(algorithm_of(step), "scoreless", False))
+        rewards: dict[str, object] = {"rewards": ()} if scoreless else {}
+        if not scoreless and environment.get("factory"):
             rewards = {"rewards": [{"source": ENVIRONMENT}]}
-        return cls.model_validate({**rewards, **document}, context=document)
+        return cls.model_validate({**rewards, **document}, context={"step": step, "scoreless": scoreless})
 
     def own_admission(self) -> Admission | None:
         return cast("Admission | None", made("admission", self.admission, self.step))

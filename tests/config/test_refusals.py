@@ -1,4 +1,4 @@
-"""Settings that do not go together: every rule of the table, by settings that break it and what the message names."""
+"""Settings that are refused: values that mean nothing, and combinations, which break a rule of the table."""
 
 from __future__ import annotations
 
@@ -26,11 +26,119 @@ SHORT = {
     "ON_VLLM": "models.engine=vllm",
 }
 
-BROKEN = [
-    re.sub(r"\s+", " ", entry).split(" | ")
-    for entry in re.split(
-        r"\n(?! )",
-        """\
+
+def entries(table: str) -> list[list[str]]:
+    """Return the lines of a table, of which an indented one goes on: settings, then what the message says of them."""
+    return [re.sub(r"\s+", " ", entry).split(" | ") for entry in re.split(r"\n(?! )", table.strip())]
+
+
+WRONG = entries("""
+rewards=[] | [rewards]: expected at least one table, got none
+rewards=[1] | [rewards.0]: expected a section with the keys source, name, weight, on_drop, engine,
+rewards=[{}] | rewards.0.source is missing: directory or hub name of a reward model
+rewards.0.weigth=1 | unknown key 'rewards.0.weigth' (did you mean 'weight'?); the keys of [rewards.0] are source, name,
+rewards.0.name=a rewards.0.weight="1" rewards.1={source="x.py:f",name="b",timeout=0} |
+    2 settings are wrong: | rewards.0.weight: expected a number, got '1' |
+    rewards.1.timeout: expected more than 0, got 0
+rewards.0.timeout=1 | 'rewards.0.timeout' (it is a key of a reward whose source is a function)
+rewards.0.source=x.py:f rewards.0.form=chat | 'rewards.0.form' (it is a key of a reward whose source is a model)
+rewards.0.name=a rewards.0.weight=nan | rewards.0.weight: expected a finite number, got nan
+rewards.0.weight=2.0 | [rewards.0]: weight = 2.0 is the factor of a term, which has a name
+rewards=[{source="x",name="a/b"}] | rewards.0.name: expected letters, digits, '.', '_' and '-' | got 'a/b'
+rewards.0.name=a rewards.1.source=x | each with a name, and rewards.1 has none
+rewards.0.name=a rewards.1={source="x",name="a"} | another name for each, got 'a' twice
+rewards.0.engine=vllm rewards.0.url=http://h rewards.0.vllm.dtype=float32 | [rewards.0] | vllm.dtype is for an engine |
+    leave one of the two out
+rewards.0.engine=vllm rewards.0.attempts=3 | [rewards.0] | attempts is for a server, and none is named
+rewards.0.engine=vllm rewards.0.form=chat | unknown key 'rewards.0.form' | whose source is a model)
+rewards.0.engine=vlm | rewards.0.engine: expected 'transformers' or 'vllm' | 'vlm'
+rewards.0.engine=vllm rewards.0.vllm=3 | rewards.0.vllm: expected a section, got 3
+rewards.0.engine=vllm rewards.0.source=reward.py:score | unknown key 'rewards.0.engine'
+scorers.teacher.engine=vllm scorers.teacher.url=http://h scorers.teacher.vllm.dtype=float32 |
+    [scorers.teacher] | vllm.dtype is for an engine
+scorers.reference.attempts=3 | [scorers.reference] | attempts is for a server, and none is named
+scorers.teacher.url=http://h scorers.teacher.engine=transformers | [scorers.teacher] |
+    url is for vLLM: set engine = 'vllm'
+scorers.teacher.uri=x | unknown key 'scorers.teacher.uri' (did you mean 'url'?) | url, api_key_env,
+scorers.teacher.math.engine="vllm" | unknown key 'scorers.teacher.math' | [scorers."teacher.math"] is
+scorers.teacher.engine=vlm | scorers.teacher.engine: expected 'transformers' or 'vllm' | 'vlm'
+step.algorithm=grpo algorithm.lam=0.9 |
+    unknown key 'algorithm.lam' (it is a key of [algorithm] for 'ppo', not for 'grpo'); the keys of
+step.algorithm=grpo algorithm.value_clip=none | for 'ppo', not for 'grpo'
+step.algorithm=grpo algorithm.samples=1 | algorithm.samples: expected at least 2, got 1
+algorithm.samples=4 | for 'grpo', 'rloo', 'dr_grpo', 'dapo', 'gspo', not for 'ppo'
+step.algorithm=grpo algorithm.kl_in=reward | [algorithm]: algorithm 'grpo' standardises rewards: where the scores of a |
+    put it into the loss, kl_in = 'loss', or take 'rloo'
+step.algorithm=grpo algorithm.scale_scores=each_reward algorithm.score_norm=true | score_norm = true chan
+step.algorithm=gpro | step.algorithm | did you mean 'grpo'?
+step.algorithm=gprpo | step.algorithm | did you mean 'grpo'?
+step.algorithm=dpo algorithm.beta=0.1 | step.algorithm: expected 'ppo', 'grpo', | 'distill' or file.py:name, got 'dpo' |
+    (did you mean 'dapo'?)
+trainer.learning_rate=1 | trainer.learning_rate | 0.1
+trainer.critic_learning_rate=0.2 | trainer.critic_learning_rate | 0.1
+sampling.temperature=1e-300 | [sampling] | temperature must be 0, which is greedy, or 0.001 to 1000
+sampling.temperature=1e300 | [sampling] | temperature must be 0, which is greedy, or 0.001 to 1000
+step.lookahead=1000 | step.lookahead | 100
+sampling.response_length=64 | (response_length of TRL is sampling.max_new_tokens here)
+trainer.betas=[true,0.9] step.overcommit=[true] | 2 settings are wrong: |
+    step.overcommit: expected a whole number, got [true]
+algorithm.num_generations=4 | (num_generations of TRL is algorithm.samples here)
+data.max_prompt_length=64 | (data.max_prompt_length of verl is data.max_prompt_tokens here)
+rollout.n=8 | unknown section 'rollout' (actor_rollout_ref.rollout.n of verl is algorithm.samples here)
+trainer.disable_dropout=true | (disable_dropout of TRL: Dropout is always off, in all models
+models.engine=vlm | models.engine | did you mean 'vllm'?
+AGENT agents.program=agent | agents.program | file.py:function
+AGENT agents.port=70000 | agents.port
+AGENT agents.public_url=machine:8000 | a URL such as http://machine:8000/v1
+step.batch=1000000000 | step.batch | 1048576
+run.name=LONG | run.name | at most 128 characters
+step.bathc=3 | unknown key 'step.bathc' (did you mean 'batch'?); the keys of [step] are algorithm, batch,
+trianer.x=1 | unknown section 'trianer' (did you mean 'trainer'?)
+step.kl=0.1 | unknown key 'step.kl' (it is a key of [algorithm]); the keys of [step] are
+run.steps=0 | run.steps: expected more than 0, got 0
+run.steps=true | run.steps: expected a whole number, got true
+run.deterministic=yes | run.deterministic: expected true or false, got 'yes'
+run.name=a/b | run.name: expected letters, digits
+step.chunk=half | step.chunk: expected a whole number or 'whole' or 'tuned', got 'half'
+step.batch=4 step.overcommit=5 | overcommit must be at most batch (4), so that overdue rollouts fit; got 5
+algorithm.kl_target=3.0 | kl_target and kl_horizon go together
+algorithm.kl=0.0 algorithm.kl_target=3.0 algorithm.kl_horizon=9 |
+    kl_target adapts the penalty by multiplying it: give kl, where it begins, above 0
+algorithm.kl=nan | algorithm.kl: expected a finite number, got nan
+algorithm.kl_in=loss | kl_in = 'loss' needs kl_estimator = 'k2' or 'k3'
+algorithm.kl_in=loss algorithm.kl_target=3.0 algorithm.kl_horizon=9 |
+    kl_target adapts the penalty in the reward: leave it out where kl_in = 'loss'
+step.overcommit=2 step.admission=tail-batched |
+    admission = 'tail-batched' launches a quarter of the batch more: leave overcommit out
+algorithm.score_clip=0 | algorithm.score_clip: expected more than 0, got 0
+algorithm.value_clip=off | algorithm.value_clip: expected a number or 'none', got 'off'
+sampling.min_new_tokens=200 | [sampling]: min_new_tokens must be at most max_new_tokens (128); got 200
+sampling.stop_strings=[""] | sampling.stop_strings: expected item 0 to be text that is not empty, got ''
+sampling.stop=3 | sampling.stop: expected a list, got 3
+sampling.top_p=0.0 | sampling.top_p: expected more than 0, got 0.0
+sampling.stop=[1,2.5] | sampling.stop: expected item 1 to be a whole number or a string, got 2.5
+run.directory="" | run.directory: expected text that is not empty, got ''
+run.trace=most | run.trace: expected a whole number or 'all', got 'most'
+run.trace=-1 | run.trace: expected at least 0 or 'all', got -1
+run.cores=100000 | run.cores: expected at most 1024, got 100000
+run.steps=1000000000000000000000000000000 | run.steps: expected less than 2147483648, got 1000000
+run.watchdog_seconds=1e30 | run.watchdog_seconds: expected less than 2147483648, got 1e+30
+algorithm.lam=nan | algorithm.lam: expected a finite number, got nan
+trainer.warmup_steps=4 | [trainer]: schedule 'constant' has no warm-up, so warmup_steps cannot be 4: leave it out
+run.steps=4 trainer.schedule=linear trainer.warmup_steps=4 |
+    [trainer]: warmup_steps must be fewer than the steps of the run (4), not 4
+models.device=gpu | models.device: expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1'
+models.lora_sync=adapter models.lora_rank=2 | lora_sync = 'adapter' | engine = 'transformers'
+models.lora_sync=adapter ON_VLLM | lora_sync = 'adapter' | set lora_rank or adapter
+models.lora_sync=adapter ON_VLLM models.lora_rank=2 models.lora_experts=true | lora_sync = 'adapter' |
+    lora_experts = true
+models.adapter=old models.lora_rank=2 | leave lora_rank out
+models.adapter=old models.lora_alpha=8 | leave lora_alpha out
+models.shared_trunk=true models.critic=./other | [models]: shared_trunk = true makes the critic a head on the policy's |
+    leave critic out; got './other'
+""")
+
+BROKEN = entries("""
 environment.source=a.py:b environment.tools=["a.py:b"] | source = 'a.py:b' answers every turn | tools answer calls
 environment.source=a.py:b environment.factory=a.py:B | source = 'a.py:b' | environment.factory answers calls
 environment.factory=guess | environment.factory: expected file.py:name, or openenv:URL | got 'guess'
@@ -141,26 +249,39 @@ step.algorithm=grpo models.shared_trunk=true | and cannot use models.shared_trun
 trainer.minibatches=5 | trainer.minibatches = 5 does not divide the 32 responses of step.batch = 32 | a divisor
 trainer.minibatches=32 step.algorithm=online_dpo | trainer.minibatches = 32 does not divide the 16 groups
 step.algorithm=dapo step.admission=tail-batched | step.admission = 'tail-batched' | algorithm.dynamic_sampling = true
-step.algorithm=rloo sampling.temperature=0 | step.algorithm = 'rloo' compares | sampling.temperature = 0 makes""",
-    )
-]
-"""Settings, and what the message says of them."""
+step.algorithm=rloo sampling.temperature=0 | step.algorithm = 'rloo' compares | sampling.temperature = 0 makes
+""")
 
 LOSS = "from oppo.losses import PPOLoss\nclass Mine(PPOLoss): pass\ndef made(): return Mine()\n"
 
 
 def document(folder: Path, chosen: str) -> dict[str, Any]:
     (folder / "loss.py").write_text(LOSS)
-    short = {**SHORT, "step.loss=LOSS": f"step.loss={folder / 'loss.py'}:made"}
+    own = {"step.loss=LOSS": f"step.loss={folder / 'loss.py'}:made", "run.name=LONG": f"run.name={'x' * 300}"}
+    short = SHORT | own
     return overridden(MINIMAL, [short.get(each, each) for each in chosen.split(" ")])
 
 
-@pytest.mark.parametrize(("chosen", "words"), [(chosen, words) for chosen, *words in BROKEN])
-def test_what_does_not_go_together_is_refused_by_its_names(chosen: str, words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("chosen", "words"), [(chosen, words) for chosen, *words in [*WRONG, *BROKEN]])
+def test_what_is_wrong_is_refused_by_its_names(chosen: str, words: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(document(tmp_path, chosen), tmp_path)
     assert [each for each in words if each not in str(caught.value)] == []
-    assert "settings are wrong" not in str(caught.value)
+    assert ("settings are wrong" in str(caught.value)) == any("settings are wrong" in each for each in words)
+
+
+@pytest.mark.parametrize("rewards", ["reward", {"source": "reward"}])
+def test_one_reward_that_is_no_list_is_told_how_a_list_of_them_is_written(rewards: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"\[rewards\]: expected tables \[\[rewards\]\], each with a source: .*, got "
+    ):
+        resolve({**MINIMAL, "rewards": rewards}, Path("/"))
+
+
+@pytest.mark.parametrize("override", ["algorithm.kl", "kl=1", "=1", "a..c=1", ".kl=1", 'a."b=1', "a.b\nc=1"])
+def test_a_malformed_override_says_what_one_looks_like(override: str) -> None:
+    with pytest.raises(ConfigError, match="--set expects section.key=value"):
+        overridden(MINIMAL, [override])
 
 
 def test_every_rule_is_the_first_that_some_of_these_break(tmp_path: Path) -> None:
