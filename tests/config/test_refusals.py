@@ -280,7 +280,7 @@ def test_one_reward_that_is_no_list_is_told_how_a_list_of_them_is_written(reward
 
 @pytest.mark.parametrize("override", ["algorithm.kl", "kl=1", "=1", "a..c=1", ".kl=1", 'a."b=1', "a.b\nc=1"])
 def test_a_malformed_override_says_what_one_looks_like(override: str) -> None:
-    with pytest.raises(ConfigError, match="--set expects section.key=value"):
+    with pytest.raises(ConfigError, match=r"--set expects section\.key=value"):
         overridden(MINIMAL, [override])
 
 
