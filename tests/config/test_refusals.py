@@ -12,6 +12,7 @@ from oppo.config.load import overridden, resolve
 from oppo.config.settings import RULES
 from oppo.config.tables import Tables
 from oppo.errors import ConfigError
+from tests.config import test_own_algorithm as own_algorithm, test_own_schedule as own_schedule
 
 MINIMAL: dict[str, Any] = {
     "models": {"policy": "actor"},
@@ -134,6 +135,35 @@ models.lora_sync=adapter ON_VLLM models.lora_rank=2 models.lora_experts=true | l
     lora_experts = true
 models.adapter=old models.lora_rank=2 | leave lora_rank out
 models.adapter=old models.lora_alpha=8 | leave lora_alpha out
+step.algorithm=own.py:asks | step.algorithm: nothing is given for the parameter 'weather' of
+step.algorithm=own.py:recipe algorithm.samples=2.5 | algorithm.samples: expected a whole number
+step.algorithm=own.py:recipe algorithm.scale=0 | algorithm.scale: expected more than 0
+step.algorithm=own.py:recipe algorithm.tag=1 | unknown key 'algorithm.tag'
+step.algorithm=own.py:Trippled | has no 'Trippled'; the functions and classes there are DoubledLoss,
+step.algorithm=none.py:Doubled | none.py to take 'Doubled' from
+step.algorithm=own.py:Bare | own.py:Bare must be a dataclass, whose fields are the settings of
+step.algorithm=own.py:number | own.py:number is not a function but 7 (int)
+step.algorithm=own.py:Lacking | own.py:Lacking is no algorithm, since it lacks has_critic, refers,
+step.algorithm=own.py:Doubled algorithm.twice=0 | algorithm.twice: expected more than 0
+step.algorithm=own.py:Doubled algorithm.twise=1 | 'algorithm.twise' (did you mean 'twice'?)
+step.algorithm=own.py:Doubled run.trainer=process | which cannot import DoubledLoss from a file
+step.algorithm=dpoo | 'online_dpo', 'distill' or file.py:name, got 'dpoo'
+step.algorithm=7 | step.algorithm: expected a string, got 7
+step.admission=mine.py:Tails admission.share=1.5 | admission.share: expected at most
+step.admission=mine.py:Tails admission.shale=1 | unknown key 'admission.shale' (did you mean 'share'?)
+step.admission=mine.py:none | mine.py:none makes no admission, since NoneType lacks batch, max_deferrals,
+step.admission=mine.py:picky | mine.py:picky raised ValueError: a batch of 32 is too large at
+step.admission=mine.py:absent | mine.py has no 'absent'; the functions and classes there are
+step.admission=eager | step.admission: expected 'overcommit', 'continuous', 'adaptive',
+admission.share=0.5 | [admission]: it holds the settings of a part of your own: name that in
+loss.factor=0.5 | [loss]: it holds the settings of a part of your own: name that in step.loss
+step.loss=mine.py:clipped algorithm.clip=0.1 algorithm.kl=0.1 algorithm.aggregation=responses |
+    which alone reads algorithm.clip, algorithm.aggregation: leave that out, or make it a setting of yours
+step.loss=mine.py:Reinforce step.algorithm=grpo algorithm.kl=0.1 | which alone reads algorithm.kl: leave that out
+step.loss=mine.py:Reinforce step.algorithm=grpo run.trainer=process | which cannot import Reinforce from a file
+step.loss=mine.py:Nothing step.algorithm=grpo trainer.minibatches=4 |
+    mine.py:Nothing makes no loss, since Nothing lacks unit, reads, measures,
+step.loss=clipped | step.loss: expected '' or file.py:name, got 'clipped'
 models.shared_trunk=true models.critic=./other | [models]: shared_trunk = true makes the critic a head on the policy's |
     leave critic out; got './other'
 """)
@@ -256,7 +286,8 @@ LOSS = "from oppo.losses import PPOLoss\nclass Mine(PPOLoss): pass\ndef made(): 
 
 
 def document(folder: Path, chosen: str) -> dict[str, Any]:
-    (folder / "loss.py").write_text(LOSS)
+    for name, text in {"loss.py": LOSS, "own.py": own_algorithm.OWN, "mine.py": own_schedule.OWN}.items():
+        (folder / name).write_text(text)
     own = {"step.loss=LOSS": f"step.loss={folder / 'loss.py'}:made", "run.name=LONG": f"run.name={'x' * 300}"}
     short = SHORT | own
     return overridden(MINIMAL, [short.get(each, each) for each in chosen.split(" ")])
