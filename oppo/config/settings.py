@@ -38,8 +38,10 @@ def _those(faults: Mapping[str, object]) -> str:
 def _two_answers(s: Tables) -> str:
     does = {"source": "answers every turn", "tools": "answer calls", "factory": "answers calls of its methods"}
     first, *others = [key for key in does if getattr(s.environment, key)] or [""]
-    given = in_toml(getattr(s.environment, first)) if others else ""
-    return others and f"environment.{first} = {given} {does[first]}, and environment.{others[0]} {does[others[0]]}"
+    if not others:
+        return ""
+    given = in_toml(getattr(s.environment, first))
+    return f"environment.{first} = {given} {does[first]}, and environment.{others[0]} {does[others[0]]}"
 
 
 def _odd_factory(s: Tables) -> tuple[str, str] | None:

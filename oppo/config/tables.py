@@ -124,8 +124,7 @@ class Tables(BaseModel):
     trainer: Annotated[TrainerSettings, Table(), BeforeValidator(_spanning)] = Field({}, validate_default=True)
     scorers: dict[str, Annotated[ScorerSection, Table()]] = Field({})
     vllm: dict[str, object] = Field({})
-    """Arguments of vLLM's engine, by its own names, or its servers; :mod:`oppo.run.places` checks them before anything
-    is loaded."""
+    """Arguments of vLLM's engine, by its own names, or its servers; checked before anything is loaded."""
 
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
