@@ -14,7 +14,7 @@ from oppo.algorithms import ALGORITHMS
 from oppo.config.load import SEEDED
 from oppo.config.rewards import REWARD_KINDS
 from oppo.config.scorers import ScorerSection
-from oppo.config.tables import keys_of
+from oppo.config.settings import keys_of
 from oppo.declared import MOST, SEEDS, Declared, OneOf, declared as declared_of
 
 PAGE = Path(__file__).with_name("settings.md")

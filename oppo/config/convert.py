@@ -16,7 +16,7 @@ from oppo.algorithms import ALGORITHMS
 from oppo.config.load import overridden, resolve
 from oppo.config.peers import Computed, Function, Kind, Rows, peers, read
 from oppo.config.sections import Tracker
-from oppo.config.tables import Tables, keys_of
+from oppo.config.settings import Settings, keys_of
 from oppo.declared import STRICT, expectation
 from oppo.errors import ConfigError, did_you_mean
 
@@ -640,7 +640,7 @@ def _rendered(
     lines += ["", "# To fill in:", *(f"# - {key}: {what}" for key, what in blank.items())] if blank else []
     reasons = [_printable(f"# - {', '.join(names)}: {reason}") for reason, names in lost.items()]
     lines += ["", "# Not carried over:", *reasons] if lost else []
-    for section in Tables.model_fields:
+    for section in Settings.model_fields:
         given = document.get(section) or []
         for number, table in enumerate(given if isinstance(given, list) else [given]):
             place = f"{section}.{number}" if given is not table else section

@@ -190,9 +190,8 @@ def find(name: object) -> type[Algorithm] | None:
 
 def with_name(document: Mapping[str, object]) -> Mapping[str, object]:
     """Return a document with the name of its algorithm; the fields of an object become the table ``[algorithm]``."""
-    step = document.get("step")
-    given = step.get("algorithm") if isinstance(step, Mapping) else None
-    if not isinstance(step, Mapping) or given is None or isinstance(given, str):
+    step = table_in(document, "step")
+    if (given := step.get("algorithm")) is None or isinstance(given, str):
         return document
     kind = given if isinstance(given, type) else type(given)
     name = next((name for name, each in ALGORITHMS.items() if each is kind), "") or user_code.spec_of(kind)
@@ -328,6 +327,12 @@ OWN: Final[Mapping[str, Contract]] = {
 
 NAMED: Final = ("algorithm", *OWN)
 """The keys of ``[step]`` that may name a file of code, whose settings are a table of the same name."""
+
+
+def table_in(document: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Return a table of a document that is not checked yet; an empty one if there is none."""
+    found = document.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def algorithm_of(step: Mapping[str, object]) -> type[Algorithm] | None:

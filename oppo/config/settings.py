@@ -1,41 +1,318 @@
-"""The settings of a training run: its tables, and the rules by which they go together."""
+"""The settings of a training run: the tables of its file, what follows from them, and the rules between them.
+
+``[trainer]`` is :class:`oppo.TrainerSettings`; ``[algorithm]`` is the class that ``step.algorithm`` names
+(:mod:`oppo.algorithms`); ``[admission]`` and ``[loss]`` hold the settings of your own parts (:mod:`oppo.config.own`);
+``[vllm]`` holds arguments of vLLM's engine, by its own names, or the URLs of its servers.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self, cast
 
-from pydantic import model_validator
+import tomli_w
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, SkipValidation, ValidationInfo, model_validator
 
-from oppo.algorithms.base import OF_THE_LOSS
-from oppo.config.rewards import ENVIRONMENT, VllmRewardSection
-from oppo.config.sections import OPENENV, ROWS, VERIFIERS, EvalSection, PromptSource, named
-from oppo.config.tables import Tables
-from oppo.declared import changed, declared
+from oppo.admission import Admission
+from oppo.algorithms.base import OF_THE_LOSS, Algorithm
+from oppo.algorithms.ppo import PPO
+from oppo.config.environment import AgentsSection, EnvironmentSection
+from oppo.config.own import NAMED, OWN, algorithm_of, checked, extension, loss_of, made, table_in, table_of
+from oppo.config.rewards import (
+    ENVIRONMENT,
+    REWARD_KINDS,
+    ModelRewardSection,
+    RewardList,
+    RewardSection,
+    VllmRewardSection,
+    file_of,
+)
+from oppo.config.scorers import ScorerSection
+from oppo.config.sections import (
+    OPENENV,
+    ROWS,
+    VERIFIERS,
+    DataSection,
+    EvalSection,
+    ModelsSection,
+    PlacementSection,
+    PromptSource,
+    RunSection,
+    SamplingSection,
+    StepSection,
+    named,
+)
+from oppo.declared import MOST, STRICT, Declared, Resume, Table, adapter, changed, declared
 from oppo.errors import in_toml
-from oppo.training import OF_THE_CRITIC
+from oppo.training import OF_THE_CRITIC, TrainerSettings
 from oppo.user_code import SPEC, is_of_a_file
 
+if TYPE_CHECKING:
+    from oppo.losses import Loss
 
-class Settings(Tables):
+
+def _algorithm(table: object, info: ValidationInfo) -> Algorithm:
+    kind = algorithm_of((info.context or {}).get("step", {}))
+    chosen: Algorithm = PPO() if kind is None else adapter(kind).validate_python(table)
+    return checked(chosen)
+
+
+def _own(table: object, info: ValidationInfo) -> object:
+    name = str(info.field_name)
+    spec = (info.context or {}).get("step", {}).get(name)
+    if table and extension(name, spec) is None:
+        raise ValueError(
+            f"it holds the settings of a part of your own: name that in step.{name} as file.py:name, or leave it out"
+        )
+    return adapter(table_of(name, spec)).validate_python(table)
+
+
+def _spanning(table: object, info: ValidationInfo) -> object:
+    if not isinstance(table, Mapping):
+        return table
+    if "total_steps" in table:
+        raise ValueError("total_steps is run.steps: leave it out")
+    return {**table, "total_steps": info.data["run"].steps if "run" in info.data else MOST - 1}
+
+
+class Settings(BaseModel):
     """All settings of a run, checked; see :func:`oppo.config.load.load`."""
 
+    model_config = STRICT
+
+    run: Annotated[RunSection, Table()] = RunSection()
+    models: Annotated[ModelsSection, Table()]
+    rewards: RewardList
+    environment: Annotated[EnvironmentSection, Table()] = EnvironmentSection()
+    agents: Annotated[AgentsSection, Table()] = AgentsSection()
+    placement: Annotated[PlacementSection, Table()] = PlacementSection()
+    data: Annotated[DataSection, Table()]
+    sampling: Annotated[SamplingSection, Table()] = SamplingSection()
+    step: Annotated[StepSection, Table()] = StepSection()
+    algorithm: Annotated[SkipValidation[Algorithm], PlainValidator(_algorithm)] = Field({}, validate_default=True)
+    admission: Annotated[SkipValidation[object], PlainValidator(_own)] = Field({}, validate_default=True)
+    loss: Annotated[SkipValidation[object], PlainValidator(_own)] = Field({}, validate_default=True)
+    eval: Annotated[EvalSection, Table()] = EvalSection()
+    trainer: Annotated[TrainerSettings, Table(), BeforeValidator(_spanning)] = Field({}, validate_default=True)
+    scorers: dict[str, Annotated[ScorerSection, Table()]] = Field({})
+    vllm: dict[str, object] = Field({})
+    """Arguments of vLLM's engine, by its own names, or its servers; checked before anything is loaded."""
+
     @model_validator(mode="after")
-    def _consistent(self) -> Settings:
+    def _consistent(self) -> Self:
         self.own_admission()  # which may refuse its settings
         for words, applies in RULES.items():
             if found := applies(self):
                 raise ValueError(words.format(s=self, found=found))
         return self
 
+    @classmethod
+    def of(cls, document: Mapping[str, object]) -> Self:
+        step, agents, environment = (table_in(document, name) for name in ("step", "agents", "environment"))
+        scoreless = bool(agents.get("program") or getattr(algorithm_of(step), "scoreless", False))
+        rewards: dict[str, object] = {"rewards": ()} if scoreless else {}
+        if not scoreless and environment.get("factory"):
+            rewards = {"rewards": [{"source": ENVIRONMENT}]}
+        return cls.model_validate({**rewards, **document}, context={"step": step, "scoreless": scoreless})
+
+    def own_admission(self) -> Admission | None:
+        return cast("Admission | None", made("admission", self.admission, self.step))
+
+    def trained_loss(self) -> Loss:
+        return cast("Loss | None", made("loss", self.loss, self.step)) or loss_of(self.algorithm)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the weights that are trained are those that are served."""
+        shares = self.models.share_weights
+        alone = not self.step.lookahead and not self.step.stream_updates and self.trains_where_it_serves
+        return alone if shares is None else shares
+
+    @property
+    def devices(self) -> Mapping[str, tuple[str, ...]]:
+        # without a teacher no device of one is looked for
+        found = self.placement.names(self.models.device)
+        return found if self.models.teacher else {**found, "teacher": ("cpu",)}
+
+    @property
+    def actor_device(self) -> str:
+        """The device on which transformers loads the policy here: where it decodes, or else where it is trained."""
+        devices = self.devices
+        if self.serves_here:
+            return devices["policy"][0]
+        ranks = devices["trainer"]
+        by_ranks = len(ranks) > 1 and ranks[0] != "cpu" and "reference" not in self.remote
+        return devices["reference"][0] if by_ranks else ranks[0]
+
+    @property
+    def serves_here(self) -> bool:
+        """Whether transformers decodes with weights that lie in this process."""
+        apart = "policy" in self.remote or self.placement.policy_replicas > 1
+        return self.models.engine == "transformers" and not apart
+
+    @property
+    def trains_where_it_serves(self) -> bool:
+        """Whether updates are made on the device of the policy and the critic that transformers serves here, if any."""
+        devices, models = self.devices, {"critic"} if self.algorithm.has_critic else set()
+        if self.serves_here:
+            models.add("policy")
+        ranks = devices["trainer"]
+        if len(ranks) > 1 and ranks[0] != "cpu":
+            return False
+        served = {device for model in models - self.remote for device in devices[model]}
+        return not served or served == set(ranks)
+
+    @property
+    def has_reference(self) -> bool:
+        return bool(self.models.reference) or self.algorithm.refers
+
+    @property
+    def reward_tables(self) -> Mapping[str, RewardSection]:
+        return {f"rewards.{number}": reward for number, reward in enumerate(self.rewards)}
+
+    @property
+    def reward_models(self) -> Sequence[str]:
+        kinds = ModelRewardSection | VllmRewardSection
+        return [each.source for each in self.rewards if isinstance(each, kinds)]
+
+    @property
+    def reward_engines(self) -> Mapping[str, VllmRewardSection]:
+        """The rewards that engines of this run serve, by their place in the file."""
+        found = {key: each for key, each in self.reward_tables.items() if isinstance(each, VllmRewardSection)}
+        return {key: each for key, each in found.items() if not each.url}
+
+    @property
+    def on_vllm(self) -> Mapping[str, ScorerSection]:
+        """The reference and the teachers that vLLM serves."""
+        return {name: each for name, each in self.scorers.items() if each.engine == "vllm"}
+
+    @property
+    def can_be_remote(self) -> frozenset[str]:
+        models = self.models
+        can = {
+            "policy": not self.on_server and not models.shared_trunk and self.run.policy == "thread",
+            "reference": self.has_reference and "reference" not in self.on_vllm,
+            "reward": any(isinstance(each, ModelRewardSection) for each in self.rewards) and not self.reward_engines,
+            "critic": self.algorithm.has_critic and not models.shared_trunk,
+            "teacher": bool(models.teachers) and not self.on_vllm.keys() & models.teachers.keys(),
+            "trainer": len(self.devices["trainer"]) > 1,
+        }
+        return frozenset(name for name, possible in can.items() if possible)
+
+    @property
+    def remote(self) -> frozenset[str]:
+        """The models in actors of a cluster; of the ``trainer``, every rank but the first."""
+        if not self.placement.cluster:
+            return frozenset()
+        return frozenset(self.placement.remote) or self.can_be_remote - {"policy"}
+
+    @property
+    def on_server(self) -> bool:
+        """Whether servers decode that others start (``vllm.urls``)."""
+        return "urls" in self.vllm
+
+    @property
+    def starts_servers(self) -> bool:
+        """Whether vLLM servers decode that the run starts: the replicas of a pool, or one in a cluster."""
+        apart = self.placement.policy_replicas > 1 or "policy" in self.remote
+        return self.models.engine == "vllm" and apart and not self.on_server
+
+    @property
+    def run_directory(self) -> Path:
+        return Path(self.run.directory) / self.run.name
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Files and directories that the run reads besides its models, by the settings that name them."""
+        rewards = {f"{key}.source": reward.source for key, reward in self.reward_tables.items()}
+        steps = {f"step.{name}": getattr(self.step, name) for name in NAMED}
+        code = {**rewards, **steps}
+        found = {name: file for name, spec in code.items() if (file := file_of(spec)) is not None}
+        prompts = {**named("data.prompts", self.data.prompts), **named("eval.prompts", self.eval.prompts)}
+        return (
+            {name: each.file for name, each in prompts.items() if each.file is not None}
+            | {f"agents.program of {name}": file for name, each in prompts.items() if (file := file_of(each.taskset))}
+            | found
+            | self.environment.files
+            | self.agents.files
+            | self.data.files
+        )
+
+    @property
+    def keys(self) -> dict[str, dict[str, Declared]]:
+        return keys_of(type(self.algorithm), {name: getattr(self.step, name) for name in OWN})
+
+    def tables(self) -> dict[str, dict[str, object]]:
+        """Return all settings by section and key, ``None`` for an absent key; rewards are ``rewards.0`` and so on."""
+        found = {
+            name: {key: _spelt(getattr(getattr(self, name), key)) for key in keys} for name, keys in self.keys.items()
+        }
+        found |= {key: {**asdict(reward)} for key, reward in self.reward_tables.items()}
+        found |= {"scorers": {name: asdict(each) for name, each in self.scorers.items()}} if self.scorers else {}
+        return {**found, "vllm": dict(self.vllm)} if self.vllm else found
+
+    def spanning(self, steps: int) -> Self:
+        """Return these settings with a learning-rate schedule of ``steps``."""
+        return self.model_copy(update={"trainer": replace(self.trainer, total_steps=steps)})
+
+    def changed(self, changes: Mapping[str, Mapping[str, object] | Sequence[object]]) -> Self:
+        """Return these settings with ``changes`` by section and key; a list of rewards replaces all of them."""
+        document = self.document()
+        for name, keys in changes.items():
+            document[name] = {**document.get(name, {}), **keys} if isinstance(keys, Mapping) else keys
+        return type(self).of(document)
+
+    def document(self) -> dict[str, Any]:
+        """Return the resolved file, parsed: resolved in any folder, it gives these settings again."""
+        found: dict[str, Any] = {
+            name: {key: value for key, value in keys.items() if value is not None}
+            for name, keys in self.tables().items()
+        }
+        rewards = [found.pop(key) for key in self.reward_tables]
+        return {**found, "rewards": rewards}
+
+    def toml(self) -> str:
+        return tomli_w.dumps(self.document())
+
+
+def _spelt(value: object) -> object:
+    if isinstance(value, tuple) and any(isinstance(each, PromptSource) for each in value):
+        return [each.table() for each in cast("tuple[PromptSource, ...]", value)]
+    return value
+
+
+def keys_of(algorithm: type[Algorithm], step: Mapping[str, object] = {}) -> dict[str, dict[str, Declared]]:
+    """Return the declarations of all keys by section, for an algorithm and the user extensions that ``step`` names."""
+    tables: dict[str, Any] = {name: each.annotation for name, each in Settings.model_fields.items()}
+    own = {name: table_of(name, step[name]) for name in OWN if extension(name, step.get(name)) is not None}
+    return {
+        name: {key: each for key, each in declared(kind).items() if key != "total_steps"}
+        for name, kind in (tables | {"algorithm": algorithm} | own).items()
+        if isinstance(kind, type) and is_dataclass(kind)
+    }
+
+
+@cache
+def changeable(how: Resume) -> frozenset[str]:
+    """Return the keys that may change so when a run is resumed; ``rewards.N.key`` is a key of any reward."""
+    kinds = [("rewards.N", declared(kind)) for kind in REWARD_KINDS.values()]
+    return frozenset(
+        f"{section}.{key}"
+        for section, keys in [*keys_of(PPO).items(), *kinds]
+        for key, each in keys.items()
+        if each.resume == how
+    )
+
 
 def _those(faults: Mapping[str, object]) -> str:
     return "; ".join(words for words, holds in faults.items() if holds)
 
 
-def _two_answers(s: Tables) -> str:
+def _two_answers(s: Settings) -> str:
     does = {"source": "answers every turn", "tools": "answer calls", "factory": "answers calls of its methods"}
     first, *others = [key for key in does if getattr(s.environment, key)] or [""]
     if not others:
@@ -44,13 +321,13 @@ def _two_answers(s: Tables) -> str:
     return f"environment.{first} = {given} {does[first]}, and environment.{others[0]} {does[others[0]]}"
 
 
-def _odd_factory(s: Tables) -> tuple[str, str] | None:
+def _odd_factory(s: Settings) -> tuple[str, str] | None:
     served = (OPENENV + "http://", OPENENV + "https://")
     odd = (each for each in s.environment.factories.items() if not (SPEC.match(each[1]) or each[1].startswith(served)))
     return next(odd, None)
 
 
-def _idle_of_environment(s: Tables) -> tuple[str, str, str] | None:
+def _idle_of_environment(s: Settings) -> tuple[str, str, str] | None:
     given, calls = s.environment, bool(s.environment.tools or s.environment.factory)
     idle: dict[str, object] = {"on_failure": given.on_failure == "answer", "max_turns": given.max_turns}
     if calls:
@@ -59,15 +336,15 @@ def _idle_of_environment(s: Tables) -> tuple[str, str, str] | None:
     return next(((key, in_toml(getattr(given, key)), of) for key, is_given in idle.items() if is_given), None)
 
 
-def _prompts(s: Tables) -> dict[str, PromptSource]:
+def _prompts(s: Settings) -> dict[str, PromptSource]:
     return {**named("data.prompts", s.data.prompts), **named("eval.prompts", s.eval.prompts)}
 
 
-def _first_source(s: Tables, holds: Callable[[PromptSource], object]) -> tuple[str, PromptSource] | None:
+def _first_source(s: Settings, holds: Callable[[PromptSource], object]) -> tuple[str, PromptSource] | None:
     return next((each for each in _prompts(s).items() if holds(each[1])), None)
 
 
-def _idle_of_source(s: Tables) -> tuple[str, str, str, str] | None:
+def _idle_of_source(s: Settings) -> tuple[str, str, str, str] | None:
     for key, source in _prompts(s).items():
         of_others = {"split", "subset", "column"} if source.taskset else {"config"}
         if idle := sorted(changed(source, of_others)):
@@ -76,13 +353,13 @@ def _idle_of_source(s: Tables) -> tuple[str, str, str, str] | None:
     return None
 
 
-def _idle_of_loss(s: Tables) -> str:
+def _idle_of_loss(s: Settings) -> str:
     algorithm: Any = s.algorithm
     penalty = {"kl", "kl_estimator"} if getattr(algorithm, "kl_in", "") == "loss" else set()
     return ", ".join(f"algorithm.{name}" for name in changed(algorithm, OF_THE_LOSS | penalty))
 
 
-def _unknown_scorer(s: Tables) -> tuple[str, str, str] | None:
+def _unknown_scorer(s: Settings) -> tuple[str, str, str] | None:
     known = [*(["reference"] if s.has_reference else []), *s.models.teachers]
     for name in (name for name in s.scorers if name not in known):
         expected = f"expected {' or '.join(known)}" if known else "this run has neither a reference nor a teacher"
@@ -92,27 +369,27 @@ def _unknown_scorer(s: Tables) -> tuple[str, str, str] | None:
     return None
 
 
-def _reference_on_vllm(s: Tables) -> str:
+def _reference_on_vllm(s: Settings) -> str:
     served = "reference" in s.scorers and s.scorers["reference"].engine == "vllm"
     return s.models.reference or s.models.adapter or s.models.policy if served else ""
 
 
-def _of_scores(s: Tables) -> str:
+def _of_scores(s: Settings) -> str:
     given = {"eval.prompts": bool(s.eval.prompts), "run.keep_best = true": s.run.keep_best}
     return "" if s.rewards or s.agents.program else " and ".join(key for key, is_given in given.items() if is_given)
 
 
-def _batched_by_vllm(s: Tables) -> str:
+def _batched_by_vllm(s: Settings) -> str:
     rewards = [key for key, each in s.reward_tables.items() if isinstance(each, VllmRewardSection)]
     return next(iter([*rewards, *(f"scorers.{name}" for name in s.on_vllm)]), "")
 
 
-def _on_gpu(s: Tables) -> tuple[str, str] | None:
+def _on_gpu(s: Settings) -> tuple[str, str] | None:
     placed = [(s.placement.key_of(model), device) for model, devices in s.devices.items() for device in devices]
     return next((each for each in placed if each[1].startswith("cuda")), None)
 
 
-def _why_here(s: Tables) -> tuple[str, str] | None:
+def _why_here(s: Settings) -> tuple[str, str] | None:
     if not (impossible := s.remote - s.can_be_remote):
         return None
     named_algorithm = f"step.algorithm = {s.step.algorithm!r}"
@@ -139,7 +416,7 @@ def _why_here(s: Tables) -> tuple[str, str] | None:
     return min(impossible), why[min(impossible)]
 
 
-def _numbered(s: Tables) -> tuple[str, str] | None:
+def _numbered(s: Settings) -> tuple[str, str] | None:
     for model in sorted(s.remote):
         there = s.devices[model][1:] if model == "trainer" else s.devices[model]
         for device in (device for device in there if ":" in device):
@@ -147,12 +424,12 @@ def _numbered(s: Tables) -> tuple[str, str] | None:
     return None
 
 
-def _trunk_apart(s: Tables) -> tuple[str, str] | None:
+def _trunk_apart(s: Settings) -> tuple[str, str] | None:
     critic = s.devices["critic"][0]
     return (s.placement.key_of("critic"), critic) if s.models.shared_trunk and critic != s.actor_device else None
 
 
-def _unlike_replicas(s: Tables) -> str:
+def _unlike_replicas(s: Settings) -> str:
     return _those(
         {
             "run.deterministic = true, and bits depend on the rollouts of an engine": s.run.deterministic,
@@ -164,7 +441,7 @@ def _unlike_replicas(s: Tables) -> str:
     )
 
 
-def _unlike_sleep(s: Tables) -> str:
+def _unlike_sleep(s: Settings) -> str:
     step, engine = s.step, s.models.engine
     return _those(
         {
@@ -178,7 +455,7 @@ def _unlike_sleep(s: Tables) -> str:
     )
 
 
-def _unlike_a_sum(s: Tables) -> str:
+def _unlike_a_sum(s: Settings) -> str:
     algorithm, trainer = s.algorithm, s.trainer
     scale = getattr(algorithm, "scale_scores", "")
     faults = {
@@ -201,7 +478,7 @@ def _unlike_a_sum(s: Tables) -> str:
     return f"a loss, {type(loss).__name__}, that divides by sizes of several kinds"
 
 
-def _loss_of_a_file(s: Tables) -> tuple[str, str] | None:
+def _loss_of_a_file(s: Settings) -> tuple[str, str] | None:
     if not (apart := s.run.trainer == "process") and len(s.devices["trainer"]) == 1:
         return None
     kind, key = type(s.trained_loss()), "run.trainer = 'process'" if apart else "placement.trainer, with ranks,"
@@ -212,13 +489,13 @@ OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
 """The keys of ``[models]`` for a critic."""
 
 
-def _of_a_critic(s: Tables) -> str:
+def _of_a_critic(s: Settings) -> str:
     given = {f"models.{key}": value for key, value in changed(s.models, OF_THE_CRITIC_MODEL).items()}
     given |= {f"trainer.{key}": value for key, value in changed(s.trainer, OF_THE_CRITIC).items()}
     return "" if s.algorithm.has_critic else ", ".join(f"{name} = {in_toml(value)}" for name, value in given.items())
 
 
-def _uneven(s: Tables) -> tuple[int, str] | None:
+def _uneven(s: Settings) -> tuple[int, str] | None:
     batch, responses = s.step.batch, s.algorithm.responses
     units = batch, "responses"
     if responses > 1 and s.trainer.minibatches > 1 and s.trained_loss().unit == "group":
@@ -226,7 +503,7 @@ def _uneven(s: Tables) -> tuple[int, str] | None:
     return units if units[0] % s.trainer.minibatches else None
 
 
-RULES: Final[Mapping[str, Callable[[Tables], object]]] = {
+RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "{found}: leave one of them out": _two_answers,
     "{found[0]}: expected file.py:name, or openenv:URL, such as openenv:http://localhost:8000, got {found[1]!r}": (
         _odd_factory

@@ -35,8 +35,7 @@ from safetensors.numpy import load_file, save_file
 
 from oppo.config.load import load
 from oppo.config.sections import RunSection
-from oppo.config.settings import Settings
-from oppo.config.tables import changeable
+from oppo.config.settings import Settings, changeable
 from oppo.durable import is_plain, read_text, remove, whole, writing
 from oppo.errors import CheckpointError, ConfigError, DataError, OppoError, RunComplete, one_line
 from oppo.log import logger

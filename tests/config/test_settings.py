@@ -19,8 +19,7 @@ from oppo.config.load import load, overridden, resolve
 from oppo.config.rewards import FunctionRewardSection, ModelRewardSection, VllmRewardSection
 from oppo.config.scorers import ScorerSection
 from oppo.config.sections import ROWS, sources
-from oppo.config.settings import Settings
-from oppo.config.tables import keys_of
+from oppo.config.settings import Settings, keys_of
 from oppo.errors import ConfigError
 from oppo.losses import ClippedLoss, PPOLoss, SequenceLoss
 from oppo.returns import Correction, ScoreShaping
